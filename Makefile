@@ -1,4 +1,4 @@
-# Everything runs in .venv, which the first target that needs it sets up; later calls skip that.
+# Everything runs in .venv. The first target that needs it sets it up.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +18,7 @@ DEPLOY ?=
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
 .DEFAULT_GOAL := help
-.PHONY: help serve test demo generate accuracy bench cuda gpu dist lock deploy-check sanitize lint types clean
+.PHONY: help serve test demo generate accuracy bench cuda gpu gpu-check dist lock deploy-check sanitize lint types clean
 
 help: ## Show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -35,7 +35,7 @@ demo: $(READY) ## Send real images and video through a server (starts one if the
 generate: $(READY) ## Generate adapters from knowledge items (the full set: GENERATE= ; options: GENERATE="--paper")
 	@$(BIN)/python -m tools.generation $(GENERATE)
 
-accuracy: $(READY) ## Ask a server the held-out set and compare with the card (ACCURACY="--dtype bfloat16")
+accuracy: $(READY) ## Send the held-out set to a server and compare with the model card (ACCURACY="--dtype bfloat16")
 	@$(BIN)/python -m tools.demo.accuracy $(ACCURACY)
 
 bench: $(READY) ## Run a benchmark, or list them (NAME=step; quick unless QUICK= is empty; BENCH="--json FILE")
@@ -46,6 +46,11 @@ cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of i
 
 gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out DIR")
 	@$(PYTHON) -m tools.gpu $(GPU)
+
+gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90 and run them interpreted (needs no GPU)
+	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gpu-check]'
+	@$(BIN)/python -m tools.gpu.compile_check $(GPU)
+	@$(BIN)/pytest -q tests/unit/gpu
 
 dist: $(READY) ## Build wheel and sdist, check them, have each serve from a fresh environment (DIST="--no-trial")
 	@$(BIN)/python -m tools.dist $(DIST)
@@ -71,9 +76,9 @@ clean: ## Remove what was set up and built
 
 $(READY): pyproject.toml constraints.txt $(CORE)
 	@$(PYTHON) tools/preflight
-	@echo "setting up $(VENV): installing packages, then compiling the kernels, without further words;"
+	@echo "setting up $(VENV): installing packages, then compiling the kernels, without further messages;"
 	@echo "2 minutes of work on two free cores, up to 10 on busy ones, and the download (0.6 GB or more)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,train,video,dev]'
+	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,gateway,structured,train,video,dev]'
 	@$(BIN)/python -m benchmarks.perf_analyzer.fetch >/dev/null || echo "warning: no perf_analyzer; its tests will be skipped"
 	@touch $(READY)

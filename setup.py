@@ -1,7 +1,7 @@
-"""Build of the compiled kernels; pyproject.toml describes the rest of the package.
+"""Build of the compiled kernels. pyproject.toml describes the rest of the package.
 
-The kernels are optional: if no compiler is available, installation continues and the reference
-operators are used.
+The kernels are optional. Without a compiler, installation continues, and the package uses its
+reference operators.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
 FLAGS = [
     *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden"),
-    # The same scratch memory holds fp32 values and pairs of bf16.
+    # The same scratch memory holds fp32 values and, later, pairs of bf16.
     "-fno-strict-aliasing",
-    # The compiler must not fuse multiplications and additions: results would depend on the tile.
+    # Fused multiply-adds would make results depend on the tile.
     "-ffp-contract=off",
-    # False warnings from the compiler's own intrinsics headers.
+    # The intrinsics headers of the compiler cause these warnings falsely.
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
 
@@ -48,7 +48,7 @@ class BuildKernels(build_ext):
         headers = [*CSRC.rglob("*.h"), *build.glob("*.inc")]
 
         def compile_unit(unit: kernels.Unit) -> str:
-            """Compile a unit if one of the files it depends on has changed; return the object."""
+            """Compile a unit if a file that it depends on has changed. Return the object file."""
             target = build / kernels.object_name(unit)
             dependencies = _dependencies(target.with_suffix(".d")) or [unit.source, *headers]
             if not _is_newer(target, dependencies):
@@ -73,14 +73,14 @@ class BuildKernels(build_ext):
 
 
 def _dependencies(rule: Path) -> list[Path]:
-    """Read the dependency file the compiler wrote; return [] if it does not exist yet."""
+    """Read the dependency file that the compiler wrote. Return [] if it does not exist yet."""
     if not rule.exists():
         return []
     return [Path(name) for name in rule.read_text().replace("\\\n", " ").split()[1:]]
 
 
 def _is_newer(target: Path, sources: list[Path]) -> bool:
-    """Return whether the target exists and no source is missing or newer than it."""
+    """Return whether the target exists, and all sources exist and are older."""
     if not target.exists() or not all(source.exists() for source in sources):
         return False
     return target.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
@@ -89,7 +89,12 @@ def _is_newer(target: Path, sources: list[Path]) -> bool:
 class BuildWithData(build_py):
     """Copies the data folders of the source tree into the wheel, as `vlora/_data`."""
 
-    DATA = ("model_repository", "tools/demo/checkpoint", "tools/demo/adapters")
+    DATA = (
+        "model_repository",
+        "tools/demo/checkpoint",
+        "tools/demo/adapters",
+        "tools/demo/samples",
+    )
 
     def run(self) -> None:
         super().run()

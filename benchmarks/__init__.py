@@ -1,4 +1,5 @@
-"""Benchmarks over fixed grids and traces, each with its baselines interleaved and its noise.
+"""Benchmarks of the engine, the server and the kernels on fixed grids and traces.
 
-`python -m benchmarks` lists them. The package `vlora` and its wheel contain none of this.
+Each benchmark alternates with its baselines in one process and reports its noise. `python -m
+benchmarks` lists them. The package `vlora` and its wheel contain none of this.
 """

@@ -1,6 +1,6 @@
-"""The definition of a benchmark. `runner` does everything else.
+"""The interface of a benchmark; `benchmarks.runner` runs it.
 
-Subclasses import torch and the package inside their methods only, so that `--help` is fast.
+Subclasses import torch and `vlora` inside their methods only, so that `--help` is fast.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ CellT = TypeVar("CellT")
 GRIDS = Path(__file__).parent / "grids"
 
 QuickOption = Annotated[
-    bool, typer.Option("--quick", help="Measure a part of the grid, within 50 s on two cores.")
+    bool, typer.Option("--quick", help="Measure part of the grid, within 50 s on two cores.")
 ]
 ThreadsOption = Annotated[
     str, typer.Option(help="Comma-separated thread counts; the grid runs once with each.")
 ]
 EngineThreadsOption = Annotated[
-    int | None, typer.Option("--threads", help="Threads; default: as many as a server takes.")
+    int | None, typer.Option("--threads", help="Threads; default: as in a server.")
 ]
 TypesOption = Annotated[str, typer.Option(help="Comma-separated storage types: fp32, bf16.")]
 GridOption = Annotated[Path | None, typer.Option(help="Another grid file.")]
@@ -46,7 +46,7 @@ DemoModelOption = Annotated[
 
 @dataclass(frozen=True)
 class Bar:
-    """The limit that a summary figure is held to: a minimum, a maximum, or an upper bound."""
+    """Limit of a summary figure: a minimum, a maximum, or an exclusive upper bound."""
 
     sign: str
     limit: float
@@ -75,32 +75,32 @@ def below(limit: float) -> Bar:
 class Benchmark(ABC, Generic[CellT]):
     """One run of a benchmark: its grid, its measurements and its tables.
 
-    The runner makes the command from the parameters of `__init__`, each annotated with its
-    `typer.Option`. `__init__` must take `quick`, check the options and load the grid.
+    The runner makes the command line from the parameters of `__init__`, each annotated with its
+    `typer.Option`. `__init__` must accept `quick`, check the options and load the grid.
     """
 
     name: ClassVar[str]
     bars: ClassVar[Mapping[str, Bar]] = {}
-    """Bars by summary key."""
+    """Limits by key of the summary."""
     resumable: ClassVar[bool] = False
     """True if the JSON file is written during the run and continued by the next run."""
     conditions: ClassVar[Sequence[str]] = ()
-    """Keys of meta that must be equal for a run to be continued."""
+    """Keys of the metadata that must be equal for a run to be continued."""
 
     def __init__(self, *, quick: bool, grid: Path) -> None:
         self.quick = quick
         self.grid_path = grid
         self.rooflines: RooflineByThreads | None = None
-        """The rooflines whose figures belong into meta."""
+        """Rooflines whose figures are part of the metadata."""
         self.rows: list[Row] = []
-        """All rows so far. The runner appends what `run` yields."""
+        """All rows so far. The runner appends those that `run` yields."""
         self.status: Callable[[str], None] = lambda text: None
-        """Shows what is being measured. The runner replaces it."""
+        """Function that shows what is being measured. The runner replaces it."""
 
     def meta(self) -> dict[str, Any]:
-        """Return what the figures depend on, in addition to `report.machine_meta`.
+        """Return the conditions that the figures depend on, beyond those of `report.machine_meta`.
 
-        It is called before the first cell and again before the JSON file is written.
+        The runner calls it before the first cell and again before it writes the JSON file.
         """
         from benchmarks.machine import operator_meta
 
@@ -108,7 +108,7 @@ class Benchmark(ABC, Generic[CellT]):
         return meta | ({"limits": self.rooflines.as_meta()} if self.rooflines else {})
 
     def settings(self) -> dict[str, Any]:
-        """Return the options that are part of meta."""
+        """Return the options that are part of the metadata."""
         return {}
 
     @abstractmethod
@@ -121,18 +121,18 @@ class Benchmark(ABC, Generic[CellT]):
 
     @abstractmethod
     def summarize(self) -> dict[str, Any]:
-        """Return the summary of what has been measured, with None for what was not run."""
+        """Return the summary of the rows so far, with None for parts that were not run."""
 
     @abstractmethod
     def tables(self) -> Iterable[RenderableType]:
-        """Return the tables to print, without that of the summary."""
+        """Return the tables to print, except that of the summary."""
 
     def summary_title(self) -> str:
         """Return the title of the summary's table."""
         return f"summary of {self.name}"
 
     def resume(self, rows: Sequence[Row]) -> list[Row]:
-        """Return those of a former run's rows that need not be measured again."""
+        """Return those rows of an earlier run that need not be measured again."""
         return []
 
     def draw(self) -> Iterable[Path]:
@@ -140,7 +140,7 @@ class Benchmark(ABC, Generic[CellT]):
         return []
 
     def close(self) -> None:
-        """Release what the cells share. It is called once, even after an error."""
+        """Release what the cells share. The runner calls it once, even after an error."""
 
 
 def parse_types(text: str) -> list[str]:
@@ -165,7 +165,7 @@ def parse_thread_counts(text: str) -> list[int]:
 
 
 def load_grid_values(path: Path, *, quick: bool) -> dict[str, Any]:
-    """Return the entries of a grid file; with `quick`, those of its `quick` entry replace them."""
+    """Return a grid file's entries. If `quick`, those of its entry `quick` replace the others."""
     values: dict[str, Any] = json.loads(path.read_text())
     return values | (values["quick"] if quick else {})
 

@@ -1,7 +1,7 @@
-"""An engine driven step by step through a load, and the time of each request and step.
+"""An engine that runs a set of requests step by step, with the time of each request and step.
 
-It runs on this thread, without a server or a client: what is measured is the engine, its loader
-thread and the watch on the adapter folders.
+It runs in the calling thread without a server or a client. The figures contain the engine, its
+loader thread and the thread that watches the adapter folders.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from vlora.sampling import SamplingParams
 WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
 """Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""
 WAIT_SECONDS = 0.05
-"""Maximum wait for the loader before the engine is stepped again. The loader ends it earlier."""
+"""Maximum wait for the loader before the next step. A finished load ends the wait earlier."""
 
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """One request of a load. output: number of tokens of its answer."""
+    """One request of a run. output: number of tokens of its answer."""
 
     prompt: str
     adapter: str | None
@@ -43,18 +43,19 @@ class DriverRequest:
 
 @dataclass
 class Outcome:
-    """Times of one load, in seconds.
+    """Times of one run of a set of requests, in seconds.
 
-    first, end: of each request's first token and end, from the common start.
-    steps: of each step that computed.
-    stalled: waiting for adapters with nothing to compute.
-    disk_steps: number of steps whose thread read a file of weights.
-    loading_steps, quiet_steps: of the steps during which something was loaded or packed, and of the
-        others; both without the steps that gave a request its first token, since loads happen when
-        requests begin.
-    span: of the whole load.
+    first, end: time of each request's first token and of its end, from the start of the run.
+    steps: duration of each step that computed rows.
+    stalled: time spent waiting for adapters while there was nothing to compute.
+    disk_steps: number of steps in which the engine's thread read a file of weights.
+    loading_steps, quiet_steps: durations of the steps during which an adapter was loaded or packed,
+        and of the other steps. Steps that gave a request its first token are in neither list: most
+        adapters are loaded then, and the lists would not be comparable.
+    span: duration of the run.
     rows: number of computed rows.
     tokens: number of generated tokens.
+    failed: number of requests that ended with an error.
     """
 
     first: list[float] = field(default_factory=list)
@@ -71,7 +72,7 @@ class Outcome:
 
     @classmethod
     def joined(cls, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return one outcome for loads one after another, each with its own start."""
+        """Return one outcome for several runs one after another, each with its own start."""
         total = cls()
         for outcome in outcomes:
             total.first += outcome.first
@@ -94,7 +95,7 @@ class Outcome:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency: all end-to-end times over all tokens."""
+        """Average token latency: the sum of all end-to-end times over the number of tokens."""
         return sum(self.end) / max(1, self.tokens)
 
     def as_row(self) -> dict[str, Any]:
@@ -115,12 +116,13 @@ class Outcome:
 
 
 class Driver:
-    """One engine that is driven through loads."""
+    """Runs sets of requests on one engine."""
 
     def __init__(self, engine: Engine, after_step: Callable[[Engine], None] | None = None) -> None:
-        """Drive an engine through loads.
+        """Take the engine that will run the requests.
 
-        after_step: called after each step that computed. Its time counts for the load only.
+        after_step: called after each step that computed rows. Its time counts in the span of the
+            run, and not in the step.
         """
         self.engine = engine
         self._after_step = after_step
@@ -132,7 +134,7 @@ class Driver:
         self.engine.adapters.close()
 
     def run(self, requests: Sequence[DriverRequest], *, watch: bool = True) -> Outcome:
-        """Run all requests at once. watch: whether the watch on the folders runs as well."""
+        """Run all requests at once. watch: whether the adapter folders are watched as well."""
         if not watch:
             return self._run(requests)
         self.engine.watch.start(self.engine.adapters.stamps)
@@ -180,9 +182,9 @@ class Driver:
     def _step(
         self, outcome: Outcome, answered: AbstractSet[str], reads: _ReadCounter
     ) -> tuple[list[Output], float]:
-        """Step once and record its time. Return the outputs and the time at which they came.
+        """Run one step and record its time. Return its outputs and the time of its end.
 
-        answered: ids of the requests that have had their first token.
+        answered: ids of the requests that already have their first token.
         """
         engine = self.engine
         started, reads_before = time.perf_counter(), reads.count

@@ -7,4 +7,4 @@ import torch
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 ENGINE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
-"""The names of the same types among the engine's options."""
+"""Names of the same types in the engine's options."""

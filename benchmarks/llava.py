@@ -1,8 +1,8 @@
 """LLaVA checkpoints with random weights and adapters, for benchmarks of whole steps.
 
 They are generated once into a cache folder, with the same bytes on every machine. The weights are
-seeded and normally distributed (zeros would be too easy on caches and branch predictors), stored as
-bfloat16. With their tokenizer a prompt of n words has n tokens, and one more for the begin of text.
+seeded, normally distributed and stored as bfloat16; zeros would run faster than real weights. Their
+tokenizer gives a prompt of n words n tokens, plus the begin-of-text token.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 log = logging.getLogger(__name__)
 
 VERSION = 1
-"""Version of the generated files; each version has its own folder."""
+"""Version of the generated files. Each version has its own folder."""
 
 SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
@@ -37,7 +37,7 @@ WEIGHT_STD, FACTOR_STD = 0.02, 0.02
 class Sizes:
     """Sizes of a Llama-family decoder and a CLIP tower.
 
-    With fewer kv_heads than heads, queries are grouped.
+    Several query heads share keys and values if kv_heads is smaller than heads.
     """
 
     layers: int = 14
@@ -68,9 +68,9 @@ class Sizes:
 
 
 def tiny(sizes: Sizes) -> Sizes:
-    """Return sizes with the same number of layers and adapters, but with minimal matrices.
+    """Return sizes with the same numbers of layers and adapters, but with minimal matrices.
 
-    A step of this model costs only the overhead that does not depend on the size of the model.
+    A step of such a model costs only the overhead that does not depend on the matrices.
     """
     return replace(
         sizes,
@@ -89,15 +89,15 @@ def tiny(sizes: Sizes) -> Sizes:
 
 
 MODELS: Mapping[str, Sizes] = {"whole": Sizes(), "grouped": Sizes(kv_heads=4)}
-"""whole: each query head has its own keys and values. grouped: four query heads share theirs."""
+"""whole: each query head has its own keys and values. grouped: four query heads share them."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A generated checkpoint.
 
-    folder: the model, as transformers and vlora read it.
-    adapters: folder of the adapters' folders.
+    folder: the model in transformers' format.
+    adapters: folder that holds one folder per adapter.
     """
 
     folder: Path
@@ -117,9 +117,9 @@ def cache_root() -> Path:
 
 
 def make(sizes: Sizes, root: Path | None = None) -> Checkpoint:
-    """Return the checkpoint of these sizes, generated unless the cache has it.
+    """Return the checkpoint of these sizes; generate it unless the cache has it.
 
-    root: folder of the generated checkpoints; default: `cache_root()`.
+    root: folder of the generated checkpoints; by default `cache_root()`.
     """
     folder = (root or cache_root()) / sizes.name
     checkpoint = Checkpoint(folder / "checkpoint", folder / "adapters", sizes)
@@ -140,7 +140,7 @@ def make(sizes: Sizes, root: Path | None = None) -> Checkpoint:
 
 
 def prompt(words: int, seed: int, sizes: Sizes) -> str:
-    """Return a text of `words` tokens, without the begin of text."""
+    """Return a text of `words` tokens, without the begin-of-text token."""
     drawn = np.random.default_rng(seed).choice(_words(sizes), words)
     return "".join(drawn.tolist())
 
@@ -153,14 +153,14 @@ def picture(seed: int, sizes: Sizes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _words(sizes: Sizes) -> Sequence[str]:
-    """Return the words of two syllables that are one token, each with the space before it."""
+    """Return the words of two syllables that are one token, including the space before them."""
     syllables = [c + v for c in CONSONANTS for v in VOWELS]
     count = sizes.vocabulary - len(SPECIAL) - 256 - 2 * len(syllables)
     return [f" {first}{second}" for first in syllables for second in syllables][: max(count, 0)]
 
 
 def _tokenizer(sizes: Sizes) -> Any:
-    """Return a byte-level BPE tokenizer that merges syllables, alone, after a space, in pairs."""
+    """Return a byte-level BPE tokenizer that merges letters into syllables and words."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
-"""The machine as the benchmarks see it: threads, instruction set, microbenchmarks.
+"""Properties of the machine for the benchmarks: threads, instruction set, microbenchmarks.
 
-Without the compiled kernels the reference implementation is measured, and torch provides the
-roofline.
+Without the compiled kernels, benchmarks measure the reference implementation, and torch measures
+the roofline.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from benchmarks.dtypes import DTYPES
 from benchmarks.roofline import Roofline
 from benchmarks.timing import Timing
 from vlora import backends, native
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 from vlora.memory import hugepages
 
 READ, MULTIPLY = "read", "multiply"
-"""The microbenchmarks of `ConcurrentRates`, among a cell's timings."""
+"""Names of the microbenchmarks of `ConcurrentRates` among the timings of a cell."""
 
 
 def is_compiled() -> bool:
@@ -53,7 +53,7 @@ def has_bf16_instructions() -> bool:
 
 
 def operator_meta() -> dict[str, Any]:
-    """Return which implementation the figures are of, and how many tile configurations it has."""
+    """Return which implementation is measured, and its number of tile configurations."""
     if not is_compiled():
         return {"atmm": "reference"}
     from vlora.atmm import tiles
@@ -69,13 +69,13 @@ def operator_meta() -> dict[str, Any]:
 class ConcurrentRates:
     """Microbenchmarks that run in the same rounds as the work, with torch's number of threads.
 
-    They tell what the memory and the cores gave at the time. Without the compiled kernels there
-    are none.
+    They show which rates memory and cores had during the measurement. There are none without the
+    compiled kernels.
 
-    dtype: type of the multiplication.
-    rounds: iterations of the loop at the peak, in one call.
-    read_bytes: bytes read in one call, of memory that no earlier call has left in the caches; with
-        0 nothing is read.
+    dtype: type of the multiplications.
+    rounds: iterations of the multiply loop per call.
+    read_bytes: bytes read per call, from memory that is no longer in the caches. With 0 nothing is
+        read.
     """
 
     dtype: str
@@ -109,7 +109,7 @@ class ConcurrentRates:
         return calls | {MULTIPLY: multiply}
 
     def rates(self, timings: Mapping[str, Timing]) -> tuple[float | None, float | None]:
-        """Return the medians (bytes/s, flop/s) of the rounds, with None for what was not run."""
+        """Return the medians of bytes/s and flop/s, with None for a rate that was not measured."""
         if MULTIPLY not in timings:
             return None, None
         runtime = native.kernels().runtime
@@ -119,22 +119,22 @@ class ConcurrentRates:
 
 
 def without_rates(timings: Mapping[str, Timing]) -> dict[str, Timing]:
-    """Return the timings of the work alone, without those of the microbenchmarks."""
+    """Return the timings without those of the microbenchmarks."""
     return {name: timing for name, timing in timings.items() if name not in (READ, MULTIPLY)}
 
 
 def _cold_bytes() -> int:
-    return 2 * Device.here().cold_bytes
+    return 2 * Cpu.here().cold_bytes
 
 
 @cache
 def _cold_memory() -> torch.Tensor:
-    """Return `_cold_bytes()` bytes that all cells of a run read."""
+    """Return `_cold_bytes()` bytes of memory, which all cells of a run share."""
     return hugepages.hugepage_zeros(_cold_bytes() // 4, dtype=torch.float32).fill_(1.0)
 
 
 class RooflineByThreads:
-    """The roofline for each thread count of a run."""
+    """The roofline for each thread count of a run, measured at first use."""
 
     def __init__(self) -> None:
         self._rooflines: dict[int, Roofline] = {}

@@ -1,7 +1,7 @@
-"""The prefix benchmark: rounds of questions about one image, with and without the prefix cache.
+"""The prefix benchmark: conversations about one image, with and without the prefix cache.
 
-The prompt of each round is the conversation so far and one more question. The checkpoint is the
-demo model.
+The prompt of each round is the conversation so far and one more question. The model is the demo
+checkpoint.
 """
 
 from __future__ import annotations
@@ -11,22 +11,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
 from rich.console import RenderableType
 
-from benchmarks.benchmark import (
-    GRIDS,
-    Bar,
-    Benchmark,
-    DemoModelOption,
-    QuickOption,
-    Row,
-    at_least,
-    demo_folder,
-    load_grid_values,
-)
+from benchmarks.benchmark import Bar, Row, at_least
+from benchmarks.demo_model import DemoModelBenchmark
 
 if TYPE_CHECKING:
     from benchmarks.driver import Driver, Outcome
@@ -34,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConversationRound:
-    """One round of one conversation. cached: whether the prefix cache was on."""
+    """One round of one conversation. cached: whether the prefix cache was enabled."""
 
     number: int
     cached: bool
@@ -78,7 +68,7 @@ class Conversations:
             driver.close()
 
     def _converse(self, driver: Driver, seed: int) -> list[Outcome]:
-        """Run all rounds about an image that no other seed has."""
+        """Run all rounds of a conversation. Each seed has its own image."""
         import numpy as np
 
         from benchmarks.driver import WORDS, DriverRequest
@@ -93,7 +83,7 @@ class Conversations:
         outcomes = []
         for _ in range(grid["rounds"]):
             conversation += " " + " ".join(rng.choices(WORDS, k=grid["question"] // 2))
-            # One token is generated, for its time. The rest of the answer is drawn here.
+            # Only one token is generated, to time it. The rest of the answer is drawn at random.
             request = DriverRequest(conversation, None, 1, images)
             outcomes.append(driver.run([request], watch=False))
             conversation += " " + " ".join(rng.choices(WORDS, k=grid["output"] // 2))
@@ -101,7 +91,7 @@ class Conversations:
 
 
 def summarize(rounds: Sequence[ConversationRound]) -> dict[str, Any]:
-    """Return ratios of medians, with the cache over without."""
+    """Return ratios of medians: with the cache over without it."""
 
     def outcomes(cached: bool, number: int) -> list[Outcome]:
         return [r.outcome for r in rounds if (r.cached, r.number) == (cached, number)]
@@ -122,31 +112,15 @@ def summarize(rounds: Sequence[ConversationRound]) -> dict[str, Any]:
     }
 
 
-class PrefixBenchmark(Benchmark[int]):
+class PrefixBenchmark(DemoModelBenchmark[int]):
     """Time to first token and computed tokens. A cell is the seed of a conversation."""
 
     name = "prefix"
     bars: ClassVar[Mapping[str, Bar]] = {"saved_over_expected": at_least(0.7)}
 
-    def __init__(
-        self,
-        *,
-        model: DemoModelOption = None,
-        threads: Annotated[int, typer.Option(help="Threads of the engine.")] = 1,
-        quick: QuickOption = False,
-    ) -> None:
-        super().__init__(quick=quick, grid=GRIDS / "prefix.json")
-        from benchmarks import machine
-
-        machine.set_threads(threads)
-        self._threads = threads
-        self._model = model or demo_folder() / "checkpoint"
-        self._grid = load_grid_values(self.grid_path, quick=quick)
+    def set_up(self) -> None:
         self._conversations: Conversations | None = None
         self._rounds: list[ConversationRound] = []
-
-    def settings(self) -> dict[str, Any]:
-        return {"threads": self._threads}
 
     def cells(self) -> Sequence[int]:
         return range(self._grid["repeats"])

@@ -1,7 +1,8 @@
-"""The premerge benchmark: steps on the base with all adapters, and on the premerged base.
+"""The premerge benchmark: the same steps on the base model and on a premerged base.
 
-It repeats figure 3 of the plug-and-play paper: the share of requests for the hot adapter goes from
-0 to 1, and the others are spread over the cold adapters. The checkpoint is the mid-size model.
+It repeats figure 3 of the plug-and-play paper. Premerging folds the hot adapter into the base
+weights. The hot adapter's share of the requests goes from 0 to 1; the other requests are spread
+over the cold adapters. The model is the mid-size one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ BUDGET_SECONDS = 6.0
 
 
 def premerged(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with its first adapter premerged, made once beside it."""
+    """Return the checkpoint with its first adapter premerged. The folder is made once."""
     from benchmarks.llava import Checkpoint
     from vlora.generation.premerge import premerge
     from vlora.lora.adapter import load_adapter
@@ -59,16 +60,16 @@ def premerged(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def adapters_of(requests: int, share: float, cold: int) -> list[int]:
-    """Return the adapter of each request: 0 for the hot one, else 1 to `cold` in turn.
+    """Return the adapter of each request: 0 for the hot adapter, else 1 to `cold` in turn.
 
-    share: of the requests that are for the hot adapter.
+    share: share of the requests that use the hot adapter.
     """
     hot = round(requests * share)
     return [0] * hot + [1 + i % cold for i in range(requests - hot)]
 
 
 class PremergeBenchmark(Benchmark[Cell]):
-    """Time of a step after premerging over the time before, by the hot adapter's share."""
+    """Time of a step after premerging over its time before, by the hot adapter's share."""
 
     name = "premerge"
     bars: ClassVar[Mapping[str, Bar]] = {"decode_hot": at_most(1.0), "prefill_hot": at_most(1.0)}
@@ -129,7 +130,7 @@ class PremergeBenchmark(Benchmark[Cell]):
             }
 
     def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
-        """Return the engines before and after; those of another type are dropped."""
+        """Return the engines before and after premerging. Drop those of another storage type."""
         from benchmarks import llava
         from benchmarks.synthetic_model import SyntheticModel
 
@@ -148,7 +149,7 @@ class PremergeBenchmark(Benchmark[Cell]):
         return self._models[dtype]
 
     def summarize(self) -> dict[str, Any]:
-        """Return the worst ratio of the storage types, with every request hot and with none."""
+        """Return the largest ratio over the storage types, for the shares 1 and 0."""
 
         def worst(step: str, share: float) -> float | None:
             ratios = [

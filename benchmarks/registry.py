@@ -1,7 +1,7 @@
 """The list of benchmarks.
 
-A benchmark is one module or folder with a subclass of `Benchmark`, and one entry here. This module
-imports none of them, so that listing them does not import torch.
+A benchmark is a module or folder with a subclass of `Benchmark`, and an entry in this list. This
+module imports no benchmark, so that listing them does not import torch.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Entry:
-    """Location of a benchmark, and the line that describes it in the list.
+    """Location of a benchmark, and its line in the list.
 
-    location: "module:class".
+    location: module and class as "module:class".
     """
 
     location: str
@@ -45,6 +45,10 @@ REGISTRY: Mapping[str, Entry] = {
         "benchmarks.step.benchmark:StepBenchmark",
         "One decode or prefill step of a mid-size model against the roofline, part by part.",
     ),
+    "quantized": Entry(
+        "benchmarks.quantized:QuantizedBenchmark",
+        "Products with int8 and int4 weights against the roofline of their own bytes.",
+    ),
     "engine": Entry(
         "benchmarks.engine.benchmark:EngineBenchmark",
         "Sixteen concurrent requests (four with --quick) in process, over gRPC and on PEFT.",
@@ -68,5 +72,17 @@ REGISTRY: Mapping[str, Entry] = {
     "prefix": Entry(
         "benchmarks.prefix:PrefixBenchmark",
         "Rounds of questions about one image, with and without the prefix cache.",
+    ),
+    "activated": Entry(
+        "benchmarks.activated:ActivatedBenchmark",
+        "Questions about one image by activated adapters, against ordinary ones.",
+    ),
+    "gateway": Entry(
+        "benchmarks.gateway.benchmark:GatewayBenchmark",
+        "The gateway against gRPC directly, idle connections, and streams that are cut.",
+    ),
+    "structured": Entry(
+        "benchmarks.structured:StructuredBenchmark",
+        "Requests whose answers follow a schema or an expression, against free ones.",
     ),
 }

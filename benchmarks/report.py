@@ -1,4 +1,4 @@
-"""Tables for the terminal and JSON files, in the form that all benchmarks share."""
+"""Terminal tables and JSON files in the form that all benchmarks share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vlora.atomic_file import replace_text
 
 
 def machine_meta(name: str, quick: bool) -> dict[str, Any]:
-    """Return what the figures of any benchmark depend on: commit, machine, versions, load."""
+    """Return the conditions that figures depend on: commit, machine, versions, load."""
     return {
         "command": f"bench {name}",
         "quick": quick,
@@ -36,9 +36,9 @@ def machine_meta(name: str, quick: bool) -> dict[str, Any]:
 def write_json(
     path: Path, meta: Mapping[str, Any], rows: Sequence[Row], summary: Mapping[str, Any]
 ) -> None:
-    """Write a run to `path`, one row per line, so that committed figures compare line by line.
+    """Write a run to `path`, one row per line, so that committed figures can be compared by line.
 
-    The file is replaced at once: an interruption leaves the former one intact.
+    The file is replaced atomically: an interrupted write leaves the previous file intact.
     """
     lines = ",\n".join(f"  {json.dumps(row)}" for row in rows)
     head = json.dumps(meta, indent=1).replace("\n", "\n ")
@@ -57,7 +57,7 @@ def figure_table(columns: Sequence[str], title: str | None = None, labels: int =
 
 
 def summary_table(summary: Mapping[str, Any], bars: Mapping[str, Bar], title: str) -> Table:
-    """Return a table of the summary's figures, each with its bar and whether it is met."""
+    """Return a table of the summary's figures, each with its limit and whether it is met."""
     table = Table("key", "value", "bar", "met", title=title)
     for key, value in summary.items():
         bar = bars.get(key)
@@ -78,7 +78,7 @@ def _commit() -> str | None:
 
 
 def _cpu() -> dict[str, str]:
-    """Return vendor, family, model and name of the CPU. Virtual machines may hide the name."""
+    """Return vendor, family, model and name of the CPU. A virtual machine may hide the name."""
     keys = {"vendor_id", "cpu family", "model", "model name", "cache size"}
     values: dict[str, str] = {}
     try:

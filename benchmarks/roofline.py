@@ -1,11 +1,12 @@
-"""The roofline of this machine, measured in the same run as the work that it judges.
+"""The roofline of this machine, measured in the same run as the work that it is compared with.
 
-The limit of a cell is the larger of its flops over the peak and its bytes over the bandwidth. Both
-come from our own microbenchmarks: a register-only loop of the fastest multiplication that the
-instruction set in use has for the cell's type (the peaks that order instruction sets), and reads of
-a working set of the cell's size (for cold cells, larger than the caches). Other programs share the
-memory and the cores, whose rates change by half from one second to the next. Where the rounds of a
-cell have timed them, the medians of those rounds count, as for the work itself.
+The limit of a cell is the larger of two times: its flops over the peak, and its bytes over the
+bandwidth. Our own microbenchmarks measure both rates. The peak is that of a loop on registers with
+the fastest multiplication that the instruction set in use has for the cell's type. The bandwidth is
+that of reads from a working set of the cell's size; for cold cells it is larger than the caches.
+
+Other programs share the memory and the cores, so these rates change by half from one second to the
+next. Where the rounds of a cell include the microbenchmarks, the medians of these rounds count.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 
 SECONDS = 0.06
 """Duration of one microbenchmark."""
@@ -24,18 +25,18 @@ INTERVAL_SECONDS = 1.0
 
 @dataclass
 class Roofline:
-    """Peak in flop/s by type and bandwidth in bytes/s by working set, for one thread count.
+    """Peak in flop/s by type, and bandwidth in bytes/s by working set, for one thread count.
 
-    Each is measured on first use, then again at intervals during the run. The best value counts: a
-    momentary disturbance must not lower the limit that a kernel is judged by.
+    Each rate is measured on first use, then again at intervals during the run. The best value
+    counts, because a momentary disturbance must not lower the limit of a kernel.
     """
 
     measure_peak: Callable[[str, float], float]
-    """Returns flop/s. Arguments: type, seconds."""
+    """Function of type and seconds that returns flop/s."""
     measure_bandwidth: Callable[[int, float], float]
-    """Returns bytes/s. Arguments: size of the working set in bytes, seconds."""
-    cold_bytes: int = field(default_factory=lambda: Device.here().cold_bytes)
-    """Size of a working set that this machine's caches do not hold."""
+    """Function of the working set in bytes, and seconds, that returns bytes/s."""
+    cold_bytes: int = field(default_factory=lambda: Cpu.here().cold_bytes)
+    """Size of a working set that exceeds this machine's caches."""
     _peaks: dict[str, float] = field(default_factory=dict)
     _bandwidths: dict[int, float] = field(default_factory=dict)
     _next: int = 0
@@ -55,7 +56,7 @@ class Roofline:
         return self._bandwidths[bucket]
 
     def remeasure_if_due(self) -> None:
-        """Measure one figure again if INTERVAL_SECONDS have passed, each figure in its order."""
+        """Measure one rate again if INTERVAL_SECONDS have passed. The rates take turns."""
         if time.monotonic() - self._last_time < INTERVAL_SECONDS:
             return
         keys: list[str | int] = [*self._peaks, *self._bandwidths]
@@ -78,11 +79,11 @@ class Roofline:
         cold_rate: float | None = None,
         peak: float | None = None,
     ) -> float:
-        """Return the limit in seconds for work of `flops` that moves parts of (bytes, cold).
+        """Return the limit in seconds for work of `flops` that moves `parts` of (bytes, cold).
 
-        Warm parts share the caches: their bandwidth is that of a working set of all of them.
-        cold_rate: bytes/s from memory, timed along with the work itself.
-        peak: flop/s, likewise.
+        All parts that are not cold share the caches and form one working set.
+        cold_rate: rate of memory in bytes/s, timed in the same rounds as the work.
+        peak: flop/s, timed in the same rounds as the work.
         """
         parts = list(parts)
         warm_bytes = sum(size for size, cold in parts if not cold)
@@ -106,7 +107,7 @@ class Roofline:
 
 
 def _rounded_up(size: int) -> int:
-    """Round up to a quarter of an octave, and to at least 16 KiB."""
+    """Round up to a quarter of an octave, and to 16 KiB or more."""
     octave = 1 << max(14, size.bit_length() - 1)
     step = octave // 4
     return -(-size // step) * step if size > octave else octave

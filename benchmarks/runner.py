@@ -1,4 +1,4 @@
-"""Runs any benchmark: command line, progress, interruption, tables and JSON."""
+"""Command line, progress display, interruption, tables and JSON for any benchmark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.registry import REGISTRY
 SAVE_INTERVAL_SECONDS = 5.0
 """Minimum time between two saves of a benchmark that can be resumed."""
 WIDE_COLUMNS = 150
-"""Width of the tables where the output is not a terminal."""
+"""Width of the tables if the output is not a terminal."""
 
 USAGE = """\
 usage: python -m benchmarks NAME [--quick] [--json FILE] [OPTION ...]
@@ -34,7 +34,7 @@ JsonOption = Annotated[
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the benchmark that the first argument names, or list all of them."""
+    """Run the benchmark that the first argument names, or list all benchmarks."""
     name, *rest = [*(sys.argv[1:] if arguments is None else arguments)] or ["--help"]
     if name in ("-h", "--help"):
         print(list_of_benchmarks())
@@ -49,14 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def list_of_benchmarks() -> str:
-    """Return the usage and one line for each benchmark."""
+    """Return the usage, and one line for each benchmark."""
     width = max(map(len, REGISTRY))
     lines = (f"  {name:{width}}  {entry.help}" for name, entry in REGISTRY.items())
     return "\n".join([USAGE, "benchmarks:", *lines])
 
 
 def command_line(name: str) -> typer.Typer:
-    """Return the command of one benchmark: its own options, --quick and --json."""
+    """Return the command of one benchmark, with its own options, --quick and --json."""
     entry = REGISTRY[name]
     app = typer.Typer(add_completion=False)
     app.command(name, help=entry.help)(_command(entry.load()))
@@ -85,7 +85,7 @@ def _command(benchmark: type[Benchmark[Any]]) -> Callable[..., None]:
 def run(benchmark: Benchmark[Any], path: Path | None) -> None:
     """Measure all cells, print the tables and write JSON to `path`.
 
-    After Ctrl-C, whatever has been measured so far is reported and written.
+    Ctrl-C ends the measurement; the rows so far are reported and written.
     """
     from benchmarks import report
 
@@ -143,9 +143,9 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
 
 
 def _resume(benchmark: Benchmark[Any], path: Path, meta: dict[str, Any], console: Console) -> None:
-    """Take over the rows of the former run that wrote `path`.
+    """Take over the rows of the earlier run that wrote `path`.
 
-    Raises typer.BadParameter if that run had other conditions.
+    Raise typer.BadParameter if that run had other conditions.
     """
     document = json.loads(path.read_text())
     for key in benchmark.conditions:

@@ -1,7 +1,6 @@
-"""An engine held at one point: its sequences have a context that was never computed.
+"""An engine that repeats one step on sequences whose context was never computed.
 
-It steps through `Engine.step` and then sets each sequence back, so that the same step can be timed
-again.
+It calls `Engine.step` and then sets each sequence back, so that the same step can be timed again.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from vlora.sampling import SamplingParams
 
 BLOCK = 16
 FILL_ELEMENTS = 1 << 22
-"""Number of random values that are repeated to fill the pages."""
+"""Number of distinct random values; they are repeated to fill the pages."""
 
 
 class SyntheticModel:
-    """One checkpoint in an engine of its own.
+    """One checkpoint in its own engine.
 
-    kv_tokens: positions that its pages must hold.
+    kv_tokens: number of positions that its pages must hold.
     max_rows: maximum number of rows in a step.
     """
 
@@ -80,7 +79,7 @@ class SyntheticModel:
             self._staged.append((state.sequence, length, computed))
 
     def step(self, slots: Sequence[int]) -> Callable[[], None]:
-        """Return a call that does one step of all staged requests, request i with slots[i]."""
+        """Return a function that runs one step of all staged requests, request i with slots[i]."""
         assert len(slots) == len(self._staged)
 
         def step_once() -> None:
@@ -96,7 +95,7 @@ class SyntheticModel:
 
     @contextmanager
     def live_adapter(self, live: int) -> Iterator[None]:
-        """Run all steps of the context with this slot as the live adapter, or with BASE."""
+        """Make this slot, or BASE, the live adapter of all steps while the context is open."""
         scheduler = self.engine.scheduler
         schedule = scheduler.schedule
 
@@ -107,14 +106,14 @@ class SyntheticModel:
             yield
 
     def mix(self, requests: int, distinct: int) -> list[int]:
-        """Return slots for requests that share `distinct` adapters evenly; 0: the base model."""
+        """Return slots for requests that share `distinct` adapters evenly. 0 is the base model."""
         if distinct == 0:
             return [BASE] * requests
         return [self.slots[i % distinct] for i in range(requests)]
 
 
 def fill_with_random(cache: torch.Tensor) -> None:
-    """Fill all pages with random values. Untouched pages of zeros would take no memory."""
+    """Fill all pages with random values. Untouched pages would not be in memory at all."""
     flat = cache.view(-1)
     drawn = torch.randn(min(FILL_ELEMENTS, flat.numel())).to(cache.dtype)
     for start in range(0, flat.numel(), FILL_ELEMENTS):

@@ -1,6 +1,6 @@
-"""Interleaved timing: each round takes a sample of every candidate; medians and their spread.
+"""Interleaved timing: each round takes a sample of every candidate. Results are medians and spread.
 
-This module knows callables and clocks, and nothing about operators.
+This module knows functions and clocks, and nothing about operators.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_SAMPLE_SECONDS = 4e-4
-"""Minimum duration of a sample. A shorter one would measure the clock and the loop."""
+"""Minimum duration of a sample. Shorter samples would mostly measure the clock and the loop."""
 MIN_SAMPLES = 3
 WARM_CALLS = 3
-"""Calls before a warm sample. A last-level victim cache needs more than one pass to fill."""
+"""Number of calls before a warm sample. A last-level victim cache needs several passes to fill."""
 LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
-"""Durations of a call from which one warm call, or none, is enough. The memory traffic of such a
-call is many times the size of the caches, and its first misses are a small part of it."""
+"""Durations of a call from which one warm call, or none, is enough. Such a call moves many times
+the size of the caches, so its first misses hardly count."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one sample per round."""
+    """Seconds per call, one value per round."""
 
     samples: tuple[float, ...]
 
@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def noise(self) -> float:
-        """Interquartile range over the median."""
+        """Interquartile range over median."""
         if len(self.samples) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -54,18 +54,18 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Time all candidates, one sample of each per round, in an order that rotates.
 
-    warm: calls just before each sample bring the candidate's data back into the caches, which the
-        other candidates have used since.
-    lead: one call precedes each sample of a candidate that reads different data at each call. Its
-        code is then cached and its threads are awake, as within a step, and its data are not
-        (decision 68).
+    warm: whether calls just before each sample bring the candidate's data back into the caches,
+        which other candidates have used since.
+    lead: whether one call precedes each sample, for candidates that read new data at each call. As
+        within a step, their code is then cached and their threads are awake, but their data are not
+        cached (decision 68).
     budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
         spread over all rounds.
     """
     calls, warm_calls, sample_counts = {}, {}, {}
     for name, call in candidates.items():
         estimate = _seconds(call, 1)
-        if estimate < budget:  # Otherwise the overhead of the first call is a small part of it.
+        if estimate < budget:  # Otherwise the first call's overhead is a small part of the time.
             estimate = _seconds(call, 1)
         calls[name] = max(1, round(MIN_SAMPLE_SECONDS / max(estimate, 1e-9)))
         warm_calls[name] = _warm_calls(estimate) if warm else int(lead and estimate < LONG_SECONDS)
@@ -85,7 +85,7 @@ def interleaved(
 def single_calls(
     candidates: Mapping[str, Callable[[], None]], *, rounds: int, warm_ups: int
 ) -> dict[str, Timing]:
-    """Time `rounds` single calls of each candidate after `warm_ups`, interleaved (figure 18)."""
+    """Time `rounds` single calls of each candidate after `warm_ups` calls, interleaved."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(warm_ups + rounds):
         for name, call in candidates.items():
@@ -96,13 +96,13 @@ def single_calls(
 
 
 def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return the names in order, starting with that at index `number` modulo their count."""
+    """Return the names rotated to start at index `number` modulo their count."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean, or None for no values: a summary then says null, not 1."""
+    """Return the geometric mean, or None without values: a summary then says null instead of 1."""
     return statistics.geometric_mean(values) if values else None
 
 

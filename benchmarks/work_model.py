@@ -1,7 +1,7 @@
-"""Flops and bytes of a step, from which its roofline follows.
+"""Flops and bytes of a step, which determine its roofline.
 
-The model counts every weight once per step, the keys and values of a chunk's context once per
-request, and every adapter once. Activations stay in the caches and do not count.
+Every weight and every adapter counts once per step, and the keys and values of a chunk's context
+once per request. Activations stay in the caches and do not count.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from benchmarks.llava import Sizes
 
 ADAPTED_TARGETS = 4
-"""Adapted projections of a layer: q, k, v, o."""
+"""Number of adapted projections per layer: q, k, v, o."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class ChunkWork:
     rows: number of positions.
     context: number of positions computed before them.
     adapter: index of the adapter, or None.
-    logits: whether the last position is sampled from.
+    logits: whether the step samples from the last position.
     """
 
     rows: int
@@ -33,7 +33,7 @@ class ChunkWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Flops, and bytes of weights, of keys and values, and of adapters."""
+    """Flops, and bytes of weights, of keys and values, and of adapters, for one piece of work."""
 
     flops: float
     weights: int
@@ -42,18 +42,18 @@ class Work:
 
     @property
     def moved(self) -> int:
-        """All bytes that are moved."""
+        """Total number of bytes."""
         return self.weights + self.kv + self.adapters
 
     def seconds(self, peak: float, rate: float) -> float:
-        """Return the limit of the roofline for a peak in flop/s and a rate in bytes/s."""
+        """Return the roofline in seconds, for a peak in flop/s and a rate in bytes/s."""
         return max(self.flops / peak, self.moved / rate)
 
 
 def step_work(chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int) -> Work:
     """Return the work of one step.
 
-    In the last layer all rows compute keys and values; only rows with logits do more.
+    In the last layer all rows compute keys and values. Only rows with logits compute the rest.
     """
     head = sizes.hidden // sizes.heads
     slab = slab_elements(sizes)
@@ -63,13 +63,13 @@ def step_work(chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int) -> Work:
     # Row i of a chunk attends to context + i + 1 positions: a product with keys, one with values.
     pairs = sum(c.rows * c.context + c.rows * (c.rows + 1) // 2 for c in chunks)
     last_layer_pairs = sum(c.context + c.rows for c in chunks if c.logits)
-    # Elements of the last layer that rows without logits do not use: all but keys and values.
+    # Elements of the last layer that rows without logits skip: all but those of keys and values.
     skipped = 2 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner
     width = adapter_width(sizes)
     lora = sum(2 * c.rows * rank_of(c.adapter, sizes) * width for c in chunks)
     flops = 2 * (rows * slab - (rows - sampled) * skipped) + 2 * sampled * lm_head + lora
     flops += 4 * (pairs * (sizes.layers - 1) + last_layer_pairs) * sizes.heads * head
-    # The context is read; the new positions are written and read.
+    # The context is read. New positions are written and read.
     positions = sum(c.context + 2 * c.rows for c in chunks)
     used = {c.adapter for c in chunks if c.adapter is not None}
     return Work(
@@ -81,10 +81,10 @@ def step_work(chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int) -> Work:
 
 
 def tower_work(images: int, sizes: Sizes) -> Work:
-    """Return the work of encoding images in fp32, by the vision tower and its connector."""
+    """Return the work of encoding images in fp32, in the vision tower and its connector."""
     patches, hidden = sizes.image_tokens, sizes.tower_hidden
     layer = 4 * hidden**2 + 2 * hidden * sizes.tower_inner
-    # The features come from the last layer but one. The connector has two matrices.
+    # The features come from the second-last layer. The connector has two matrices.
     elements = (sizes.tower_layers - 1) * layer + 3 * sizes.patch**2 * hidden
     elements += hidden * sizes.hidden + sizes.hidden**2
     attention = 4 * patches**2 * hidden * (sizes.tower_layers - 1)
@@ -110,7 +110,7 @@ def slab_elements(sizes: Sizes) -> int:
 
 
 def adapter_width(sizes: Sizes) -> int:
-    """Return an adapter's elements per rank: inputs and outputs of its targets in all layers."""
+    """Return an adapter's elements per rank: inputs plus outputs of its targets in all layers."""
     kv = sizes.kv_heads * (sizes.hidden // sizes.heads)
     return sizes.layers * (ADAPTED_TARGETS * sizes.hidden + 2 * sizes.hidden + 2 * kv)
 

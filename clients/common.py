@@ -24,7 +24,7 @@ CODE = re.compile(r"\b([A-Z_]{8,}): ")
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
 """Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 NO_PROXY = "no_grpc_proxy"
-"""Variable with the hosts that gRPC reaches without a proxy; it replaces `no_proxy`."""
+"""Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`."""
 TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
 
 
@@ -33,7 +33,7 @@ class ClientError(Exception):
 
 
 def run_main(main: Callable[[], int | None]) -> None:
-    """Run a client's `main` and exit with its status; print errors as one line."""
+    """Run a client's `main` and exit with its status. Print an error as one line."""
     _connect_to_this_machine_directly()
     try:
         sys.exit(main() or 0)
@@ -112,9 +112,9 @@ def request_inputs(
 
 
 def connect(url: str, model: str) -> Any:
-    """Return a gRPC client of a server that is live and has `model` ready. The caller closes it.
+    """Return a gRPC client of a live server that has `model` ready. The caller closes the client.
 
-    Raises ClientError with the reason if the server cannot be used.
+    Raise ClientError with the reason if the server cannot be used.
     """
     parts = ADDRESS.fullmatch(url)
     if parts is None or int(parts[1]) > 65535:
@@ -151,8 +151,8 @@ def stream_responses(
 ) -> Iterator[Any]:
     """Yield each response of one streaming request as it arrives, up to the final one.
 
-    Leaving the loop early cancels the request; an error or Ctrl-C does so, too. Raises the
-    server's error, or ClientError if `seconds` pass without a response.
+    Leaving the loop cancels the request, even through an error or Ctrl-C. Raise the server's
+    error, or ClientError if `seconds` pass without a response.
     """
     answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))

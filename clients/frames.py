@@ -1,7 +1,7 @@
 """Sources of frames: a video file, a folder of pictures, or a synthetic camera.
 
-A source yields chunks. A chunk is one second of video, reduced to a few evenly spaced frames.
-Frames are uint8 [height, width, 3], RGB.
+A source yields chunks. A chunk is one second of video, reduced to a few evenly spaced frames. Each
+frame is RGB, uint8 [height, width, 3].
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from clients.common import ClientError
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 GRID = 4
-"""Frames that are kept of a second of video, per frame of a chunk."""
+"""Number of frames of a second that are kept for each frame of the chunk."""
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Selected frames of one second of a stream; `truth` is the motion shown, if it is known."""
+    """Selected frames of one second of a stream, and the motion they show (`truth`) if known."""
 
     frames: list[Pixels]
     truth: str | None = None
@@ -45,7 +45,7 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
 
 
 def open_source(name: str, fps: int, frames_per_chunk: int, stream: int) -> Source:
-    """Return the source for `camera`, a folder or a video file. Raises ClientError for others."""
+    """Return the source for `camera`, a folder or a video file. Raise ClientError otherwise."""
     if name == "camera":
         return SyntheticCamera(fps, frames_per_chunk, seed=stream)
     path = Path(name)
@@ -68,7 +68,7 @@ def encode_frame(frame: Pixels, format: str) -> bytes:
 
 
 class FrameFolder:
-    """Pictures of a folder in the order of their names, `fps` per second, repeated endlessly."""
+    """Pictures of a folder in the order of their names, `fps` per second, in an endless loop."""
 
     def __init__(self, folder: Path, fps: int, frames_per_chunk: int) -> None:
         self._fps = fps
@@ -97,7 +97,7 @@ class FrameFolder:
 
 
 class VideoFile:
-    """A video file in chunks of one second of video time, repeated endlessly."""
+    """A video file in chunks of one second of video time, in an endless loop."""
 
     def __init__(self, path: Path, frames_per_chunk: int) -> None:
         self._path = path
@@ -118,15 +118,15 @@ class VideoFile:
                 raise ClientError(f"{self._path} contains no video frames")
 
     def _play(self) -> Iterator[Chunk]:
-        """Yield the chunks of one pass. Skip a last part below 0.5 s, unless it is the only one."""
+        """Yield the chunks of one pass. Drop a rest shorter than 0.5 s, unless it is all."""
         try:
             with self._av.open(str(self._path)) as container:
                 if not container.streams.video:
                     raise ClientError(f"{self._path} contains no video stream")
                 video = container.streams.video[0]
                 fps = max(1, round(float(video.average_rate or 30)))
-                # Only some frames are converted and kept, since a file may claim any rate. They are
-                # more than a chunk has, for a last part that is shorter than a second.
+                # A file may claim any rate, so only some frames are converted and kept. They are
+                # more than a chunk needs, because the last part may be shorter than a second.
                 grid = set(evenly_spaced(fps, GRID * self._frames_per_chunk))
                 kept: dict[int, Pixels] = {}
                 count = passed = 0
@@ -143,13 +143,13 @@ class VideoFile:
             raise ClientError(f"cannot read the video {self._path}: {error}") from None
 
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
-        """Return a chunk of `count` frames: at each position, the last frame kept until then."""
+        """Return a chunk for `count` frames: at each position the last frame kept before it."""
         positions = evenly_spaced(count, self._frames_per_chunk)
         return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])
 
 
 class SyntheticCamera:
-    """A synthetic film of a coloured shape that moves in one direction or stands still each second.
+    """A synthetic film: each second a coloured shape moves in one direction or stands still.
 
     The `truth` of a chunk names the motion. height, width: size of the picture in pixels. The same
     seed gives the same film.

@@ -1,10 +1,10 @@
-"""Raw clips in system shared memory: the server reads the pixels in place, without a copy.
+"""Raw clips in shared memory of the system: the server reads the pixels without a copy.
 
 A process has one region, divided into slots. A slot holds one clip while its request is in flight.
-Client and server must run on the same machine, and the server must allow it:
+Client and server must run on the same machine, and the server must be started with
 `vlora serve --allow-shared-memory`.
 
-**Invariant:** `close` unregisters and removes the region, also after Ctrl-C or an error. It may be
+**Invariant:** `close` unregisters and removes the region, even after Ctrl-C or an error. It may be
 called at any time and more than once.
 """
 
@@ -25,7 +25,7 @@ from clients.frames import Pixels
 
 
 class SharedFrames:
-    """A registered region of `slots` slots, each for one clip of up to `clip_bytes` bytes."""
+    """A registered region of `slots` slots, each with space for a clip of `clip_bytes` bytes."""
 
     def __init__(self, client: Any, slots: int, clip_bytes: int) -> None:
         self._client = client
@@ -39,7 +39,7 @@ class SharedFrames:
     async def open(self) -> None:
         """Create the region and register it with the server.
 
-        Raises ClientError if there is too little shared memory, or the server refuses the region.
+        Raise ClientError if there is too little shared memory, or the server refuses the region.
         """
         key = f"/{self._name}"
         try:
@@ -78,7 +78,7 @@ class SharedFrames:
         return slot, tensor
 
     def release(self, slot: int) -> None:
-        """Free a slot after the request that used it was answered."""
+        """Free a slot whose request has been answered."""
         self._free.append(slot)
 
     async def close(self) -> None:

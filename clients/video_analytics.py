@@ -1,13 +1,13 @@
 """Analyse live video: several streams at once, one chunk per second and stream.
 
 Every second each stream sends a few frames of that second to the ensemble `video_analytics` and
-prints the answer; --jsonl writes all answers to a file as well. A stream whose answers lag behind
-drops chunks and reports how many: the server cancels a chunk that still waits when the stream's
-next chunk arrives, and a chunk that is past its deadline.
+prints the answer. --jsonl also writes all answers to a file. The server cancels a chunk that passes
+its deadline, or that still waits when the next chunk of its stream arrives. The stream counts
+these chunks as dropped.
 
 sources:
   a video file (needs the package av), a folder of frames in the order of their names, or
-  `camera`: a synthetic camera that knows the true motion and so counts the correct answers
+  `camera`: a synthetic camera that knows the true motion, so that answers can be checked
 
 examples:
   python clients/video_analytics.py camera --streams 4 --seconds 10
@@ -59,7 +59,7 @@ DRAIN_SECONDS = 10.0
 REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
 DROP = re.compile(r"\bCANCELLED: .*(superseded|past its deadline)")
 MAX_IN_FLIGHT = 4
-"""Maximum number of unanswered chunks of one stream; further chunks are dropped."""
+"""Maximum number of unanswered chunks of one stream. Further chunks are dropped."""
 
 
 @dataclass
@@ -135,11 +135,11 @@ class Analysis:
         self.logs = [StreamLog() for _ in range(options.streams)]
 
     async def run(self) -> None:
-        """Play every stream to its end, or until the first error that the user can correct.
+        """Play every stream to its end, or until an error that the user can correct.
 
-        A request that is refused before the first answer counts as such an error, because its
-        cause, such as the adapter's name or the task, is the same for all requests. Shared memory
-        is released only after the last request that may read it has ended.
+        A request that is refused before the first answer is such an error: the adapter's name, the
+        task and the like are the same for all requests. Shared memory is released only after the
+        last request that may read it has ended.
         """
         try:
             async with asyncio.TaskGroup() as streams:
@@ -154,7 +154,7 @@ class Analysis:
                 await self._shared.close()
 
     async def _play(self, stream: int) -> None:
-        """Send one chunk per second. The streams start at different times of the first second."""
+        """Send one chunk per second. The streams start at different moments of a second."""
         options, log = self._options, self.logs[stream]
         chunks = open_source(options.source, options.fps, options.frames, stream).chunks()
         loop = asyncio.get_running_loop()
@@ -211,7 +211,7 @@ class Analysis:
         )
 
     async def _call(self, inputs: list[Any]) -> Any:
-        """Return the answer to one request. The request continues if this stream ends meanwhile."""
+        """Return the answer to one request. The request continues if its stream ends early."""
         call = asyncio.ensure_future(
             self._client.infer(MODEL, inputs, client_timeout=ANSWER_SECONDS)
         )
@@ -220,7 +220,7 @@ class Analysis:
         return await asyncio.shield(call)
 
     async def _inputs(self, chunk: Chunk, stream: int) -> tuple[int | None, list[Any]]:
-        """Return the slot of shared memory that the request uses, or None, and its inputs."""
+        """Return the request's slot of shared memory, or None, and its inputs."""
         options, metadata = self._options, json.dumps({"stream": stream})
         common = {"sampling": self._sampling(stream), "task": options.task, "metadata": metadata}
         if options.send == "raw":
@@ -260,7 +260,7 @@ def is_drop(error: InferenceServerException) -> bool:
 
 
 def is_refusal(error: InferenceServerException) -> bool:
-    """Return whether the server refused the request as wrong, so that a retry would fail, too."""
+    """Return whether the server refused the request as invalid: a retry would fail as well."""
     return REFUSAL.search(str(error.message())) is not None
 
 
@@ -319,8 +319,8 @@ def _first_leaf(error: BaseException) -> BaseException:
 async def analyse(options: argparse.Namespace) -> int:
     """Run all streams. Return 0 if every chunk was answered, and 1 if any had an error.
 
-    SIGTERM stops the run as Ctrl-C does: no further chunk is sent, and answers in flight are
-    awaited. Raises ClientError for an error that every chunk would have.
+    SIGTERM stops the run like Ctrl-C: no further chunk is sent, and answers in flight are awaited.
+    Raise ClientError for an error that every chunk would have.
     """
     task = asyncio.current_task()
     assert task is not None

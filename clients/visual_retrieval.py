@@ -1,7 +1,6 @@
 """Ask a question about pictures and print the answer while it is generated.
 
-The client sends image files and a question to the ensemble `visual_retrieval` over gRPC, and prints
-each part of the answer as it arrives.
+The client sends image files and a question to the ensemble `visual_retrieval` over gRPC.
 
 examples:
   python clients/visual_retrieval.py scene.png "What color is the star?"

@@ -1,13 +1,13 @@
 """The directories of csrc, their translation units and the instruction sets of the kernels.
 
-A kernel directory `csrc/NAME` has a `codegen.py`, whose `units(build)` writes the generated
+A kernel directory `csrc/NAME` has a `codegen.py`. Its `units(build)` writes the generated
 translation units into the build directory and returns all units, generated or not. Every submodule
-`vlora._kernels.NAME` has `csrc/NAME/bindings.cpp`, which defines `bind_NAME(pybind11::module_&)`;
-further files `bindings_*.cpp` beside it are compiled too. To add kernels, name their directory in
-DIRECTORIES; to add a submodule without kernels, name it in SUBMODULES only.
+`vlora._kernels.NAME` has `csrc/NAME/bindings.cpp`, which defines `bind_NAME(pybind11::module_&)`.
+Other files `bindings_*.cpp` in the folder are compiled too. To add kernels, add their directory to
+DIRECTORIES. To add a submodule without kernels, add it to SUBMODULES only.
 
 setup.py and the sanitizer build (csrc/atmm/test/sanitize.py) use this module. It does not know
-which compiler they run.
+which compiler they use.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 
 CSRC = Path(__file__).resolve().parent
-DIRECTORIES = ("runtime", "atmm", "gemm", "attention")
+DIRECTORIES = ("runtime", "atmm", "gemm", "attention", "quantized")
 """Directories that hold kernels."""
 SUBMODULES = (*DIRECTORIES, "folder_scan")
 """Submodules of `vlora._kernels`: one for each kernel directory, and the scan of adapter folders,
@@ -32,7 +32,7 @@ INCLUDE = (CSRC, CSRC / "atmm" / "include", CSRC / "atmm" / "cpu")
 
 @dataclass(frozen=True)
 class Unit:
-    """A translation unit, and the compiler flags it needs in addition to the common ones."""
+    """A translation unit, and the compiler flags that it needs besides the common ones."""
 
     source: Path
     flags: tuple[str, ...] = ()
@@ -75,7 +75,7 @@ AVX2 = Isa(
 )
 SCALAR = Isa("scalar", "kScalar", "runtime/register_scalar.h", (), ("kPeakAccumulators=4",))
 ISAS = (AVX512_BF16, AVX512, AVX2, SCALAR)
-"""Instruction sets with vectors only, the most capable first."""
+"""Instruction sets that have only vectors, the most capable first."""
 AMX = Isa(
     "amx",
     "kAmx",
@@ -90,10 +90,10 @@ TWIN = Isa(
     (),
     (*SCALAR.defines, "VLORA_HAS_BF16_PRODUCTS", "VLORA_HAS_TILES"),
 )
-"""Plain C++ equivalent of AMX tiles and of products of bf16 pairs, for CPUs without them."""
+"""Plain C++ version of AMX tiles and of products of bf16 pairs, for CPUs without them."""
 TILES = (AMX, TWIN)
-"""Instruction sets that multiply tiles in addition to vectors (runtime/tile_unit.h). Kernels that
-do not use tiles are compiled for ISAS only (`runtime::vector_isa`)."""
+"""Instruction sets that multiply tiles as well as vectors (runtime/tile_unit.h). Kernels without
+tiles are compiled only for ISAS (`runtime::vector_isa`)."""
 
 
 VECTORS = ("runtime/math.h", "runtime/vector.h")
@@ -105,7 +105,7 @@ def unit(
 ) -> Unit:
     """Generate the translation unit of one part of a directory's kernels for one instruction set.
 
-    It includes the registers and vectors of `isa` and then `includes`; `body` follows inside
+    It includes the registers and vectors of `isa` and then `includes`. `body` is placed in
     namespace vlora::DIRECTORY::ISA.
     """
     defines = "".join("#define " + d.replace("=", " ", 1) + "\n" for d in isa.defines)
@@ -120,7 +120,7 @@ def unit(
 def table(build: Path, directory: str, header: str, isas: Sequence[Isa] = ISAS) -> Unit:
     """Generate the unit that defines `const Kernels& kernels(runtime::Isa)`.
 
-    For each instruction set that runs on this CPU it returns what that namespace's `table()` made.
+    For each instruction set that runs on this CPU, it returns the result of that set's `table()`.
     """
     declared = "".join(f"namespace {isa.name} {{ Kernels table(); }}\n" for isa in isas)
     cases = "".join(
@@ -140,7 +140,7 @@ def table(build: Path, directory: str, header: str, isas: Sequence[Isa] = ISAS) 
 
 
 def write(path: Path, text: str) -> Path:
-    """Write `text` to `path` unless the file holds it already, so that it is not recompiled."""
+    """Write `text` to `path` unless the file contains it already, to avoid a compilation."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
@@ -173,14 +173,14 @@ def link_order(units: Sequence[Unit]) -> list[Unit]:
     """Return the units in the order in which their objects must be linked: those with the fewest
     flags first.
 
-    Several objects may define the same inline function or template, of the standard library too.
+    Several objects may define the same inline function or template, even of the standard library.
     The linker keeps the first definition for all of them, so it must be one that runs on every CPU.
     """
     return sorted(units, key=lambda unit: len(unit.flags))
 
 
 def object_name(unit: Unit) -> str:
-    """Return the object file's name; it contains the directory, since file names may repeat."""
+    """Return the object file's name. It contains the directory, since file names may repeat."""
     path = unit.source
     relative = path.relative_to(CSRC) if path.is_relative_to(CSRC) else Path(path.name)
     return "_".join(relative.with_suffix(".o").parts)

@@ -1,1 +1,1 @@
-"""A package, so that no other of the name is found first where many are installed."""
+"""The tests. The file makes this folder a package, so that `tests` is not another one."""

@@ -1,10 +1,14 @@
-"""Fixtures for all tests: a tiny untrained checkpoint and random adapters, created once."""
+"""Fixtures for all tests: a tiny untrained checkpoint and random adapters, made once per run."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# GPU kernels run on CPU tensors. `triton` reads this when it is first imported.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -1,1 +1,1 @@
-"""A package, so that no other of the name is found first where many are installed."""
+"""Development tools. The file makes this folder a package, so that `tools` is not another one."""

@@ -1,16 +1,43 @@
-"""Files that are replaced as a whole."""
+"""Files that are replaced atomically, and folders that appear atomically."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from vlora.errors import InvalidArgument
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file so that an interruption leaves the former one intact.
+    """Write a UTF-8 file. If this is interrupted, the old file stays intact.
 
-    Readers, and other processes that write the same file, never see a part of it.
+    Readers, and other processes that write the same file, never see a partial file.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(path)
+
+
+@contextmanager
+def new_folder(out: Path) -> Iterator[Path]:
+    """Yield a folder beside `out`, which is renamed to `out` at the end or removed after an error.
+
+    Raises InvalidArgument if `out` exists or the folder cannot be made.
+    """
+    if out.exists():
+        raise InvalidArgument(f"{out} exists; name a folder that does not")
+    part = out.with_name(out.name + ".part")
+    try:
+        part.mkdir(parents=True)
+    except FileExistsError:
+        raise InvalidArgument(f"{part} exists, from a run that was killed; remove it") from None
+    except OSError as error:
+        raise InvalidArgument(f"{part} cannot be made: {error.strerror}") from error
+    try:
+        yield part
+        part.rename(out)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""Choice of the implementation that serves the LoRA operator ("atmm") and the step's kernels.
+"""Choice of the implementation of the LoRA operator ("atmm") and of the step's kernels.
 
-Each choice is made once in a process and logged with its reason.
+Each choice is made once per process and logged with its reason.
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from vlora.atmm import tiles
 log = logging.getLogger(__name__)
 
 Component = Literal["atmm", "kernels"]
-Backend = Literal["cpu", "cuda", "reference"]
-"""The compiled kernels, the CUDA library, or their readable twins in plain torch."""
+Backend = Literal["cpu", "cuda", "gpu", "reference"]
+"""The compiled CPU kernels, the CUDA library, the GPU kernels of a step, or the reference
+implementations in plain torch.
+"""
 
 VARIABLES: dict[Component, str] = {"atmm": "VLORA_ATMM", "kernels": "VLORA_KERNELS"}
-"""Environment variables that name a component's backend, "cpu" or "reference": for tests, and for
-a machine on which the compiled code is in doubt."""
+"""Environment variables that set a component's backend to "cpu" or "reference". They are for tests,
+and for a machine on which the compiled code may be faulty.
+"""
 
 LABELS: dict[Component, str] = {"atmm": "ATMM", "kernels": "kernels"}
 """Names of the components in the log."""
@@ -33,17 +36,18 @@ _chosen: dict[tuple[Component, str], Backend] = {}
 def backend_of(
     component: Component, device: str = "cpu", start_cuda: Callable[[], object] | None = None
 ) -> Backend:
-    """Return the backend that serves `component` for tensors on `device`.
+    """Return the backend of `component` for tensors on `device`.
 
-    The compiled kernels serve where they were built, and the CUDA library tensors on a GPU;
-    otherwise the reference does, with one warning. The environment variable overrides this.
+    By default, it is the compiled kernels if they were built, or for tensors on a GPU the CUDA
+    library. Otherwise it is the reference, with one warning. The environment variable overrides
+    this. The step's kernels for tensors on a GPU are always "gpu", as only they read its pages.
 
     device: a torch device type.
-    start_cuda: loads the CUDA library; raises ImportError, OSError or RuntimeError with the reason
-        where it cannot serve.
+    start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
+        reason, if the library cannot be used.
 
-    Raises ValueError for an unknown name in the environment variable, and ImportError where it asks
-    for kernels that were not built.
+    Raises ValueError for an unknown name in the environment variable, and ImportError if it selects
+    kernels that were not built.
     """
     chosen = _chosen.get((component, device))
     if chosen is None:
@@ -53,8 +57,9 @@ def backend_of(
 
 @contextmanager
 def override(component: Component, backend: Backend | None) -> Iterator[None]:
-    """Serve `component` on the CPU by `backend` in this context, or choose again if it is None.
-    For tests."""
+    """Use `backend` for `component` on the CPU within the context; None chooses again. For
+    tests.
+    """
     key = (component, "cpu")
     before = _chosen.pop(key, None)
     if backend is not None:
@@ -68,6 +73,9 @@ def override(component: Component, backend: Backend | None) -> Iterator[None]:
 
 
 def _choose(component: Component, device: str, start_cuda: Callable[[], object] | None) -> Backend:
+    if component == "kernels" and device == "cuda":
+        log.info("kernels: for the GPU, compiled when first launched")
+        return "gpu"
     variable = VARIABLES[component]
     requested = os.environ.get(variable)
     if requested not in (None, "cpu", "reference"):
@@ -90,7 +98,7 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
 
 
 def _start_cpu(component: Component, core: Any) -> None:
-    """Log the instruction sets that the compiled kernels use; load the operator's tile tables."""
+    """Log the instruction sets of the compiled kernels. Load the operator's tile tables."""
     if component == "kernels":
         log.info("kernels: compiled for the CPU, instruction set %s", core.runtime.isa())
         return
@@ -98,13 +106,15 @@ def _start_cpu(component: Component, core: Any) -> None:
         log.info("ATMM: compiled for the CPU, %s by %s", dtype, _peaks(core.runtime, dtype))
     paths = tiles.load_for_this_cpu()
     if not paths:
-        log.info("ATMM: no tile table for this CPU; the built-in tiles serve")
+        log.info("ATMM: no tile table for this CPU; the built-in tiles are used")
     for path in paths:
         log.info("ATMM: tile table %s", path.name)
 
 
 def _peaks(runtime: Any, dtype: str) -> str:
-    """Return the instruction set in use and the peak of each available one, as in
-    "avx2 (GFLOP/s per core: avx2 103, …)"."""
+    """Return the instruction set in use and the peak speed of each available one.
+
+    The form is "avx2 (GFLOP/s per core: avx2 103, …)".
+    """
     peaks = (f"{isa} {runtime.core_peak(isa, dtype) / 1e9:.0f}" for isa in runtime.isas(dtype))
     return f"{runtime.isa(dtype)} (GFLOP/s per core: {', '.join(peaks)})"

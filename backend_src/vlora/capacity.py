@@ -1,7 +1,7 @@
 """Memory plan of an engine: the memory of its parts, and how many adapters and sequences fit.
 
-Computed from shapes with the functions that the engine itself uses; no weight is read.
-`tests/unit/test_capacity.py` compares the plan with the resident memory of an engine.
+It is computed from shapes, with the engine's own functions and without reading weights.
+`tests/unit/test_capacity.py` compares it with the resident memory of an engine.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from pathlib import Path
 from vlora.config import Options
 from vlora.engine.memory import pages_for_adapters
 from vlora.ids import MatrixId
+from vlora.kernels.quantized import Format
 from vlora.lora.folders import find_folders
+from vlora.lora.quantized_slab import padded_bytes
 from vlora.lora.slab import ATTENTION, GROUPS, TARGETS
 from vlora.lora.store import AdapterStore
 from vlora.memory.kv_cache import page_bytes
 from vlora.memory.pool import Run
 from vlora.model.decoder import lora_groups
-from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config
+from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape
 from vlora.model.workspace import FP32_BYTES, workspace_bytes
@@ -38,8 +40,9 @@ EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
 class AdapterCost:
     """Memory that one adapter needs.
 
-    packed_bytes: bytes of its packed matrices. pages: pages of its run in the pool.
-    host_bytes: fp32 bytes in host memory, of its vision task head too.
+    packed_bytes: bytes of its packed matrices.
+    pages: number of pages that the packed matrices take in the pool.
+    host_bytes: fp32 bytes in host memory, including its vision task head.
     """
 
     name: str
@@ -52,16 +55,18 @@ class AdapterCost:
 class Capacity:
     """Memory plan of an engine.
 
-    memory_bytes: memory of the plan.
-    process_bytes: interpreter, libraries and tokenizer.
-    weights_bytes: weights of the decoder.
-    merged_bytes: second copy of the matrices that known adapters change.
-    step_bytes: intermediate results of the largest step.
-    host_bytes: host copies of adapters.
-    page_bytes: one page of the pool. block_tokens: tokens of keys and values in a page.
+    memory_bytes: available memory.
+    process_bytes: bytes of interpreter, libraries and tokenizer.
+    weights_bytes: bytes of the decoder's weights.
+    merged_bytes: bytes of the second copy of the matrices that known adapters change.
+    step_bytes: bytes of the intermediate results of the largest step.
+    host_bytes: bytes of the host copies of adapters.
+    page_bytes: bytes per page of the pool.
+    block_tokens: number of tokens whose keys and values fit into a page.
     context_tokens: maximum length of a sequence.
-    configured_pages: number of pages of the pool by the options.
-    adapters: costs of the adapters in the folder. examples: costs by rank and targets.
+    configured_pages: number of pages of the pool with these options.
+    adapters: costs of the known adapters.
+    examples: costs of example adapters by rank and targets.
     """
 
     memory_bytes: int
@@ -79,18 +84,18 @@ class Capacity:
 
     @property
     def fixed_bytes(self) -> int:
-        """Memory without the pool."""
+        """Bytes of everything but the pool."""
         parts = (self.weights_bytes, self.merged_bytes, self.step_bytes, self.host_bytes)
         return self.process_bytes + sum(parts)
 
     @property
     def configured_bytes(self) -> int:
-        """Memory of an engine with these options, once all of it has been used."""
+        """Bytes of an engine with these options, once all of its memory has been used."""
         return self.fixed_bytes + self.configured_pages * self.page_bytes
 
     @property
     def pages(self) -> int:
-        """Number of pages that fit into the memory of the plan."""
+        """Number of pages that fit into the available memory."""
         return max(0, self.memory_bytes - self.fixed_bytes) // self.page_bytes
 
     @property
@@ -105,16 +110,18 @@ class Capacity:
 
     @property
     def adapter_pages(self) -> int:
-        """Number of pages of all adapters in the folder."""
+        """Number of pages of all known adapters."""
         return sum(cost.pages for cost in self.adapters)
 
     def sequences(self, adapter_pages: int) -> int:
-        """Return how many sequences of maximum length fit in addition to adapters of some pages."""
+        """Return how many sequences of maximum length fit besides adapters of this many pages."""
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
     def sequences_beside(self, count: int, cost: AdapterCost) -> int:
-        """Return how many sequences of maximum length fit if a number of equal adapters, instead of
-        the known ones, are resident."""
+        """Return how many sequences of maximum length fit besides `count` equal resident adapters.
+
+        These adapters replace the known ones.
+        """
         fixed = self.fixed_bytes - self.host_bytes + count * cost.host_bytes
         pages = max(0, self.memory_bytes - fixed) // self.page_bytes
         return max(0, pages - count * cost.pages) // self.sequence_pages
@@ -125,9 +132,9 @@ def plan(
 ) -> Capacity:
     """Return the memory plan of an engine with these options.
 
-    names: adapter names, as `config.load_adapter_names` returns them.
-    memory_bytes: memory of the process, or with `process_bytes` 0 that of the engine alone.
-    process_bytes: memory of the interpreter, the libraries and the tokenizer.
+    names: name → folder of adapters, as `config.load_adapter_names` returns them.
+    memory_bytes: available memory of the process; if `process_bytes` is 0, of the engine alone.
+    process_bytes: memory of interpreter, libraries and tokenizer.
 
     Raises InvalidArgument for an unsupported model.
     """
@@ -140,9 +147,10 @@ def plan(
         store.group(matrices)
     store.load(find_folders(options.adapters, names), make_resident=False)
     page = page_bytes(config.layers, options.block_size, config.kv_heads, config.head_dim, dtype)
-    weights = weights_bytes(config, dtype.itemsize)
+    form = quantization_of(options, config)
+    weights = weights_bytes(config, dtype.itemsize, form)
     merged = 0
-    if options.merging == "out_of_place":
+    if options.merging == "out_of_place" and form is None:
         merged = _merged_bytes(config, store.matrices, dtype.itemsize)
     handles = (store.handle(name) for name in store.names())
     adapters = tuple(
@@ -169,34 +177,44 @@ def plan(
     )
 
 
-def weights_bytes(config: DecoderConfig, itemsize: int) -> int:
+def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = None) -> int:
     """Return the bytes of the decoder's weights.
 
-    itemsize: bytes per element of the matrices; norms and biases are fp32.
+    itemsize: bytes per element of matrices. Norms and biases are fp32.
+    form: format of the target matrices, if they are quantized.
     """
-    return sum(
+    total = sum(
         math.prod(shape) * (itemsize if len(shape) > 1 else FP32_BYTES)
         for shape in config.weight_shapes.values()
     )
+    if form is None:
+        return total
+    shapes = config.target_shapes
+    stored = sum(math.prod(shape) for shape in shapes.values()) * itemsize
+    quantized = sum(padded_bytes(form, group, shapes) for group in GROUPS)
+    return total + config.layers * (quantized - stored)
 
 
 def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:
-    """Return the size of the intermediate results of a step: its buffers, the embeddings, and the
-    logits, which are filtered in a copy.
+    """Return the bytes of the intermediate results of a step.
 
-    rows: maximum number of rows. sequences: maximum number of requests, each with logits.
+    These are its buffers, the embeddings, and the logits twice, since they are filtered in a copy.
+
+    rows: maximum number of rows.
+    sequences: maximum number of requests, each with one row of logits.
     """
     logits = 2 * min(rows, sequences) * config.vocabulary
     return workspace_bytes(config, rows) + (rows * config.hidden + logits) * FP32_BYTES
 
 
 def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int:
-    """Return the maximum size of the host copies.
+    """Return the maximum bytes of the host copies.
 
-    The budget limits the copies of adapters that are not resident; a resident one has its copy in
-    any case, as merging needs it.
+    The budget limits the copies of adapters that are not resident. Resident adapters always have a
+    copy, because merging needs it.
 
-    pages: of the pool for adapters. budget: `adapter_host_bytes`.
+    pages: number of pages of the pool for adapters.
+    budget: `adapter_host_bytes`.
     """
     resident = 0
     for cost in sorted(adapters, key=lambda cost: cost.pages):
@@ -207,8 +225,10 @@ def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int
 
 
 def process_bytes(options: Options) -> int:
-    """Return the memory of this process, once it has loaded the tokenizer: about that of an engine
-    without weights, pages and adapters."""
+    """Return the memory of this process once it has loaded the tokenizer.
+
+    An engine without weights, pages and adapters needs about as much.
+    """
     PromptReader(options.model, load_config(options.model))
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
@@ -231,9 +251,9 @@ def _example_cost(
 
 
 def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize: int) -> int:
-    """Return the bytes of all fused groups that hold one of `matrices`.
+    """Return the bytes of all fused groups that contain one of `matrices`.
 
-    The slab allocates them in huge pages, which is up to one more at each end of a group.
+    The slab allocates huge pages, which may take up to one more at each end of a group.
     """
     changed = {
         (layer, group)

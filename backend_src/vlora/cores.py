@@ -1,7 +1,7 @@
-"""The cores that this process may use, and how engine and vision encoder share them.
+"""The cores that this process may use, and how the engine and the vision encoder share them.
 
-Both the affinity mask and a container's quota count. The decisions (`usable_cores`, `split_cores`)
-are pure functions; the rest of the module reads the limits from the kernel. Independent of torch.
+Both the affinity mask and a container's quota count. The functions that decide (`usable_cores`,
+`split_cores`) are pure. The rest of the module reads the limits from the kernel.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from vlora.config import AUTO, IntOrAuto, Options
 log = logging.getLogger(__name__)
 
 CORES_PER_ENCODER_THREAD = 4
-"""The encoder gets one thread for this many cores: it has less than a quarter of the work."""
+"""Number of cores for which the encoder gets one thread. It has less than a quarter of the work."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/cgroup")
 
 
 class Split(NamedTuple):
-    """Threads of the engine's process and of the encoder's."""
+    """Number of threads of the engine's process and of the encoder's process."""
 
     engine: int
     encoder: int
@@ -34,8 +34,9 @@ class Split(NamedTuple):
 def usable_cores(affinity: int, quota: float | None) -> int:
     """Return the number of threads for `affinity` cores under a quota.
 
-    quota: cores' worth of time, None without a quota. It is rounded to the nearest whole number, at
-        least 1: threads that together use up the quota all stand still until its period ends.
+    quota: number of cores that a container's quota allows, or None. It is rounded to the nearest
+        whole number, at least 1. When threads have used up the quota together, all of them stop
+        until its period ends.
     """
     if quota is None:
         return max(1, affinity)
@@ -45,12 +46,14 @@ def usable_cores(affinity: int, quota: float | None) -> int:
 def split_cores(
     cores: int, engine: IntOrAuto = AUTO, encoder: IntOrAuto = AUTO, *, by_quota: bool = False
 ) -> Split:
-    """Return the threads of engine and encoder on `cores` cores; an explicit number is not changed.
+    """Return the threads of engine and encoder on `cores` cores. Explicit numbers are not changed.
 
-    The encoder gets a part of the cores, at least one. The engine gets all of them: its threads
-    take work in small pieces, so that a core which the encoder uses for a while costs the engine
-    that core alone (decision 33). If the number of cores is a quota (`by_quota`), the engine gets
-    the rest: two processes that together use up the quota stand still until its period ends.
+    The encoder gets a part of the cores, at least one. The engine gets all cores. Its threads take
+    work in small pieces, so a core that the encoder uses for a while costs the engine no more than
+    that core (decision 33).
+
+    by_quota: whether a quota limits `cores`. The engine then gets only the cores that the encoder
+        does not, since two processes that use up the quota together stop until its period ends.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -58,10 +61,10 @@ def split_cores(
 
 
 def split_threads(options: Options) -> Split:
-    """Return, and log, the threads of the two processes on this machine."""
+    """Return the threads of the two processes on this machine, and log them."""
     affinity, quota = len(os.sched_getaffinity(0)), cpu_quota()
     cores = usable_cores(affinity, quota)
-    # A quota of at least all cores does not limit anything.
+    # A quota of all cores or more is no limit.
     by_quota = quota is not None and cores < affinity
     split = split_cores(cores, options.engine_threads, options.encoder_threads, by_quota=by_quota)
     log.info(
@@ -74,12 +77,14 @@ def split_threads(options: Options) -> Split:
 
 
 def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
-    """Return the tightest CPU quota of this process's control groups, in cores, or None."""
+    """Return the smallest CPU quota of this process's control groups, in cores; None without
+    one.
+    """
     return tightest_limit(_version_2, "cpu", _version_1, process, root)
 
 
 Reader = Callable[[Path], float | None]
-"""Reads a limit from the folder of a control group; returns None if the group sets none."""
+"""Function that reads a limit from the folder of a control group; None if the group sets none."""
 
 
 def tightest_limit(
@@ -91,8 +96,8 @@ def tightest_limit(
 ) -> float | None:
     """Return the smallest limit that this process's control groups set, or None.
 
-    version_2, version_1: read the limit from a group's folder in either version's layout.
-    controller: name of the version 1 controller.
+    version_2, version_1: read the limit from a group's folder in the layout of each version.
+    controller: name of the controller in version 1.
     """
     try:
         lines = process.read_text().splitlines()
@@ -113,8 +118,8 @@ def tightest_limit(
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
     """Yield the limits of a group and of all groups above it.
 
-    In a container the path may be the host's and not visible; `root` is then the container's own
-    group.
+    In a container, the path may be one of the host that is not visible. `root` is then the
+    container's own group.
     """
     for folder in _with_parents(path):
         limit = read(root / folder)
@@ -128,7 +133,7 @@ def _with_parents(path: str) -> Iterable[str]:
 
 
 def _version_2(folder: Path) -> float | None:
-    """Read `cpu.max`, which holds "quota period" in µs, or "max period"."""
+    """Read `cpu.max`, which contains "quota period" in µs, or "max period"."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

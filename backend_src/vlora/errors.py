@@ -1,7 +1,8 @@
 """The errors that reach a client, and parts of their messages.
 
-Every rejected request gets one of these errors. Any other exception is a bug and is reported as
-`Internal`, without a traceback. `code` is the name of the matching code of `pb_utils.TritonError`.
+Every rejected request gets one of these errors. Any other exception is a bug. It is reported as
+`Internal`, without a traceback. `code` is the name of the corresponding code of
+`pb_utils.TritonError`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 
 
 class VLoraError(Exception):
-    """A request failed. The message says what was wrong and what would be valid."""
+    """A request failed. The message says what was wrong and what would be right."""
 
     code: ClassVar[str] = "INTERNAL"
     counted_elsewhere = False
@@ -56,7 +57,7 @@ class Unsupported(VLoraError):
 
 
 class Internal(VLoraError):
-    """The server has a bug, or a resource failed."""
+    """The server has a bug, or a resource such as memory failed."""
 
     code = "INTERNAL"
 
@@ -78,10 +79,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | None = None) -> str:
-    """Return the end of a sentence about an unknown adapter: the nearest name, and all names.
+    """Return the end of a sentence about an unknown adapter: the nearest name, and known names.
 
-    similar: names among which the nearest one is searched; None for all. Comparing thousands takes
-        a noticeable time.
+    similar: names that are searched for the nearest one; None for all. Comparing thousands of names
+        takes noticeable time.
     """
     if not names:
         return " (no adapter is loaded)"
@@ -92,7 +93,7 @@ def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | Non
 
 
 def shown(value: Any) -> str:
-    """Return the `repr` of `value` for a message, shortened if it is long; never fails."""
+    """Return the `repr` of `value` for a message, shortened if it is long. Never raises."""
     try:
         return _SHORT.repr(value)
     except (ValueError, RecursionError):

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 MatrixId = tuple[int, str]
-"""Matrix that an adapter may change: (layer, target), or (-1, "lm_head")."""
+"""A matrix that an adapter may change: (layer, target), (-1, "lm_head"), or (VISION, path)."""
+
+VISION = -2
+"""First part of the id of a linear layer of the vision tower or the connector. The second part is
+its path, as `model_shape.vision_path` returns it.
+"""
 
 BASE = -1
-"""Slot number of rows that use the base model without an adapter."""
+"""Slot number of the base model without an adapter."""
 
 NO_IMAGE = -1
-"""Value of `feature_row` at positions that hold text, not an image."""
+"""Value of `feature_row` at positions with text."""
 
 
 def order_of(slot: int, live: int) -> tuple[int, int]:
-    """Return the sort key of a step's rows: the live adapter first, then the base, then by slot.
+    """Return the sort key of a step's rows: live adapter first, then the base, then by slot.
 
-    In this order each adapter is one segment, and all rows that need −live are contiguous.
+    In this order, the rows of each adapter are contiguous, and so are all rows that need −live.
     """
     return (0 if slot == live else 1, slot)

@@ -1,7 +1,7 @@
-"""Statistics of a running engine: counted on the engine's thread, read anywhere as a snapshot.
+"""Statistics of a running engine. The engine's thread counts, and any thread reads snapshots.
 
-A metric is one field of `EngineStats`: its declaration here gives the name and help text under
-which the exporter publishes it. Adding a metric takes the field, and the line that counts it.
+Each metric is a field of `EngineStats`, declared with the name and the help text under which the
+exporter publishes it. A new metric needs a field and a line that counts it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 class TierCounters:
     """Totals of adapter loading since the start.
 
-    hits: requests that found their adapter resident when they were queued.
-    host_hits: requests that found it in host memory. misses: requests that found it on disk only.
-    loads: adapters read from disk. packs: adapters written into the pool.
-    evictions, host_evictions: adapters removed from the pool, and from host memory.
+    hits: requests whose adapter was resident when they were queued.
+    host_hits: requests whose adapter was in host memory.
+    misses: requests whose adapter was on disk only.
+    loads: adapters read from disk.
+    packs: adapters written into the pool.
+    evictions, host_evictions: adapters evicted from the pool, and from host memory.
     """
 
     hits: int = 0
@@ -30,8 +32,26 @@ class TierCounters:
     host_evictions: int = 0
 
 
+@dataclass
+class GrammarCounters:
+    """Totals of structured answers since the start. Each total has only one writer at a time.
+
+    compiled, refused: structures that were compiled, and structures that could not be.
+    compile_seconds: processor time of compiling the first kind.
+    masks, mask_seconds: number of token masks, and their processor time.
+    failed: answers that ended with an error of their structure.
+    """
+
+    compiled: int = 0
+    refused: int = 0
+    compile_seconds: float = 0.0
+    masks: int = 0
+    mask_seconds: float = 0.0
+    failed: int = 0
+
+
 class Export(NamedTuple):
-    """The published form of a statistic; kind is "counter" or "gauge"."""
+    """Published form of a statistic. kind: "counter" or "gauge"."""
 
     kind: str
     name: str
@@ -50,16 +70,18 @@ def _gauge(name: str, text: str, default: float = 0) -> Any:
 class EngineStats:
     """Totals since the start, and present values.
 
-    decode_rows: rows that continue an answer; decode_steps: steps with at least one of them, so
-        that decode_rows / decode_steps is the mean decode batch.
+    decode_rows: rows that belong to an answer.
+    decode_steps: steps with at least one decode row. So decode_rows / decode_steps is the mean
+        decode batch.
+    aborted: cancelled requests, including superseded and expired ones.
+    mode: mode of the last step.
+    mode_steps, mode_seconds: totals by mode.
     prediction_error: median relative error of the latest step predictions.
-    paused: requests that hold pages and were left out of the last step.
+    paused: requests that hold pages and had no rows in the last step.
     highest_credit, median_credit: in seconds; 0 under a policy without credits.
-    aborted: includes superseded and expired.
-    mode: mode of the last step. mode_steps, mode_seconds: totals by mode.
-    pages_used: pages of running requests' keys and values.
+    pages_used: pages with keys and values of running requests.
     pages_cached: pages of cached prefix blocks that no request holds.
-    running_adapters, waiting_adapters: requests by adapter name ("" is the base model).
+    running_adapters, waiting_adapters: number of requests by adapter name; "" is the base model.
     """
 
     steps: int = _counter("vlora:engine_steps_total", "Forward passes.")
@@ -145,17 +167,41 @@ class EngineStats:
     adapter_evictions: int = _counter(
         "vlora:adapter_evictions_total", "Adapters evicted from the pool."
     )
+    grammars: int = _gauge(
+        "vlora:grammars", "Structures of answers that have a process, idle ones included."
+    )
+    grammars_compiled: int = _counter("vlora:grammars_compiled_total", "Structures compiled.")
+    grammars_refused: int = _counter(
+        "vlora:grammars_refused_total", "Structures that could not be compiled."
+    )
+    grammar_seconds: float = _counter(
+        "vlora:grammar_compile_seconds_total",
+        "Processor seconds of compiling structures that were not refused.",
+        0.0,
+    )
+    masks: int = _counter(
+        "vlora:structured_masks_total", "Token masks computed for structured answers."
+    )
+    mask_seconds: float = _counter(
+        "vlora:structured_mask_seconds_total", "Processor seconds of token masks.", 0.0
+    )
+    rows_held: int = _counter(
+        "vlora:structured_rows_held_total", "Rows of structured answers whose mask was late."
+    )
+    structured_failed: int = _counter(
+        "vlora:structured_failed_total", "Answers ended by an error of their structure."
+    )
     running_adapters: Mapping[str, int] = field(default_factory=dict)
     waiting_adapters: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kv_usage(self) -> float:
-        """Share of pages in use, 0 to 1."""
+        """Share of the pages that are in use, 0 to 1."""
         return self.pages_used / self.pages_total if self.pages_total else 0.0
 
 
 def exported_stats() -> dict[str, Export]:
-    """Return how each attribute of `EngineStats` that has a metric of its own is published."""
+    """Return how each statistic with its own metric is published, by attribute of `EngineStats`."""
     exports = {f.name: f.metadata["export"] for f in fields(EngineStats) if f.metadata}
     exports["kv_usage"] = Export(
         "gauge", "vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1."

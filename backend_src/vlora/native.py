@@ -1,6 +1,6 @@
-"""Access to the compiled kernels, `vlora._kernels`, with one submodule per directory of csrc/.
+"""Access to the compiled kernels, `vlora._kernels`. They have one submodule per folder in csrc/.
 
-`runtime` holds what the others share: the instruction set in use, threads and microbenchmarks.
+The submodule `runtime` has what the others share: instruction set, threads and microbenchmarks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 @cache
 def kernels() -> Any:
-    """Return the compiled module. Raises ImportError with the reason where it cannot be loaded."""
+    """Return the compiled module. Raises ImportError, with the reason, if it cannot be loaded."""
     try:
         return importlib.import_module("vlora._kernels")
     except ImportError as error:

@@ -1,7 +1,8 @@
 """Paths of the model repository and the demo, in the source tree or in an installed package.
 
-A wheel contains the model repository and the demo's checkpoint and adapters in `vlora/_data`, with
-the layout of the source tree, so that relative paths in `model.json` are the same in both.
+A wheel contains the model repository and the demo's checkpoint, adapters and samples in
+`vlora/_data`, in the layout of the source tree. So relative paths in `model.json` are valid in
+both.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ INSTALLED = PACKAGE / "_data"
 
 
 def in_source_tree() -> bool:
-    """Return whether the package runs from a source tree, e.g. after `pip install --editable`."""
+    """Return whether the package runs from a source tree, as after `pip install --editable`."""
     return (SOURCE_TREE / "model_repository").is_dir() and (SOURCE_TREE / "setup.py").is_file()
 
 

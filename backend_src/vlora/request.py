@@ -1,12 +1,13 @@
-"""Requests to the engine and its outputs: plain values without torch or Triton."""
+"""Requests to the engine, and its outputs: plain values without torch or Triton."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
 FloatArray = np.ndarray[tuple[int, ...], np.dtype[np.float32]]
 DoubleArray = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 IndexArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
@@ -26,28 +28,49 @@ MIN_STOPPABLE_ID = 16
 Load generators reuse short ids for unrelated requests.
 """
 
+MAX_FRAMES_PER_ROW = 2
+"""Maximum number of frames that one row of image features can stand for."""
+
 
 @dataclass(frozen=True)
 class ImageFeatures:
     """Encoded images of one request, in the order of their placeholders in the prompt.
 
-    features: [rows, hidden] float32, the connector's output.
+    features: [rows, hidden] float32, output of the connector.
     layout: [images, 6] int32 with the columns first row, rows, t, h, w, is_video. The rows of image
-        i are `features[first:first + rows]`; those of successive images are adjacent.
+        i are `features[first:first + rows]`. The rows of successive images are adjacent. is_video
+        is the number of frames that they show, 0 for an image. t is the number of steps in time,
+        which is above 1 for a clip whose frames are encoded together.
+    adapter_version: version of the adapter whose vision part made the features; "" for the base
+        model's tower; None if unknown.
     """
 
     features: FloatArray
     layout: IntArray
+    adapter_version: str | None = None
 
     @property
     def count(self) -> int:
-        """Number of images."""
         return int(self.layout.shape[0])
 
-    def check(self, hidden: int) -> None:
-        """Check the features' values and width and that the layout covers them row by row.
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of images, and number of frames. Raises InvalidArgument if there are impossibly
+        many frames.
+        """
+        frames = self.layout[:, 5].astype(np.int64)
+        limit = MAX_FRAMES_PER_ROW * len(self.features)
+        if frames.clip(0).sum() > limit:
+            raise InvalidArgument(
+                f"'image_layout' has {frames.clip(0).sum()} frames in column is_video;"
+                f" {len(self.features)} rows of 'image_features' show at most {limit}"
+            )
+        return int((frames == 0).sum()), int(frames.sum())
 
-        Raises InvalidArgument if a check fails.
+    def check(self, hidden: int) -> None:
+        """Check values and shape of the features, and that the layout covers all rows in order.
+
+        Raises InvalidArgument.
         """
         features, layout = self.features, self.layout
         if features.ndim != 2 or (features.size and features.shape[1] != hidden):
@@ -65,10 +88,10 @@ class ImageFeatures:
                     f"'image_layout' assigns {rows} rows from row {first} to image {index};"
                     f" it must begin at row {expected} and have at least one"
                 )
-            if min(t, h, w) < 1 or is_video not in (0, 1):
+            if min(t, h, w) < 1 or is_video < 0:
                 raise InvalidArgument(
                     f"'image_layout' has t, h, w, is_video = {t}, {h}, {w}, {is_video} for image"
-                    f" {index}; the first three must be positive, the last 0 or 1"
+                    f" {index}; the first three must be positive, the last 0 or more"
                 )
             expected += rows
         if expected != features.shape[0]:
@@ -81,7 +104,7 @@ class ImageFeatures:
 
 @dataclass(frozen=True)
 class Freshness:
-    """The arrival, deadline and stream of a request: they decide until when its answer is useful.
+    """Arrival, deadline and stream of a request. They decide until when its answer is useful.
 
     arrival: time at which the request reached the first of our models, in seconds of
         `time.monotonic`.
@@ -99,16 +122,16 @@ class Freshness:
         return math.inf if self.deadline_ms is None else self.arrival + self.deadline_ms / 1e3
 
     def is_superseded_by(self, newer: Freshness) -> bool:
-        """Return whether `newer` supersedes this one."""
+        """Return whether `newer` supersedes this request."""
         same_stream = newer.supersede and self.stream_id == newer.stream_id
         return same_stream and self.arrival <= newer.arrival
 
     def late_error(self) -> Cancelled:
-        """Return the error of a request whose deadline has passed."""
+        """Return the error for a request whose deadline has passed."""
         return Cancelled(f"past its deadline: 'deadline_ms' = {self.deadline_ms:g}")
 
     def superseded_error(self) -> Cancelled:
-        """Return the error of the requests that this one supersedes."""
+        """Return the error for requests that this one supersedes."""
         return Cancelled(f"a newer request of stream '{self.stream_id}' superseded this one")
 
 
@@ -117,10 +140,10 @@ class Request:
     """One request to the engine.
 
     id: unique among live requests; generated by the server.
-    prompt: the full text with one placeholder per image, which the engine expands.
+    prompt: full text with one placeholder per image, which the engine expands.
     adapter: name of a LoRA adapter, or None for the base model.
     use_head: whether to answer with the adapter's vision task head instead of the LM head.
-    client_id: the client's own id, by which `cancel` identifies the request; may be empty.
+    client_id: the client's own id, by which `cancel` finds the request; may be empty.
     arrival: see `Freshness`.
     """
 
@@ -134,14 +157,14 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
 
     def freshness(self, arrival: float) -> Freshness:
-        """Return the request's freshness. arrival: on the clock of the caller."""
+        """Return the request's freshness with this arrival, in seconds on the caller's clock."""
         params = self.sampling
         return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
 
 
 @dataclass(frozen=True)
 class TokenLogprob:
-    """Natural log probability of one token in the model's unmodified distribution.
+    """Natural log probability of one token, before penalties and filters.
 
     rank: position among all tokens by probability, from 1.
     """
@@ -161,16 +184,14 @@ class HeadScores:
 
     @property
     def best(self) -> str:
-        """Label with the highest score."""
         return self.labels[max(range(len(self.scores)), key=self.scores.__getitem__)]
 
 
-@dataclass(frozen=True)
-class Timings:
-    """Seconds from the request's arrival at the first of our models to each event.
+class Timings(NamedTuple):
+    """Seconds from a request's arrival at the first of our models to each event.
 
     queued: until the request was first scheduled.
-    first_token: until its first token, 0 before that.
+    first_token: until its first token; 0 before.
     total: until this output.
     """
 
@@ -179,18 +200,21 @@ class Timings:
     total: float = 0.0
 
 
-@dataclass(frozen=True)
-class Output:
-    """Progress of one request in one step, or in several steps whose outputs were coalesced.
+class Output(NamedTuple):
+    """Progress of one request, in one step or in several steps whose outputs were coalesced.
 
-    The last output of a request has either `finish_reason` or `error` set.
+    The last output of a request has either `finish_reason` or `error`. This is a named tuple
+    because a step makes one for each row, and making a frozen dataclass takes several times as
+    long.
 
-    text: text since the previous output, never split inside a UTF-8 character.
+    text: text since the previous output, never split within a UTF-8 character.
     token_ids: tokens since the previous output.
     logprobs: one tuple per new token, the sampled token first; None unless requested.
-    finish_reason: None while the request runs, then "stop" (end of text, stop string, or head or
-        choice complete) or "length" (max_tokens reached).
-    modes: number of steps so far by mode: "merged", "mixture" or "unmerged".
+    finish_reason: None while the request is running. Then "stop" (end of text, stop string,
+        complete choice, or vision task head) or "length" (`max_tokens` reached).
+    num_cached_tokens: number of prompt tokens from the prefix cache when the request last began.
+    modes: number of the request's steps by mode ("merged", "mixture", "unmerged"); in the last
+        output only.
     """
 
     request_id: str
@@ -201,11 +225,12 @@ class Output:
     error: VLoraError | None = None
     num_input_tokens: int = 0
     num_output_tokens: int = 0
+    num_cached_tokens: int = 0
     head: HeadScores | None = None
     adapter: str | None = None
     adapter_digest: str | None = None
-    timings: Timings = field(default_factory=Timings)
-    modes: Mapping[str, int] = field(default_factory=dict)
+    timings: Timings = Timings()
+    modes: Mapping[str, int] = MappingProxyType({})
 
     @property
     def finished(self) -> bool:
@@ -213,7 +238,7 @@ class Output:
         return self.finish_reason is not None or self.error is not None
 
     def merge(self, later: Output) -> Output:
-        """Return one output with the text and tokens of both and the state after `later`.
+        """Return one output with the text and tokens of both and otherwise the values of `later`.
 
         later: the next output of the same request, without an error.
         """
@@ -221,14 +246,14 @@ class Output:
         if self.logprobs is not None:
             logprobs = self.logprobs + (logprobs or ())
         text, token_ids = self.text + later.text, self.token_ids + later.token_ids
-        return replace(later, text=text, token_ids=token_ids, logprobs=logprobs)
+        return later._replace(text=text, token_ids=token_ids, logprobs=logprobs)
 
 
 def coalesce(outputs: Iterable[Output]) -> list[Output]:
-    """Merge the outputs of each request into one; errors stay separate and come last.
+    """Merge the outputs of each request into one. Errors stay separate and come last.
 
-    Finished requests come first: clients whose answers end together then send their next requests
-    together. An error follows the text of its request that was not sent yet.
+    So an error follows unsent text of its request. Finished requests come first, so that clients
+    whose answers end together send their next requests together.
     """
     merged: dict[str, Output] = {}
     errors = []
@@ -243,6 +268,6 @@ def coalesce(outputs: Iterable[Output]) -> list[Output]:
 
 
 class OutputSink(Protocol):
-    """Callback for the outputs of a request, called in order on the response thread."""
+    """Function that receives the outputs of a request, in order, on the response thread."""
 
     def __call__(self, output: Output) -> None: ...

@@ -1,6 +1,6 @@
 """Sampling parameters: strict parsing of a client's keys, which have vLLM's names.
 
-This module does not see tensors; `model/sampler.py` draws the tokens.
+This module knows no tensors. `model/sampler.py` draws the tokens.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vlora.errors import InvalidArgument, Unsupported, nearest, shown
-from vlora.strict_json import load_object
+from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 from vlora.value_readers import (
     BOOLEANS,
     Range,
@@ -28,13 +28,13 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
 MIN_TEMPERATURE = 0.01
-"""Minimum temperature above 0, as in vLLM; scores divided by less lose their differences."""
+"""Minimum temperature above 0, as in vLLM. Dividing scores by less loses their differences."""
 
 RANDOM_SEED = -1
-"""Seed that means that no seed is given, as in vLLM."""
+"""Seed that stands for no seed, as in vLLM."""
 
 ADAPTER_KEY = "lora_name"
-"""Key that names the adapter. It is sent with the sampling keys but does not affect sampling."""
+"""Key that names the adapter. It is among the sampling keys but does not affect sampling."""
 
 MAX_STREAM_ID = 256
 """Maximum number of characters of a stream's id."""
@@ -43,28 +43,28 @@ MAX_INTEGER = 2**31 - 1
 """Maximum value of token counts and token ids."""
 
 RANGES: dict[str, Range] = {
-    "temperature": Range(0.0, 100.0, "a number between 0 and 100"),
+    "temperature": Range(0.0, 100.0, "a number from 0 to 100"),
     "top_k": Range(-1, math.inf, "a whole number ≥ 1, or 0 or -1 for off", whole=True),
     "top_p": Range(1e-9, 1.0, "a number from 1e-9 to 1"),
-    "min_p": Range(0.0, 1.0, "a number between 0 and 1"),
+    "min_p": Range(0.0, 1.0, "a number from 0 to 1"),
     "repetition_penalty": Range(1e-3, 100.0, "a number from 0.001 to 100"),
-    "presence_penalty": Range(-2.0, 2.0, "a number between -2 and 2"),
-    "frequency_penalty": Range(-2.0, 2.0, "a number between -2 and 2"),
+    "presence_penalty": Range(-2.0, 2.0, "a number from -2 to 2"),
+    "frequency_penalty": Range(-2.0, 2.0, "a number from -2 to 2"),
     "seed": Range(-(2**63), 2**64 - 1, "a whole number of at most 64 bits", whole=True),
     "stop_token_ids": Range(0, MAX_INTEGER, "a list of at most 16 token ids", whole=True),
     "max_tokens": Range(1, MAX_INTEGER, f"a whole number from 1 to {MAX_INTEGER}", whole=True),
     "min_tokens": Range(0, MAX_INTEGER, f"a whole number from 0 to {MAX_INTEGER}", whole=True),
     "logprobs": Range(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}", whole=True),
     "priority": Range(
-        -(2**31), 2**31 - 1, "a whole number of 32 bits; lower goes first", whole=True
+        -(2**31), 2**31 - 1, "a whole number of 32 bits; lower runs first", whole=True
     ),
     "deadline_ms": Range(1e-3, 1e9, "milliseconds from 0.001 to 1e9"),
 }
-"""Valid numbers of every key that has any. `docs/api.md` lists them.
+"""Valid values of the numeric keys. `docs/api.md` lists them.
 
-Beyond this, the engine checks numbers of tokens against the context, and token ids against the
-vocabulary. `top_k` has no upper end, because every value from the vocabulary's size on means the
-same; `SamplingParams` holds at most MAX_INTEGER.
+The engine also compares numbers of tokens with the context, and token ids with the vocabulary.
+`top_k` has no upper limit, because all values from the size of the vocabulary on mean the same;
+`SamplingParams` stores at most MAX_INTEGER.
 """
 
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
@@ -84,7 +84,7 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "extra_args": ({},),
 }
-"""Values at which a refused vLLM key is accepted, because they describe what is done anyway.
+"""Values with which a refused vLLM key is accepted, because they describe what this server does.
 
 Every refused key is also accepted as null.
 """
@@ -99,13 +99,9 @@ REFUSED: dict[str, str] = {
     "prompt_logprobs": "'logprobs' covers generated tokens only",
     "logprob_token_ids": "'logprobs' reports the most probable tokens",
     "flat_logprobs": "'logprobs' has one object per token",
-    "bad_words": "use 'choices' to restrict the answer",
-    "allowed_token_ids": "use 'choices' to restrict the answer",
-    "logit_bias": "use 'choices' to restrict the answer",
-    "guided_json": "use 'choices' to restrict the answer",
-    "guided_regex": "use 'choices' to restrict the answer",
-    "guided_grammar": "use 'choices' to restrict the answer",
-    "guided_json_object": "use 'choices' to restrict the answer",
+    "bad_words": "use 'structured_outputs' to restrict the answer",
+    "allowed_token_ids": "use 'structured_outputs' to restrict the answer",
+    "logit_bias": "use 'structured_outputs' to restrict the answer",
     "repetition_detection": "use 'repetition_penalty'",
     "thinking_token_budget": "use 'max_tokens'",
     "truncate_prompt_tokens": "a prompt is never truncated; shorten it",
@@ -119,34 +115,33 @@ REFUSED: dict[str, str] = {
 }
 """vLLM keys that are refused by name, each with the reason or the key to use instead."""
 
-CHOICE_KEYS = ("structured_outputs", "guided_decoding", "guided_choice")
-"""vLLM's names for `choices`: two for an object with the key `choice`, one for the list itself."""
-
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request: how its tokens are drawn, when it ends, and its priority.
+    """Parameters of one request: how tokens are drawn, when the answer ends, and the priority.
 
-    temperature: 0 is greedy; values between 0 and MIN_TEMPERATURE are raised to it.
-    top_k: 0 is off; at most MAX_INTEGER.
+    temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to it.
+    top_k: 0 means off; at most MAX_INTEGER.
     top_p, min_p: in [0, 1].
     repetition_penalty: > 0, over prompt and output tokens, as in transformers and vLLM.
     presence_penalty, frequency_penalty: in [-2, 2], over output tokens.
-    seed: key of the random numbers together with the position, so that batch, preemption and mode
-        never change a draw. None and RANDOM_SEED derive it from the request's id.
+    seed: key of the random numbers, together with the position. Draws do not depend on batch,
+        preemption or mode. Without a seed, it is derived from the request's id.
     stop: strings before which the answer ends.
     stop_token_ids: ids of tokens that end the answer.
-    include_stop_str_in_output: ends the answer after the stop string instead of before it.
-    max_tokens: None allows as many tokens as the context holds.
-    min_tokens: end of text is masked before this many tokens.
-    ignore_eos: whether end of text does not end the answer.
-    logprobs: number of alternatives to report in addition to the sampled token (0–20), or None.
-    choices: strings one of which the answer must be. The longest sets the default token limit.
-    priority: lower goes first, as in vLLM.
-    deadline_ms: milliseconds from acceptance after which the answer is useless; the request then
-        ends with CANCELLED.
-    stream_id: id shared by the requests of one stream.
-    supersede: whether the request cancels older requests of its stream that still wait.
+    include_stop_str_in_output: whether the answer ends after the stop string instead of before it.
+    max_tokens: maximum number of tokens of the answer; None means that only the context limits it.
+    min_tokens: number of tokens before which end of text is masked.
+    ignore_eos: whether the answer continues after end of text.
+    logprobs: number of alternatives to report besides the sampled token (0–20), or None.
+    choices: strings of which the answer must be one. They set `max_tokens` to None by default.
+    structured_outputs: structure that the answer must have. It sets `max_tokens` to None by
+        default.
+    priority: lower values go first, as in vLLM.
+    deadline_ms: milliseconds from arrival after which the answer is useless. The request then ends
+        with CANCELLED.
+    stream_id: id that all requests of a stream share.
+    supersede: whether the request cancels older requests of its stream that are still waiting.
     """
 
     temperature: float = 1.0
@@ -165,6 +160,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     choices: tuple[str, ...] = ()
+    structured_outputs: Structure | None = None
     priority: int = 0
     deadline_ms: float | None = None
     stream_id: str | None = None
@@ -177,24 +173,31 @@ class SamplingParams:
 
     @staticmethod
     def parse(raw: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-        """Return checked parameters from JSON-like values; numbers may be sent as text.
+        """Return checked parameters from JSON-like values. Numbers may be given as text.
 
-        Raises InvalidArgument naming the key, the value and what it must be, and Unsupported for
-        keys that are known but not supported.
+        Raises InvalidArgument, which names the key, the value and what it must be, and Unsupported
+        for keys that are known but not supported.
         """
         values: dict[str, Any] = {}
+        restricted = ""
         for key, value in raw.items():
-            if key in CHOICE_KEYS and value is not None:
-                if "choices" in raw or "choices" in values:
-                    raise InvalidArgument(f"'{key}' repeats the choices; specify them once")
-                values["choices"] = _choices_of(key, value)
+            if key in STRUCTURE_KEYS and value is not None:
+                if restricted or "choices" in raw:
+                    raise InvalidArgument(
+                        f"'{key}' and '{restricted or 'choices'}' both restrict the answer; give"
+                        " one of them"
+                    )
+                restricted = key
+                structure = read_structure(key, value)
+                name = "structured_outputs" if isinstance(structure, Structure) else "choices"
+                values[name] = structure
             elif key == ADAPTER_KEY:
                 optional(read_text)(key, value)
             elif key in _READERS:
                 values[key] = _READERS[key](key, value)
-            elif value is not None or key not in (*REFUSED, *CHOICE_KEYS):
+            elif value is not None or key not in (*REFUSED, *STRUCTURE_KEYS):
                 _check_refused(key, value)
-        if "choices" in values:
+        if "choices" in values or "structured_outputs" in values:
             values.setdefault("max_tokens", None)
         params = replace(defaults or SamplingParams(), **values)
         if params.max_tokens is not None and params.min_tokens > params.max_tokens:
@@ -205,21 +208,27 @@ class SamplingParams:
             raise InvalidArgument(
                 "'supersede' needs 'stream_id', the id of the stream whose requests it cancels"
             )
-        conflicts = [key for key in _NOT_WITH_CHOICES if params.choices and getattr(params, key)]
-        if conflicts:
+        conflicts = [key for key in _NOT_WITH_CHOICES if getattr(params, key)]
+        if params.choices and conflicts:
             raise InvalidArgument(
                 f"'choices' cannot be combined with '{conflicts[0]}': the answer is a full choice"
+            )
+        conflicts = [key for key in conflicts if key in _NOT_WITH_STRUCTURE]
+        if params.structured_outputs is not None and conflicts:
+            raise InvalidArgument(
+                f"'structured_outputs' cannot be combined with '{conflicts[0]}': the structure"
+                " determines where the answer may end"
             )
         return params
 
 
 def is_known(key: str) -> bool:
-    """Return whether this is a sampling key, supported or refused by name."""
-    return key in KNOWN_KEYS or key in REFUSED or key in CHOICE_KEYS
+    """Return whether `key` is a sampling key, supported or refused by name."""
+    return key in KNOWN_KEYS or key in REFUSED or key in STRUCTURE_KEYS
 
 
 def _check_refused(key: str, value: Any) -> None:
-    """Raise an error for an unsupported key, unless its value describes what is done anyway."""
+    """Raise an error for an unsupported key, unless its value describes what this server does."""
     if key not in REFUSED:
         raise InvalidArgument(
             f"unknown sampling parameter {shown(key)}{nearest(key, KNOWN_KEYS) or '.'}"
@@ -232,26 +241,13 @@ def _check_refused(key: str, value: Any) -> None:
 
 
 def _equals(value: Any, accepted: Any) -> bool:
-    """Return whether a client's value is `accepted`; numbers and booleans may be text."""
+    """Return whether a client's value equals `accepted`. Numbers and booleans may be text."""
     if isinstance(value, str):
         try:
             value = BOOLEANS[value.lower()] if value.lower() in BOOLEANS else float(value)
         except ValueError:
             return False
     return isinstance(value, bool) == isinstance(accepted, bool) and bool(value == accepted)
-
-
-def _choices_of(key: str, value: Any) -> tuple[str, ...]:
-    """Return the choices under one of vLLM's keys: the list, or `{"choice": [...]}` or its text."""
-    if key == "guided_choice":
-        return _choices(key, value)
-    parsed = load_object(value, f"'{key}'") if isinstance(value, str) else value
-    if not isinstance(parsed, dict):
-        raise wrong_value(key, value, 'an object {"choice": [...]}')
-    for name, item in parsed.items():
-        if name != "choice" and item not in (None, False):
-            raise Unsupported(f"'{key}' supports only 'choice', not {shown(name)}")
-    return _choices(f"choice' of '{key}", parsed.get("choice"))
 
 
 def _choices(key: str, value: Any) -> tuple[str, ...]:
@@ -295,7 +291,8 @@ def _stream_id(key: str, value: Any) -> str:
     return str(value)
 
 
-_NOT_WITH_CHOICES = ("stop", "stop_token_ids", "min_tokens", "ignore_eos")
+_NOT_WITH_STRUCTURE = ("stop_token_ids", "min_tokens", "ignore_eos")
+_NOT_WITH_CHOICES = ("stop", *_NOT_WITH_STRUCTURE)
 
 _READERS: dict[str, Reader] = {
     **RANGES,

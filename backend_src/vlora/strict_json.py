@@ -1,8 +1,8 @@
 """Strict parsing of JSON from clients and files.
 
-In addition to invalid JSON, it rejects duplicate keys, NaN and infinities (also written as 1e999),
-integers with thousands of digits, lone surrogates (they cannot be encoded as UTF-8), and deep
-nesting. Accepted values can therefore be compared, printed and sent without further checks.
+Besides invalid JSON, it rejects duplicate keys, NaN and infinities (including 1e999), integers with
+very many digits, lone surrogates (which UTF-8 cannot encode), and deep nesting. So accepted values
+can be compared, printed and sent without further checks.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ from typing import Any
 from vlora.errors import InvalidArgument
 
 MAX_DEPTH = 16
-"""Maximum depth of lists and objects; the options and parameters need at most three."""
+"""Maximum nesting depth of lists and objects. Options and parameters need at most three."""
 
 MAX_DIGITS = 400
-"""Maximum number of digits of an integer: more than any double has, but quick to parse."""
+"""Maximum number of digits of an integer: more than any double has, and still quick to parse."""
 
 
-def load_object(text: str, what: str) -> dict[str, Any]:
-    """Return the JSON object in `text`.
+def load_object(text: str, what: str, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+    """Return the JSON object in `text`. Raises InvalidArgument.
 
-    what: the object's name for messages.
-
-    Raises InvalidArgument.
+    what: name of the object in messages.
+    max_depth: maximum nesting depth of lists and objects.
     """
 
     def parse_int(digits: str) -> int:
@@ -66,16 +65,18 @@ def load_object(text: str, what: str) -> dict[str, Any]:
             f"{what} is not valid JSON: {error.msg} at character {error.pos}"
         ) from error
     except RecursionError as error:
-        raise _too_deep(what) from error
+        raise _too_deep(what, max_depth) from error
     if not isinstance(value, dict):
         raise InvalidArgument(f"{what} must be a JSON object, not {type(value).__name__}")
-    _check(value, what)
+    _check(value, what, max_depth)
     return value
 
 
-def _check(value: Any, what: str, depth: int = 1) -> None:
+def _check(value: Any, what: str, max_depth: int, depth: int = 1) -> None:
     """Check that all strings can be encoded as UTF-8, and that the nesting is not too deep."""
     if isinstance(value, str):
+        if value.isascii():
+            return  # This only reads a flag, so a long base64 text is not copied.
         try:
             value.encode()
         except UnicodeEncodeError as error:
@@ -83,11 +84,11 @@ def _check(value: Any, what: str, depth: int = 1) -> None:
                 f"{what} has a lone surrogate, {value[error.start]!r}; use complete characters"
             ) from error
     elif isinstance(value, dict | list):
-        if depth > MAX_DEPTH:
-            raise _too_deep(what)
+        if depth > max_depth:
+            raise _too_deep(what, max_depth)
         for inner in value if isinstance(value, list) else (*value, *value.values()):
-            _check(inner, what, depth + 1)
+            _check(inner, what, max_depth, depth + 1)
 
 
-def _too_deep(what: str) -> InvalidArgument:
-    return InvalidArgument(f"{what} is nested too deeply; the limit is {MAX_DEPTH} levels")
+def _too_deep(what: str, max_depth: int) -> InvalidArgument:
+    return InvalidArgument(f"{what} is nested too deeply; the limit is {max_depth} levels")

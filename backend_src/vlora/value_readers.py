@@ -1,7 +1,7 @@
-"""Readers that check one JSON-like value of a client and convert it.
+"""Readers, each of which checks a JSON-like value of a client and converts it.
 
-A reader takes the key, for its error message, and the value. It raises InvalidArgument naming the
-key, what the value must be, and the value. Numbers and booleans may be given as text.
+A reader takes the key, for its error message, and the value. It raises InvalidArgument, which names
+the key, what the value must be, and the value. Numbers and booleans may be given as text.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from vlora.errors import InvalidArgument, shown
 Reader = Callable[[str, Any], Any]
 
 BOOLEANS = {"true": True, "false": False}
-"""Booleans by their lower-case text."""
+"""Booleans by their text in lower case."""
 
 
 def wrong_value(key: str, value: Any, expected: str) -> InvalidArgument:
-    """Return the error for a value that is not what `expected` says."""
+    """Return the error for a value that does not fit the description `expected`."""
     return InvalidArgument(f"'{key}' must be {expected}, not {shown(value)}")
 
 
 @dataclass(frozen=True)
 class Range:
-    """Valid values of a number, which may be given as text; called as a reader.
+    """Reader of a number within a range.
 
-    low, high: smallest and largest valid value; only those of integers may be infinite.
-    expected: what the value must be, for error messages and documents.
-    whole: whether the number must be an integer; the result is then an int.
+    low, high: smallest and largest valid value. Only limits of integers may be infinite.
+    expected: description of valid values, for error messages and documents.
+    whole: whether the number must be an integer. The result is then an int.
     """
 
     low: float
@@ -59,12 +59,12 @@ def _whole(value: float | str) -> int:
 
 
 def optional(read: Reader) -> Reader:
-    """Return a reader that accepts None and otherwise uses `read`."""
+    """Return a reader that returns None for None, and otherwise the result of `read`."""
     return lambda key, value: None if value is None else read(key, value)
 
 
 def read_boolean(key: str, value: Any) -> bool:
-    """Return a boolean."""
+    """Return a boolean, which may be given as text. Raises InvalidArgument."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in BOOLEANS:
@@ -73,14 +73,16 @@ def read_boolean(key: str, value: Any) -> bool:
 
 
 def read_text(key: str, value: Any) -> str:
-    """Return a string."""
+    """Return a string that UTF-8 can encode. Raises InvalidArgument."""
     if not is_text(value):
         raise wrong_value(key, value, "a string")
     return str(value)
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a string that UTF-8 can encode, which a lone surrogate is not."""
+    """Return whether a value is a string that UTF-8 can encode. Lone surrogates cannot be
+    encoded.
+    """
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -88,7 +90,10 @@ def is_text(value: Any) -> bool:
 
 
 def read_texts(key: str, value: Any, expected: str) -> tuple[str, ...]:
-    """Return a list of at least one non-empty string, without duplicates."""
+    """Return a list of at least one non-empty string as a tuple without duplicates.
+
+    Raises InvalidArgument with `expected` as the description.
+    """
     if not isinstance(value, list) or not value:
         raise wrong_value(key, value, expected)
     if not all(is_text(item) and item for item in value):

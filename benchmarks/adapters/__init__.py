@@ -1,1 +1,1 @@
-"""Many adapters: registered, resident, distinct and more than fit."""
+"""Benchmark of servers with many adapters."""

@@ -1,28 +1,17 @@
-"""The adapters benchmark: registered, resident, distinct, more than fit, and a split pool."""
+"""The adapters benchmark: many registered adapters, many resident ones, and too many to fit."""
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import typer
 from rich.console import RenderableType
 from rich.table import Table
 
-from benchmarks.benchmark import (
-    GRIDS,
-    Bar,
-    Benchmark,
-    DemoModelOption,
-    QuickOption,
-    Row,
-    at_least,
-    at_most,
-    demo_folder,
-    load_grid_values,
-)
+from benchmarks.benchmark import Bar, Row, at_least, at_most
+from benchmarks.demo_model import DemoModelBenchmark
 
 if TYPE_CHECKING:
     from benchmarks.adapters.measurement import AdaptersResult, ManyAdapters
@@ -37,12 +26,12 @@ COLUMNS = {
     "loads": "loads",
     "failed": "failed",
 }
-"""Headers of the table by key of a row."""
+"""Headers of the table, keyed like the rows."""
 TIERS = ("pool_hits", "host_hits", "misses")
 
 
-class AdaptersBenchmark(Benchmark[str]):
-    """Throughput and latency with many adapters in every tier."""
+class AdaptersBenchmark(DemoModelBenchmark[str]):
+    """Throughput and latency with many adapters in the pool, in host memory and on disk."""
 
     name = "adapters"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -55,27 +44,13 @@ class AdaptersBenchmark(Benchmark[str]):
         "steps_that_waited_for_disk": at_most(0),
     }
 
-    def __init__(
-        self,
-        *,
-        model: DemoModelOption = None,
-        threads: Annotated[int, typer.Option(help="Threads of the engine.")] = 1,
-        quick: QuickOption = False,
-    ) -> None:
-        super().__init__(quick=quick, grid=GRIDS / "adapters.json")
+    def set_up(self) -> None:
         from benchmarks import machine
 
-        machine.set_threads(threads)
-        self._threads = threads
-        self._model = model or demo_folder() / "checkpoint"
-        self._grid = load_grid_values(self.grid_path, quick=quick)
-        self._roofline = machine.RooflineByThreads()(threads)
+        self._roofline = machine.RooflineByThreads()(self._threads)
         self._scratch = tempfile.TemporaryDirectory()
         self._adapters: ManyAdapters | None = None
         self._results: list[AdaptersResult] = []
-
-    def settings(self) -> dict[str, Any]:
-        return {"threads": self._threads}
 
     def cells(self) -> Sequence[str]:
         return PARTS

@@ -1,8 +1,8 @@
-"""The costs of many adapters, resident or not (figure 23 of the paper).
+"""Measurements of the cost of many adapters, resident or not (figure 23 of the paper).
 
-The checkpoint is the demo model, whose steps are short: the engine's overhead of a step and the
-time of a load weigh more here than on any larger model. The adapters are random, of one rank, and
-on all projections.
+The model is the demo checkpoint. Its steps are short, so the engine's overhead per step and the
+time to load an adapter weigh more here than with any larger model. The adapters have random
+weights and one rank, and apply to all projections.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from vlora.model.decoder_config import load_config
 
 BLOCK = 16
 CONCURRENT_REQUESTS = 16
-"""Number of requests of a trace that come at once."""
+"""Number of requests of a trace that are submitted at the same time."""
 
 
 @dataclass(frozen=True)
 class AdaptersResult:
-    """One setting of one part of the benchmark.
+    """Result of one setting of one part of the benchmark.
 
-    outcome: that of the middle repeat.
-    figures: further figures of the row.
+    outcome: outcome of the repeat with the median throughput.
+    figures: further columns of the row.
     """
 
     part: str
@@ -63,9 +63,9 @@ class ManyAdapters:
         """Bytes of the pages of one resident adapter."""
 
     def options(self, root: Path, **options: Any) -> Options:
-        """Return options with just enough KV cache for what runs at once.
+        """Return options whose KV cache just fits the requests that run at once.
 
-        Adapters have a budget of their own.
+        Adapters get a budget of their own.
         """
         length = self._grid["prompt"] + self._grid["output"] + BLOCK
         sequences = max(options.get("max_num_seqs", 0), self._grid["sequences"])
@@ -80,7 +80,7 @@ class ManyAdapters:
         return Options(model=self._model, adapters=root, **(defaults | options))
 
     def link_folders(self, name: str, adapters: Sequence[str], aliases: int = 0) -> Path:
-        """Make a root folder with links to these adapters, and `aliases` more links to them."""
+        """Make a folder with links to these adapters, and `aliases` further links to them."""
         root = self._scratch / name
         root.mkdir()
         for adapter in adapters:
@@ -93,8 +93,8 @@ class ManyAdapters:
     def requests(self, adapters: Sequence[str], seed: int, shared: int = 0) -> list[DriverRequest]:
         """Return one request per name in `adapters`.
 
-        shared: number of leading tokens that all prompts of an adapter have in common. These tokens
-            do not depend on the seed.
+        shared: number of leading prompt tokens that all requests for an adapter share. They do
+            not depend on the seed.
         """
         rng = random.Random(seed)
 
@@ -105,14 +105,14 @@ class ManyAdapters:
         return [DriverRequest(prompt(name), name, self._grid["output"]) for name in adapters]
 
     def run_registered(self) -> list[AdaptersResult]:
-        """Measure the same five adapters with few and with many registered."""
+        """Measure requests for the same five adapters with few and with many registered."""
         few, many = self._grid["registered"]
         in_use = self.names[:few]
         roots = [
             self.link_folders("few", in_use),
             self.link_folders("many", in_use, many - few),
         ]
-        # The others are known but not in memory: only their descriptions are read.
+        # The server knows the others by their descriptions and has none of them in memory.
         host = few * self.host_bytes
         return self._interleaved(
             "registered",
@@ -124,7 +124,7 @@ class ManyAdapters:
         )
 
     def run_resident(self) -> list[AdaptersResult]:
-        """Measure eight distinct adapters per batch with few and with many resident."""
+        """Measure batches of eight distinct adapters with few and with many resident."""
         few, many = self._grid["resident"]
         names = [self.names[i % few] for i in range(4 * few)]
         settings: list[tuple[str, Path, Mapping[str, Any]]] = [
@@ -134,10 +134,10 @@ class ManyAdapters:
         return self._interleaved("resident", settings, names)
 
     def run_distinct(self, roofline: Roofline) -> list[AdaptersResult]:
-        """Measure growing numbers of distinct adapters in a batch against their bytes' prediction.
+        """Measure steps with a growing number of distinct adapters against a prediction.
 
-        `over_predicted` is the step's time over that of a step with the fewest adapters plus the
-        time to read the others.
+        The prediction is the time of the step with the fewest adapters, plus the time to read the
+        bytes of the others. `over_predicted` is the measured time over this prediction.
         """
         batch = max(self._grid["distinct"])
         root = self.link_folders("distinct", self.names[:batch])
@@ -162,8 +162,8 @@ class ManyAdapters:
     def run_burst(self) -> list[AdaptersResult]:
         """Measure a burst of requests over many adapters.
 
-        First all adapters fit into the pool; then few fit into the pool and into host memory, so
-        that most come from disk.
+        In the first run all adapters fit into the pool. In the second run few fit into the pool
+        and into host memory, so most are read from disk.
         """
         grid = self._grid["burst"]
         names = self.names[: grid["adapters"]]
@@ -193,7 +193,7 @@ class ManyAdapters:
         return results
 
     def run_traces(self, status: Callable[[str], None]) -> list[AdaptersResult]:
-        """Measure traces of different popularity, within and beyond the pool and host budgets."""
+        """Measure traces that fit, and do not fit, the budgets of the pool and of host memory."""
         grid = self._grid["traces"]
         names = self.names[: grid["registered"]]
         root = self.link_folders("traces", names)
@@ -224,9 +224,9 @@ class ManyAdapters:
         settings: Sequence[tuple[str, Path, Mapping[str, Any]]],
         names: Sequence[str],
     ) -> list[AdaptersResult]:
-        """Measure the same load on two engines, which alternate in coming first in a round.
+        """Measure the same requests on two engines, which take turns to run first.
 
-        The second result has the medians of its ratios to the first, round by round.
+        The second result also has the medians, over the rounds, of its ratios to the first.
         """
         drivers = [Driver(Engine(self.options(root, **options))) for _, root, options in settings]
         outcomes: list[list[Outcome]] = [[] for _ in settings]
@@ -253,7 +253,7 @@ class ManyAdapters:
 
 
 def tier_figures(engine: Engine) -> dict[str, Any]:
-    """Return the shares of requests by the tier in which they found their adapter, and counts."""
+    """Return the shares of requests by the tier that held their adapter, and event counts."""
     counters = engine.adapters.counters
     requests = max(1, counters.hits + counters.host_hits + counters.misses)
     return {
@@ -298,14 +298,14 @@ def _figure(result: AdaptersResult | None, key: str) -> Any:
 
 
 def _loading_over_quiet(outcome: Outcome) -> float | None:
-    """Return the median step during a load or packing over the median of the other steps."""
+    """Return the median step while an adapter is loaded or packed over that of other steps."""
     if not outcome.loading_steps or not outcome.quiet_steps:
         return None
     return round(median(outcome.loading_steps) / median(outcome.quiet_steps), 3)
 
 
 def _load_seconds(engine: Engine, name: str) -> float:
-    """Return the seconds to read an adapter from its files into host memory on an idle engine."""
+    """Return the seconds an idle engine takes to read an adapter's files into host memory."""
     handle = engine.adapters.handle(name)
     started = perf_counter()
     read_adapter(name, handle.folder, handle.description, engine.config.hidden)

@@ -1,4 +1,4 @@
-"""Random adapter folders, and the orders in which a trace's requests use them."""
+"""Random adapter folders, and the order in which the requests of a trace use them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vlora.model.decoder_config import DecoderConfig
 
 ZIPF_EXPONENT = 1.0
 CHURN_SET, CHURN_SHIFT, CHURN_INTERVAL = 8, 4, 40
-"""Size of the working set of a churning trace, and by how many adapters it moves on after how many
-requests."""
+"""Churning trace: size of its working set, number of adapters that are replaced at a time, and
+number of requests between two replacements."""
 
 
 def save_adapters(root: Path, config: DecoderConfig, rank: int, count: int) -> list[str]:
@@ -43,8 +43,8 @@ def save_adapters(root: Path, config: DecoderConfig, rank: int, count: int) -> l
 def draw_names(kind: str, names: Sequence[str], count: int) -> list[str]:
     """Return the adapter of each of `count` requests.
 
-    kind: "zipf" (few adapters have most requests), "uniform" or "churning" (a working set of
-        CHURN_SET adapters that moves on).
+    kind: "zipf" (most requests are for few adapters), "uniform" or "churning" (a working set of
+        CHURN_SET adapters, of which some are replaced regularly).
     """
     rng = random.Random(kind)
     if kind == "zipf":

@@ -1,8 +1,9 @@
-"""One page pool against a static split of the same bytes.
+"""Comparison of one page pool with a static split of the same bytes.
 
-The same requests run on two engines: one with adapters, keys and values in one pool, and one with a
-wall between them. Counted is what the split leaves behind: keys and values without their adapter
-("up to 46.5 %" of them under a static partition, as measured by ExpertWeave).
+The same requests run on two engines. In the first, adapters, keys and values share one pool. In the
+second, a wall separates the pages of adapters from those of keys and values. The benchmark counts
+keys and values whose adapter is not resident: they occupy memory and no step can use them.
+ExpertWeave reports up to 46.5 % of such pages under a static partition.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from vlora.memory.prefix import PrefixCache
 
 
 class SplitPool(PagePool):
-    """Pool with a wall: adapters use the first `wall` pages, keys and values the others.
+    """Pool with a wall: adapters use the first `wall` pages, keys and values the other pages.
 
     Each side makes space by evicting its own pages only.
     """
@@ -43,7 +44,7 @@ class SplitPool(PagePool):
         self.wall = wall
 
     def can_allocate(self, count: int) -> bool:
-        """Return whether `count` pages for keys and values are free or can be."""
+        """Return whether `count` pages for keys and values are free or can be evicted."""
         free = self._owner.count(Owner.FREE, self.wall)
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=False))
 
@@ -78,10 +79,10 @@ class SplitPool(PagePool):
 
 
 class SplitPrefixCache(PrefixCache):
-    """A prefix cache that ignores the eviction of adapters, which the other side manages."""
+    """Prefix cache that ignores evicted adapters, since they are on the other side of the wall."""
 
     def evict_first(self, scope: str) -> None:
-        """Leave the order of eviction as it is."""
+        """Do nothing: the order of eviction stays as it is."""
 
 
 def split_engine(options: Options) -> Engine:
@@ -109,12 +110,12 @@ def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
 
 @dataclass
 class UnpairedPages:
-    """Pages of keys and values whose adapter is not resident, after each step.
+    """Counts, one per step, of KV pages whose adapter is not resident.
 
     Every request of this benchmark has an adapter.
 
-    held: number of pages of running and paused requests.
-    cached: share of all pages of keys and values that no request holds.
+    held: number of pages of running requests.
+    cached: such cached pages that no request holds, as a share of all KV pages.
     """
 
     held: list[int] = field(default_factory=list)
@@ -144,7 +145,7 @@ def run_split(
 ) -> list[AdaptersResult]:
     """Measure each trace on both engines.
 
-    All adapters are in host memory. All requests of an adapter begin with its own prompt.
+    All adapters are in host memory. All requests for one adapter share the start of their prompt.
     """
     names = adapters.names[: grid["traces"]["registered"]]
     root = adapters.link_folders("split", names)
@@ -159,7 +160,7 @@ def run_split(
 def _run_trace(
     adapters: ManyAdapters, root: Path, grid: Mapping[str, Any], kind: str, order: Sequence[str]
 ) -> list[AdaptersResult]:
-    """Measure one trace, the two engines alternating in coming first."""
+    """Measure one trace on both engines, which take turns to run first."""
     split = grid["split"]
     length = split["shared"] + grid["prompt"] + grid["output"] + BLOCK
     options = adapters.options(
@@ -205,7 +206,7 @@ def _cached_tokens(engine: Engine) -> dict[str, float]:
 
 
 def summarize(results: Sequence[AdaptersResult]) -> dict[str, Any]:
-    """Return the mean over traces, of `kv_without_adapter` the largest; None if not run."""
+    """Return means over the traces, and the maximum of `kv_without_adapter`; None if not run."""
 
     def figures(side: str, key: str) -> list[Any]:
         return [

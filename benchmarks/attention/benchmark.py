@@ -1,4 +1,4 @@
-"""The attention benchmark: the paged kernel against its reference implementation."""
+"""The attention benchmark: the kernel for KV pages against torch's attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measurement of attention over KV pages, cell by cell."""
+"""Measurements of attention over KV pages, one cell of the grid at a time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from benchmarks.machine import ConcurrentRates, without_rates
 from benchmarks.roofline import Roofline
 from benchmarks.synthetic_model import fill_with_random
 from benchmarks.timing import Timing, interleaved, rounded_mean
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 from vlora.backends import Backend
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
@@ -25,22 +25,23 @@ from vlora.model.inputs import Prompt
 from vlora.model.rotary import Rotary
 
 KERNEL, TWIN = "kernel", "twin"
-COLD_BYTES = Device.here().cold_bytes
-"""Size of all layers together: the caches hold none of them until it is used again."""
+COLD_BYTES = Cpu.here().cold_bytes
+"""Size of all layers together: so large that a layer has left the caches before its next use."""
 READ_BYTES = 64 << 20
 MULTIPLY_ROUNDS = 1_000_000
 MIXED_DECODES = 8
-"""Decoding requests in addition to the chunk of a mixed step."""
+"""Number of decoding requests that a mixed step has beside its chunk."""
 GROUP_KEYS = {"phase", "heads", "rows", "contexts", "quick"}
 
 
 @dataclass(frozen=True)
 class AttentionCell:
-    """One step of attention.
+    """One attention step.
 
-    phase: "decode" (`rows` requests of one row, each after `context` positions), "prefill" (one
-        chunk of `rows` that starts its sequence) or "mixed" (such a chunk after `context`
-        positions, and MIXED_DECODES decoding requests).
+    phase: "decode": `rows` requests of one row, each after `context` positions.
+        "prefill": one chunk of `rows` rows at the start of its sequence.
+        "mixed": one chunk of `rows` rows and MIXED_DECODES decoding requests, each after `context`
+        positions.
     """
 
     phase: str
@@ -59,7 +60,7 @@ class AttentionCell:
 
     @property
     def chunks(self) -> tuple[tuple[int, int], ...]:
-        """Chunks as (rows, positions before them)."""
+        """Number of rows of each chunk, and number of positions before them."""
         if self.phase == "decode":
             return ((1, self.context),) * self.rows
         chunk = ((self.rows, self.context),)
@@ -73,14 +74,14 @@ class AttentionCell:
 
     @property
     def flops(self) -> int:
-        """Flops of both products on the pairs that the causal mask lets through."""
+        """Floating-point operations of both matrix products, without masked pairs."""
         pairs = sum(rows * start + rows * (rows + 1) // 2 for rows, start in self.chunks)
         return 4 * pairs * self.heads * self.dim
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Number of rounds, and seconds per candidate in a cell."""
+    """Number of rounds, and seconds per candidate, spent on a cell."""
 
     rounds: int
     budget: float
@@ -91,10 +92,10 @@ QUICK, FULL = Effort(5, 0.15), Effort(9, 1.0)
 
 @dataclass(frozen=True)
 class AttentionResult:
-    """Timings of one cell, with the rates of its rounds.
+    """Timings of one cell, and the rates of the machine in the same rounds.
 
-    rate: bytes/s from memory.
-    peak: flop/s.
+    rate: bytes/s read from memory.
+    peak: flop/s of multiplications.
     """
 
     cell: AttentionCell
@@ -109,7 +110,7 @@ class AttentionResult:
 
     @property
     def vs_twin(self) -> float:
-        """Time of the twin over time of the kernel."""
+        """Time of torch's attention over the time of the kernel."""
         return self.timings[TWIN].median / self.timings[KERNEL].median
 
     @property
@@ -156,7 +157,7 @@ def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Attenti
 
 
 class SyntheticAttention:
-    """Random keys and values of enough layers to be cold, and the chunks of one step."""
+    """Random keys and values of so many layers that they are cold, and the chunks of one step."""
 
     def __init__(self, cell: AttentionCell) -> None:
         page_counts = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]
@@ -175,11 +176,11 @@ class SyntheticAttention:
             row += rows
         self.heads, self.dim = cell.heads, cell.dim
         self.qkv = torch.randn(row, (cell.heads + 2 * cell.kv_heads) * cell.dim)
-        # Rotation by zero, so that repeated calls leave the rows unchanged.
+        # The angles are zero: repeated calls must leave the rows unchanged.
         self.rotary = Rotary.from_angles(torch.zeros(row, cell.dim // 2), 1.0)
 
     def attend(self, backend: Backend) -> Callable[[], None]:
-        """Return a call that computes the attention of one layer, each time of the next one."""
+        """Return a function whose calls compute the attention of one layer after another."""
         plan = AttentionPlan(self.chunks, self.store, self.heads, backend=backend)
         layers = itertools.cycle(range(self.layers))
         out = torch.empty(len(self.qkv), self.heads * self.dim)
@@ -192,9 +193,9 @@ class SyntheticAttention:
 
 @torch.inference_mode()
 def measure(cell: AttentionCell, effort: Effort, roofline: Roofline) -> AttentionResult:
-    """Measure the kernel and its twin on one cell, interleaved."""
+    """Measure the kernel and torch's attention on one cell, interleaved."""
     synthetic = SyntheticAttention(cell)
-    # A type that the tile unit multiplies has that unit's peak.
+    # The peak of bf16 counts only where it is higher than that of fp32.
     peak_type = max(("fp32", cell.dtype), key=roofline.peak)
     concurrent = ConcurrentRates(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
     timings = interleaved(
@@ -218,7 +219,10 @@ def measure(cell: AttentionCell, effort: Effort, roofline: Roofline) -> Attentio
 
 
 def summarize(results: Sequence[AttentionResult]) -> dict[str, Any]:
-    """Return the least speed-up over the twin, and the mean share of the limit by phase."""
+    """Return the smallest speed-up over torch's attention, its cell, and the means by phase.
+
+    The means are shares of the roofline.
+    """
     worst = min(results, key=lambda result: result.vs_twin)
     summary: dict[str, Any] = {
         "vs_twin_worst": round(worst.vs_twin, 3),

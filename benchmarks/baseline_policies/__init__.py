@@ -1,4 +1,4 @@
-"""Policies of other systems, for comparison. Importing `benchmarks` registers them as options."""
+"""Scheduling policies of other systems. Importing `benchmarks` makes them valid options."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""dLoRA's policy (OSDI 24), by its published rule: merged or unmerged batches, and credits.
+"""dLoRA's scheduling policy (OSDI 24), which chooses between merged and unmerged batches.
 
-A merged batch belongs to one adapter. Adapters whose requests were passed over gain credit from
-adapters that were served before their position in the queue. Above a threshold of credit they are
-served first.
+A merged batch holds the requests of one adapter. An adapter gains credit when its requests are
+passed over, and pays credit when its requests are served before their position in the queue.
+Adapters whose credit exceeds a threshold are served first.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 CREDIT = 10_000.0
-"""Unit of credit. An adapter is served by credit once it has one unit, until it falls below half a
-unit. Merging stops for an adapter whose debt exceeds one unit for each other known adapter."""
+"""Unit of credit. An adapter with one unit is served first until it has less than half a unit. An
+adapter is not merged while its debt exceeds one unit for each other known adapter."""
 PUBLISHED_SECONDS = (0.015, 0.027, 0.020)
-"""Times that dLoRA's authors profiled: a merged step, an unmerged step, a switch."""
+"""Seconds that dLoRA's authors measured: a merged step, an unmerged step, a change of mode."""
 ADDITIVE_STEP, MULTIPLICATIVE_STEP = 0.05, 1.1
-"""Changes of the two merging thresholds: a difference that brings them closer, and a factor that
-separates them."""
+"""Changes of the two merging thresholds: the difference that brings them closer to each other, and
+the factor that separates them."""
 
 
 class DLora:
-    """dLoRA's policy with a profile of this machine, taken from the cost model when the first
-    mergeable adapter is seen; until then the published times are used."""
+    """dLoRA's policy with the step times of this machine.
+
+    The cost model provides them when the first mergeable adapter arrives. Until then the published
+    times are used.
+    """
 
     uses_costs = True
     orders = (Order.ARRIVAL,)
@@ -90,7 +93,7 @@ class DLora:
         return min(1.0, self._merged_step / self._unmerged_step)
 
     def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
-        """Start the credit of new adapters, and take the profile when there is an adapter."""
+        """Give new adapters zero credit, and measure the step times at the first adapter."""
         for name in {_name(r) for r in ready} - self._known:
             self._known.add(name)
             self._credit[name] = 0.0
@@ -115,7 +118,7 @@ class DLora:
         return [r for name in order for r in ready if _name(r) == name][: self.max_batch]
 
     def _settle(self, fcfs: Sequence[Candidate], chosen: Sequence[Candidate], price: float) -> None:
-        """Move credit from requests served early to requests that were passed over."""
+        """Move credit from requests that were served early to those that were passed over."""
         served, due = {r.id for r in chosen}, {r.id for r in fcfs}
         early = [r for r in chosen if r.id not in due]
         passed = [r for r in fcfs if r.id not in served]
@@ -127,7 +130,10 @@ class DLora:
             self._credit[_name(payee)] += price
 
     def _to_unmerged(self) -> None:
-        """Leave merged mode if it is active, and count the step."""
+        """Choose unmerged mode for this step, and count the step.
+
+        If the previous step was merged, adjust the thresholds and restart the count at one.
+        """
         if self._active is not None:
             self._adjust()
             self._active, self._steps = None, 1
@@ -135,10 +141,10 @@ class DLora:
             self._steps += 1
 
     def _adjust(self) -> None:
-        """Adjust the merging thresholds to what both modes served since the last change.
+        """Adjust the merging thresholds to what both modes served since the last change of mode.
 
-        The change is additive if the present mode served more, and multiplicative if it served
-        less.
+        The thresholds move closer by a difference if the present mode served more. They separate
+        by a factor if it served less.
         """
         merged_time = self._merged_step * self._steps
         unmerged_time = self._unmerged_step * self._steps
@@ -164,8 +170,8 @@ class DLora:
 
 
 def _name(r: Candidate) -> str:
-    """Return the adapter's name, "" for the base model. A slot passes to other adapters, and credit
-    must not."""
+    """Return the adapter's name, "" for the base model. Credit belongs to the name, because a slot
+    can pass to another adapter."""
     return r.adapter or ""
 
 

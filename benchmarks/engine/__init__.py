@@ -1,1 +1,1 @@
-"""Concurrent requests in process, over gRPC and on PEFT."""
+"""Benchmark of concurrent requests in process, over gRPC and on PEFT."""

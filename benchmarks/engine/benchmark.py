@@ -26,11 +26,11 @@ if TYPE_CHECKING:
     from benchmarks.engine.measurement import EnginePair, EngineResult
 
 Job = tuple["Load", str] | None
-"""A load and its storage type, or None for all loads on PEFT."""
+"""A load and its storage type; None stands for the run of all loads on PEFT."""
 
 
 class EngineBenchmark(Benchmark[Job]):
-    """Average token latency of concurrent requests over its floor, the server's and PEFT's."""
+    """Average token latency of concurrent requests, compared with its floor, gRPC and PEFT."""
 
     name = "engine"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -97,7 +97,7 @@ class EngineBenchmark(Benchmark[Job]):
 
     def run(self, cell: Job) -> Iterator[Row]:
         if cell is None:
-            # PEFT runs after the engines have ended: the caches would not hold both.
+            # The engines end before PEFT starts, because both would compete for the caches.
             self.close()
             self._run_peers()
             self.rows[:] = [result.as_row() for result in self._results]

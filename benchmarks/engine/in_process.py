@@ -1,4 +1,7 @@
-"""The load of the engine benchmark in one process, and the floor of the steps that it took."""
+"""One load of the engine benchmark in this process, and the floor of its steps.
+
+The floor is the time that the steps would take if each ran at the limit of the roofline.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +35,11 @@ DRAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The work of every step of a run.
+    """The work of every step of one run.
 
-    first: index of the step that gave each request its first token.
-    last: index of the step that gave each request its last token.
-    tower: work of encoding the images, or None.
+    first: for each request, index of the step that gave its first token.
+    last: for each request, index of the step that gave its last token.
+    tower: work of the vision tower for all images, or None.
     """
 
     works: Sequence[Work]
@@ -45,7 +48,7 @@ class StepTrace:
     tower: Work | None
 
     def floor(self, peak: float, rate: float) -> LoadTimes:
-        """Return the times of the load if every step took its limit, after encoding all images."""
+        """Return the times of a run that encodes all images, and whose steps take their limits."""
         now = 0.0 if self.tower is None else self.tower.flops / peak
         step_ends = [now := now + work.seconds(peak, rate) for work in self.works]
         return LoadTimes(
@@ -53,7 +56,7 @@ class StepTrace:
         )
 
     def combined_seconds(self, peak: float, rate: float) -> float:
-        """Return the limit of the whole work if every weight were read only once."""
+        """Return the limit of the work of all steps if every weight were read only once."""
         parts = [*self.works, *([] if self.tower is None else [self.tower])]
         return combined_work(parts).seconds(peak, rate)
 
@@ -71,7 +74,7 @@ class InProcess:
         self._checkpoint = checkpoint
         storage = dtype_of(options.dtype, options.model)
         self._itemsize = storage.itemsize
-        # A process has one number of threads, here the larger of the two: the engine's.
+        # Torch has one number of threads per process. The engine's is the larger of the two.
         self._encoder = VisionEncoder(
             checkpoint.folder, cores.split_threads(options).engine, storage
         )
@@ -133,13 +136,15 @@ class InProcess:
     def _features(self, request: LoadRequest) -> ImageFeatures | None:
         if request.image is None:
             return None
-        (features,) = self._encoder.encode([DecodedImage(request.image)])
-        layout = np.array([[0, len(features), 1, *self._encoder.grid, 0]], dtype=np.int32)
+        image = DecodedImage(request.image)
+        (features,) = self._encoder.encode([image])
+        grid = self._encoder.grid(image.height, image.width)
+        layout = np.array([[0, len(features), 1, *grid, 0]], dtype=np.int32)
         return ImageFeatures(features, layout)
 
 
 class _Recorder:
-    """Records the work of every step, and the steps that gave each request its tokens."""
+    """Recorder of the work of every step, and of the steps that gave each request its tokens."""
 
     def __init__(self, checkpoint: Checkpoint, itemsize: int) -> None:
         self._sizes = checkpoint.sizes
@@ -156,7 +161,7 @@ class _Recorder:
                 if chunk.completes:
                     self.first.setdefault(chunk.sequence_id, len(self.works))
                     self.last[chunk.sequence_id] = len(self.works)
-            # Slots are in the order of the names, as the indices of the adapters are.
+            # The adapters' names are sorted, so slots and adapter indices have the same order.
             works = [
                 ChunkWork(c.length, c.start, c.slot if c.slot >= 0 else None, c.completes)
                 for c in chunks

@@ -1,23 +1,25 @@
-"""The load of the engine benchmark: concurrent requests, and when their tokens came.
+"""The loads of the engine benchmark: concurrent requests, and the times of their tokens.
 
-This module knows neither the engine nor the server; all of them run the same load.
+The module knows neither the engine nor the server, because all of them run the same loads.
 """
 
 from __future__ import annotations
 
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from benchmarks.llava import Checkpoint, picture, prompt
 
 REQUESTS = 16
-"""Concurrent requests of the committed grid. Its quick part has fewer."""
+"""Number of concurrent requests of the committed grid. The quick part has fewer."""
 OUTPUT = 32
-"""Tokens of every answer: the end of text is ignored."""
+"""Tokens of every answer; the end-of-text token does not end it."""
 TEXT_TOKENS = 256
 """Tokens of a prompt without an image, counting the begin-of-text token."""
 IMAGE_TEXT_TOKENS = 31
@@ -29,7 +31,7 @@ KINDS = ("text", "image")
 class LoadRequest:
     """One request of the load.
 
-    image: [side, side, 3], or None.
+    image: [side, side, 3] uint8, or None.
     adapter: its name, or None.
     """
 
@@ -37,13 +39,31 @@ class LoadRequest:
     image: np.ndarray[Any, np.dtype[np.uint8]] | None
     adapter: str | None
 
+    def file(self) -> bytes | None:
+        """Return the image as a PNG file, None without one."""
+        return None if self.image is None else png(self.image)
+
+
+def png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
+    """Return pixels [height, width, 3] as a PNG file, at the fastest compression level."""
+    encoded = io.BytesIO()
+    Image.fromarray(pixels).save(encoded, "PNG", compress_level=1)
+    return encoded.getvalue()
+
+
+def sampling(adapter: str | None, max_tokens: int = OUTPUT) -> dict[str, Any]:
+    """Return the sampling parameters of a request: greedy, with exactly this many tokens."""
+    adapters = {} if adapter is None else {"lora_name": adapter}
+    return {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **adapters}
+
 
 @dataclass(frozen=True)
 class Load:
     """Concurrent requests of one kind.
 
     kind: "text" or "image".
-    adapters: request i uses adapter i modulo this number; 0: the base model.
+    adapters: number of adapters. Request i uses adapter i modulo this number; with 0 all requests
+        use the base model.
     """
 
     kind: str
@@ -55,7 +75,7 @@ class Load:
         return f"{self.kind}_{self.adapters}"
 
     def draw(self, checkpoint: Checkpoint, seed: int) -> list[LoadRequest]:
-        """Return the requests, with prompts and images that no other seed has."""
+        """Return the requests. Their prompts and images differ from those of any other seed."""
         names, sizes = checkpoint.adapter_names, checkpoint.sizes
         words = (TEXT_TOKENS if self.kind == "text" else IMAGE_TEXT_TOKENS) - 1
         return [
@@ -77,7 +97,7 @@ class LoadTimes:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency: all end-to-end times over all tokens."""
+        """Average token latency: the sum of all end-to-end times over the number of tokens."""
         return sum(self.end) / (len(self.end) * OUTPUT)
 
     @property

@@ -1,4 +1,4 @@
-"""Results of the engine benchmark, and the pair of engines that it measures for each dtype."""
+"""Results of the engine benchmark, and the two engines that it measures for each storage type."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.roofline import Roofline
 from benchmarks.timing import rounded_mean
 
 SECONDS = 0.15
-"""Duration of each microbenchmark before and after every run in process."""
+"""Duration of each microbenchmark before and after every run in this process."""
 READ_BYTES = 256 << 20
 
 
@@ -26,8 +26,8 @@ READ_BYTES = 256 << 20
 class EngineResult:
     """One load with all its repeats.
 
-    in_process: for each repeat its times, the floor of its own steps, and the limit of its whole
-        work at once in seconds.
+    in_process: for each repeat its times, the floor of its own steps, and the seconds that its
+        whole work would take at the limit of the roofline.
     """
 
     load: Load
@@ -84,7 +84,7 @@ def load_grid(path: Path, *, quick: bool) -> tuple[list[Load], int]:
 
 
 class EnginePair:
-    """An engine in process and, if `served`, a server of the same checkpoint and type."""
+    """An engine in this process and, if `served`, a server of the same checkpoint and type."""
 
     def __init__(
         self,
@@ -97,7 +97,7 @@ class EnginePair:
         served: bool,
         status: Callable[[str], None],
     ) -> None:
-        """Start both. options: of both engines, in addition to model and type."""
+        """Start both. options: options of both engines in addition to model and type."""
         self.dtype = dtype
         self._checkpoint = checkpoint
         self._roofline = roofline
@@ -115,7 +115,7 @@ class EnginePair:
         self._warm = False
 
     def run(self, load: Load, repeats: int) -> EngineResult:
-        """Run a load in process and over gRPC, interleaved, each repeat with its own prompts."""
+        """Run a load in process and over gRPC in turn. Each repeat has prompts of its own."""
         if not self._warm:
             self._engine.run(load.draw(self._checkpoint, 0)[:2])
             self._warm = True
@@ -136,13 +136,13 @@ class EnginePair:
         self._stack.close()
 
     def _rates(self) -> tuple[float, float]:
-        """Return (flop/s, bytes/s) at this moment."""
+        """Return the present rates of this machine in flop/s and bytes/s."""
         peak = max(self._roofline.measure_peak(name, SECONDS) for name in {"fp32", self.dtype})
         return peak, self._roofline.measure_bandwidth(READ_BYTES, SECONDS)
 
 
 def summarize(results: Sequence[EngineResult]) -> dict[str, Any]:
-    """Return the latency over the floor by load, over gRPC and against PEFT."""
+    """Return the latencies over the floor by load, over gRPC and over PEFT's."""
     summary: dict[str, Any] = {}
     by_load = {(result.load.kind, result.load.adapters): result for result in results}
     for kind in KINDS:

@@ -1,8 +1,7 @@
-"""The load of the engine benchmark over gRPC: a real server, and one stream per request."""
+"""One load of the engine benchmark over gRPC, on a real server, with one stream per request."""
 
 from __future__ import annotations
 
-import io
 import json
 import queue
 import time
@@ -13,10 +12,9 @@ from types import TracebackType
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from benchmarks.dtypes import ENGINE_NAMES
-from benchmarks.engine.load import OUTPUT, LoadRequest, LoadTimes
+from benchmarks.engine.load import LoadRequest, LoadTimes, sampling
 from benchmarks.llava import Checkpoint
 from vlora.launcher.server import ServerOptions, TritonServer
 
@@ -25,9 +23,9 @@ RESPONSE_TIMEOUT_SECONDS = 180.0
 
 
 class OverGrpc:
-    """A server of the checkpoint, and a client with its stream per request.
+    """A server of the checkpoint, and one client per stream.
 
-    It is a context manager.
+    Use as a context manager.
     """
 
     def __init__(
@@ -89,18 +87,13 @@ class OverGrpc:
 
 
 def _inputs(request: LoadRequest) -> list[Any]:
-    sampling: dict[str, Any] = {"temperature": 0, "max_tokens": OUTPUT, "ignore_eos": True}
-    if request.adapter is not None:
-        sampling["lora_name"] = request.adapter
     values: dict[str, bytes] = {
         "text_input": request.prompt.encode(),
-        "sampling_parameters": json.dumps(sampling).encode(),
+        "sampling_parameters": json.dumps(sampling(request.adapter)).encode(),
         "task": b"raw",
     }
-    if request.image is not None:
-        encoded = io.BytesIO()
-        Image.fromarray(request.image).save(encoded, "PNG")
-        values["image"] = encoded.getvalue()
+    if (file := request.file()) is not None:
+        values["image"] = file
     return [_bytes_tensor(name, value) for name, value in values.items()]
 
 

@@ -1,1 +1,1 @@
-"""The LoRA operator against its baselines over a fixed grid."""
+"""Benchmark of the LoRA operator against its baselines over a fixed grid."""

@@ -1,4 +1,4 @@
-"""ATMM as one of the compared operators: with its tile table, and with one static tile."""
+"""ATMM among the compared operators: with its tile table, and with one static tile."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vlora.atmm.types import LoraPair, Segments
 
 
 class Atmm(LoraOperator):
-    """The operator under test. Its tile comes from the table, or is `config` for all shapes."""
+    """The operator under test. It takes its tile from the table, or `config` for all shapes."""
 
     name: ClassVar[str] = "atmm"
 
@@ -50,9 +50,9 @@ class StaticTile(Atmm):
 def static_tiles(dtype: str) -> list[LoraOperator]:
     """Return the candidates for the best single static tile.
 
-    They are the tiles that the table names most often and the built-in choices: some that stream
-    adapters and some that block them. The best of all tiles may be another one, so that the gain
-    of adaptive choice over these candidates is an upper bound.
+    They are the tiles that the table names most often, some that stream adapters and some that
+    block them, and the built-in choices. A tile outside this list can be better. The speed-up over
+    these candidates is therefore an upper bound of the gain of adaptive choice.
     """
     if not is_compiled():
         return []

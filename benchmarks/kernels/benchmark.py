@@ -36,14 +36,17 @@ TORCH_ISAS = {
     "avx512_bf16": ("avx512", "AVX512", "AVX512_CORE_BF16"),
     "amx": ("avx512", "AVX512", "AVX512_CORE_AMX"),
 }
-"""Our instruction sets by the names that ATen, MKL and oneDNN have for them."""
+"""Names that ATen, MKL and oneDNN have for our instruction sets."""
 
 Job = tuple["KernelCell", int | None]
-"""A cell and its thread count, or None for the latency stability test on that cell."""
+"""A cell and its thread count; with None, the latency stability test on that cell."""
 
 
 class KernelsBenchmark(Benchmark[Job]):
-    """Operators on hot and cold adapters, in decode and prefill shapes, and their stability."""
+    """Operators on hot and cold adapters in decode and prefill shapes, and their stability.
+
+    The weights of hot adapters stay in the caches; those of cold ones come from memory.
+    """
 
     name = "kernels"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -83,7 +86,7 @@ class KernelsBenchmark(Benchmark[Job]):
     ) -> None:
         super().__init__(quick=quick, grid=grid or GRIDS / "kernels.json")
         if isa is not None:
-            _restrict_torch(isa)  # This must precede the first import of torch.
+            _restrict_torch(isa)  # It must precede the first import of torch.
         from benchmarks import machine
         from benchmarks.kernels.cells import load_grid
         from benchmarks.kernels.measurement import FULL, QUICK
@@ -149,7 +152,7 @@ class KernelsBenchmark(Benchmark[Job]):
 
 
 def _restrict_torch(isa: str) -> None:
-    """Restrict torch and its libraries, which read these variables once, when torch is imported."""
+    """Restrict torch and its libraries, which read these variables when torch is first imported."""
     if isa not in TORCH_ISAS:
         raise typer.BadParameter(f"--isa {isa!r}: valid names are {', '.join(TORCH_ISAS)}")
     names = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA")

@@ -24,12 +24,12 @@ REGIMES = ("decode", "prefill")
 class KernelCell:
     """One shape: `requests` requests of `rows` rows each.
 
-    width: d_in and d_out.
+    width: d_in and d_out, which are equal.
     rank: a number, or "mixed" to cycle through MIXED_RANKS.
-    popularity: "identical" (all use adapter 0), "distinct" (each its own) or "zipf" (adapter i
-        with weight (i+1)^−1.2).
-    cold: whether the adapters come from memory, as in a model with many layers, instead of the
-        caches.
+    popularity: "identical" (all requests use adapter 0), "distinct" (each request has its own) or
+        "zipf" (adapter i has the weight (i+1)^−1.2).
+    cold: whether the adapters come from memory instead of the caches, as in a model with many
+        layers.
     """
 
     regime: str
@@ -55,7 +55,7 @@ class KernelCell:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Adapter slot of each request, sorted, as the engine sorts them."""
+        """Adapter slot of each request, sorted as in the engine."""
         if self.popularity == "identical":
             return (0,) * self.requests
         if self.popularity == "distinct":
@@ -79,7 +79,7 @@ class KernelCell:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """One segment per adapter, since the engine joins adjacent rows."""
+        """One segment per adapter, because the engine joins adjacent rows of one adapter."""
         segments, start = [], 0
         for slot, group in itertools.groupby(self.slots):
             length = len(list(group)) * self.rows
@@ -99,7 +99,7 @@ class KernelCell:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes moved for x, which is read, and y, which is read and written."""
+        """Bytes moved for x, which is read, and for y, which is read and written."""
         return 3 * self.total_rows * self.width * DTYPES[self.dtype].itemsize
 
     @property
@@ -137,10 +137,10 @@ _GROUP_KEYS = {"regime", "requests", "rows", "d", "rank", "popularity", "heat", 
 
 
 def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[KernelCell]:
-    """Return all cells of a grid file, in which each group is a product of its lists.
+    """Return all cells of a grid file. Each group of the file is the product of its lists.
 
-    quick: return the groups that are marked "quick" only.
-    Raises ValueError for an unknown or missing key, an unknown regime or popularity.
+    quick: return only the groups that are marked "quick".
+    Raise ValueError for an unknown or missing key, and for an unknown regime or popularity.
     """
     cells = []
     for group in json.loads(path.read_text())["groups"]:

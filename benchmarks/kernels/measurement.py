@@ -1,4 +1,4 @@
-"""Measurement of the LoRA operators, cell by cell."""
+"""Measurements of the LoRA operators, one cell of the grid at a time."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from benchmarks.kernels.operators import BASELINES, InFloat32, LoraCall, LoraOpe
 from benchmarks.machine import ConcurrentRates, has_bf16_instructions, without_rates
 from benchmarks.roofline import Roofline
 from benchmarks.timing import Timing, interleaved, single_calls
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 
-COLD_TOTAL_BYTES = Device.here().cold_bytes
-"""Size of all layers of a cold cell together: its adapters rotate through them."""
+COLD_TOTAL_BYTES = Cpu.here().cold_bytes
+"""Size of all layers of a cold cell together. The calls of the cell rotate through them."""
 POSSIBLY_FASTEST = ("slice_loop", "padded")
 """Baselines that can be the fastest. The others take several times as long."""
 MIN_LAYERS, MAX_LAYERS = 2, 512
 MULTIPLY_ROUNDS = 100_000
-"""Iterations of the loop at the peak per sample: 0.2 ms of a core that does 250 GFLOP/s."""
+"""Iterations of the peak microbenchmark per sample: 0.2 ms on a core that does 250 GFLOP/s."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Effort:
 
     rounds: number of times that all operators of a cell are measured in turn.
     budget: seconds per operator in a cell.
-    stability_rounds, stability_warm_ups: counted calls and preceding uncounted calls per operator
-        in the latency stability test (figure 18 of the paper: 100 after 10).
-    all_in_fp32: on a CPU without bf16 instructions, whether bf16 cells measure every baseline on
-        fp32 weights as well, or only those in POSSIBLY_FASTEST.
+    stability_rounds, stability_warm_ups: number of counted calls, and of uncounted calls before
+        them, per operator in the latency stability test (100 and 10 in figure 18 of the paper).
+    all_in_fp32: on a CPU without bf16 instructions, bf16 cells also measure baselines on fp32
+        weights: all of them if True, and those in POSSIBLY_FASTEST if False.
     """
 
     rounds: int
@@ -58,9 +58,9 @@ class KernelResult:
     timings: Mapping[str, Timing]
     left_out: Mapping[str, str]
     cold_rate: float | None = None
-    """bytes/s from memory, from this cell's own rounds."""
+    """Bytes/s read from memory in the rounds of this cell."""
     peak: float | None = None
-    """flop/s, from this cell's own rounds."""
+    """Flop/s of the multiply microbenchmark in the rounds of this cell."""
 
     @property
     def atmm(self) -> Timing:
@@ -90,7 +90,7 @@ class KernelResult:
 
     @property
     def noise(self) -> float:
-        """The larger noise of ATMM's and the fastest baseline's."""
+        """The larger of ATMM's noise and that of the fastest baseline."""
         return max(self.atmm.noise, self.baselines[self.fastest].noise)
 
     @property
@@ -102,8 +102,8 @@ class KernelResult:
     def limit(self) -> float:
         """Limit of the roofline in seconds.
 
-        Memory counts with the median rate of this cell's rounds, the caches and the peak with the
-        best rate of the run so far.
+        The rate of memory is the median of this cell's rounds. The rates of the caches and of the
+        multiplications are the best of the run so far.
         """
         adapters, rows = (self.cell.adapter_bytes, self.cell.cold), (self.cell.row_bytes, False)
         return self.roofline.seconds(
@@ -137,8 +137,8 @@ class KernelResult:
 class Rotation:
     """Calls of one operator for one layer after another.
 
-    A hot cell has one layer. A cold cell has as many as leave the caches between two calls of the
-    same layer.
+    A hot cell has one layer. A cold cell has so many layers that each has left the caches before
+    its next call.
     """
 
     layers: list[LoraCall]
@@ -155,7 +155,7 @@ class Rotation:
 def measure_cell(
     cell: KernelCell, threads: int, roofline: Roofline, effort: Effort
 ) -> KernelResult:
-    """Measure ATMM and everything that it is compared with on one cell."""
+    """Measure ATMM and all operators that it is compared with on one cell."""
     operators: list[LoraOperator] = [Atmm(), *BASELINES]
     if cell.dtype == "bf16" and not has_bf16_instructions():
         operators += [
@@ -166,7 +166,7 @@ def measure_cell(
     if not cell.cold:
         operators += static_tiles(cell.dtype)
     result = _measure(cell, threads, roofline, effort, operators)
-    assert result.limit > 0  # This measures the rates that the cell needs, at the same time.
+    assert result.limit > 0  # Computing the limit measures the rates that it needs.
     roofline.remeasure_if_due()
     return result
 
@@ -189,10 +189,10 @@ def _measure(
             left_out[operator.name] = reason
     x = cell.draw_rows(generator)
     rotations = {op.name: Rotation([], *_rows(op, x)) for op in chosen}
-    # For a cold cell the microbenchmark reads as many bytes as all its layers have.
+    # For a cold cell the microbenchmark reads as many bytes as all layers of the cell hold.
     read_bytes = _layers(cell) * cell.adapter_bytes if cell.cold else 0
     rates = ConcurrentRates(cell.dtype, MULTIPLY_ROUNDS, read_bytes)
-    pairs = cell.draw_pairs(generator)  # All layers have the same values; each operator copies.
+    pairs = cell.draw_pairs(generator)  # All layers have the same values.
     for _ in range(_layers(cell)):
         for operator in chosen:
             rotations[operator.name].layers.append(operator.prepare(pairs, cell))
@@ -206,7 +206,7 @@ def _measure(
 
 
 def _rows(operator: LoraOperator, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return y and x of the operator's type."""
+    """Return copies of y and x in the operator's type."""
     own = x.to(operator.dtype or x.dtype, copy=True)
     return torch.zeros_like(own), own
 
@@ -243,7 +243,7 @@ def measure_stability(cell: KernelCell, effort: Effort) -> dict[str, Any]:
 
 
 def stability_cells(cells: Sequence[KernelCell], *, quick: bool) -> list[KernelCell]:
-    """Return cells of the grid from small to large batches; figure 18 varies the batch."""
+    """Return cells of the grid from small to large batches, as in figure 18 of the paper."""
     distinct: dict[tuple[str, int], KernelCell] = {}
     for cell in cells:
         if not cell.cold and cell.width == 1024 and cell.rank == "mixed":

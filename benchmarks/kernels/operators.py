@@ -3,8 +3,8 @@
 Semantics of every operator: for each segment (start, length, slot, +1) with rows R:
 y[R] += (x[R] Aᵀ) Bᵀ, where (A, B) is the slot's pair, with the scale folded into B.
 
-Work that a baseline would do once per adapter (stacking, packing) or once per step (sorting, row
-numbers) is done once here and not timed: the figures favour the baselines.
+Work that a baseline would do once per adapter (stacking, packing) or once per step (sorting,
+computing row numbers) is done before the timed calls. The figures favour the baselines.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from benchmarks.kernels.cells import KernelCell
 from vlora.atmm.types import LoraPair
 
 LoraCall = Callable[[torch.Tensor, torch.Tensor], None]
-"""Adds to y, for the adapters and segments that it was prepared for. Arguments: y, x."""
+"""Function of y and x that adds the LoRA products to y, for fixed adapters and segments."""
 
 MAX_EINSUM_BYTES = 1 << 30
-"""Maximum size of the gathered weights of the einsum baseline, which is left out beyond it."""
+"""Maximum size of the einsum baseline's gathered weights. Larger cells leave it out."""
 
 
 class LoraOperator(ABC):
-    """One LoRA operator under its name."""
+    """One named LoRA operator."""
 
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype | None] = None
     """Type of its rows, or None for the cell's type."""
 
     def why_not(self, cell: KernelCell) -> str | None:
-        """Return the reason to leave this cell out, or None."""
+        """Return the reason why this operator cannot run the cell, or None."""
         return None
 
     @abstractmethod
     def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
-        """Return a call for copies of these adapters: no operator shares another's cache lines."""
+        """Return a call for copies of these adapters. Operators share no weights in the caches."""
 
 
 class PeftLoop(LoraOperator):
     """PEFT's mixed-batch forward (peft/tuners/lora/layer.py, _mixed_batch_forward).
 
-    Per adapter: gather its requests, apply two linear modules, scale, scatter-add.
+    For each adapter it gathers the requests, applies two linear modules, scales and scatter-adds.
     """
 
     name = "peft_loop"
@@ -53,7 +53,7 @@ class PeftLoop(LoraOperator):
     def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         modules = {str(i): (_linear(pair.a), _linear(pair.b)) for i, pair in enumerate(pairs)}
         dropout = torch.nn.Identity()
-        scaling = 1.0  # The scale is folded into B, and PEFT multiplies nevertheless.
+        scaling = 1.0  # B contains the scale already, but PEFT multiplies all the same.
         adapter_names = [str(slot) for slot in cell.slots]
         shape = (cell.requests, cell.rows, cell.width)
 
@@ -74,7 +74,7 @@ class PeftLoop(LoraOperator):
 
 
 class SliceLoop(LoraOperator):
-    """Rows sorted by adapter; per adapter two GEMMs over its slice, the second one accumulating."""
+    """Rows sorted by adapter, then two GEMMs per adapter, of which the second accumulates."""
 
     name = "slice_loop"
 
@@ -90,7 +90,7 @@ class SliceLoop(LoraOperator):
 
 
 class Einsum(LoraOperator):
-    """dLoRA's operator: the weights of each row's adapter gathered, ranks padded, two einsums."""
+    """dLoRA's operator: weights gathered for each row, ranks padded, then two einsums."""
 
     name = "einsum"
 
@@ -112,7 +112,7 @@ class Einsum(LoraOperator):
 
 
 class Padded(LoraOperator):
-    """Batched GEMM: rows padded to the longest segment, ranks to the largest."""
+    """Batched GEMM with rows padded to the longest segment and ranks to the largest."""
 
     name = "padded"
 
@@ -137,9 +137,9 @@ class Padded(LoraOperator):
 
 
 class InFloat32(LoraOperator):
-    """A baseline on fp32 weights and rows for a bf16 cell.
+    """Baseline with fp32 weights and rows for a bf16 cell.
 
-    A CPU without bf16 instructions would be used like this.
+    It is how one would use a CPU without bf16 instructions.
     """
 
     dtype: ClassVar[torch.dtype | None] = torch.float32
@@ -165,7 +165,7 @@ def _linear(weight: torch.Tensor) -> torch.nn.Linear:
 
 
 def _stacked(pairs: Sequence[LoraPair]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A [adapters, r, d_in] and B [adapters, d_out, r], ranks padded with zeros."""
+    """Return A [adapters, r, d_in] and B [adapters, d_out, r], with ranks padded by zeros."""
     rank = max(pair.rank for pair in pairs)
     a = pairs[0].a.new_zeros(len(pairs), rank, pairs[0].a.shape[1])
     b = pairs[0].b.new_zeros(len(pairs), pairs[0].b.shape[0], rank)

@@ -1,4 +1,4 @@
-"""Summary of the kernels benchmark: speed-ups, static tiles, shares of the roofline."""
+"""Summary of the kernels benchmark: speed-ups, the best static tile, shares of the roofline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from benchmarks.timing import rounded_mean
 
 
 def summarize(results: Sequence[KernelResult]) -> dict[str, Any]:
-    """Return geometric means over all thread counts, the keys of bf16 with the suffix `_bf16`."""
+    """Return geometric means over all thread counts. Keys of bf16 end in `_bf16`."""
     summary: dict[str, Any] = {}
     for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
         of_type = [result for result in results if result.cell.dtype == dtype]
@@ -22,7 +22,7 @@ def summarize(results: Sequence[KernelResult]) -> dict[str, Any]:
 
 
 def summarize_stability(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the mean coefficient of variation of each operator as `variation_<operator>`."""
+    """Return each operator's mean coefficient of variation as `variation_<operator>`."""
     variations: dict[str, list[float]] = {}
     for row in rows:
         for name, value in row["variation"].items():
@@ -31,7 +31,7 @@ def summarize_stability(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def left_out_counts(results: Sequence[KernelResult]) -> dict[str, int]:
-    """Return the number of cells by "operator: reason" for operators that were left out."""
+    """Return in how many cells operators were left out, keyed by "operator: reason"."""
     counts: dict[str, int] = {}
     seen = set()
     for result in results:
@@ -71,8 +71,8 @@ def _mean_speed_up(results: Sequence[KernelResult], name: str) -> float | None:
 def _over_best_static(results: Sequence[KernelResult]) -> tuple[float | None, str | None]:
     """Return ATMM's speed-up over the best static tile of all hot cells, and that tile's name.
 
-    The speed-up is an upper bound of the gain of adaptive choice, since only the candidates of
-    `static_tiles` were timed.
+    Only the candidates of `static_tiles` are timed, so the speed-up is an upper bound of the gain
+    of adaptive choice.
     """
     results = [result for result in results if not result.cell.cold]
     if not results:

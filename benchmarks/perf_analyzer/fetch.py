@@ -1,8 +1,8 @@
 """Download the real perf_analyzer into `.perf/` (about 20 MB), once.
 
-It is in the wheel `tritonclient==2.51.0`; later wheels have no binary, and the package
-`perf-analyzer` is an empty placeholder. It needs two libraries: libcudart.so.12, from the wheel
-`nvidia-cuda-runtime-cu12`, and Debian's libb64.so.0d, from the system or its package.
+The wheel `tritonclient==2.51.0` contains it. Later wheels have no binary, and the package
+`perf-analyzer` is an empty placeholder. The program needs two libraries: libcudart.so.12, from the
+wheel `nvidia-cuda-runtime-cu12`, and libb64.so.0d, from the system or from Debian's package.
 
 usage: python -m benchmarks.perf_analyzer.fetch
 """
@@ -29,7 +29,7 @@ LIBB64_PACKAGE = "libb64-0d"
 
 @dataclass(frozen=True)
 class Wheel:
-    """A file in a wheel: the requirement for pip, and how the name of the member ends."""
+    """A file in a wheel: the requirement for pip, and the ending of the file's path."""
 
     requirement: str
     member: str
@@ -54,9 +54,9 @@ class PerfAnalyzer:
 
 
 def ensure(folder: Path = FOLDER) -> PerfAnalyzer:
-    """Return perf_analyzer, downloaded if `folder` does not have it.
+    """Return perf_analyzer; download it if `folder` does not have it.
 
-    Raises ClientError if something is missing.
+    Raise ClientError if something is missing.
     """
     perf_analyzer = PerfAnalyzer(folder / "bin" / "perf_analyzer", folder / "lib")
     if not perf_analyzer.program.is_file():
@@ -98,7 +98,7 @@ def _extract(wheel: Wheel, target: Path) -> None:
 
 
 def _extract_libb64(libraries: Path) -> None:
-    """Download Debian's libb64 package and copy its library into `libraries`; needs no root."""
+    """Download Debian's libb64 package and copy its library into `libraries`, without root."""
     remedy = f"install it with: sudo apt-get install {LIBB64_PACKAGE}"
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         raise ClientError(f"libb64.so.0d is missing; {remedy}")

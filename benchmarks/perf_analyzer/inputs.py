@@ -1,7 +1,7 @@
 """Write input files for perf_analyzer: requests to each model with several adapters.
 
-Every request has its own picture or clip, sent as base64 text in STRING inputs, and forces a number
-of tokens, so that runs can be compared.
+Every request has its own picture or clip as base64 text in STRING inputs. Every answer has the same
+number of tokens, so that runs can be compared.
 
 usage: python -m benchmarks.perf_analyzer.inputs out/perf --adapters glyphs actions --images 64
 """
@@ -52,9 +52,9 @@ def clip(seed: int, frames: int = 6) -> list[str]:
 
 
 def entry(model: str, index: int, adapter: str | None, tokens: int) -> Entry:
-    """Return one request, with shapes for inputs that are not [1].
+    """Return one request, with the shapes of all inputs whose shape is not [1].
 
-    model: `lmm-text` is `lmm` without a picture.
+    model: name of a model; `lmm-text` is the model `lmm` without a picture.
     """
     forced: dict[str, Any] = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
     request: Entry = {"text_input": [QUESTIONS[index % len(QUESTIONS)]]}
@@ -75,7 +75,7 @@ def entry(model: str, index: int, adapter: str | None, tokens: int) -> Entry:
 def write_inputs(
     path: Path, model: str, adapters: Sequence[str], images: int = 64, tokens: int = 32
 ) -> Path:
-    """Write `images` requests that use the adapters in rotation; `base` is the base model."""
+    """Write `images` requests that rotate over the adapters; `base` is the base model."""
     names = [None if name == BASE else name for name in adapters] or [None]
     data = [entry(model, i, names[i % len(names)], tokens) for i in range(images)]
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,11 @@
 """Sweep concurrency over the models of a running server with the real perf_analyzer, over gRPC.
 
-For each model and concurrency it prints the throughput, the latency of the first and of the last
-response and, from the server's own counters, the mean number of requests in a batch of the encoder
-and of rows in a decode step.
+For each model and concurrency it prints the throughput and the latency of the first and of the last
+response. From the server's counters it adds the mean number of requests in a batch of the vision
+encoder, and the mean number of rows in a decode step.
 
-Turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`) to measure the encoder: the
-64 pictures are distinct, but a long run sends them again.
+To measure the encoder, turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`). A
+long run sends its 64 distinct pictures repeatedly, and the cache would answer.
 
 usage: python -m benchmarks.perf_analyzer.sweep --adapters base glyphs actions --json out/sweep.json
 """
@@ -34,7 +34,7 @@ ENCODER_GROUPS = "vlora:encoder_groups_total"
 DECODE_ROWS = "vlora:decode_rows_total"
 DECODE_STEPS = "vlora:decode_steps_total"
 REFRESH_SECONDS = 1.5
-"""Wait before reading the metrics, which the server updates once per second."""
+"""Wait before reading the metrics, which the server updates every second."""
 
 _TIMES = re.compile(
     rb'"timestamp":([0-9]+),.*?"response_timestamps":\[([0-9]+(?:,[0-9]+)*)\]', re.DOTALL
@@ -43,7 +43,7 @@ _TIMES = re.compile(
 
 @dataclass(frozen=True)
 class Row:
-    """One model at one concurrency. A mean is None if nothing was counted."""
+    """Figures of one model at one concurrency. A mean is None if nothing was counted."""
 
     inputs: str
     concurrency: int
@@ -58,7 +58,7 @@ class Row:
 
 @dataclass(frozen=True)
 class ServerCounters:
-    """The server's counters at one moment."""
+    """Counters of the server at one moment."""
 
     encoder_requests: float
     encoder_groups: float
@@ -106,8 +106,8 @@ def measure(
 ) -> list[tuple[float, float, float]]:
     """Run perf_analyzer once and return (sent, first response, last response) of each request.
 
-    Times are in seconds. Raises ClientError with perf_analyzer's output if any request failed or it
-    took longer than `limit` seconds.
+    Times are in seconds. Raise ClientError with perf_analyzer's output if a request failed or the
+    run took longer than `limit` seconds.
     """
     model = inputs.stem.removesuffix("-text")
     with tempfile.TemporaryDirectory() as scratch:
@@ -134,8 +134,8 @@ def measure(
 def read_times(profile: bytes) -> list[tuple[float, float, float]]:
     """Return (sent, first response, last response) in seconds of each request of a profile.
 
-    The profile is searched by pattern: perf_analyzer writes raw answers into it, so that it may not
-    be valid JSON.
+    A pattern finds the times: perf_analyzer writes raw answers into the profile, which therefore
+    may not be valid JSON.
     """
     times = []
     for sent, responses in _TIMES.findall(profile):
@@ -151,7 +151,7 @@ def summarize(
     before: ServerCounters,
     after: ServerCounters,
 ) -> Row:
-    """Return the row of a run from its requests' times and the counters before and after it."""
+    """Return the row of a run from its requests' times and the server's counters around it."""
     first_ms = sorted((first - sent) * 1e3 for sent, first, _ in times)
     last_ms = sorted((last - sent) * 1e3 for sent, _, last in times)
     seconds = max(last for _, _, last in times) - min(sent for sent, _, _ in times)
@@ -180,7 +180,7 @@ HEADER = (
 
 
 def line_of(row: Row) -> str:
-    """Return the line of the table under HEADER."""
+    """Return the row as a line of the table under HEADER."""
     batch, rows = (
         "-" if mean is None else f"{mean:.2f}" for mean in (row.encoder_batch, row.decode_rows)
     )

@@ -1,4 +1,4 @@
-"""Scheduling policies on seeded traces. Importing it registers the baseline policies."""
+"""Benchmark of scheduling policies. Importing the package registers the baseline policies."""
 
 from benchmarks.baseline_policies import register
 

@@ -1,7 +1,7 @@
 """The policies benchmark: seeded traces, measured in real time and simulated.
 
-Every measured replay is also simulated on the same trace; larger traces are only simulated. With
---json a run continues where the file ends, row by row.
+Every measured replay is also simulated on the same trace. Larger traces are only simulated. With
+--json a later run continues with the rows that the file lacks.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ if TYPE_CHECKING:
     from benchmarks.policies.policy_engine import PolicyEngine
 
 QUICK_SECONDS = 40.0
-"""Time of a run with --quick, loading and calibrating included."""
+"""Duration of a run with --quick, including loading and calibration."""
 SIMULATION_SHARE = 0.06
-"""Share of the time that is kept for traces that are only simulated."""
+"""Share of the duration that is reserved for traces that are only simulated."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One row, or all rows of the closed loop.
+    """The work of one row, or of all rows of the closed loop.
 
     kind: kind of the row, a constant of `grid`.
-    cell, policy: what is replayed with what; None and "" for the closed loop.
+    cell, policy: the trace and the policy that runs it; None and "" for the closed loop.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Job:
 
 
 class PoliciesBenchmark(Benchmark[Job]):
-    """Average token latency by policy, of one engine in real time and in simulated time."""
+    """Average token latency by policy, measured in real time and simulated."""
 
     name = "policies"
     resumable = True
@@ -200,7 +200,8 @@ class PoliciesBenchmark(Benchmark[Job]):
         self._capacities[application] = row["requests_per_s"]
 
     def _run_closed_loop(self) -> Iterator[Row]:
-        """Measure the closed loop, all policies again if one has changed: rounds are compared."""
+        """Measure the closed loop. If one policy's code has changed, measure all policies again,
+        because they are compared round by round."""
         from benchmarks.policies.closed_loop import ClosedLoop
         from benchmarks.policies.grid import CLOSED_LOOP
         from benchmarks.policies.source_fingerprint import source_fingerprint
@@ -232,9 +233,9 @@ class PoliciesBenchmark(Benchmark[Job]):
         yield key | replay.as_row() | {"simulated_ms": simulated_ms}
 
     def _simulate_again(self, job: Job) -> Iterator[Row]:
-        """Simulate a measured trace with the cost model of the end of the run.
+        """Simulate a measured trace with the cost model that the engine has at the end of the run.
 
-        This ignores the deadline, since it takes a second or two per seed. Older rows of this kind
+        It ignores the deadline, since it takes a second or two per seed. Older rows of this kind
         are removed first.
         """
         from benchmarks.policies.grid import MEASURED, SIMULATED_AGAIN
@@ -277,7 +278,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         return cell.trace(self._capacities[cell.workload.application])
 
     def _started_engine(self) -> PolicyEngine:
-        """Return the engine of all replays, which the first use loads and calibrates."""
+        """Return the engine of all replays. The first call loads and calibrates it."""
         if self._engine is None:
             from benchmarks import llava
             from benchmarks.policies.policy_engine import PolicyEngine
@@ -287,7 +288,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         return self._engine
 
     def _key(self, job: Job) -> Row:
-        """Return what identifies the row of a job."""
+        """Return the keys and values that identify the row of a job."""
         from benchmarks.policies.source_fingerprint import source_fingerprint
 
         assert job.cell is not None

@@ -1,9 +1,9 @@
-"""A closed loop on the demo checkpoint: a new request comes whenever another one ends.
+"""A closed loop on the demo checkpoint: each finished request is replaced by a new one.
 
-All but the first requests generate the same number of tokens, with the base model and some
-adapters in rotation. The number of concurrent requests is constant, so that their latency is this
-number over the throughput, which is all that is measured. A policy gains nothing from order here,
-and its overhead shows, since the steps are short.
+All but the first requests generate the same number of tokens. They rotate over the base model and
+some adapters. The number of concurrent requests is constant, so their latency is this number over
+the throughput; only the throughput is measured. Here a policy gains nothing from the order of
+requests. The steps are short, which makes the overhead of a policy visible.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from vlora.sampling import SamplingParams
 class ClosedLoop:
     """An engine with a constant number of concurrent requests.
 
-    The grid's entry has `count` requests of `tokens` tokens, of which `at_once` are concurrent, and
-    the number of `adapters` in addition to the base model.
+    The grid's entry holds `count` (number of requests), `tokens` (tokens per request), `at_once`
+    (number of concurrent requests) and `adapters` (number of adapters beside the base model).
     """
 
     def __init__(self, demo: Path, grid: Mapping[str, Any]) -> None:
-        """demo: folder of a checkpoint and its adapters."""
+        """Load the engine. demo: folder of a checkpoint and its adapters."""
         self._grid = grid
         self._options = Options(
             model=demo / "checkpoint", adapters=demo / "adapters", enable_prefix_caching=False
@@ -46,7 +46,7 @@ class ClosedLoop:
         self._numbers = itertools.count()
 
     def rows(self, policies: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-        """Run all policies once per round, each time another one first, after a warm-up."""
+        """Run all policies once per round, in an order that rotates, after a warm-up."""
         for policy in policies:
             self._run(policy, self._grid["at_once"])
         return [
@@ -87,7 +87,7 @@ class ClosedLoop:
         tokens, concurrent = self._grid["tokens"], self._grid["at_once"]
         states = []
         for i in range(count):
-            # The first requests have different lengths, or all would always end together.
+            # The first requests differ in length, so that requests do not all end together.
             length = 1 + tokens * i // concurrent if i < concurrent else tokens
             params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
             request_id, adapter = f"closed-{next(self._numbers)}", self._names[i % len(self._names)]
@@ -97,7 +97,7 @@ class ClosedLoop:
 
 
 def throughput_ratio(rows: Sequence[Mapping[str, Any]], policy: str, baseline: str) -> float | None:
-    """Return a policy's throughput over the baseline's: the median of the ratios by round."""
+    """Return the median, over the rounds, of a policy's throughput over the baseline's."""
     rates = {(row["policy"], row["round"]): row["requests_per_s"] for row in rows if "round" in row}
     ratios = [
         rate / rates[baseline, number]

@@ -13,7 +13,7 @@ from benchmarks.policies.traces import TracedRequest, Workload
 from benchmarks.timing import rotated
 
 SUMMARY_SETTING: Mapping[str, Any] = {"load": 0.8, "skew": 0.6}
-"""The setting at which the summary's ratios are taken."""
+"""Load and skew at which the summary compares policies."""
 
 CAPACITY = "capacity"
 MEASURED, TWO_ADAPTERS, SIMULATED_AGAIN = "measured", "few adapters", "simulated again"
@@ -21,8 +21,9 @@ SIMULATED, CLOSED_LOOP = "simulated", "closed loop"
 """Kinds of rows.
 
 capacity: throughput of unmerge_only with all requests at once.
-measured: the grid in real time. few adapters: figure 21's two adapters, likewise.
-simulated again: the measured traces with one cost model, that of the end of the run.
+measured: the grid in real time. few adapters: traces with two adapters, as in figure 21, in real
+    time.
+simulated again: the measured traces, all with the cost model that the run ends with.
 simulated: larger traces with the same cost model.
 closed loop: the rows of `closed_loop`.
 """
@@ -30,9 +31,9 @@ closed loop: the rows of `closed_loop`.
 
 @dataclass(frozen=True)
 class PolicyCell:
-    """One trace at one rate, and the policies that run it in order.
+    """One trace at one rate, and the policies that run it, in order.
 
-    load: arrival rate over the capacity of unmerge_only.
+    load: arrival rate over the throughput of unmerge_only.
     kind: kind of its rows.
     """
 
@@ -49,7 +50,7 @@ class PolicyCell:
         return f"{w.application} load {self.load:g} skew {w.skew:g} seed {self.seed}"
 
     def trace(self, capacity: float) -> list[TracedRequest]:
-        """Return the requests. capacity: requests per second of unmerge_only."""
+        """Return the requests. capacity: throughput of unmerge_only in requests per second."""
         return self.workload.trace(self.seed, self.load * capacity, self.count)
 
     def as_row(self) -> dict[str, Any]:
@@ -67,10 +68,10 @@ class PolicyCell:
 
 @dataclass(frozen=True)
 class PolicyGrid:
-    """A grid file.
+    """Contents of a grid file.
 
-    Its entry `policies` are run with ATMM, those of `own` with the operators that they were
-    published with, at one load and skew.
+    The policies in its entry `policies` run with ATMM. The systems in `own` run with the operators
+    that they were published with, at one load and skew.
     """
 
     values: Mapping[str, Any]
@@ -80,9 +81,9 @@ class PolicyGrid:
         return cls(load_grid_values(path, quick=quick))
 
     def cells(self) -> Iterator[PolicyCell]:
-        """Yield the cells to measure, seed by seed: an early end leaves complete settings.
+        """Yield the cells to measure, seed by seed, so that an early end leaves complete settings.
 
-        In each cell another policy comes first.
+        The first policy rotates from cell to cell.
         """
         values = self.values
         own, few, also = values["own"], values["few"], values["also"]

@@ -1,4 +1,4 @@
-"""The engine that all replays of a run share, and simulations with its cost model."""
+"""The engine that runs all replays of a benchmark run, and simulations with its cost model."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PolicyEngine:
         )
         self.engine = Engine(self.options)
         self.engine.calibrate(force=True)
-        # These hold while each adapter's slot is its index. A replay may load it into another slot.
+        # Here the slot of each adapter is its index. Later a replay may use other slots.
         slots, costs = range(len(checkpoint.adapter_names)), self.engine.costs
         self._sizes = [costs.sizes(slot) for slot in slots]
         self._mergeable = [costs.can_merge(slot) for slot in slots]
@@ -43,7 +43,7 @@ class PolicyEngine:
         """Replay a trace in real time with a policy, or with a system's policy and operator."""
         if name not in OPERATORS:
             return replay_measured(self.engine, self.checkpoint, trace, self._policy(name))
-        # The times of another operator must not correct the cost model of ours.
+        # The cost model of our operator must not learn from the times of another operator.
         costs = fork(self.engine.costs)
         with use_operator(OPERATORS[name]), patch.object(self.engine, "costs", costs):
             policy = self._policy(name, costs)
@@ -54,7 +54,7 @@ class PolicyEngine:
     ) -> Replay:
         """Replay a trace in simulated time.
 
-        free_adapters: whether adapters cost nothing, which bounds the gain of any mode.
+        free_adapters: whether adapters cost nothing. This bounds the gain of any mode.
         """
         options = self.options
         costs = replace(

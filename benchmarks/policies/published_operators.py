@@ -1,8 +1,8 @@
-"""The LoRA operators that other systems were published with, for use in our engine.
+"""LoRA operators of other systems, for use in our engine in place of ATMM.
 
-Semantics of each: as `vlora.atmm.op.apply`. As in the originals, the weights of the rows' adapters
-are collected and laid out again at every step. On a CPU without bf16 instructions they multiply in
-fp32, with weights that are widened once, since torch would emulate bf16 products.
+Semantics of each: as `vlora.atmm.op.apply`. As in the original systems, every step gathers the
+weights of the rows' adapters and lays them out again. On a CPU without bf16 instructions they
+multiply in fp32, with weights that are converted once, because torch would emulate bf16 products.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 
 Apply = Callable[[torch.Tensor, torch.Tensor, Sequence[Segment], LoraGroup], None]
-"""Adds to y. Arguments: y, x, segments, group."""
+"""Function of y, x, segments and group that adds the LoRA products to y."""
 
 SGMV_ROWS = 16
-"""Minimum number of rows of a segment that Punica multiplies as one matrix (SGMV). Smaller segments
-use gathered weights (BGMV)."""
+"""Minimum number of rows of a segment for which Punica uses one matrix product (SGMV). Smaller
+segments use gathered weights (BGMV)."""
 GATHERED_ROWS = 64
 """Number of rows whose weights are gathered at a time."""
 
 
 def slora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
-    """Apply S-LoRA's operator: each segment's rows with its adapter's own rank."""
+    """Apply S-LoRA's operator: each segment's rows times the adapter at its own rank."""
     for columns, pairs in _columns(y, group):
         for segment in segments:
             if (pair := pairs[segment.slot]) is not None:
@@ -50,7 +50,7 @@ def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group:
 
 
 def dlora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
-    """Apply dLoRA's operator: every row's weights gathered, ranks padded, two einsums."""
+    """Apply dLoRA's operator: weights gathered for each row, ranks padded, two einsums."""
     for columns, pairs in _columns(y, group):
         with_pair = [s for s in segments if s.length and pairs[s.slot] is not None]
         for rows, a, b in _gathered(with_pair, pairs, x):
@@ -61,22 +61,22 @@ def dlora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
 
 OPERATORS: Mapping[str, Apply] = {"punica": punica, "slora": slora, "dlora_einsum": dlora}
 POLICY_OF_SYSTEM = {"punica": "unmerge_only", "slora": "unmerge_only", "dlora_einsum": "dlora"}
-"""The policies of the systems that are measured with their own operator."""
+"""The policy of each system that is measured with its own operator."""
 
 
 @contextmanager
 def use_operator(apply: Apply) -> Iterator[None]:
-    """Use this operator instead of ATMM in all layers within the context."""
+    """Replace ATMM by this operator in all layers while the context is open."""
     with patch.object(op, "apply", apply), patch.object(op, "bind_epilogue", lambda *_: None):
         yield
 
 
 _CONVERTED: dict[int, tuple[LoraPair, LoraPair]] = {}
-"""Pairs (stored, converted) by the identity of the stored pair's A, which the entry keeps alive."""
+"""Stored pair and converted pair, by the id of the stored A. The entry keeps that A alive."""
 
 
 class _FastPairs:
-    """Pairs of one target by slot, in the type that this CPU multiplies fastest."""
+    """Pairs of one target, indexed by slot, in the type that this CPU multiplies fastest."""
 
     def __init__(self, group: LoraGroup, pairs: Sequence[LoraPair | None]) -> None:
         self._group = group
@@ -95,7 +95,7 @@ class _FastPairs:
 
 
 def _columns(y: torch.Tensor, group: LoraGroup) -> Iterator[tuple[torch.Tensor, _FastPairs]]:
-    """Return the columns of y of each target of the group, with the target's pairs by slot."""
+    """Yield, for each target of the group, its columns of y and its pairs by slot."""
     columns = torch.split(y, list(group.d_outs), dim=1)
     return zip(columns, [_FastPairs(group, pairs) for pairs in group.pairs], strict=True)
 
@@ -111,9 +111,10 @@ def _apply_segment(
 def _gathered(
     segments: Sequence[Segment], pairs: _FastPairs, x: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield rows [n] with the weights of each: A [n, r, d_in] and B [n, d_out, r].
+    """Yield, in parts, the numbers of rows [n] and the weights of each: A [n, r, d_in] and B
+    [n, d_out, r].
 
-    The signs of the segments are in B.
+    B is multiplied by the signs of the segments.
     """
     if not segments:
         return

@@ -1,7 +1,7 @@
-"""A trace through the engine in real time, and through the scheduler alone in simulated time.
+"""Replays of a trace: by the engine in real time, and by the scheduler in simulated time.
 
-Both run the same scheduler with the same policy. In the simulation a step takes the time that the
-cost model predicts, and nothing is computed.
+Both use the same scheduler and policy. In the simulation nothing is computed, and a step takes the
+time that the cost model predicts.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _request_numbers = itertools.count()
 
 @dataclass
 class Replay:
-    """Times and counts of one trace. Times are in seconds from its start.
+    """Times and counts of one replay. Times are in seconds from its start.
 
-    arrival, first, end: by request, of its arrival, first token and end.
+    arrival, first, end: times of arrival, first token and end, by request.
     tokens: number of tokens of all answers.
-    modes: duration of all steps by mode.
-    errors: relative errors of the predicted steps.
-    adapter_share: share of the steps' time that adapters take, if simulated.
+    modes: total duration of the steps in each mode.
+    errors: relative errors of the predicted step times.
+    adapter_share: share of the step times due to adapters, in a simulation.
     """
 
     arrival: dict[str, float] = field(default_factory=dict)
@@ -59,7 +59,7 @@ class Replay:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency (§6.1): all end-to-end times over all tokens."""
+        """Average token latency (§6.1): the sum of all end-to-end times over all tokens."""
         return sum(self.end[i] - self.arrival[i] for i in self.end) / self.tokens
 
     def as_row(self) -> dict[str, Any]:
@@ -87,10 +87,10 @@ class Replay:
 def replay_measured(
     engine: Engine, checkpoint: Checkpoint, trace: Sequence[TracedRequest], policy: Policy
 ) -> Replay:
-    """Run a trace in real time on this thread.
+    """Run a trace in real time on the calling thread.
 
     Prompts are prepared before the clock starts. While the engine is idle, the clock jumps to the
-    next request.
+    next arrival.
     """
     names, sizes = checkpoint.adapter_names, checkpoint.sizes
     arrivals = []
@@ -100,7 +100,7 @@ def replay_measured(
         text = prompt(traced.prompt - 1, number, sizes)
         adapter = names[traced.adapter % len(names)]
         state = engine.prepare(Request(f"replay-{number}", text, params, adapter=adapter))
-        # The answer ends here, as if by an end-of-text token, which only the model would know.
+        # End the answer here, as an end-of-text token would. Only a model knows this length.
         state.sequence.max_tokens = traced.output
         arrivals.append((traced.at, state))
     engine.scheduler.policy = policy
@@ -150,8 +150,8 @@ def replay_simulated(
 ) -> Replay:
     """Run a trace in the time that the cost model predicts.
 
-    pages, block: number of KV pages, and tokens of one.
-    policy: makes the policy with the simulation's cost model.
+    pages, block: number of KV pages, and number of tokens per page.
+    policy: returns the policy for the simulation's cost model.
     """
     return _Simulation(trace, budgets, pages, block, costs, policy).run()
 
@@ -174,7 +174,7 @@ class _Simulation:
         self._pool, self._block = PagePool(pages), block
         self._scheduler = Scheduler(budgets, policy(self._costs))
         self._live = self._merged = BASE
-        """The live adapter, and the one in the merged weights, which unmerging leaves there."""
+        """The live adapter, and the adapter of the merged weights. Unmerging keeps the weights."""
         self._now = 0.0
         self._adapter_seconds = 0.0
         self._output_lengths: dict[str, int] = {}

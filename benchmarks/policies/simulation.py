@@ -1,4 +1,4 @@
-"""Parts of a simulated engine: cost models of other worlds, and adapters without files."""
+"""Parts of a simulated engine: derived cost models, and adapters without files."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vlora.lora.handle import AdapterHandle, State
 
 
 def fork(costs: CostModel) -> CostModel:
-    """Return a cost model with the same predictions that learns separately from now on."""
+    """Return a copy of a cost model; from now on the two learn separately."""
     return replace(costs, corrections=copy.deepcopy(costs.corrections))
 
 
 def without_adapters(costs: CostModel) -> CostModel:
-    """Return a cost model in which adapters cost nothing: the bound on what any mode can gain."""
+    """Return a cost model in which adapters cost nothing. It bounds the gain of any mode."""
     profile = replace(
         costs.profile,
         lora_calls=0.0,

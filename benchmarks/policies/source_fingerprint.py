@@ -1,6 +1,6 @@
-"""Fingerprints of the code that a row was measured with.
+"""Fingerprints of the code that rows were measured with.
 
-A run continues with the rows of the present code only.
+A run that continues an earlier one keeps only the rows that the present code measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ POLICY_MODULES = {
 def source_fingerprint(name: str) -> str:
     """Return the fingerprint of the modules that decide a policy's choices and predictions.
 
-    The model and its kernels do not count: they are equally fast for all policies.
+    The model and its kernels are left out: they are equally fast for all policies.
     """
     modules = (*COMMON_MODULES, POLICY_MODULES[POLICY_OF_SYSTEM.get(name, name)])
     sources = (Path(str(module.__file__)).read_text() for module in modules)
@@ -58,7 +58,7 @@ def code_fingerprint(code: str) -> str:
 
 
 def current(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of the present code, and those that have no policy."""
+    """Return the rows that the present code measured, and rows without a policy."""
     return [
         row
         for row in rows

@@ -12,7 +12,7 @@ from benchmarks.policies.published_operators import OPERATORS
 from benchmarks.timing import rounded_mean
 
 OURS, FCFS = "predictive", "unmerge_only"
-"""Our policy, and first come, first served without merging."""
+"""Our policy, and the baseline: first come, first served, without merging."""
 BASELINES = (FCFS, "merge_only", "dlora")
 
 ResultRow = Mapping[str, Any]
@@ -21,9 +21,9 @@ Setting = dict[str, Any]
 
 
 def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
-    """Return latencies of our policy over others' (below 1: ours is faster), and their bounds.
+    """Return ratios of our policy's latency to others', and their bounds. Below 1 ours is faster.
 
-    What was not run is None.
+    Figures that were not measured are None.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -52,10 +52,10 @@ def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
 
 
 def gains_by_setting(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """Return by setting what adapters cost, what merging could save, and what policies saved.
+    """Return, by setting, the cost of adapters, the bound of the gain, and the policies' gains.
 
-    adapter_share: share of a step's time. most: latency without adapter costs over latency with
-    them. The policies' latencies are over first come, first served.
+    adapter_share: share of a step's time due to adapters. most: latency if adapters cost nothing,
+    over the latency with their cost. Latencies of policies are over first come, first served.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -77,7 +77,7 @@ def gains_by_setting(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
 def _summary_of_predictions(
     measured: Sequence[ResultRow], again: Sequence[ResultRow]
 ) -> dict[str, Any]:
-    """Return the errors of cost model and simulation, and the bounds of what can be gained."""
+    """Return the errors of cost model and simulation, and the bounds of the gain of merging."""
     step_errors = [row["prediction_error"] for row in measured if row["policy"] not in OPERATORS]
     latencies = [
         (row["token_latency_ms"], row["simulated_ms"]) for row in measured if row["simulated_ms"]
@@ -98,8 +98,9 @@ def _on_one_machine(
 ) -> list[dict[str, Any]]:
     """Return the measured rows as if the machine had been equally fast throughout.
 
-    Its speed may change by half within a minute. Each latency is multiplied by the trace's latency
-    simulated at the end over that simulated when it was measured.
+    The speed of a shared machine may change by half within a minute. Each measured latency is
+    multiplied by a ratio of simulated latencies of its trace: with the cost model of the end of the
+    run, over that with the cost model at the time of the measurement.
     """
     simulated_again = {(row["policy"], _trace(row)): row["token_latency_ms"] for row in again}
     keys = [(row, (row["policy"], _trace(row))) for row in measured if row["simulated_ms"]]
@@ -116,7 +117,7 @@ def _on_one_machine(
 
 
 def _worst_vs_best(rows: Sequence[ResultRow], settings: Iterable[Setting]) -> float | None:
-    """Return our largest ratio of any setting to the best baseline of that setting."""
+    """Return the largest ratio of our latency to that of the setting's best baseline."""
     return _largest(
         _mean(_ratios(rows, name, **setting)) for setting in settings for name in BASELINES
     )
@@ -125,7 +126,7 @@ def _worst_vs_best(rows: Sequence[ResultRow], settings: Iterable[Setting]) -> fl
 def _ratios(
     rows: Sequence[ResultRow], name: str, policy: str = OURS, **setting: Any
 ) -> list[float]:
-    """Return the average token latency of `policy` over that of `name` by common trace."""
+    """Return the token latency of `policy` over that of `name` for each trace that both ran."""
     own = {
         _trace(row): row
         for row in rows
@@ -136,13 +137,13 @@ def _ratios(
 
 
 def _adapter_shares(again: Sequence[ResultRow], **setting: Any) -> list[float]:
-    """Return the share of the steps' time that adapters take with first come, first served."""
+    """Return the adapters' shares of the step times with first come, first served."""
     rows = (row for row in again if row["policy"] == FCFS and setting.items() <= row.items())
     return [row["adapter_share"] for row in rows if row["adapter_share"]]
 
 
 def _free_adapter_ratios(again: Sequence[ResultRow], name: str, **setting: Any) -> list[float]:
-    """Return simulated latencies of a policy with free adapters over those with costs."""
+    """Return simulated latencies of a policy with free adapters over those with their costs."""
     rows = (row for row in again if row["policy"] == name and setting.items() <= row.items())
     return [row["free_adapters_ms"] / row["token_latency_ms"] for row in rows]
 

@@ -64,7 +64,7 @@ def draw_figures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
     """Draw the paper's figures 19, 21 and 22, and latencies by load and by number of adapters.
 
     Figure 19: policies by skew. Figure 21: policies with two adapters. Figure 22: systems with
-    their own operators. The switch benchmark draws figure 20. Returns the files.
+    their own operators. The switch benchmark draws figure 20. Return the files.
     """
     import matplotlib
 
@@ -93,7 +93,7 @@ def draw_figures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
 def _draw_bars(rows: Sequence[ResultRow], axis: str, path: Path) -> Path | None:
     """Draw the average token latency by policy over the values of one key of the rows.
 
-    Only traces that all policies have run count. Returns None if there are none.
+    Only traces that all policies have run count. Return the file, or None without such traces.
     """
     from matplotlib import pyplot
 

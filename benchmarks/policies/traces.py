@@ -1,7 +1,7 @@
 """Seeded traces of the paper's two applications: arrivals, adapters and lengths of requests.
 
-Skewness is the share of the most popular adapter (§6.3); the others have equal shares of the rest.
-This module knows nothing about models: lengths are numbers of tokens.
+Skewness is the share of requests for the most popular adapter (§6.3). The other adapters share the
+rest equally. This module knows nothing about models: lengths are numbers of tokens.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ PAPER_LENGTHS: dict[Application, tuple[int, tuple[int, int]]] = {
     "retrieval": (256, (150, 250)),
     "analytics": (6256, (5, 10)),
 }
-"""Mean prompt length, and minimum and maximum answer length (§6.2: 256 and 200+; 6256 and 5–10)."""
+"""Mean prompt length, then minimum and maximum answer length (§6.2: 256, 200+; 6256, 5–10)."""
 LENGTH_SPREAD = 0.3
 """Standard deviation of the logarithm of a prompt's length."""
 BURST_SIZE = 5
-"""Mean number of requests that come together in a bursty trace."""
+"""Mean number of requests that arrive together in a bursty trace."""
 
 
 @dataclass(frozen=True)
 class TracedRequest:
     """One request of a trace.
 
-    at: seconds from the start.
+    at: seconds from the start of the trace.
     adapter: index of the adapter.
     prompt: number of prompt tokens.
-    output: number of tokens that the answer will have, which no policy knows.
-    limit: maximum number of answer tokens that the client allows.
+    output: number of tokens of the answer, which no policy knows.
+    limit: maximum number of answer tokens that the client asks for.
     """
 
     at: float
@@ -48,7 +48,7 @@ class TracedRequest:
 class Workload:
     """Distribution of requests.
 
-    scale: factor of the paper's prompt lengths and, for retrieval, answer lengths.
+    scale: factor of the paper's prompt lengths and, for "retrieval", of its answer lengths.
     """
 
     application: Application
@@ -58,7 +58,7 @@ class Workload:
     scale: float = 1.0
 
     def trace(self, seed: int, rate: float, count: int) -> list[TracedRequest]:
-        """Return `count` requests at a mean `rate` per second; the rate changes times only."""
+        """Return `count` requests at a mean `rate` per second. The rate affects only the times."""
         rng = np.random.default_rng([seed, count])
         mean_prompt, (least, most) = PAPER_LENGTHS[self.application]
         if self.application == "retrieval":
@@ -71,7 +71,7 @@ class Workload:
         lengths = (
             mean_prompt * self.scale * rng.lognormal(-(LENGTH_SPREAD**2) / 2, LENGTH_SPREAD, count)
         )
-        # The seed decides which adapter is the most popular one, and so its rank.
+        # The seed decides which adapter is the most popular one, and with it the rank.
         drawn = rng.choice(self.adapters, count, p=self._shares())
         adapters = (drawn + seed) % self.adapters
         outputs = rng.integers(least, most + 1, count)

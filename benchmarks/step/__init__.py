@@ -1,1 +1,1 @@
-"""One engine step against its roofline, part by part."""
+"""Benchmark of one engine step against its roofline, part by part."""

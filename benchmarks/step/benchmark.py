@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
-    """Steps of a mid-size model. A cell of the run holds all steps of one model and type."""
+    """Steps of a mid-size model. A cell of the run is all steps of one model and storage type."""
 
     name = "step"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -122,7 +122,7 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         return replace(cell, phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT)
 
     def _measure_slow_down(self, typical: StepCell, model: Any) -> float:
-        """Return the slow-down of the typical decode step by a process that takes one core."""
+        """Return the slow-down of the typical decode step while a process takes one core."""
         from benchmarks.step.busy_core import slow_down
 
         model.stage(typical.rows, typical.length(0), typical.context)

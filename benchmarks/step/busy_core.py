@@ -1,4 +1,4 @@
-"""Slow-down of a step while another process keeps one of our cores busy."""
+"""Slow-down of a step while another process keeps one of the engine's cores busy."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SPIN = (
 
 
 def slow_down(step: Callable[[], None], *, rounds: int, budget: float) -> float:
-    """Return the time of `step` with one of this process's cores busy over its time without."""
+    """Return the time of `step` while one of this process's cores is busy, over its usual time."""
     with _spinning_process(max(os.sched_getaffinity(0))) as resumed:
 
         def disturbed() -> None:

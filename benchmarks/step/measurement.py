@@ -1,4 +1,4 @@
-"""Measurement of one engine step: its time, its parts, and its roofline."""
+"""Measurement of one engine step: its time, its parts and its roofline."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from benchmarks.work_model import ChunkWork, Work, step_work
 
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 2_000_000
-"""Iterations of the loop at the peak in each round, to tell what the cores gave at the time."""
+"""Iterations of the peak microbenchmark, which times the cores in each round."""
 SPARE_POSITIONS = 64
-"""Positions in the pages in addition to those that the cells need."""
+"""Number of positions in the pages beyond those that the cells need."""
 TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
-"""The decode step that the summary's `elsewhere` and `python` describe."""
+"""The decode step to which the keys `elsewhere` and `python` of the summary refer."""
 
 
 @dataclass(frozen=True)
 class Effort:
     """Duration of a measurement.
 
-    rounds: of all candidates of a cell.
+    rounds: rounds of all candidates of a cell.
     budget: seconds per candidate.
     profiled: number of steps whose parts are timed.
     """
@@ -53,7 +53,8 @@ class StepCell:
 
     phase: "decode" (`rows` requests with `context` positions each) or "prefill" (`rows` rows of
         one prompt, or of as many prompts as there are adapters).
-    adapters: numbers of adapters to measure with; request i uses adapter i modulo that number.
+    adapters: the numbers of adapters to measure with. With n adapters, request i uses adapter i
+        modulo n.
     """
 
     phase: str
@@ -69,11 +70,11 @@ class StepCell:
         return f"{self.phase} {self.rows}{context}, {self.model}, {self.dtype}"
 
     def requests(self, adapters: int) -> int:
-        """Return the number of requests in the step with this many adapters."""
+        """Return the number of requests in the step for this number of adapters."""
         return self.rows if self.phase == "decode" else max(1, adapters)
 
     def length(self, adapters: int) -> int:
-        """Return the number of tokens of a request after the step."""
+        """Return the number of tokens that a request has after the step."""
         if self.phase == "decode":
             return self.context + 1
         return self.rows // self.requests(adapters)
@@ -84,7 +85,7 @@ class StepCell:
         return self.requests(0) * (self.length(0) + 16)
 
     def work(self, adapters: int) -> Work:
-        """Return the work of the step with this many adapters."""
+        """Return the work of the step for this number of adapters."""
         requests, sizes = self.requests(adapters), llava.MODELS[self.model]
         count = 1 if self.phase == "decode" else self.length(adapters)
         chunks = [
@@ -96,13 +97,13 @@ class StepCell:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One cell by number of adapters, with the rates of its rounds.
+    """Figures of one cell by number of adapters, and the machine's rates in the same rounds.
 
-    shares: share of the step's time by part, by number of adapters.
-    rate: bytes/s from memory.
-    peak: flop/s.
-    interpreter: seconds of the same step in a model too small to compute anything, or None where
-        that was not measured.
+    shares: share of the step's time by part, for each number of adapters.
+    rate: bytes/s read from memory.
+    peak: flop/s of multiplications.
+    interpreter: seconds of the same step in a model with minimal matrices, or None if that was not
+        measured.
     """
 
     cell: StepCell
@@ -125,17 +126,17 @@ class StepResult:
         return self.timings[adapters].median / self.timings[0].median
 
     def cost_by_bytes(self, adapters: int) -> float:
-        """Return the ratio that the moved bytes alone predict for `cost`."""
+        """Return the value of `cost` that the moved bytes alone predict."""
         return self.cell.work(adapters).moved / self.cell.work(0).moved
 
     @property
     def elsewhere(self) -> float:
-        """Share of the base model's step outside of products, attention and LoRA."""
+        """Share of the base model's step that is not matrix products, attention or LoRA."""
         return 1.0 - sum(self.shares[0].values())
 
     @property
     def python(self) -> float | None:
-        """Share of the base model's step that does not shrink with the model."""
+        """Share of the base model's step that a model with minimal matrices takes as well."""
         return None if self.interpreter is None else self.interpreter / self.timings[0].median
 
     def as_row(self) -> dict[str, Any]:
@@ -162,7 +163,7 @@ class StepResult:
 def load_grid(
     path: Path, dtypes: Sequence[str], models: Sequence[str] | None, *, quick: bool
 ) -> list[StepCell]:
-    """Return the cells of a grid file, sorted by model and type: each engine is needed once."""
+    """Return the cells of a grid file, sorted by model and type to load each engine only once."""
     cells = []
     for group in json.loads(path.read_text())["groups"]:
         chosen = group | (group["quick"] if quick else {})
@@ -179,7 +180,7 @@ def load_grid(
 def model_for(
     cells: Sequence[StepCell], checkpoint: llava.Checkpoint, dtype: str
 ) -> SyntheticModel:
-    """Return an engine whose pages and batches fit all of the cells."""
+    """Return an engine whose pages and batches fit all the cells."""
     positions = max(cell.positions for cell in cells) + SPARE_POSITIONS
     max_rows = max(cell.rows for cell in cells)
     return SyntheticModel(checkpoint, dtype, positions, max_rows, adapters=True)
@@ -188,7 +189,7 @@ def model_for(
 def measure(
     cell: StepCell, model: SyntheticModel, effort: Effort, roofline: Roofline
 ) -> StepResult:
-    """Measure the step with each number of adapters, interleaved where the requests are equal."""
+    """Measure the step for each number of adapters. Steps with equal requests are interleaved."""
     peak_type = max(("fp32", cell.dtype), key=roofline.peak)
     concurrent = ConcurrentRates(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
     timings: dict[int, Timing] = {}
@@ -216,10 +217,9 @@ def measure(
 
 
 def measure_interpreter(cell: StepCell, tiny: SyntheticModel, effort: Effort) -> float | None:
-    """Return the seconds of a decode step in a model with next to nothing to compute.
+    """Return the seconds of a decode step in a model with minimal matrices, or None for prefill.
 
-    Attention is excluded: the keys and values of this many positions come from memory even there.
-    Returns None for prefill.
+    Attention is excluded, because even there it reads as many keys and values from memory.
     """
     if cell.phase != "decode":
         return None
@@ -230,7 +230,7 @@ def measure_interpreter(cell: StepCell, tiny: SyntheticModel, effort: Effort) ->
 
 
 def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the means over cells, with None where the grid holds no such cell."""
+    """Return the means over cells, with None for kinds of cells that the grid lacks."""
     summary: dict[str, Any] = {}
     for phase, dtype in itertools.product(("decode", "prefill"), DTYPES):
         chosen = [r for r in results if (r.cell.phase, r.cell.dtype) == (phase, dtype)]
@@ -248,7 +248,7 @@ def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
 
 
 def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[str, Any]:
-    """Return the memory footprint of the grid's first model by type, as summary keys."""
+    """Return the memory of the grid's first model by storage type, as keys of the summary."""
     dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
     folder = llava.make(llava.MODELS[cells[0].model], root).folder
     sizes = footprints(folder, [ENGINE_NAMES[dtype] for dtype in dtypes])
@@ -256,7 +256,7 @@ def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[
 
 
 def _shares(step: Callable[[], None], steps: int) -> dict[str, float]:
-    """Return the share of a step's time that each part takes, over this many steps."""
+    """Return each part's share of the time of a step, measured over `steps` steps."""
     with timed_parts() as spent:
         started = time.perf_counter()
         for _ in range(steps):

@@ -1,7 +1,7 @@
-"""Time spent in each part of a step: products, attention, LoRA.
+"""Time spent in each part of a step: matrix products, attention, LoRA.
 
-The functions that do the work are wrapped only while a benchmark asks for it, so that serving
-carries no clocks.
+The functions that do the work are wrapped only while a benchmark runs, so that serving contains no
+timers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ _TIMED_FUNCTIONS: tuple[tuple[object, str, str], ...] = (
     (op, "apply", LORA),
     (op, "bind_epilogue", LORA),
 )
-"""All timed functions as (owner, name, part). A partial that one of them returns is timed as well.
-Time inside another part counts for the inner part."""
+"""All timed functions as (owner, name, part). If one returns a partial, the partial is timed too.
+Time in a nested part counts only for that inner part."""
 
 
 @contextmanager
 def timed_parts() -> Iterator[dict[str, float]]:
-    """Yield the seconds spent in each part since the context was entered, for one thread."""
+    """Yield the seconds that one thread spends in each part while the context is open."""
     spent = dict.fromkeys(PARTS, 0.0)
 
     def timed(function: Callable[..., Any], part: str) -> Callable[..., Any]:

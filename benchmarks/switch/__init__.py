@@ -1,1 +1,1 @@
-"""Merging, switching adapters and deLoRA."""
+"""Benchmark of merging, switching adapters and deLoRA."""

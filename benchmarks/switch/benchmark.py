@@ -36,11 +36,11 @@ ROUNDS, QUICK_ROUNDS = 7, 3
 CHANGES, DRIFT = "changes", "drift"
 
 Job = tuple["MergeModel | str", "int | str"]
-"""A model to merge and its thread count; or CHANGES or DRIFT, and the storage type."""
+"""A model to merge and its thread count; or CHANGES or DRIFT and the storage type."""
 
 
 class SwitchBenchmark(Benchmark[Job]):
-    """Cost of changing the live adapter: merge times, and delays of the requests."""
+    """Cost of changing the live adapter: times of merges, and delays that requests see."""
 
     name = "switch"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -107,7 +107,7 @@ class SwitchBenchmark(Benchmark[Job]):
             yield from drifts
 
     def _run_changes(self, dtype: str) -> Iterator[Row]:
-        """Measure mode switches and, in fp32, deLoRA's work on the same engine."""
+        """Measure mode switches and, in fp32, the work of deLoRA on the same engine."""
         from benchmarks.switch import delora_work, mode_changes
 
         self.status("a mode switch between two tokens")

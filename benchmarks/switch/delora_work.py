@@ -1,10 +1,11 @@
-"""deLoRA's work over unmerged's: what LoRA adds to a step in either mode (figure 20).
+"""LoRA's time in a step in mixture mode (deLoRA) over its time in unmerged mode (figure 20).
 
-`starved` of the step's requests use other adapters than the rest. Unmerged, all rows go through
-their own adapter. In mixture mode the starved rows go through theirs and have the live one taken
-out. Both are calls of the operator for all layers, compared with a prediction from flops and bytes:
-flops at the rate at which the operator multiplies this many rows when nothing waits for memory, and
-at the peak.
+`starved` of the step's requests use other adapters than the live one. In unmerged mode all rows go
+through their own adapter. In mixture mode only the starved rows do, and the live adapter, which is
+merged, is subtracted from them. Either mode is one call of the operator per layer.
+
+The times are compared with predictions from flops and bytes. One prediction takes the rate at which
+the operator multiplies this many rows from warm caches. The other takes the peak.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 5_000_000
 UNMERGED, MIXTURE = "unmerged", "mixture"
 HOT_ROWS, MIN_CALLS, MAX_CALLS = 512, 4, 64
-"""Rows of all calls in a row together, and limits of their number: all but the first call find the
-adapter in the caches."""
+"""Total number of rows of a series of calls, and limits of the number of calls. All but the first
+call find the adapter in the caches."""
 
 
 @dataclass(frozen=True)
 class DeloraResult:
-    """Seconds of LoRA in one step, by mode.
+    """Seconds that LoRA takes in one step, by mode.
 
-    predicted: seconds with flops at the measured rate of the operator.
-    by_peak: seconds predicted with flops at the peak.
+    predicted: prediction with flops at the measured rate of the operator.
+    by_peak: prediction with flops at the peak.
     """
 
     phase: str
@@ -52,7 +53,7 @@ class DeloraResult:
 
     @property
     def ratio(self) -> float:
-        """deLoRA's time over unmerged's: the median over rounds, each of its own two samples."""
+        """Mixture mode's time over unmerged mode's: the median over rounds of the ratios."""
         mixture, unmerged = (self.timings[name].samples for name in (MIXTURE, UNMERGED))
         return median(m / u for m, u in zip(mixture, unmerged, strict=True))
 
@@ -98,7 +99,7 @@ def measure(
         for group in GROUPS
         if group[0] in ATTENTION
     ]
-    # Only adapters of the largest rank, since the paper's have one rank.
+    # Only adapters of the largest rank, since all adapters of the paper have one rank.
     ranks = {slot: max(adapters.adapter(slot).info.ranks) for slot in model.slots}
     live, *others = [slot for slot in model.slots if ranks[slot] == max(ranks.values())]
     results = []
@@ -196,15 +197,15 @@ def _predict(
     multiplying: Callable[[int, int], float],
     moving: Callable[[int, int], float],
 ) -> float:
-    """Return the seconds that flops and bytes predict, segment by segment.
+    """Return the seconds that flops and bytes predict, summed over the segments.
 
-    An adapter's matrices come from memory. Its rows of x are read and those of y read and written,
-    in the caches, as often as a segment touches them. The times are added, and the larger is not
-    taken: a core that waits for a panel multiplies nothing meanwhile, which the limit of one call
-    may leave out, but the ratio of two modes may not (decision 40).
+    An adapter's matrices come from memory. Each segment reads its rows of x, and reads and writes
+    its rows of y, in the caches. The times of multiplying and of moving are added, since a core
+    that waits for a panel multiplies nothing meanwhile. A limit of one call takes the larger time
+    instead, but a ratio of two modes must not (decision 40).
 
     multiplying: seconds for (rows, elements of an adapter).
-    moving: seconds for bytes (cold, in the caches).
+    moving: seconds for (bytes from memory, bytes in the caches).
     """
     size = group.dtype.itemsize
     total = 0.0
@@ -216,7 +217,7 @@ def _predict(
 
 
 def _elements(group: LoraGroup, slot: int) -> int:
-    """Return the number of elements of an adapter's factors in one group."""
+    """Return the number of elements of an adapter's factors in one layer group."""
     pairs = [column[slot] for column in group.pairs]
     return sum(
         pair.rank * (group.d_in + d_out)
@@ -226,9 +227,9 @@ def _elements(group: LoraGroup, slot: int) -> int:
 
 
 def _hot_calls(group: LoraGroup, slot: int, rows: int) -> Callable[[], None]:
-    """Return calls for this many rows of one adapter that stays in the caches.
+    """Return a function that calls the operator on `rows` rows of an adapter in the caches.
 
-    With 0 rows they measure the overhead of a call.
+    With 0 rows it measures the overhead of a call.
     """
     x, y = torch.randn(max(1, rows), group.d_in), torch.randn(max(1, rows), group.width)
     segments = Segments([Segment(0, rows, slot, +1)])

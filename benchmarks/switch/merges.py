@@ -1,4 +1,4 @@
-"""Merging of all layers, M = W + B·A, against the roofline and torch."""
+"""Merging of all layers, M = W + B·A, compared with the roofline and with torch."""
 
 from __future__ import annotations
 
@@ -22,18 +22,19 @@ from vlora.memory import hugepages
 
 ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
 READ_BYTES = 256 << 20
-"""Bytes read in each round, to tell the memory's rate at the time."""
+"""Bytes that the microbenchmark of the memory reads in each round."""
 MAX_ADDMM_SECONDS = 2.0
-"""Maximum duration of torch's merge, which is left out beyond it."""
+"""Maximum duration of torch's merge. A slower one is left out."""
 MULTIPLY_ROUNDS = 5_000_000
-"""Iterations of the loop at the peak in each round, 10 ms."""
+"""Iterations of the peak microbenchmark in each round; they take 10 ms."""
 
 
 @dataclass(frozen=True)
 class MergeModel:
-    """Layers with targets of (d_out, d_in) each, and one adapter of one rank on all of them.
+    """Layers whose targets have shapes (d_out, d_in), and an adapter of one rank on all of them.
 
-    copied: shapes of matrices that are fused with targets, are not targeted, and are copied.
+    copied: shapes of the matrices that are fused with targets without being targets. Merging copies
+        them.
     """
 
     name: str
@@ -54,7 +55,7 @@ class MergeModel:
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of W, read, of M, written (copied parts included), and of A and B in fp32, read."""
+        """Bytes read (W, and A and B in fp32) and written (M, copied parts included)."""
         size = DTYPES[self.dtype].itemsize
         factors = sum(4 * (d_out + d_in) for d_out, d_in in self.targets)
         return 2 * size * self.elements + self.layers * self.rank * factors
@@ -80,16 +81,16 @@ class MergeResult:
     roofline: Roofline
     timings: Mapping[str, Timing]
     cold_rate: float | None = None
-    """bytes/s from memory, from this model's own rounds."""
+    """Bytes/s read from memory in the rounds of this model."""
     peak: float | None = None
-    """flop/s, from this model's own rounds."""
+    """Flop/s of the multiply microbenchmark in the rounds of this model."""
 
     @property
     def limit(self) -> float:
-        """Limit of the roofline in seconds, by the median rates of this model's rounds.
+        """Limit of the roofline in seconds, at the median rates of this model's rounds.
 
-        The peak is that of fp32 for bf16 weights too: the factors are fp32, so that the merged
-        matrix is the rounded sum and nothing else. (torch's addmm rounds B first.)
+        The peak is that of fp32, even for bf16 weights. The factors are fp32, and the merged matrix
+        is the sum rounded once. (torch's addmm rounds B as well.)
         """
         moved = ((self.model.moved_bytes, True),)
         return self.roofline.seconds(self.model.flops, moved, "fp32", self.cold_rate, self.peak)
@@ -101,7 +102,7 @@ class MergeResult:
 
     @property
     def vs_addmm(self) -> float | None:
-        """Time of torch's addmm over ours, or None where it is left out."""
+        """Time of torch's addmm over ours, or None if it was left out."""
         if ADDMM not in self.timings:
             return None
         return self.timings[ADDMM].median / self.timings[ATMM].median
@@ -136,14 +137,14 @@ def load_models(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Merge
 
 @torch.inference_mode()
 def measure(model: MergeModel, threads: int, roofline: Roofline, rounds: int) -> MergeResult:
-    """Measure merging into a second slab and in place, torch.addmm per matrix, and a copy."""
+    """Measure merging into a second slab, merging in place, torch.addmm per matrix, and a copy."""
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[model.dtype]
     base = hugepages.hugepage_zeros(model.elements, dtype=dtype).normal_(generator=generator)
     merged = hugepages.hugepage_zeros(model.elements, dtype=dtype).copy_(base)
     updates, copied = _updates(model, generator)
     merges = Merges(updates, copied)
-    # addmm needs one type. As dLoRA does, A and B are rounded to it once, at load.
+    # addmm needs one type. As in dLoRA, A and B are rounded to that type once, at load.
     matrices = [
         (
             _matrix_of(base, update),
@@ -166,7 +167,7 @@ def measure(model: MergeModel, threads: int, roofline: Roofline, rounds: int) ->
         IN_PLACE: lambda: op.merge(merged, merged, merges),
         COPY: lambda: discard(merged.copy_(base)),
     }
-    # In bf16 without instructions for it, torch takes minutes.
+    # Without bf16 instructions, torch takes minutes in bf16.
     if _addmm_seconds(matrices[0], model) < MAX_ADDMM_SECONDS:
         calls[ADDMM] = addmm
     concurrent = ConcurrentRates("fp32", MULTIPLY_ROUNDS, READ_BYTES)

@@ -1,7 +1,7 @@
 """The time of a mode switch as a request sees it, and the drift of weights merged in place.
 
-The whole switch counts: from the last token of a request in the old mode to its first in the new
-one, in an engine whose live adapter is decided here.
+The measured time runs from a request's last token in the old mode to its first token in the new
+mode. The benchmark, and not a policy, decides the engine's live adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.lora.switcher import Switcher
 
 SPARE_POSITIONS = 64
-"""Positions in the pages in addition to those that the requests need."""
+"""Number of positions in the pages beyond those that the requests need."""
 CHANGES: tuple[tuple[str, int, bool], ...] = (
     ("unmerged → merged", 0, True),
     ("merged, no change", 0, True),
@@ -41,7 +41,7 @@ WEIGHT_STD, FACTOR_STD = 0.02, 0.02
 
 @dataclass(frozen=True)
 class ModeChangeGaps:
-    """Seconds between two tokens of a request, by the change of mode between them."""
+    """Seconds between two tokens of a request, by the change of mode between the tokens."""
 
     dtype: str
     gaps: Mapping[str, Sequence[float]]
@@ -60,7 +60,7 @@ class ModeChangeGaps:
 
 
 def model_for(grid: Mapping[str, Any], dtype: str, root: Path | None = None) -> SyntheticModel:
-    """Return an engine with pages for the requests. root: folder of the generated checkpoints."""
+    """Return an engine with enough pages. root: folder of the generated checkpoints."""
     checkpoint = llava.make(llava.MODELS[grid["model"]], root)
     requests, context = grid["requests"], grid["context"]
     positions = requests * (context + SPARE_POSITIONS)
@@ -70,13 +70,13 @@ def model_for(grid: Mapping[str, Any], dtype: str, root: Path | None = None) -> 
 def measure_changes(
     grid: Mapping[str, Any], model: SyntheticModel, dtype: str, *, quick: bool
 ) -> ModeChangeGaps:
-    """Take decoding requests through rounds of all changes. The first round warms up."""
+    """Run decoding requests through rounds of all changes. The first round warms up."""
     requests, context = grid["requests"], grid["context"]
     model.stage(requests, context + 1, context)
     # Two adapters of the largest rank, so that all merges are equally large.
     ranks = [model.engine.adapters.adapter(slot).info.ranks for slot in model.slots]
     pair = [slot for slot, own in zip(model.slots, ranks, strict=True) if own == max(ranks)]
-    pair *= 2  # There may be only one.
+    pair *= 2  # The model may have only one.
     gaps: dict[str, list[float]] = {name: [] for name, _, _ in CHANGES}
     for number in range(1 + grid["quick_rounds" if quick else "rounds"]):
         for name, index, all_live in CHANGES:
@@ -92,7 +92,7 @@ def measure_changes(
 
 
 def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
-    """Return the median µs of unmerging, the largest over models of these numbers of layers."""
+    """Return the median time of unmerging in µs, the largest over these numbers of layers."""
     shapes = dict.fromkeys(TARGETS, (64, 64))
     medians = []
     for count in layers:
@@ -110,7 +110,7 @@ def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
 
 
 def measure_drift(grid: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """Return how far merging in place has moved the base weights after numbers of switches.
+    """Return how far the base weights are from their start after numbers of in-place switches.
 
     largest: the largest change of a weight. changed: the share of weights that changed.
     """
@@ -142,7 +142,7 @@ def measure_drift(grid: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class RandomAdapters:
-    """Random adapters on every matrix of a slab, as the switcher looks them up."""
+    """Random adapters on every matrix of a slab, with the interface that the switcher needs."""
 
     adapters: Sequence[Adapter]
     matrices: frozenset[MatrixId]
@@ -179,7 +179,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the gaps between two tokens with and without a merge, and the drift, by type.
 
-    The drift is that after the most switches.
+    The drift is the one after the largest number of switches.
     """
     summary: dict[str, Any] = {"unmerge_us": round(unmerge_us(), 2)}
     for change in changes:

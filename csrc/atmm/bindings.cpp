@@ -1,8 +1,8 @@
-// Python bindings of the operator: the module and the merge. Projection groups are bound in
-// bindings_group.cpp, the choice of tiles in bindings_tiles.cpp.
+// Python bindings of the operator: the module and the merge. bindings_group.cpp binds groups of
+// projections, and bindings_tiles.cpp the choice of tiles.
 //
-// The bindings check their arguments. They take numbers and addresses instead of tensors, so torch
-// is not needed to build them.
+// The bindings check their arguments. They take numbers and addresses instead of tensors, so their
+// build does not need torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -27,8 +27,8 @@ namespace {
 // (offset, d_out, d_in, rank, address of A, address of B)
 using Update = std::tuple<int64_t, int64_t, int64_t, int64_t, uintptr_t, uintptr_t>;
 
-// The matrices of one adapter's merge: those it updates, and ranges (offset, count) of elements
-// that are copied unchanged.
+// The matrices that one adapter's merge changes, and the ranges (offset, count) of elements that it
+// copies unchanged.
 struct MergeList {
   std::vector<Merge> merges;
 

@@ -30,7 +30,7 @@ std::unique_ptr<SegmentList> make_segments(
   return std::make_unique<SegmentList>(std::move(segments));
 }
 
-// A matrix in the caller's memory; strides in elements.
+// A matrix in the caller's memory. Strides are in elements.
 struct Matrix {
   uintptr_t address;
   int64_t rows, columns;
@@ -39,20 +39,21 @@ struct Matrix {
   const void* data() const { return reinterpret_cast<const void*>(address); }
 };
 
-// One adapter's pair for one projection: a [rank, d_in], b [d_out, rank]. For a head: a [classes,
-// d_in] and its bias, b [1, classes].
+// One adapter's pair for one projection: a [rank, d_in], b [d_out, rank]. For a task head, a is the
+// weight [classes, d_in] and b the bias [1, classes].
 struct Factors {
   Matrix a, b;
 };
 
-// The packed pairs of all slots at one moment. A call uses the snapshot it started with, whatever
-// is published meanwhile; a slot's memory is freed with the last snapshot that refers to it.
+// The packed pairs of all slots at one moment. A call keeps the snapshot that it started with, even
+// if a newer one is published meanwhile. A slot's memory is freed with the last snapshot that uses
+// it.
 struct Snapshot {
   std::vector<Pair> pairs;                           // [slots][outputs]
   std::vector<std::shared_ptr<const void>> storage;  // of each slot
 };
 
-// Projections that share an input, and the packed adapters of each slot.
+// Projections that share an input, and their packed adapters by slot.
 class Group {
  public:
   Group(int64_t d_in, const std::vector<int64_t>& d_outs, const std::string& dtype)
@@ -71,8 +72,8 @@ class Group {
     }
   }
 
-  // Returns the bytes of one adapter's packed matrices, a multiple of 64. ranks: by output, 0 for
-  // an output that is not targeted.
+  // Returns the bytes of one adapter's packed matrices, a multiple of 64. ranks: by output, 0 if
+  // the adapter does not target the output.
   size_t slot_bytes(const std::vector<int64_t>& ranks) const {
     if (ranks.size() != outputs_.size())
       throw std::invalid_argument(std::to_string(ranks.size()) + " pairs for " +
@@ -86,9 +87,9 @@ class Group {
   }
 
   // Packs one adapter (its factors by output, or none) and publishes it in an existing slot or the
-  // next one. The matrices are read before this returns, without the interpreter's lock. into:
-  // (address, bytes) of memory of the caller that outlives every call that may use the slot;
-  // without it the group allocates.
+  // next new one. The matrices are read before this returns, without the interpreter's lock. into:
+  // (address, bytes) of the caller's memory, which must outlive every call that may use the slot.
+  // Without `into` the group allocates memory.
   void set_slot(int64_t slot, const std::vector<std::optional<Factors>>& factors,
                 const std::optional<std::pair<uintptr_t, size_t>>& into) {
     std::vector<int64_t> ranks;
@@ -121,7 +122,7 @@ class Group {
     publish(slot, pairs, storage);
   }
 
-  // Does the same for an fp32 head; its bias is copied without packing.
+  // Does the same for an fp32 task head. Its bias is copied without packing.
   void set_head(int64_t slot, const std::optional<Factors>& head) {
     if (!head) return clear_slot(slot);
     const Matrix &w = head->a, &bias = head->b;
@@ -145,7 +146,7 @@ class Group {
     publish(slot, std::vector<Pair>(outputs_.size(), Pair{0, nullptr, nullptr}), nullptr);
   }
 
-  // fp32: x and y are fp32 whatever the matrices' type; otherwise they have the matrices' type.
+  // x and y are fp32 if `fp32`. Otherwise they have the type of the matrices.
   void apply(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows, bool fp32,
              const SegmentList& segments, int64_t config, int threads) const {
     const std::shared_ptr<const Snapshot> current = snapshot();
@@ -157,7 +158,7 @@ class Group {
   }
 
   // Calls apply() on fp32 rows. Arguments that are known before the rows come first, so that Python
-  // can bind them.
+  // can bind them in a partial.
   void add(const SegmentList& segments, int threads, uintptr_t y, int64_t y_stride, uintptr_t x,
            int64_t x_stride, int64_t rows) const {
     apply(y, y_stride, x, x_stride, rows, true, segments, -1, threads);
@@ -246,7 +247,7 @@ class Group {
 
   const int64_t d_in_;
   const Dtype dtype_;
-  const int bundle_;  // of its packed matrices, whatever the instruction set of a later call
+  const int bundle_;  // of its packed matrices; later calls may use another instruction set
   std::vector<Output> outputs_;
   mutable std::mutex mutex_;
   std::shared_ptr<const Snapshot> snapshot_ = std::make_shared<Snapshot>();

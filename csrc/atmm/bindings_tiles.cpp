@@ -19,7 +19,7 @@ namespace {
 
 using TableRows = std::vector<std::tuple<uint64_t, uint64_t, std::string>>;
 
-// What the process has chosen. It changes rarely and is read by every call.
+// The choices of this process. They change rarely, and every call reads them.
 struct State {
   std::mutex mutex;
   std::vector<std::unique_ptr<const TileTable>> all_tables;  // a call may still read a replaced one
@@ -47,8 +47,7 @@ const TileConfig& configuration_named(const std::string& name) {
   throw std::invalid_argument("no configuration is named '" + name + "'");
 }
 
-// Replaces the table of the instruction set in use, for each type that has entries. Without entries
-// a type has no table.
+// Replaces the tables of the instruction set in use. A type without entries has no table.
 void use_table(const TableRows& rows) {
   State& s = state();
   std::vector<Entry> entries[kDtypes];
@@ -69,8 +68,8 @@ void use_table(const TableRows& rows) {
   }
 }
 
-// Pins one tile for all shapes, and a fixed order of sums. name: a configuration, "default" for the
-// built-in tile, or "" to choose tiles by shape again. Returns the name pinned before.
+// Pins one tile for all shapes, and with it the order of sums. name: a configuration, "default" for
+// the built-in tile, or "" to choose tiles by shape again. Returns the name pinned before.
 std::string pin(const std::string& name) {
   State& s = state();
   const bool has_no_config = name.empty() || name == "default";
@@ -150,7 +149,7 @@ void bind_tiles(py::module_& m) {
     return name_of(
         built_in(shape_of(operation, dtype, rows, d_in, d_out, rank, segments, threads)));
   });
-  // The built-in choice on another machine: l1 and l2 in bytes, memory in bytes/s of one core.
+  // The built-in choice on another machine: l1 and l2 in bytes, memory in bytes/s for one core.
   m.def("built_in_on", [](const std::string& operation, const std::string& dtype, int64_t rows,
                           int64_t rank, int64_t l1, int64_t l2, double memory, bool widening,
                           bool tiles) {

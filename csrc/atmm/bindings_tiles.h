@@ -1,4 +1,4 @@
-// The process-wide choice of tiles: tables, a pinned tile, and the counters of look-ups.
+// Choices of tiles for the whole process: tables, a pinned tile, and the counters of look-ups.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -13,8 +13,8 @@ namespace vlora::atmm {
 // Returns the kernels of the instruction set in use.
 const Kernels& current_kernels(Dtype dtype);
 
-// Chooses tiles in this order: an explicit configuration, the pinned one, the table's, the
-// built-in.
+// Chooses a tile from the first of these that has one: an explicit configuration, the pinned tile,
+// the table, the built-in choice.
 class TileChooser : public Chooser {
  public:
   // config: index into configurations(operation), or -1. Throws std::invalid_argument if it is too

@@ -13,11 +13,11 @@
 namespace vlora::attention {
 namespace {
 
-// Number of pieces for each thread: enough that the last ones end at nearly the same time.
+// Number of pieces per thread: so many that all threads finish at nearly the same time.
 constexpr int64_t kPiecesPerThread = 8;
-// Bytes of keys and values below which a part is not worth a partial result.
+// Minimum bytes of keys and values in a part. A smaller part is not worth a partial result.
 constexpr int64_t kMinPartBytes = 262144;
-// Number of queries whose products with a panel take about as long as reading it.
+// Number of queries whose products with a panel take as long as reading the panel.
 constexpr int64_t kQueriesPerRead = 12;
 
 // Returns the number of panels that hold positions 0 … position.
@@ -65,7 +65,7 @@ Plan::Plan(const Layout& l, int64_t h, std::vector<Chunk> c, std::vector<int32_t
 
 void Plan::add_pieces(size_t index, int64_t group, int threads) {
   const Chunk& chunk = chunks[index];
-  // As many rows as a piece may have, if that leaves enough pieces.
+  // Pieces get as many rows as allowed, if that leaves enough pieces.
   const int64_t tall = kernels_of(layout.dtype).queries;
   const bool enough =
       layout.kv_heads * ceil_div(chunk.length * group, tall) >= threads * kPiecesPerThread;
@@ -79,7 +79,7 @@ void Plan::add_pieces(size_t index, int64_t group, int threads) {
     piece.row = row;
     piece.rows = std::min(piece_rows, chunk.length - row);
     piece.panels = panels_to(layout, chunk.start + row + piece.rows - 1);
-    // As many heads as fit, the same number in each piece.
+    // A piece takes as many heads as fit. All pieces have the same number.
     const int64_t queries = piece.rows * group;
     const int64_t max_heads = std::clamp<int64_t>(kMaxQueries / queries, 1, layout.kv_heads);
     const int64_t each = ceil_div(layout.kv_heads, ceil_div(layout.kv_heads, max_heads));
@@ -103,7 +103,7 @@ void Plan::add_written(size_t index) {
   }
 }
 
-// Cuts pieces that cost more than `max_cost` into parts.
+// Divides pieces that cost more than `max_cost` into parts.
 void Plan::split(double max_cost, int threads) {
   std::vector<Piece> uncut;
   uncut.swap(pieces_);
@@ -128,9 +128,9 @@ void Plan::split(double max_cost, int threads) {
   }
 }
 
-// Puts expensive pieces first, so that small ones are left at the end. Pieces of a chunk that has
-// several, however, follow each other head by head, since they read the same keys and values while
-// a core still has them in cache.
+// Puts expensive pieces first, so that small ones are left for the end. If a chunk has several
+// pieces, they follow each other head by head instead: they read the same keys and values, which
+// are then still in a core's cache.
 void Plan::sort() {
   const auto only_piece = [&](const Piece& a) { return a.rows == chunks[size_t(a.chunk)].length; };
   std::stable_sort(pieces_.begin(), pieces_.end(), [&](const Piece& a, const Piece& b) {
@@ -151,7 +151,8 @@ const Kernels& kernels_of(Dtype dtype) {
 int64_t scratch_floats(const Plan& plan) {
   const int64_t padded = plan.layout.padded(), block = kBlockPanels * kLanes;
   const int64_t vectors = plan.queries() * (kMaxDim + kLanes + padded + block + kLanes + 4);
-  // With tiles, queries may take twice as many slots, and some panels of values are copied.
+  // With tiles, queries may take twice as many slots, and some panels of values are copied to
+  // scratch.
   const int64_t tiles =
       2 * plan.queries() * (2 * padded + block + 2 * kLanes + 1) + block * padded / 2;
   return std::max(vectors, tiles) + 256;

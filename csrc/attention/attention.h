@@ -1,17 +1,17 @@
 // Attention over paged keys and values. No torch, no Python, no ownership.
 //
-// A page holds `block` tokens. For each layer it has first the keys, then the values of every head,
-// in panels of kLanes tokens; the last panel of a page may be partly used. In fp32 a panel of keys
-// is [dim][kLanes], so that the scores of its tokens fill a vector, and a panel of values is
-// [kLanes][padded dim]. In bf16, values that are neighbours along the sum of a product form pairs,
-// which a shift and a mask widen and which products of pairs accept: keys are [dim / 2][kLanes][2],
-// values [kLanes / 2][padded dim][2]. Padding is zero.
+// A page holds `block` tokens. For each layer it contains the keys of every head and then the
+// values of every head, in panels of kLanes tokens. The last panel of a page may be partly used. In
+// fp32 a panel of keys is [dim][kLanes], so that the scores of its tokens fill a vector, and a
+// panel of values is [kLanes][padded dim]. In bf16, neighbouring values along the sum of a product
+// form pairs: keys are [dim / 2][kLanes][2], values [kLanes / 2][padded dim][2]. A shift and a mask
+// widen a pair, and instructions for bf16 pairs take it as it is. Padding is zero.
 //
-// Invariant: values are finite. If a token's key or value has an element that is not, its value is
-// stored as zeros, and its key's first element as a NaN. A tile multiplies a value by the weights
-// of all its rows, also by a zero of rows before the token, and zero times NaN is NaN. Scores of
-// tokens that a row does not see, however, are discarded: the NaN reaches only the rows that see
-// the token.
+// Invariant: values in pages are finite. If an element of a token's key or value is not finite, the
+// token's value is stored as zeros, and the first element of its key as NaN. A tile multiplies a
+// value by the weights of all its rows, even by the zero weights of rows before the token, and zero
+// times NaN would be NaN. Scores of tokens that a row does not see are discarded, so the NaN
+// reaches only the rows that see the token.
 #pragma once
 
 #include <vector>
@@ -39,27 +39,27 @@ struct Layout {
   }  // between the keys and the values of a layer
 };
 
-// Rows row … row + length - 1 of the step are positions start … of one sequence, whose pages are
-// pages[first_page …] of the plan.
+// Rows row … row + length - 1 of the step are positions start … of one sequence. The pages of the
+// sequence begin at pages[first_page] of the plan.
 struct Chunk {
   int64_t row, length, start, first_page;
 };
 
 // A query is one row of the step for one head of queries. kMaxQueries is the maximum number of
-// queries that share a pass over keys and values, unless a group of heads is larger. With tiles it
-// is kMaxAmxQueries: keys and values are read half as often, and are copied once.
+// queries that share a pass over keys and values, unless a group of heads is larger. With tiles the
+// maximum is kMaxAmxQueries: keys and values are read half as often and copied only once.
 constexpr int64_t kMaxQueries = 64;
 constexpr int64_t kMaxAmxQueries = 128;
-// Panels in a block, whose scores are kept at a time: 128 tokens of a head's keys and values stay
-// in L2 meanwhile.
+// Number of panels in a block, whose scores are kept together. The keys and values of its 128
+// tokens stay in L2 for one head.
 constexpr int64_t kBlockPanels = 8;
 // Number of queries whose sums over a panel fill 16 registers.
 constexpr int kTileQueries = 6;
 constexpr int64_t kMaxDim = 512, kMaxTiles = 64, kMaxHeads = kMaxQueries;
 
 // A unit of work: some rows of a chunk, some heads of keys and values with the heads of queries
-// that share them, and a part of their keys. With few rows it has many heads, since these are
-// contiguous in a page.
+// that share them, and a part of their keys. A piece with few rows has many heads, because heads
+// are contiguous in a page.
 struct Piece {
   int32_t chunk, kv_head, kv_heads;
   int64_t row, rows;      // of the chunk
@@ -72,13 +72,13 @@ struct Piece {
   bool last() const { return parts == 1 || partial - first_partial == parts - 1; }
 };
 
-// Rows of a chunk whose keys and values are written to one panel of each head.
+// Rows of a chunk whose keys and values go to one panel of each head.
 struct Written {
   int32_t chunk;
   int64_t row, rows;
 };
 
-// The work of a step. It is made once and used by every layer.
+// The work of a step. It is made once, and every layer uses it.
 class Plan {
  public:
   // Throws std::invalid_argument for chunks that do not fit the pages.
@@ -90,8 +90,8 @@ class Plan {
   int64_t groups() const { return groups_; }
   int64_t queries() const { return queries_; }  // maximum of one piece
   const std::vector<Piece>& pieces() const { return pieces_; }
-  // The rows that are written before attention begins. A chunk of one row is written by its last
-  // piece.
+  // The rows that are written before attention begins. For a chunk of one row, its last piece
+  // writes the row.
   const std::vector<Written>& written() const { return written_; }
 
   const Layout layout;
@@ -110,8 +110,8 @@ class Plan {
   std::vector<Written> written_;
 };
 
-// One layer of a step. Keys are rotated when they are written to the pages, queries when they are
-// read from q; q is not changed.
+// One layer of a step. Keys are rotated when they are written to the pages. Queries are rotated
+// when they are read from q; q is not changed.
 struct Problem {
   const Plan* plan;
   char* cache;     // this layer in page 0
@@ -125,8 +125,8 @@ struct Problem {
 };
 
 struct Kernels {
-  // partial: null, or where an unfinished result is written: the maxima of all queries, their sums,
-  // their values.
+  // partial: null, or the destination of an unfinished result: the maxima of all queries, their
+  // sums, their values.
   void (*attend[kDtypes])(const Problem&, const Piece&, float* scratch, float* partial);
   void (*write[kDtypes])(const Problem&, const Written&);
   // Combines the partial results of a group of pieces; `piece` is any of them.
@@ -134,7 +134,7 @@ struct Kernels {
   int64_t queries;  // maximum number of queries of one head in a piece
 };
 const Kernels& kernels(runtime::Isa isa);
-// Returns the kernels in use for pages of a type: those of a tile unit, or those of vectors.
+// Returns the kernels for pages of a type: those of a tile unit if it is in use, else of vectors.
 const Kernels& kernels_of(Dtype dtype);
 
 // Returns the number of floats of scratch that `attend` needs.
@@ -145,8 +145,8 @@ inline int64_t partial_floats(const Plan& plan) {
   return plan.queries() * (2 + plan.layout.padded());
 }
 
-// Writes keys and values of all rows to the pages, then computes attention of every row over its
-// sequence up to and including itself.
+// Writes keys and values of all rows to the pages. Then computes attention of every row over its
+// sequence up to the row itself.
 void attend(const Kernels& kernels, const Problem& problem, int threads);
 
 }  // namespace vlora::attention

@@ -1,9 +1,9 @@
-// Attention over bf16 pages by a tile unit. Included after the unit's tile registers,
+// Attention over bf16 pages on a tile unit. Included after the unit's tile registers,
 // runtime/tile_product.h, and an instruction set's registers.
 //
 // Queries and weights are fp32, keys and values bf16. Each query or weight is split into two bf16
-// values: the upper half of its bits, and the rest rounded, together within 2^-16 of it. Both
-// products go to the same sums.
+// values: the upper half of its bits, and the rounded rest. Their sum is within 2^-16 of it. Both
+// products are added to the same sums.
 #pragma once
 
 #include <algorithm>
@@ -14,16 +14,16 @@ namespace vlora::attention::VLORA_ISA {
 
 using runtime::kAmxRows;
 
-// Bytes of a step in a panel of keys: a pair of each token.
+// Bytes of a step in a panel of keys: one pair per token.
 constexpr int kStepBytes = 4 * kLanes;
-// Bytes between the upper halves of the weights of 32 tokens and their rests, which replace the
-// scores.
+// Weights replace the scores of 32 tokens: first their upper halves, then, after these bytes, their
+// rests.
 constexpr int kLowBytes = 64;
-// A piece with fewer queries for each head is done by vectors, since a tile with few rows takes as
-// long as a full one.
+// Minimum queries of a head in a piece. Vectors compute pieces with fewer, since a tile with few
+// rows takes as long as a full one.
 constexpr int64_t kMinTileQueries = 8;
 
-// The left factor of both products: rows of pairs, `row` bytes apart, with the rests `low` bytes
+// The left factor of both products: rows of pairs, `row` bytes apart. The rests are `low` bytes
 // after the upper halves.
 struct SplitRows {
   const char* at;
@@ -31,11 +31,12 @@ struct SplitRows {
 };
 
 // out (+)= left times right: kTall tiles of rows by kWide tiles of columns, over `count` tiles of
-// depth. depth(k): bytes from the beginning of a row. right(k, c): a tile, whose lines are
-// `right_bytes` apart.
+// depth. depth(k): byte offset of tile k in a row of the left factor. right(k, c): a tile, whose
+// lines are `right_bytes` apart.
 //
-// This loop is not TileBlock::multiply_depth: each tile of the left factor has two halves that meet
-// the same right tile, and a block may be four tiles wide, with two right tiles loaded at a time.
+// TileBlock::multiply_depth cannot be used: each tile of the left factor has two halves that are
+// multiplied by the same right tile, and a block may be four tiles wide, with two right tiles
+// loaded at a time.
 template <int kTall, int kWide, class Depth, class Right>
 VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int64_t count,
                                  const Right& right, ptrdiff_t right_bytes, float* out,
@@ -49,7 +50,7 @@ VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int6
 #pragma GCC unroll 1
   for (int64_t k = 0; k < count; ++k) {
     const char* const rows = left.at + depth(k);
-    // No sum is added to twice in a row, since it would wait for the first product.
+    // No two successive products add to the same sum, since the second would wait for the first.
     for_each_index<(kWide + 1) / 2>([&](auto two) __attribute__((always_inline)) {
       constexpr int c = 2 * two.value;
       constexpr bool kSecond = c + 1 < kWide;
@@ -57,7 +58,7 @@ VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int6
       if constexpr (kSecond) U::load<7>(right(k, c + 1), right_bytes);
       for_each_index<2>([&](auto half) __attribute__((always_inline)) {
         for_each_index<kTall>([&](auto tile) __attribute__((always_inline)) {
-          // A single tile of rows has a register for each half, which stays loaded for all columns.
+          // With one tile of rows, each half has its own register and stays loaded for all columns.
           constexpr int kLeft = 4 + (kTall == 2 ? tile.value : half.value);
           if (kTall == 2 || c == 0)
             U::load<kLeft>(rows + tile.value * kAmxRows * left.row + half.value * left.low,
@@ -71,7 +72,7 @@ VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int6
   Block::store(out, out_stride);
 }
 
-// The same for any number of tiles of columns; right(k, c) counts them from 0.
+// The same for any number of tiles of columns. right(k, c) counts columns from 0.
 template <int kTall, class Depth, class Right>
 VLORA_INLINE void multiply_columns(int64_t columns, const SplitRows& left, const Depth& depth,
                                    int64_t count, const Right& right, ptrdiff_t right_bytes,
@@ -94,7 +95,7 @@ VLORA_INLINE void multiply_columns(int64_t columns, const SplitRows& left, const
                              first);
 }
 
-// Copies the first `tokens` of a panel of values and fills the rest with zeros.
+// Copies the first `tokens` tokens of a panel of values and fills the rest with zeros.
 VLORA_INLINE void copy_values(const uint16_t* from, int64_t tokens, int64_t padded, uint16_t* to) {
   const int64_t pairs = tokens / 2 * 2 * padded;
   std::memcpy(to, from, size_t(pairs) * sizeof *to);
@@ -103,8 +104,8 @@ VLORA_INLINE void copy_values(const uint16_t* from, int64_t tokens, int64_t padd
     for (int64_t d = 0; d < padded; ++d) to[pairs + 2 * d] = from[pairs + 2 * d];
 }
 
-// Computes attention of a piece, as `attend` does. Queries are kept in slots; if a head has more
-// than one tile of them, it begins with a full tile.
+// Computes attention of a piece, like `attend`. Queries are kept in slots. A head with more than
+// one tile of queries begins with a full tile.
 inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   using T = uint16_t;
   const Plan& plan = *p.plan;
@@ -125,8 +126,8 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
   };
 
   T* const q = reinterpret_cast<T*>(scratch);
-  // Values of a query, up to two full registers. Its two parts take as much memory as it did in
-  // fp32.
+  // Number of values of a query, rounded up to two full registers. Its two parts take as much
+  // memory as the query in fp32.
   const int64_t depth_padded = ceil_div(padded, 2 * kLanes) * 2 * kLanes;
   float* const scores = scratch + slots * depth_padded;
   float* const out = scores + slots * kScoreStride;
@@ -154,15 +155,15 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
   const T* const base = reinterpret_cast<const T*>(p.cache) + piece.kv_head * layout.head();
   const int64_t end_panel = piece.panel + piece.panels;
   const bool writes = chunk.length == 1 && piece.last();
-  // Values are copied where more than one tile of queries meets them; two panels of them then form
-  // a tile of depth, else one does.
+  // If several tiles of queries are multiplied by the same values, the values are copied, and two
+  // panels form a tile of depth. Otherwise one panel does.
   const bool copies = per_head > kAmxRows;
-  // Steps in a tile of keys: the padded dim is a multiple of eight steps.
+  // Steps in a tile of keys. The padded dim is a multiple of eight steps.
   const int key_steps = padded % (2 * kAmxRows) == 0 ? kAmxRows : kAmxRows / 2;
   const int64_t key_tiles = padded / 2 / key_steps;
   const int64_t run =
-      heads > 1 ? 4 : kBlockPanels;  // panels of a head before those of the next one
-  // Queries that are multiplied at once: one or two tiles of rows.
+      heads > 1 ? 4 : kBlockPanels;  // panels of one head before those of the next head
+  // Number of queries that are multiplied together: one or two tiles of rows.
   const int64_t unit = rows == kAmxRows ? 2 * kAmxRows : rows, units = ceil_div(per_head, unit);
   const int64_t blocks = ceil_div(piece.panels, kBlockPanels);  // of nearly the same size
   for (int64_t block = 0; block < blocks; ++block) {
@@ -209,7 +210,7 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
       if (in_head % unit == 0) panels = seen(in_head / unit);
       float* const own = scores + slot * kScoreStride;
       const int64_t valid = visible.mask(chunk.start + row, panels, layout.block, own);
-      // Tiles of values may take two panels, so the weights of an even number of them are written.
+      // A tile of values may take two panels, so weights are written for an even number of panels.
       to_weights<true>(own, valid, ceil_div(panels, int64_t(2)) * 2 * kLanes, maxima[slot],
                        lane_sums + slot * R::kWidth, out + slot * padded, padded);
     });
@@ -223,7 +224,7 @@ inline void attend_by_tiles(const Problem& p, const Piece& piece, float* scratch
         const int64_t until = std::min(j + run, count);
         for (int64_t k = j; k < until; ++k) {
           values[k - j] = keys[k] + h * layout.head() + layout.values();
-          // Unused slots must not be multiplied, not even by zero: they may hold NaN.
+          // Unused slots may hold NaN, so they must not be multiplied, not even by zero.
           const int64_t tokens = std::min(end_position - visible.position[k], visible.tokens[k]);
           if (!copies && tokens == kLanes) continue;
           T* const to = copied + (k - j) * layout.panel();

@@ -1,23 +1,22 @@
-// Attention by vectors, for one instruction set.
+// Attention on vectors, for one instruction set.
 #pragma once
 
 #include "attention/attention_vector_tile.h"
 
 namespace vlora::attention::VLORA_ISA {
 
-// Panels between the one that is read and the one that is prefetched: as many as there are in
-// kAheadBytes, at most kMaxAhead.
+// Distance in panels between the panel that is read and the one that is prefetched: kAheadBytes,
+// but at most kMaxAhead panels.
 constexpr int64_t kMaxAhead = 8, kAheadBytes = 8192;
-// Number of panels that are read in rotation where products leave the core waiting for memory. The
-// hardware prefetches each of them as a stream of its own, which gives more bandwidth than one
-// stream or software prefetches.
+// Number of panels that are read in rotation if memory is slower than the products. The hardware
+// prefetches each panel as its own stream, which gives more bandwidth than one stream or software
+// prefetch.
 constexpr int64_t kStreams = 4;
-// Number of queries in a tile of values that are read this way. It is small, so that the registers
-// hold more columns of a row.
+// Number of queries in a tile of values that are read in this way. It is small, so that the
+// registers hold more columns of a row.
 constexpr int kStreamQueries = kFullLines ? 4 : 2;
 
-// Computes attention of a piece. Its queries are those of its first head of keys and values, row by
-// row, then those of the next one.
+// Computes attention of a piece. Its queries are ordered by head of keys and values, then by row.
 template <class T>
 void attend(const Problem& p, const Piece& piece, float* scratch, float* partial) {
   const Plan& plan = *p.plan;
@@ -48,14 +47,14 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   const auto keys_of = [&](int64_t panel) {
     return base + pages[panel / page_panels] * layout.page + panel % page_panels * layout.panel();
   };
-  // Queries in a tile: all tiles of a head have nearly the same height.
+  // Number of queries in a tile. All tiles of a head have nearly the same height.
   const int64_t tile = ceil_div(per_head, ceil_div(per_head, int64_t(kMaxTileQueries)));
   const int64_t end_panel = piece.panel + piece.panels;
   const bool writes = chunk.length == 1 && piece.last();
   const int64_t panel_bytes = layout.panel() * int64_t(sizeof(T));
-  // Several panels are read at once where reading them takes longer than multiplying. With more
-  // products for each byte switching between panels costs more than it saves: one panel is read,
-  // and another prefetched far enough ahead.
+  // Several panels are read in rotation if reading takes longer than multiplying. With more
+  // products per byte, changing between panels costs more than it saves: then one panel is read,
+  // and a panel far enough ahead is prefetched.
   const int64_t streams =
       heads > 1 && per_head <= (kFullLines ? 4 : int64_t(sizeof(T))) ? kStreams : 1;
   const int64_t key_run = heads > 1 ? streams : kFullLines ? at_once(int(tile)) : 1;
@@ -69,8 +68,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     const T* keys[kBlockPanels];
     const Visible visible(layout, begin, count);
     for (int64_t j = 0; j < count; ++j) keys[j] = keys_of(begin + j);
-    // The panels in the order in which they are read: keys of all panels and heads, their values,
-    // the next block's first keys.
+    // The panels in the order in which they are read: keys of all panels and heads, then their
+    // values, then the first keys of the next block.
     const T* order[(2 * kBlockPanels * kMaxHeads) + kMaxAhead];
     const int64_t steps = count * heads;
     for (int64_t j = 0, step = 0; j < count; ++j)
@@ -83,8 +82,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
       order[2 * steps + step] =
           panel < end_panel ? keys_of(panel) + step % heads * layout.head() : nullptr;
     }
-    // For each tile of a head: the position of its last row, and the number of panels that this row
-    // sees.
+    // For each tile of a head: the position of its last row, and the number of panels visible to
+    // this row.
     int64_t last_position[kMaxTiles], seen[kMaxTiles];
     for (int64_t t = 0; t * tile < per_head; ++t) {
       const int64_t until = (t + 1) * tile < per_head ? (t + 1) * tile : per_head;
@@ -136,14 +135,14 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
         panels_of_head(count + j, count + until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;
-          // The number of tokens that the last row sees. What follows them may belong to another
-          // sequence.
+          // Returns the number of a panel's tokens that the last row sees. Later tokens may belong
+          // to another sequence.
           const auto tokens = [&](int64_t panel) {
             const int64_t there = last_position[t] + 1 - visible.position[panel];
             return there < visible.tokens[panel] ? there : visible.tokens[panel];
           };
           const int64_t end = seen[t] < until ? seen[t] : until;
-          for (int64_t k = j; k < end;) {  // panels with the same number of tokens together
+          for (int64_t k = j; k < end;) {  // take panels with equally many tokens together
             const int64_t first = k, each = tokens(k);
             while (++k < end && tokens(k) == each) continue;
             const int64_t rows = left < tile ? left : tile;

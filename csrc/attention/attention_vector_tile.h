@@ -1,4 +1,4 @@
-// The register tiles of attention by vectors: scores of some queries for panels of keys, and
+// The register tiles of attention on vectors: scores of some queries for panels of keys, and
 // weighted sums of panels of values.
 #pragma once
 
@@ -7,27 +7,27 @@
 
 namespace vlora::attention::VLORA_ISA {
 
-// Registers of a panel's line.
+// Number of registers for a panel's line.
 constexpr int kRegisters = kLanes / R::kWidth;
-// Whether a line is one register; then there are 32 registers, else 16.
+// Whether a line is one register. There are then 32 registers, otherwise 16.
 constexpr bool kFullLines = kRegisters == 1;
-// Maximum number of queries in a tile, whose sums over one or two panels fill the registers.
+// Maximum number of queries in a tile. Their sums over one or two panels fill the registers.
 constexpr int kMaxTileQueries = kFullLines ? 12 : kTileQueries;
-// Bytes of each panel that are read before the next panel's turn, where several panels are read at
-// once; in values of keys, and in tokens of values.
+// Amount of each panel that is read before the next panel's turn, if several panels are read in
+// rotation: bytes of keys, and tokens of values.
 constexpr int64_t kKeyRunBytes = 512, kValueRunTokens = 4;
-// Floats between queries. It does not depend on the dim, so that addresses need no registers, and
-// no two queries fall on the same cache sets.
+// Floats between queries. It does not depend on the dim, so that addresses need no registers. No
+// two queries fall on the same cache sets.
 constexpr int64_t kQueryStride = kMaxDim + kLanes;
 
-// Returns how many panels, or groups of 16 columns, M queries meet at once so that their sums fill
-// the registers.
+// Returns the number of panels, or groups of 16 columns, with which M queries fill the registers
+// with sums.
 constexpr int at_once(int queries) {
   if (kFullLines) return queries <= 6 ? 4 : 2;
   return queries == 1 ? 4 : queries <= 3 ? 2 : 1;
 }
 
-// Loads the first or the second line of a pair. In fp32 the lines are `row` elements apart; in bf16
+// Loads the first or the second line of a pair. In fp32 the lines are `row` elements apart. In bf16
 // they are interleaved value by value, and a shift or a mask widens them.
 template <class T, int N>
 VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
@@ -43,9 +43,9 @@ VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
 }
 
 // Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
-// until, which are even. Unless `from` is 0, they are added to the scores so far. kPrefetch: as
-// many bytes as a panel has are prefetched from `prefetch`. A small tile keeps several partial sums
-// of each score, since an addition waits for the one before it.
+// until, which are even. Unless `from` is 0, the scores so far are added. kPrefetch: whether a
+// panel's bytes are prefetched from `prefetch`. A small tile keeps several partial sums of each
+// score, since an addition waits for the one before it.
 template <class T, int M, int P, bool kPrefetch>
 VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
                         float* scores, const char* prefetch) {
@@ -65,7 +65,7 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
   const T* panels[P];
 #pragma GCC unroll 4
   for (int p = 0; p < P; ++p) panels[p] = keys[p];
-  // Depths in an iteration: full cache lines.
+  // Number of depths per iteration, which are full cache lines.
   constexpr int kSteps = kSums > 1 ? kSums : 2;
   const auto add = [&](int k, int64_t d, int second) __attribute__((always_inline)) {
     R b[P][kRegisters];
@@ -107,7 +107,7 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
       }
 }
 
-// The same for up to P panels.
+// The same for at most P panels.
 template <class T, int M, int P>
 VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from,
                               int64_t until, float* scores) {
@@ -115,8 +115,8 @@ VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* ke
   if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores);
 }
 
-// The same for any number of panels: as many at a time as fill the registers with sums, and if
-// there are more, all of them in turn for a run of depths.
+// The same for any number of panels. As many are taken together as fill the registers with sums. If
+// there are more, they take turns for a run of depths each.
 template <class T, int M>
 void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim, float* scores,
                   const char* prefetch) {
@@ -130,7 +130,7 @@ void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t 
   }
 }
 
-// The same for up to M queries.
+// The same for at most M queries.
 template <class T, int M = kMaxTileQueries>
 VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const* keys,
                                 int64_t panels, int64_t dim, float* scores, const char* prefetch) {
@@ -138,14 +138,14 @@ VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const*
   if constexpr (M > 1) score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch);
 }
 
-// Adds weights times values of tokens from … until of each of some panels to `out`, for M queries
-// and N registers of columns. `from` is even. kInterleaved: panels are read in turn, two tokens of
-// each. kPrefetch: as in `score`, of the first panel.
+// Adds weights times values to `out`, for tokens from … until of some panels, M queries and N
+// registers of columns. `from` is even. kInterleaved: panels are read in rotation, two tokens of
+// each. kPrefetch: as in `score`, for the first panel.
 template <class T, int M, int N, bool kInterleaved, bool kPrefetch>
 VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
                              int64_t from, int64_t until, int64_t column, int64_t padded,
                              float* out, const char* prefetch) {
-  // Values of a column that are contiguous in memory.
+  // Number of values of a column that are contiguous in memory.
   constexpr int kPair = int(4 / sizeof(T));
   R acc[M][N];
 #pragma GCC unroll 12
@@ -162,7 +162,7 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
       for (int n = 0; n < N; ++n) acc[m][n].add_product(s, b[n]);
     }
   };
-  // What follows the last token is not used, although it may be the other half of a pair.
+  // The value after the last token is not used, although it may be the other half of a pair.
   const auto add_pair = [&](int64_t p, int64_t t) __attribute__((always_inline)) {
     const T* const pair = values[p] + t * padded + column * kPair;
     const float* const w = weights + p * kLanes + t;
@@ -192,7 +192,7 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
     for (int n = 0; n < N; ++n) acc[m][n].store(out + m * padded + column + n * R::kWidth);
 }
 
-// The same for all columns: as many at a time as fill the registers.
+// The same for all columns. As many are taken together as fill the registers.
 template <class T, int M, bool kInterleaved>
 void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens,
                     int64_t padded, float* out, const char* prefetch) {

@@ -1,5 +1,5 @@
 // The Python submodule `attention`. It takes numbers and addresses, which vlora/model/attention.py
-// has checked.
+// checks.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

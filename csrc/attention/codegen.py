@@ -1,4 +1,4 @@
-"""Translation units of csrc/attention: one for each instruction set."""
+"""Translation units of csrc/attention, one for each instruction set."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Kernels table() {
   return {{attend<float>, attend<uint16_t>}, {write<float>, write<uint16_t>}, combine, kMaxQueries};
 }
 """
-# Tiles multiply bf16 only: pages of fp32 use the kernels of vectors.
+# Tiles multiply bf16 only, so pages of fp32 use the kernels of vectors.
 AMX_BODY = """\
 Kernels table() {
   return {{nullptr, attend_bf16}, {nullptr, write<uint16_t>}, combine, kMaxAmxQueries};

@@ -1,4 +1,4 @@
-// Writes keys and values to the pages, for one instruction set.
+// Kernels that write keys and values to the pages, for one instruction set.
 #pragma once
 
 #include <algorithm>
@@ -44,8 +44,8 @@ VLORA_INLINE void convert(const float* x, int64_t dim, T* to) {
   for (int64_t i = d; i < dim; ++i) to[i] = converted[i - d];
 }
 
-// Returns whether all of x, [dim], is finite. The difference of a finite value and itself is zero,
-// that of any other value a NaN.
+// Returns whether all of x, [dim], is finite. A finite value minus itself is zero. For any other
+// value this difference is NaN.
 template <class T>
 VLORA_INLINE bool is_finite(const T* x, int64_t dim) {
   R differences = R::zero();
@@ -85,7 +85,7 @@ struct Stored {
   }
 };
 
-// Where the key and the value of a position are stored, for one head of keys and values.
+// The place of a position's key and value in the pages, for one head of keys and values.
 template <class T>
 struct Slot {
   T *keys, *values;  // their panels
@@ -105,7 +105,7 @@ struct Slot {
 // Writes a key to its column of a panel.
 template <class T>
 VLORA_INLINE void write_key(const Layout& layout, const Stored<T>& row, const Slot<T>& to) {
-  // Values of a token that are contiguous in memory.
+  // Number of a token's values that are contiguous in memory.
   constexpr int kPair = int(4 / sizeof(T));
   for (int64_t d = 0; d < layout.dim; d += kPair)
     std::memcpy(to.keys + d * kLanes + to.lane * kPair, row.key + d, 4);
@@ -117,7 +117,7 @@ VLORA_INLINE void write_value(const Layout& layout, const Stored<T>& row, const 
   if constexpr (sizeof(T) == 4) {
     std::memcpy(to.values + to.lane * padded, row.value, size_t(dim) * sizeof(T));
   } else {
-    // The value is half of each pair; the other half belongs to the neighbouring token.
+    // The value is one half of each pair. The other half belongs to the neighbouring token.
     using Pair __attribute__((may_alias)) = uint32_t;
     Pair* const pairs = reinterpret_cast<Pair*>(to.values + to.lane / 2 * 2 * padded);
     const int shift = to.lane % 2 * 16;
@@ -128,8 +128,8 @@ VLORA_INLINE void write_value(const Layout& layout, const Stored<T>& row, const 
   }
 }
 
-// Transposes 16 contiguous keys into a panel: each line holds one value, or pair of values, of all
-// tokens.
+// Transposes 16 contiguous keys into a panel. Each line holds one value, or one pair of values, of
+// all tokens.
 template <class T, class Register = R>
 VLORA_INLINE void transpose_keys(const T* keys, int64_t dim, T* panel) {
   constexpr int kPair = int(4 / sizeof(T));
@@ -147,8 +147,8 @@ VLORA_INLINE void transpose_keys(const T* keys, int64_t dim, T* panel) {
       std::memcpy(panel + d * kLanes + lane * kPair, keys + lane * dim + d, 4);
 }
 
-// Writes keys and values of all heads of 16 rows that fill a panel. Rows are read one by one, as
-// they are in memory; keys are written head by head, as they are in the page.
+// Writes keys and values of all heads of 16 rows, which fill a panel. Rows are read one by one, in
+// the order of memory. Keys are written head by head, in the order of the page.
 template <class T>
 void write_panel(const Problem& p, const Written& w) {
   const Layout& layout = p.plan->layout;
@@ -199,7 +199,7 @@ void write(const Problem& p, const Written& w) {
   if (w.rows == kLanes) return write_panel<T>(p, w);
   for (int64_t head = 0; head < layout.kv_heads; ++head) {
     Slot<T> to(p, chunk, chunk.start + w.row, head);
-    // Each store waits for its cache line, so the lines of the next head are prefetched meanwhile.
+    // Each store waits for its cache line, so the lines of the next head are prefetched early.
     const char* const next = reinterpret_cast<const char*>(to.keys + layout.head());
     if (head + 1 < layout.kv_heads) {
       for (int64_t d = 0; d < layout.dim; ++d)

@@ -1,4 +1,4 @@
-// Turns scores into weights and combines partial results, for one instruction set.
+// Conversion of scores to weights, and combination of partial results, for one instruction set.
 #pragma once
 
 #include <cmath>
@@ -9,17 +9,17 @@ namespace vlora::attention::VLORA_ISA {
 
 using namespace vlora::runtime::VLORA_ISA;
 
-// A new maximum is used only when it exceeds the previous one by more than this, which saves
+// A new maximum is used only if it exceeds the previous one by more than this, which saves
 // rescaling the sums. Weights stay below e to this power.
 constexpr float kMaxSlack = 8;
-// Scores with a smaller exponent weigh as much as this one, almost nothing. The rest of a weight
-// without its upper half is then still a normal number; subnormal ones take a hundred times as
-// long.
+// Scores with a smaller exponent weigh as much as one with this exponent, almost nothing. The rest
+// of a weight without its upper half is then still a normal number. Subnormal numbers would take a
+// hundred times as long.
 constexpr float kMinExponent = -60;
 // Floats between the scores of two queries.
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;
 
-// The panels of a block, and which of their tokens a row attends to.
+// The panels of a block, and the tokens of them that a row attends to.
 struct Visible {
   int64_t count;
   int64_t position[kBlockPanels];  // of a panel's first token
@@ -35,14 +35,14 @@ struct Visible {
     }
   }
 
-  // Returns the number of panels that begin at or before position `last`.
+  // Returns the number of panels whose first token is at or before position `last`.
   int64_t panels(int64_t last) const {
     int64_t visible = count;
     while (visible > 0 && position[visible - 1] > last) --visible;
     return visible;
   }
-  // Returns how many of the scores of the first `panels` panels are valid for the row at position
-  // `last`. Scores between valid ones, of unused slots or of later tokens, become -infinity.
+  // Returns how many of the scores of the first `panels` panels the row at position `last` uses.
+  // Scores among them that are of unused slots or of later tokens become -infinity.
   VLORA_INLINE int64_t mask(int64_t last, int64_t panels, int64_t block, float* scores) const {
     if (block % kLanes == 0) {  // no panel has unused slots, except the last one
       const int64_t until = last + 1 - position[0];
@@ -60,19 +60,19 @@ struct Visible {
   }
 };
 
-// Returns e to the power of x, for x up to 88, to about two units in the last place; for x below
-// kMinExponent, the value at kMinExponent. A NaN stays a NaN. It takes half as many operations as
-// exponential(), whose range is wider.
+// Returns e to the power of x, for x up to 88, to about two units in the last place. Below
+// kMinExponent it returns the value at kMinExponent. A NaN stays a NaN. It takes half as many
+// operations as exponential(), whose range is wider.
 VLORA_INLINE R weight_of(R x) {
   constexpr float kLog2E = 1.44269504f, kRound = 12582912.0f + 127;
   x = max(R::all(kMinExponent), x);
-  // Adding kRound, which is so large that no bits are left for fractions, rounds x / log 2 to an
-  // integer. The low bits of the sum are then the exponent of that power of two.
+  // kRound is so large that a sum with it has no bits for fractions: adding it rounds x / log 2 to
+  // an integer. The low bits of the sum are then the exponent of that power of two.
   R integer = R::all(kRound);
   integer.add_product(x, R::all(kLog2E));
   R rest = R::all(kRound) - integer;
   rest.add_product(x, R::all(kLog2E));
-  // 2 to the power of -1/2 … 1/2 by a polynomial of degree five with the least relative error,
+  // A polynomial of degree five gives 2 to the power of -1/2 … 1/2 with the least relative error,
   // 8e-8.
   R power = R::all(1.327647245e-03f);
   const float coefficients[] = {9.675540961e-03f, 5.550713092e-02f, 2.402212024e-01f,
@@ -87,9 +87,9 @@ VLORA_INLINE R weight_of(R x) {
 }
 
 // Turns the first `valid` scores of a query into weights, and the others up to `slots` into zeros.
-// If the maximum changes, the earlier sums and values are rescaled. sum: for each lane. out:
-// [padded] values. kSplit: every 32 scores are replaced by 32 bf16, the upper halves of the
-// weights, and 32 more, the rest rounded; `slots` is a multiple of 32.
+// If the maximum changes, earlier sums and values are rescaled. sum: partial sums, one per lane.
+// out: [padded] values. kSplit: replace every 32 scores by 64 bf16: the upper halves of the
+// weights, then their rounded rests. `slots` is then a multiple of 32.
 template <bool kSplit>
 VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float& maximum,
                              float* sum, float* out, int64_t padded) {
@@ -102,7 +102,7 @@ VLORA_INLINE void to_weights(float* scores, int64_t valid, int64_t slots, float&
   R high = R::all(maximum);
   for (int64_t i = 0; i < used; i += R::kWidth) high = max(high, R::load(scores + i));
   const float new_maximum = high.largest();
-  if (!(new_maximum <= maximum + kMaxSlack)) {  // true also for a NaN
+  if (!(new_maximum <= maximum + kMaxSlack)) {  // also true for a NaN
     if (maximum != -INFINITY) {                 // otherwise there are no earlier sums
       const R factor = exponential(R::all(maximum - new_maximum));
       (R::load(sum) * factor).store(sum);
@@ -158,13 +158,13 @@ inline void combine(const Problem& p, const Piece& piece, const float* partials)
     float maximum = -INFINITY;
     for (int32_t part = 0; part < piece.parts; ++part) {
       const float part_maximum = partials[part * size + i];
-      if (!(part_maximum <= maximum)) maximum = part_maximum;  // true also for a NaN
+      if (!(part_maximum <= maximum)) maximum = part_maximum;  // also true for a NaN
     }
     for (int64_t d = 0; d < padded; d += R::kWidth) R::zero().store(total + d);
     float sum = 0;
     for (int32_t part = 0; part < piece.parts; ++part) {
       const float* from = partials + part * size;
-      if (from[plan.queries() + i] == 0) continue;  // the part has no tokens that the row sees
+      if (from[plan.queries() + i] == 0) continue;  // the row sees no tokens of this part
       const R weight = exponential(R::all(from[i] - maximum));
       sum += weight.largest() * from[plan.queries() + i];
       const float* values = from + 2 * plan.queries() + i * padded;

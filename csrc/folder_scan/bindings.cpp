@@ -1,7 +1,7 @@
-// Scans adapter folders: thousands of them in one call, without holding the interpreter's lock.
+// Scan of adapter folders: thousands of them in one call, without the interpreter's lock.
 //
-// This is not a kernel; it is compiled into the same extension so that the package has only one.
-// The Python version in backend_src/vlora/lora/folders.py defines the bytes of a stamp.
+// It is not a kernel. It is compiled into the same extension, so that the package has only one. The
+// Python version in backend_src/vlora/lora/folders.py defines the bytes of a stamp.
 #include <dirent.h>
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
@@ -26,8 +26,8 @@ struct CloseFolder {
 };
 using Folder = std::unique_ptr<DIR, CloseFolder>;
 
-// Returns the folder's entries in ascending order, without "." and "..". `error` is set to the
-// errno of a failed read, or to 0.
+// Returns the folder's entries in ascending order, without "." and "..". Sets `error` to the errno
+// of a failed read, or to 0.
 std::vector<std::string> sorted_entries(DIR* folder, int* error) {
   std::vector<std::string> names;
   errno = 0;
@@ -45,7 +45,7 @@ std::vector<std::string> sorted_entries(DIR* folder, int* error) {
 std::string error_stamp(int error) { return "!" + std::to_string(error); }
 
 // Returns each entry's name, device, inode, size in bytes and modification time in nanoseconds.
-// Links are followed; an entry that cannot be looked up has zeros.
+// Links are followed. An entry that cannot be looked up has zeros.
 std::string folder_stamp(const std::string& path) {
   if (path.find('\0') != std::string::npos) return error_stamp(EINVAL);
   const Folder folder(opendir(path.c_str()));
@@ -68,7 +68,7 @@ std::string folder_stamp(const std::string& path) {
 }
 
 // Returns whether an entry is a folder, a dangling link, or something that cannot be looked up. The
-// last two are adapters that fail to load, so that the fault is reported.
+// last two are adapters that fail to load, so that their fault is reported.
 bool may_be_adapter(int root, const std::string& name) {
   struct stat status;
   if (fstatat(root, name.c_str(), &status, 0) == 0) return S_ISDIR(status.st_mode);

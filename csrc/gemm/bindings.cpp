@@ -1,5 +1,4 @@
-// The Python submodule `gemm`. It takes numbers and addresses, which vlora/kernels/ops.py has
-// checked.
+// The Python submodule `gemm`. It takes numbers and addresses, which vlora/kernels/ops.py checks.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -32,20 +31,6 @@ gemm::Product product_of(uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t
           reinterpret_cast<const float*>(bias)};
 }
 
-// Returns the gemm of the tile unit if it is faster than vectors, else null.
-const gemm::AmxGemm* amx_gemm_for(Dtype dtype) {
-  // For fp32 the unit computes six products of bf16, and the factors have to be split into limbs:
-  // it pays from this ratio of the peaks of bf16 and fp32 on.
-  constexpr double kMinPeakRatio = 9;
-  const runtime::Isa isa = runtime::isa(dtype);
-  const gemm::AmxGemm* const amx = gemm::amx_gemm(isa);
-  if (!amx || dtype == Dtype::kBf16 || isa == runtime::Isa::kTwin) return amx;
-  return runtime::core_peak(isa, Dtype::kBf16) >
-                 kMinPeakRatio * runtime::core_peak(isa, Dtype::kFp32)
-             ? amx
-             : nullptr;
-}
-
 }  // namespace
 
 void bind_gemm(py::module_& m) {
@@ -64,7 +49,7 @@ void bind_gemm(py::module_& m) {
                        int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     const runtime::KernelCall call;
-    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), amx_gemm_for(product.dtype),
+    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), gemm::amx_gemm_for(product.dtype),
                    product, threads);
   });
   m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x,
@@ -73,7 +58,7 @@ void bind_gemm(py::module_& m) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     const runtime::KernelCall call;
     gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)),
-                         amx_gemm_for(product.dtype), product, reinterpret_cast<float*>(out),
+                         gemm::amx_gemm_for(product.dtype), product, reinterpret_cast<float*>(out),
                          threads);
   });
   m.def("embed", [](uintptr_t out, uintptr_t tokens, uintptr_t replacements, uintptr_t table,
@@ -105,6 +90,19 @@ void bind_gemm(py::module_& m) {
                           eps};
     const runtime::KernelCall call;
     gemm::add_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, threads);
+  });
+  m.def("head_norm", [](uintptr_t qkv, uintptr_t query_weight, uintptr_t key_weight, int64_t rows,
+                        int64_t heads, int64_t kv_heads, int64_t dim, float eps, int threads) {
+    const gemm::HeadNorm norm{reinterpret_cast<float*>(qkv),
+                              reinterpret_cast<const float*>(query_weight),
+                              reinterpret_cast<const float*>(key_weight),
+                              rows,
+                              heads,
+                              kv_heads,
+                              dim,
+                              eps};
+    const runtime::KernelCall call;
+    gemm::head_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, threads);
   });
   m.def("gate", [](uintptr_t out, uintptr_t x, int64_t rows, int64_t width, int threads) {
     const gemm::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows,

@@ -1,4 +1,4 @@
-"""Translation units of csrc/gemm: one for each instruction set, and one more for each tile unit."""
+"""Translation units of csrc/gemm: one for each instruction set, and one for each tile unit."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ inline void add_norm(const Norm& n, int64_t from, int64_t until) {
     float* const hidden = n.hidden + row * n.width;
     const float* const delta = n.delta ? n.delta + row * n.width : nullptr;
     float* const out = n.out + row * n.width;
-    // Four independent sums, since each addition waits for the one before it.
+    // Four independent sums, because each addition waits for the one before it.
     R squares[4] = {R::zero(), R::zero(), R::zero(), R::zero()};
     for (int64_t i = 0, chain = 0; i < n.width; i += R::kWidth, chain = (chain + 1) % 4) {
       const bool rest = i >= full;
@@ -88,12 +88,12 @@ inline void gate(const Gate& g, int64_t from, int64_t until) {
   }
 }
 
-// Finds the block that holds the largest value first, then the value in it.
+// Finds the block with the largest value, then the value in it.
 inline void argmax(const Argmax& a, int64_t from, int64_t until) {
   constexpr int64_t kBlock = 64 * R::kWidth;
   for (int64_t row = from; row < until; ++row) {
     const float* const x = a.x + row * a.width;
-    // x - x is a NaN if x is not finite, and a sum with a NaN is one.
+    // x - x is NaN if x is not finite, and a sum that contains NaN is NaN.
     R check = R::zero();
     float largest = -INFINITY;
     int64_t largest_block = 0;

@@ -13,25 +13,25 @@ namespace {
 
 // Bytes of W in a piece of a gemv. Reading them from memory takes about 5 µs.
 constexpr int64_t kPieceBytes = 64 << 10;
-// Minimum rows of x for which blocks of W in fp32 are copied to scratch memory. For fewer, the copy
-// costs more than the cache misses of rows that are a power of two apart.
+// Minimum rows of x for which blocks of W in fp32 are copied to scratch. With fewer rows, the copy
+// costs more than the cache misses of rows of W that are a power of two apart.
 constexpr int64_t kMinCopyRows = 65;
-// Minimum rows of x for which the tile unit is used, by type of W. Memory limits a single row, so a
-// gemv serves it. In fp32, splitting the factors of fewer rows into limbs takes longer than
-// multiplying them with vectors.
+// Minimum rows of x for which the tile unit is used, by type of W. A single row uses a gemv,
+// because memory limits it. In fp32 with fewer rows, splitting the factors into limbs takes longer
+// than multiplying them on vectors.
 constexpr int64_t kMinAmxRows[kDtypes] = {49, 2};
 // Maximum bytes of packed x in a part, by type of W. The panels of a part stay in L2 while all of W
-// is read. Machines with a tile unit have an L2 of 2 MiB; in fp32, W and the sums take more of it.
+// is read. Machines with a tile unit have 2 MiB of L2, and in fp32 W and the sums take more of it.
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19};
-// Number of panels for which the depth of a slice is chosen, and the maximum in a part.
+// Number of panels that the depth of a slice is chosen for, and the maximum number in a part.
 constexpr int64_t kSlicePanels = 16, kMaxPartPanels = 32;
-// A gated product runs in one pass if this many panels of the whole depth fit a part. With fewer,
-// reading W again for each part costs more than a separate gate.
+// Minimum number of panels, of the whole depth, that must fit a part for a gated product to run in
+// one pass. With fewer, reading W again for each part costs more than a separate gate.
 constexpr int64_t kMinGatedPanels = 4;
-// From this many rows on, packing x is shared among the threads.
+// Minimum number of rows for which the threads share the packing of x.
 constexpr int64_t kMinSharedPackRows = 64;
-// Floats in a piece of a row-by-row operation: some ten microseconds, several times the cost of
-// waking a thread.
+// Floats in a piece of a row-by-row operation. It takes some ten microseconds, several times as
+// long as waking a thread.
 constexpr int64_t kRowPieceFloats = 1 << 15;
 // A product with at most this many elements of W, and at most this many multiply-adds, runs on the
 // caller's thread. It takes a few microseconds, less than waking another thread.
@@ -48,15 +48,15 @@ float* block_scratch() {
   return scratch.get(kVectorScratch);
 }
 
-// Returns the piece to compute when a thread has taken number `taken` of `count`. If all threads
-// take turns, each of them gets adjacent pieces and reads contiguous memory.
+// Returns the index of the piece to compute for the piece number `taken` of `count` that a thread
+// has taken. If the threads take turns, each gets adjacent pieces and reads contiguous memory.
 int64_t spread(int64_t taken, int64_t count, int64_t threads) {
   const int64_t thread = taken % threads, longer = count % threads;
   return thread * (count / threads) + std::min(thread, longer) + taken / threads;
 }
 
-// Calls work(piece) for all pieces. A thread takes its next piece early, so that the rows of W of
-// that piece can be prefetched. done() runs on each thread after its last piece.
+// Calls work(piece) for all pieces. A thread takes its next piece early, so that its rows of W can
+// be prefetched. done() runs on each thread after its last piece.
 template <class PieceOf, class Work, class Done>
 void run(int threads, int64_t count, const PieceOf& piece_of, const Work& work, const Done& done) {
   runtime::Pieces pieces(count);
@@ -155,9 +155,9 @@ void gemm_slice_by_tiles(const AmxGemm& amx, const Product& p, const Slice& slic
   const int64_t columns = p.gated ? p.n / 2 : p.n,
                 block = p.gated ? runtime::kAmxRows : runtime::kAmxBlockRows;
   const int64_t blocks = ceil_div(columns, block);
-  // Sums that the next slice is added to stay in the caches.
+  // Sums to which the next slice is added must stay in the caches.
   const bool streaming = slice.count == p.k && p.rows * columns * 4 > runtime::machine().l2;
-  // The parts run one after another: the panels of a part stay in L2, and W is read again for each
+  // The parts run one after another. The panels of a part stay in L2, and W is read again for each
   // part.
   run(
       threads, blocks * parts,
@@ -176,7 +176,7 @@ void gemm_slice_by_tiles(const AmxGemm& amx, const Product& p, const Slice& slic
       });
 }
 
-// Cuts the depth into slices of which kSlicePanels panels fit a part.
+// Divides the depth into slices, of which kSlicePanels panels fit a part.
 void gemm_by_tiles(const AmxGemm& amx, const Product& p, int threads) {
   const int64_t panels = std::min(ceil_div(p.rows, 2 * kLanes) * 2, kSlicePanels);
   const int64_t slices =
@@ -199,7 +199,7 @@ void by_rows(int threads, int64_t rows, int64_t width, const Work& work) {
                      [&](int64_t i) { work(i * each, std::min(rows, (i + 1) * each)); });
 }
 
-// Returns the number of threads that the product is worth.
+// Returns the number of threads that the product repays.
 int useful_threads(const Product& product, int threads) {
   const int64_t elements = product.n * product.k;
   return elements <= kSerialElements && elements * product.rows <= kSerialProducts ? 1 : threads;
@@ -211,6 +211,19 @@ bool uses_tiles(const AmxGemm* amx, const Product& product) {
 
 }  // namespace
 
+const AmxGemm* amx_gemm_for(Dtype dtype) {
+  // For fp32 the unit computes six products of bf16 and splits the factors into limbs. It is faster
+  // if bf16's peak is at least this many times that of fp32.
+  constexpr double kMinPeakRatio = 9;
+  const runtime::Isa isa = runtime::isa(dtype);
+  const AmxGemm* const amx = amx_gemm(isa);
+  if (!amx || dtype == Dtype::kBf16 || isa == runtime::Isa::kTwin) return amx;
+  return runtime::core_peak(isa, Dtype::kBf16) >
+                 kMinPeakRatio * runtime::core_peak(isa, Dtype::kFp32)
+             ? amx
+             : nullptr;
+}
+
 void embed(const Kernels& kernels, const Embedding& embedding, int threads) {
   by_rows(threads, embedding.rows, embedding.width,
           [&](int64_t from, int64_t until) { kernels.embed(embedding, from, until); });
@@ -221,8 +234,24 @@ void add_norm(const Kernels& kernels, const Norm& norm, int threads) {
           [&](int64_t from, int64_t until) { kernels.add_norm(norm, from, until); });
 }
 
+void head_norm(const Kernels& kernels, const HeadNorm& norm, int threads) {
+  const int64_t normed = (norm.heads + norm.kv_heads) * norm.dim;
+  by_rows(threads, norm.rows, normed, [&](int64_t from, int64_t until) {
+    for (int64_t row = from; row < until; ++row) {
+      float* const queries = norm.qkv + row * (normed + norm.kv_heads * norm.dim);
+      float* const keys = queries + norm.heads * norm.dim;
+      // The kernel reads each value before it writes it, so its output may be its input.
+      kernels.add_norm(
+          {queries, nullptr, norm.query_weight, queries, norm.heads, norm.dim, norm.eps}, 0,
+          norm.heads);
+      kernels.add_norm({keys, nullptr, norm.key_weight, keys, norm.kv_heads, norm.dim, norm.eps}, 0,
+                       norm.kv_heads);
+    }
+  });
+}
+
 void gate(const Kernels& kernels, const Gate& gate, int threads) {
-  // An exponential function costs about as much as four loads and stores.
+  // An exponential function costs as much as about four loads and stores.
   by_rows(threads, gate.rows, 4 * gate.width,
           [&](int64_t from, int64_t until) { kernels.gate(gate, from, until); });
 }

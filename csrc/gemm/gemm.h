@@ -20,44 +20,43 @@ struct Product {
   float* y;            // [rows, n]
   ptrdiff_t y_stride;
   const float* bias;  // [n], or null
-  // W is [gates; ups], and y, [rows, n / 2], gets silu(product with the gates) * product with the
-  // ups.
+  // W is [gates; ups]. y, [rows, n / 2], gets silu(x gates^T) * (x ups^T).
   bool gated = false;
 };
 
-// A gemv multiplies a few rows of x, and sums along the depth are kept in registers. It divides W
-// into this many parts of equally many rows and reads one row of each part at a time. One core
-// receives more from several such streams than from one.
+// A gemv multiplies a few rows of x, and keeps the sums along the depth in registers. It divides
+// the rows of W into this many equal parts and reads one row of each part at a time: a core
+// receives more data from several such streams than from one.
 //
-// A gemm multiplies more rows: x is packed in panels of kLanes rows, and values of W are broadcast
+// A gemm multiplies more rows. x is packed in panels of kLanes rows, and values of W are broadcast
 // against them.
 constexpr int kStreams = 4;
-// Rows of W in a block of a gemm: a multiple of the height of every register tile.
+// Number of rows of W in a block of a gemm, a multiple of the height of every register tile.
 constexpr int kBlockRows = 48;
-// Elements between rows of x that a gemv has packed: a multiple of every step.
+// Elements between rows of x that a gemv has packed, a multiple of every step.
 inline ptrdiff_t packed_stride(int64_t k) { return ceil_div(k, 2 * kLanes) * 2 * kLanes; }
-// Rows of W in a tile that reads them in place. A tall tile uses all accumulators, but has at most
-// kTallTile rows: the addresses of more do not fit the general registers. A short tile is for rows
-// that fall on the same sets of L1; six of them fit eight ways.
+// Rows of W in a tile that reads them in place. A tall tile uses all accumulators. It has at most
+// kTallTile rows, because the general registers hold no more addresses. A short tile is for rows
+// that fall on the same sets of L1: six of them fit into eight ways.
 constexpr int kTallTile = 12, kShortTile = 6;
 // Maximum number of panels in a piece of a gemm, chosen so that its sums stay in L2.
 constexpr int kMaxPiecePanels = 16;
 
-// Rows [from, to) of W times `panels` panels of x; for a gemv, rows [from, to) of each stream.
+// Rows [from, to) of W times `panels` panels of x. For a gemv, rows [from, to) of each stream.
 struct Piece {
   int64_t from, to;
   int64_t panel, panels;
-  int64_t next = -1;       // first row of W of the piece that this thread does next, or -1
+  int64_t next = -1;       // first row of W of this thread's next piece, or -1
   bool streaming = false;  // whether y is too large for the caches, so that stores bypass them
-  int64_t rows_in_l1 = 0;  // of W at the same time; for a gemm that reads W in place
+  int64_t rows_in_l1 = 0;  // rows of W that fit L1 together; for a gemm that reads W in place
 };
 
-// Depth [from, from + count) of a product. Every slice after the first one adds its sums to y.
+// Depth [from, from + count) of a product. Every slice after the first adds its sums to y.
 struct Slice {
   int64_t from, count;
 };
 
-// The row of the table for each token, or the row that replaces it, as fp32.
+// For each token its row of the table, or the row that replaces it, as fp32.
 struct Embedding {
   Dtype dtype;                  // of the table
   const void* table;            // [words, width]
@@ -77,6 +76,15 @@ struct Norm {
   float eps;
 };
 
+// The norm of each head of `heads` queries and `kv_heads` keys in place, for each row; values
+// follow.
+struct HeadNorm {
+  float* qkv;  // [rows, (heads + 2 kv_heads) dim]
+  const float *query_weight, *key_weight;  // [dim]
+  int64_t rows, heads, kv_heads, dim;
+  float eps;
+};
+
 // out = silu(first half of x) * second half of x, for each row.
 struct Gate {
   const float* x;  // [rows, 2 width]
@@ -92,10 +100,10 @@ struct Argmax {
   int64_t rows, width;
 };
 
-// One draw from a row of scores: softmax at `temperature`; from it the tokens with at least min_p
-// times the largest probability, from those the top_k largest (0: all), from those the smallest set
-// with a mass of top_p; then the token at the quantile `uniform`, in [0, 1), of the remaining
-// tokens in order of their index.
+// One draw from a row of scores. The softmax at `temperature` gives probabilities. Of the tokens,
+// those with at least min_p times the largest probability remain, then the top_k largest (0: all),
+// then the smallest set with a mass of top_p. The result is the token at the quantile `uniform`, in
+// [0, 1), of these tokens in the order of their index.
 struct Draw {
   int64_t row, top_k;
   float temperature, min_p;
@@ -110,7 +118,7 @@ struct Sample {
   int64_t count;    // number of draws
 };
 
-// A gemm by vectors. Both pointers are null if the instruction set does not have it.
+// A gemm on vectors. Both pointers are null if the instruction set does not have it.
 struct VectorGemm {
   // Packs panels [from, until) of x.
   void (*pack)(const Product&, float* panels, int64_t from, int64_t until);
@@ -119,14 +127,14 @@ struct VectorGemm {
 
 // The kernels of an instruction set. Arrays are indexed by the type of W.
 struct Kernels {
-  // Packs rows [from, until) of x as `gemv` reads them, packed_stride() elements apart; null if it
-  // reads them in place.
+  // Packs rows [from, until) of x for `gemv`, packed_stride() elements apart; null if `gemv` reads
+  // them in place.
   void (*pack_gemv[kDtypes])(const Product&, float* to, int64_t from, int64_t until);
   void (*gemv[kDtypes])(const Product&, const float* x, ptrdiff_t x_stride, const Piece&);
   int max_gemv_rows[kDtypes];  // with more rows of x, a gemm is faster
-  // W is read in place, or copied to scratch as fp32, where its rows are a constant stride apart.
-  // In place, bf16 is multiplied in pairs, so k must be even. fp32 is not copied by instruction
-  // sets whose tiles have so few rows that these fit L1 at any stride.
+  // W is read in place, or copied to scratch as fp32 with a constant stride. In place, bf16 is
+  // multiplied in pairs, so k must be even. fp32 is never copied by instruction sets whose tiles
+  // have so few rows that these fit L1 at any stride.
   VectorGemm in_place[kDtypes], copied[kDtypes];
   void (*embed)(const Embedding&, int64_t from, int64_t until);
   void (*add_norm)(const Norm&, int64_t from, int64_t until);
@@ -136,12 +144,11 @@ struct Kernels {
 };
 const Kernels& kernels(runtime::Isa isa);
 
-// Floats for W in the scratch of `AmxGemm::run`. The sums follow: kAmxBlockRows x kLanes for each
-// panel.
+// Floats for W in the scratch of `AmxGemm::run`. The sums follow: kAmxBlockRows x kLanes per panel.
 constexpr int64_t kAmxScratch = 10240;
 
-// The gemm of a unit that multiplies tiles, by the type of W. x is packed in panels of ceil(count /
-// 32) KiB, for fp32 three times as large (runtime::kLimbs); a piece is kAmxBlockRows rows of W.
+// The gemm of a tile unit, by type of W. x is packed in panels of ceil(count / 32) KiB, for fp32
+// three times as large (runtime::kLimbs). A piece is kAmxBlockRows rows of W.
 struct AmxGemm {
   void (*pack[kDtypes])(const Product&, const Slice&, char* panels, int64_t from, int64_t until);
   void (*run[kDtypes])(const Product&, const Slice&, const char* panels, const Piece&,
@@ -149,28 +156,31 @@ struct AmxGemm {
 };
 // Returns null if the instruction set has no such unit.
 const AmxGemm* amx_gemm(runtime::Isa isa);
+// Returns the gemm of the tile unit if it is faster than vectors for this type of W, else null.
+const AmxGemm* amx_gemm_for(Dtype dtype);
 
 // Floats for the copy of a block of W.
 constexpr int64_t kCopyFloats = kBlockRows * (256 + 16);
 // Floats for the scratch of `VectorGemm::run`: two copies, and the sums of a block.
 constexpr int64_t kVectorScratch = 2 * kCopyFloats + int64_t(kMaxPiecePanels) * kBlockRows * kLanes;
 
-// Returns how many rows of a matrix, `stride` bytes apart, a tile can read at the same time, at most
-// kTallTile: in every set of L1, the lines being read leave a way free for x.
+// Returns how many rows of a matrix, `stride` bytes apart, a tile can read together, at most
+// kTallTile. Their lines leave one way of each set of L1 free for x.
 int64_t rows_in_l1(const runtime::Machine& machine, int64_t stride);
-// Returns the rows of a tile that reads W in place, for its accumulators and its registers of x.
+// Returns the rows of a tile that reads W in place, given its accumulators and its registers of x.
 constexpr int in_place_tile_rows(int accumulators, int registers, int64_t rows_in_l1) {
   const int rows = accumulators / registers;
   const int tall = rows < kTallTile ? rows : kTallTile;
   return tall <= rows_in_l1 ? tall : kShortTile;
 }
 
-// amx: null if tiles are not to be used for this type.
+// amx: the gemm of a tile unit, or null to use vectors.
 void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product, int threads);
 void embed(const Kernels& kernels, const Embedding& embedding, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
+void head_norm(const Kernels& kernels, const HeadNorm& norm, int threads);
 void gate(const Kernels& kernels, const Gate& gate, int threads);
-// out = gate of the product. product.y, [rows, n], is scratch and need not be written.
+// out = gate of the product. product.y, [rows, n], is scratch, which may stay unwritten.
 void multiply_gated(const Kernels& kernels, const AmxGemm* amx, const Product& product, float* out,
                     int threads);
 void argmax(const Kernels& kernels, const Argmax& argmax, int threads);

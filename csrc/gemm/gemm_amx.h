@@ -1,23 +1,23 @@
 // Gemm on a tile unit: rows of x, rounded to bf16, times a bf16 matrix. W is the left factor and x
-// the right one. Both are packed tile by tile, since rows of W are often a power of two apart and
-// would share few sets of L1.
+// the right one. Both are packed tile by tile: rows of W are often a power of two apart and would
+// share few sets of L1.
 #pragma once
 
 #include "gemm/gemm_amx_epilogue.h"
 
 namespace vlora::gemm::VLORA_ISA {
 
-// Maximum number of tiles along the depth of a chunk of W. A chunk has two rows of tiles, 40 KiB,
-// which stay in L1 while the panels are read.
+// Maximum number of tiles along the depth of a chunk of W. A chunk has two rows of tiles (40 KiB)
+// and stays in L1 while the panels are read.
 constexpr int64_t kChunkTiles = 20;
 static_assert(kChunkTiles * 2 * kTileBytes == kAmxScratch * 4);
 
-// Maximum number of panels for which W is read in place. For so few, the copy costs more than the
+// Maximum number of panels for which W is read in place. With so few, the copy costs more than the
 // cache misses of rows that are a power of two apart.
 constexpr int64_t kMaxInPlacePanels = 8;
 
-// Copies tiles [from, from + count) of the depth of a piece's rows of W to scratch, where rows or
-// depth end within a tile.
+// Copies tiles [from, from + count) of the depth of a piece's rows of W to scratch, for rows or
+// depths that end within a tile.
 inline void copy_partial_tiles(const Product& p, const Slice& slice, const Piece& piece,
                                int64_t from, int64_t count, char* to) {
   const TileRows tiles(p, piece.from);
@@ -37,8 +37,8 @@ inline void copy_partial_tiles(const Product& p, const Slice& slice, const Piece
     }
 }
 
-// Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth. kKeep: the
-// tiles of W are also stored to `keep`, contiguously. between() runs after each tile of depth.
+// Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth. kKeep: also
+// store the tiles of W to `keep`, contiguously. between() runs after each tile of depth.
 template <bool kSecond, bool kKeep, class Work>
 void multiply_pair(const TileSource& w, const char* x, ptrdiff_t panel_bytes, int64_t tiles,
                    float* sums, bool first, char* keep, const Work& between) {
@@ -78,8 +78,8 @@ inline TileSource in_memory(const Product& p, const Slice& slice, const Piece& p
           (p.gated ? p.n / 2 : kAmxRows) * row};
 }
 
-// For few panels, W is read in place, over the whole depth at once, while the rows of the next
-// piece are prefetched.
+// Multiplies few panels. W is read in place over the whole depth, and the rows of the next piece
+// are prefetched meanwhile.
 inline void gemm_in_place(const Product& p, const Slice& slice, const char* panels,
                           const Piece& piece, float* sums, Store how) {
   const int64_t depth = slice.count / kTileDepth, panel_bytes = depth * kTileBytes;
@@ -96,7 +96,7 @@ inline void gemm_in_place(const Product& p, const Slice& slice, const char* pane
 
 // Multiplies two tiles of rows of W with all panels of a piece. scratch: a chunk of W, then the
 // sums. The first pair of panels reads W in place and stores its tiles from registers for the other
-// pairs, which costs less than copying them by vectors.
+// pairs. This costs less than copying them with vectors.
 inline void gemm_bf16(const Product& p, const Slice& slice, const char* panels, const Piece& piece,
                       char* scratch) {
   const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;

@@ -1,6 +1,5 @@
-// What a piece of a gemm by tiles does in addition to its products: it finds its rows of W,
-// prefetches W and y, and writes the sums to y. These steps run in small portions between the
-// products.
+// The work of a piece of a gemm on tiles besides its products: finding its rows of W, prefetching W
+// and y, and writing the sums to y. These steps run in small portions between the products.
 #pragma once
 
 #include "gemm/gated.h"
@@ -15,15 +14,15 @@ using runtime::kAmxRows;
 using runtime::Store;
 using namespace vlora::runtime::VLORA_ISA;
 
-// Bytes of a cache line, which is also a line of a tile, and of a tile.
+// Bytes of a cache line (also of a line of a tile), and bytes of a tile.
 constexpr int64_t kLine = 64, kTileBytes = kAmxRows * kLine;
-// Values of a row in a tile of bf16.
+// Number of values of a row in a tile of bf16.
 constexpr int64_t kTileDepth = 2 * kAmxRows;
-// Sums of a pair of panels: floats of a row, and of all.
+// Sums of a pair of panels: floats per row, and in total.
 constexpr int64_t kSumStride = 2 * kAmxRows, kPairFloats = kAmxBlockRows * kSumStride;
 
-// The rows of W in the two tiles of a piece: adjacent rows or, for a gated product, gates and the
-// ups that they multiply.
+// The rows of W in the two tiles of a piece. They are adjacent or, for a gated product, gates and
+// the ups that they multiply.
 struct TileRows {
   int64_t row[2], rows[2];
 
@@ -77,8 +76,8 @@ inline Store store_of(const Product& p, const Slice& slice, const Piece& piece) 
                                       : Store::kOverwrite;
 }
 
-// Prefetches the rows of y, in the columns of a piece, that the sums of two panels are about to be
-// written to.
+// Prefetches the rows of y, in the columns of a piece, to which the sums of two panels will be
+// written.
 class PrefetchResults {
  public:
   PrefetchResults() = default;
@@ -97,8 +96,8 @@ class PrefetchResults {
   int64_t stride_ = 0, rows_ = 0;
 };
 
-// Writes the sums of two panels to y: four rows of x by the columns of a tile at a time (a quarter
-// of a tile).
+// Writes the sums of two panels to y, a quarter of a tile at a time: four rows of x by the columns
+// of a tile.
 class Epilogue {
  public:
   // Number of quarters in the four tiles of a pair of panels.
@@ -120,7 +119,7 @@ class Epilogue {
         gated_quarter();
         continue;
       }
-      // The two tiles of W are neighbours in y, so a quarter of each is written in turn.
+      // The two tiles of W are neighbours in y, so quarters of both are written alternately.
       const int64_t second = next_ / 8, quarter = next_ / 2 % 4, lower = next_ % 2;
       const int64_t t = t_ + second * kAmxRows + quarter * 4, n = row_ + lower * kAmxRows;
       const int64_t rows = p_->rows - t, columns = rows_ - lower * kAmxRows;
@@ -134,7 +133,7 @@ class Epilogue {
   void finish() { advance(kQuarters); }
 
  private:
-  // For each panel, the first four quarters apply the gate in place, to four rows of W each; the
+  // For each panel, the first four quarters apply the gate in place, to four rows of W each. The
   // next four write four rows of x each.
   void gated_quarter() const {
     const int64_t second = next_ / 8, quarter = next_ % 4, t = t_ + second * kAmxRows + quarter * 4;
@@ -163,8 +162,8 @@ class Epilogue {
   int64_t row_ = 0, rows_ = 0, t_ = 0, count_ = 0, next_ = 0;
 };
 
-// Packs panels [from, until) of x: kCount tiles for each tile of depth, made by
-// pack(x, stride, rows, count, to). Rows and depth are filled up with zeros.
+// Packs panels [from, until) of x with kCount tiles per tile of depth, which
+// pack(x, stride, rows, count, to) makes. Missing rows and depths are zero.
 template <int kCount, class Pack>
 inline void pack_panels_of_tiles(const Product& p, const Slice& slice, char* to, int64_t from,
                                  int64_t until, const Pack& pack) {

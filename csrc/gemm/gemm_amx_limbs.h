@@ -1,4 +1,4 @@
-// Gemm of fp32 rows with an fp32 matrix by a tile unit, both split into limbs
+// Gemm of fp32 rows with an fp32 matrix on a tile unit. Both are split into limbs
 // (runtime/fp32_limbs.h).
 #pragma once
 
@@ -9,13 +9,13 @@ namespace vlora::gemm::VLORA_ISA {
 using runtime::kLimbs;
 // Bytes of the limbs of two tiles of W.
 constexpr int64_t kLimbTileBytes = kLimbs * 2 * kTileBytes;
-// Maximum number of tiles along the depth of a chunk of W: 30 KiB of limbs, which stay in L1 while
-// the panels are read.
+// Maximum number of tiles along the depth of a chunk of W. Its 30 KiB of limbs stay in L1 while the
+// panels are read.
 constexpr int64_t kLimbChunkTiles = 5;
 static_assert(kLimbChunkTiles * kLimbTileBytes <= kAmxScratch * 4);
-// Number of products of limbs for a tile of depth.
+// Number of products of limbs per tile of depth.
 constexpr int64_t kLimbProducts = 6;
-// Rows of W that are split after a product. The 32 rows of a tile are split within six products.
+// Number of rows of W that are split after a product. Six products suffice for a tile's 32 rows.
 constexpr int64_t kSplitRows = 8;
 
 // Splits rows of W into limbs in scratch, a few rows at a time between the products.
@@ -66,9 +66,9 @@ class SplitRows {
 };
 
 // Multiplies two tiles of rows of W with one or two panels over `tiles` tiles of depth.
-// between(tile) runs after each of the six products of a tile of depth. The limbs are ordered so
-// that each limb of x is loaded once; a merge orders them by magnitude (atmm/cpu/merge_limbs.h),
-// which gives other sums.
+// between(tile) runs after each of the six products of a tile of depth. The products are ordered so
+// that each limb of x is loaded once. A merge orders them by magnitude (atmm/cpu/merge_limbs.h), so
+// its sums differ.
 template <bool kSecond, class Work>
 void multiply_limbs(const char* w, const char* x, ptrdiff_t panel_bytes, int64_t tiles, float* sums,
                     bool first, const Work& between) {
@@ -149,7 +149,7 @@ inline void gemm_limbs(const Product& p, const Slice& slice, const char* panels,
       }
     }
     current = next;
-    // A short last chunk may be multiplied before its last tile would have been split.
+    // If the last chunk is short, its products may end before its last tile has been split.
     if (after < chunk) current.finish();
   }
   epilogue.finish();

@@ -1,4 +1,4 @@
-// Gemm by vectors: values of W are broadcast against panels of 16 rows of x, block by block.
+// Gemm on vectors: values of W are broadcast against panels of 16 rows of x, block by block.
 #pragma once
 
 #include "gemm/gemm_vector_tile.h"
@@ -9,7 +9,7 @@ namespace vlora::gemm::VLORA_ISA {
 template <class P>
 struct Block {
   const typename P::Stored* w;
-  int64_t depth;  // 0: nothing is to be copied
+  int64_t depth;  // 0 if nothing is to be copied
   float* copy;
 };
 
@@ -20,8 +20,8 @@ struct PanelGroup {
 };
 
 // Multiplies the rows of a block, read in place, with N panels, M rows in a tile. Each tile
-// prefetches its own rows of the next block: the share of their depth that belongs to this group of
-// panels, so that memory is read steadily and not in bursts.
+// prefetches its own rows of the next block, in the share of their depth that belongs to this group
+// of panels. Memory is thus read steadily instead of in bursts.
 template <class P, int M, int N>
 void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, const Block<P>& next,
                        const PanelGroup& group, const typename P::X* panel, float* c, bool first,
@@ -42,8 +42,8 @@ void multiply_in_place(const Product& p, int64_t rows, const Block<P>& now, cons
 }
 
 // Multiplies the rows of a block with N registers of x, M rows in a tile. For the first panels of a
-// block, `next` is the block that follows: each tile then also copies the rows of the next tile
-// (kCopied), and prefetches those of the tile after it. For other panels `next` is null.
+// block, `next` is the block that follows. Each tile then also copies the rows of the next tile
+// (kCopied), and prefetches those of the tile after the next. For other panels `next` is null.
 template <class P, int M, int N, bool kCopied>
 void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const Block<P>* next,
                     const typename P::X* panel, float* c, bool first) {
@@ -62,8 +62,8 @@ void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const B
                                                first, {});
       continue;
     }
-    // The tile after this one is copied, the one after that is prefetched. Each may belong to the
-    // next block.
+    // The next tile is copied, and the tile after it is prefetched. Each may belong to the next
+    // block.
     const bool copy_here = n + 2 * M <= rows, prefetch_here = n + 3 * M <= rows;
     Lookahead<P> lookahead{
         prefetch_here ? now.w + (n + 2 * M) * p.k : next->w + (copy_here ? 0 : M) * p.k, nullptr,
@@ -96,7 +96,7 @@ void multiply_block(const Product& p, int64_t rows, const Block<P>& now, const B
                                              {});
 }
 
-// Writes the sums of a group of panels to y in full lines, where a register holds a line.
+// Writes the sums of a group of panels to y in full lines, if a register holds a line.
 template <class Register>
 void store_lines(const Product& p, const Piece& piece, const PanelGroup& group, const float* c) {
   const int64_t rows = piece.to - piece.from;
@@ -150,7 +150,7 @@ inline void store_sums(const Product& p, const Piece& piece, const float* c) {
 template <int N>
 using Count = std::integral_constant<int, N>;
 
-// Multiplies a piece. kCopied: blocks of W are copied to scratch, each while the one before it is
+// Multiplies a piece. kCopied: each block of W is copied to scratch while the block before it is
 // multiplied.
 template <class P, bool kCopied>
 void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, float* scratch) {
@@ -159,7 +159,7 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
   const auto* const w = static_cast<const typename P::Stored*>(p.w) + piece.from * p.k;
   const int64_t rows = piece.to - piece.from;
   float* const sums = scratch + 2 * kCopyFloats;
-  // Returns the number of registers of x that meet W at once, from this panel on.
+  // Returns the number of registers of x that are multiplied by W together, from this panel on.
   auto registers_at = [&](int64_t panel) {
     if (kFullLines)
       return int(piece.panels - panel < kPanelsAtOnce ? piece.panels - panel : kPanelsAtOnce);
@@ -176,7 +176,7 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
   }
   for (int64_t k = 0; k < p.k; k += P::kDepth) {
     const bool last = k + P::kDepth >= p.k;
-    // After the last block the next piece's rows are prefetched, but not copied.
+    // After the last block, the rows of the next piece are prefetched but not copied.
     const int64_t other = piece.next < 0 ? 0 : piece.next - piece.from;
     const Block<P> next = last ? Block<P>{w + other * p.k, 0, nullptr} : block_at(k + P::kDepth);
     for (int64_t panel = 0, count; panel < piece.panels; panel += count) {
@@ -225,7 +225,7 @@ void gemm_by_vectors(const Product& p, const float* packed, const Piece& piece, 
   if (!kFullLines || rows % kLanes != 0) store_sums(p, piece, sums);
 }
 
-// Packs panels of fp32 where a register holds a line, 16 rows by 16 values at a time. The rows of x
+// Packs panels of fp32 if a register holds a line, 16 rows by 16 values at a time. The rows of x
 // may be a power of two apart, so they are read once, line by line, and transposed from a copy.
 template <class Register>
 void pack_lines(const Product& p, float* to, int64_t from, int64_t until) {
@@ -255,7 +255,7 @@ void pack_lines(const Product& p, float* to, int64_t from, int64_t until) {
   }
 }
 
-// Packs panels [from, until) of x: 16 rows interleaved, value by value or, for bf16, pair by pair.
+// Packs panels [from, until) of x: 16 rows interleaved value by value or, in bf16, pair by pair.
 // Missing rows are zero.
 template <class P>
 void pack_panels(const Product& p, float* to, int64_t from, int64_t until) {

@@ -1,4 +1,4 @@
-// The register tile of a gemm by vectors: some rows of W with panels of 16 rows of x.
+// The register tile of a gemm on vectors: some rows of W with panels of 16 rows of x.
 #pragma once
 
 #include <type_traits>
@@ -12,15 +12,15 @@ using namespace vlora::runtime::VLORA_ISA;
 // Number of registers for sums.
 constexpr int kAccumulators = R::kWidth == 16 ? 24 : 12;
 
-// If a register holds a line of a panel (AVX-512), a tile multiplies up to four panels, and each
-// value of W is loaded once for all of them: 6 x 4 registers take ten loads for 24 products. With
+// If a register holds a line of a panel (AVX-512), a tile multiplies up to four panels and loads
+// each value of W once for all of them: 6 x 4 registers take ten loads for 24 products. With
 // smaller registers a tile multiplies one panel.
 constexpr bool kFullLines = R::kWidth == kLanes;
 constexpr int kPanelsAtOnce = kFullLines ? 4 : 1;
 
-// Types of a gemm. Stored: of W in memory. W and X: of the factors as they are multiplied; panels
-// hold X. kUnits: values of depth in a step. kDepth: depth of a block; with it, a tile's panels and
-// the copy of W stay in L1. kBatch: number of values that are copied at a time.
+// Types of a gemm. Stored: type of W in memory. W and X: types of the factors when they are
+// multiplied; panels hold X. kUnits: values of depth in a step. kDepth: depth of a block, for which
+// a tile's panels and the copy of W stay in L1. kBatch: number of values copied together.
 
 struct Fp32Gemm {
   using Stored = float;
@@ -44,7 +44,7 @@ struct Fp32Gemm {
   static VLORA_INLINE void copy(const Stored* from, W* to) { R::load(from).store(to); }
 };
 
-// bf16 that is widened when it is copied.
+// bf16 that is widened while it is copied.
 struct WidenedGemm : Fp32Gemm {
   using Stored = uint16_t;
   static constexpr int kDepth = 128;
@@ -76,7 +76,7 @@ struct PairsGemm {
 };
 #endif
 
-// Values between rows of W in scratch. It is not a power of two, so that rows do not fall on the
+// Values between rows of W in scratch. This is not a power of two, so that rows do not fall on the
 // same cache sets.
 template <class P>
 constexpr ptrdiff_t kCopyStride = P::kDepth + 16;
@@ -88,7 +88,7 @@ VLORA_INLINE ptrdiff_t x_register_stride(ptrdiff_t depth) {
   return kFullLines ? depth * kLanes : P::kUnits * R::kWidth;
 }
 
-// Prefetches rows of y that are about to be written, in the columns of a block, to L1.
+// Prefetches to L1 the rows of y that will be written, in the columns of a block.
 struct PrefetchResults {
   const float* y = nullptr;
   ptrdiff_t stride = 0;
@@ -104,15 +104,15 @@ struct PrefetchResults {
 };
 
 // Work for later tiles that a tile of M rows does between its products, for `columns` values of
-// depth: it prefetches M rows of W, and copies M others that were prefetched before. As separate
-// passes, both would take longer.
+// depth: it prefetches M rows of W, and copies M other rows that were prefetched before. Separate
+// passes for both would take longer.
 template <class P>
 struct Lookahead {
   const typename P::Stored *prefetch, *from;
   float* to;
   ptrdiff_t stride;  // values between rows of W in memory
   int64_t columns;
-  PrefetchResults* results = nullptr;  // prefetched along the whole depth; or null
+  PrefetchResults* results = nullptr;  // rows of y to prefetch along the whole depth; or null
 };
 
 enum class LookaheadKind { kNone, kPrefetch, kPrefetchAndCopy };

@@ -1,5 +1,5 @@
-// Gemv: a few rows of x times W. One row of W from each of four streams is multiplied at a time, and
-// each lane sums a part of the depth.
+// Gemv: a few rows of x times W. One row of W from each of four streams is multiplied at a time.
+// Each lane sums a part of the depth.
 #pragma once
 
 #include "gemm/gemm.h"
@@ -11,14 +11,14 @@ using namespace vlora::runtime::VLORA_ISA;
 // Maximum number of rows of x in a register tile.
 constexpr int kGemvRows = 6;
 constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
-// Bytes that each stream is prefetched ahead, into L1. All streams together have 4 KiB on the way,
+// Bytes that each stream is prefetched ahead, into L1. All streams together have 4 KiB in flight,
 // more than one core receives from memory within its latency.
 constexpr ptrdiff_t kPrefetchBytes = 1024;
 
-// Types of a gemv. W and X: of the factors in memory. kStep: values of depth in a step. kMaxRows:
-// maximum number of rows of x for which a gemv is faster than a gemm. streams(rows): number of
-// streams in a tile with this many rows of x, two where sixteen registers cannot hold the sums of
-// four.
+// Types of a gemv. W and X: types of the factors in memory. kStep: values of depth in a step.
+// kMaxRows: maximum number of rows of x for which a gemv is faster than a gemm. streams(rows):
+// number of streams in a tile with this many rows of x. It is two if sixteen registers cannot hold
+// the sums of four streams.
 
 // Both factors are fp32; x is read in place.
 struct Fp32Gemv {
@@ -43,8 +43,8 @@ struct Fp32Gemv {
   }
 };
 
-// W is bf16, widened in registers. In each step the values with even indices are multiplied first,
-// then those with odd ones; x is packed in that order.
+// W is bf16, widened in registers. Each step first multiplies the values with even indices, then
+// those with odd indices. x is packed in that order.
 struct WidenedGemv {
   using W = uint16_t;
   using X = float;
@@ -111,8 +111,8 @@ struct PairsGemv {
 };
 #endif
 
-// Multiplies N rows of W, `gap` rows apart, the first of which is `row`, with T rows of x, from t0
-// on. The first rows of x prefetch W.
+// Multiplies N rows of W, the first being `row` and each `gap` rows after the one before, with T
+// rows of x, from t0 on. The first rows of x prefetch W.
 template <class P, int N, int T>
 VLORA_INLINE void gemv_tile(const Product& p, int64_t row, int64_t gap, const typename P::X* x,
                             ptrdiff_t stride, int64_t t0) {
@@ -184,8 +184,8 @@ VLORA_INLINE void gemv_streams(const Product& p, int64_t row, int64_t gap, const
   if constexpr (T > 1) gemv_streams<P, T - 1>(p, row, gap, x, stride, t0, rows);
 }
 
-// Multiplies rows [from, to) of each stream with all rows of x, in the smallest number of tiles, of
-// nearly equal height. The last piece includes the rows of W that no stream has.
+// Multiplies rows [from, to) of each stream with all rows of x, in as few tiles as possible, of
+// nearly equal height. The last piece includes the rows of W that belong to no stream.
 template <class P>
 void gemv(const Product& p, const float* packed, ptrdiff_t stride, const Piece& piece) {
   const auto* const x = reinterpret_cast<const typename P::X*>(packed);

@@ -1,5 +1,5 @@
-// Draws tokens from rows of scores without sorting more of the vocabulary than the result can
-// depend on.
+// Draws of tokens from rows of scores. They sort only the part of the vocabulary on which the
+// result can depend.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace vlora::gemm::VLORA_ISA {
 
-// Weights in a block whose sum and maximum are kept.
+// Number of weights in a block, of which the sum and the maximum are kept.
 constexpr int64_t kSampleBlock = 128;
 // The search for enough weights begins at kFirstFloor, multiplies the floor by kFirstFloor at each
 // step, and ends at kLowestFloor.
@@ -33,7 +33,7 @@ struct Weights {
     for (; i + R::kWidth <= width; i += R::kWidth) high = max(high, R::load(scores + i));
     float largest = high.largest();
     for (; i < width; ++i) largest = std::max(largest, scores[i]);
-    // exponential() returns this value for masked scores and all that are too small. It is
+    // exponential() returns this value for masked scores and all others that are too small. It is
     // subtracted, so that their weight is zero.
     const R level = R::all(largest), divisor = R::all(temperature),
             smallest = exponential(R::all(-INFINITY));
@@ -59,12 +59,12 @@ struct Weights {
   }
 };
 
-// Some tokens, ascending, and the sum of their weights.
+// Some tokens in ascending order, and the sum of their weights.
 struct Candidates {
   std::vector<int32_t> tokens;
   double total;
 
-  // Selects all tokens with a weight of at least `floor`, and more than zero.
+  // Selects all tokens whose weight is at least `floor` and above zero.
   void select(const Weights& weights, float floor) {
     tokens.clear();
     total = 0;
@@ -79,8 +79,8 @@ struct Candidates {
     }
   }
 
-  // Selects with the highest floor, not below `lowest`, at which enough() is true. Usually a few
-  // hundred tokens of the vocabulary matter.
+  // Selects with the highest floor, not below `lowest`, for which enough() is true. Usually only a
+  // few hundred tokens of the vocabulary matter.
   template <class Enough>
   void select_enough(const Weights& weights, float lowest, const Enough& enough) {
     for (float floor = kFirstFloor; floor > std::max(lowest, kLowestFloor); floor *= kFirstFloor) {
@@ -107,8 +107,8 @@ inline void keep_nucleus(const Weights& weights, double mass, Candidates& candid
   std::sort(tokens.begin(), tokens.end());
 }
 
-// Returns the token at the quantile `uniform` of all weights: first its block, by the sums, then
-// the token in it.
+// Returns the token at the quantile `uniform` of all weights. The sums of the blocks
+// determine the block, and its weights the token.
 inline int64_t pick(const Weights& weights, double uniform) {
   const double target = uniform * weights.total;
   double before = 0;

@@ -20,7 +20,7 @@ inline uint16_t bf16_of(float value) {
   return uint16_t((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16);
 }
 
-// Removes the upper half of the value's bits and returns it: a bf16. The subtraction is exact; a
+// Removes the upper half of the value's bits and returns it as a bf16. The subtraction is exact. A
 // value that is not finite becomes a NaN.
 inline uint16_t take_upper_half(float& value) {
   uint32_t bits;

@@ -18,11 +18,11 @@ using namespace vlora;
 
 namespace {
 
-// By the number of the ThreadSource.
+// Names of the thread sources, by the number of the ThreadSource.
 constexpr const char* kThreadSources[] = {"auto", "own", "openmp"};
 
-// Runs a region in which all threads wait at `rounds` barriers; thread number `failing` throws
-// instead. Returns how many times threads arrived. For tests of the team.
+// Runs a region in which all threads wait at `rounds` barriers, except that thread `failing`
+// throws. Returns how many times threads arrived at a barrier. For tests of the team.
 int64_t count_barriers(int threads, int rounds, int failing) {
   std::atomic<int64_t> arrivals{0};
   auto work = [&](const runtime::Team& team) {
@@ -39,8 +39,8 @@ int64_t count_barriers(int threads, int rounds, int failing) {
   return arrivals;
 }
 
-// Returns the sum of the numbers below `pieces`, each added by the thread that took it. For tests
-// of the team.
+// Returns the sum of the numbers below `pieces`. Each thread adds the numbers that it takes. For
+// tests of the team.
 int64_t sum_pieces(int threads, int64_t pieces) {
   std::atomic<int64_t> sum{0};
   const runtime::KernelCall call;

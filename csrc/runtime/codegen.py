@@ -1,5 +1,5 @@
-"""Translation units of csrc/runtime: sources, and for each instruction set its microbenchmarks and
-its tile unit."""
+"""Translation units of csrc/runtime: plain sources, and for each instruction set its
+microbenchmarks and its tile unit."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def units(build: Path) -> list[Unit]:
 def _table(struct: str, function: str, returns: str, isas: Sequence[Isa], result: str) -> str:
     """Return the source of `function(isa)`, which looks up the struct of an instruction set.
 
-    The struct is made by the function of the same name in the namespace of the instruction set, and
-    only if the CPU has that set.
+    The function of the same name in the instruction set's namespace makes the struct, only if the
+    CPU has that set.
     """
     declared = "".join(f"namespace {isa.name} {{ {struct} {function}(); }}\n" for isa in isas)
     cases = "".join(

@@ -18,12 +18,12 @@
 namespace vlora::runtime {
 namespace {
 
-// How much faster a less capable instruction set must be to be preferred. The error of a
-// measurement of a millisecond is smaller.
+// Minimum ratio of the peaks at which a less capable instruction set is preferred. The error of a
+// measurement of one millisecond is smaller.
 constexpr double kRequiredSpeedup = 1.1;
 constexpr int kAuto = -1;
 
-// The tile registers are 8 KiB of state, which Linux (5.16 and later) saves only for a process that
+// The tile registers are 8 KiB of state. Linux (5.16 and later) saves them only for a process that
 // has asked for them.
 bool has_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -42,8 +42,8 @@ int parsed(const std::string& name) {
   throw std::invalid_argument("instruction set '" + name + "' was not built or this CPU lacks it");
 }
 
-// VLORA_ISA as it was when this library was loaded: Python may change its environment while kernels
-// run. It is never deleted, since threads may use it during exit.
+// VLORA_ISA at the time when this library was loaded, because Python may change its environment
+// while kernels run. It is never deleted, since threads may use it during exit.
 const std::string& environment_request = *new std::string([] {
   const char* const name = std::getenv("VLORA_ISA");
   return name && *name ? name : "auto";
@@ -61,11 +61,11 @@ double measured_peak(Isa isa, Dtype dtype) {
   };
   const Microbenchmarks& benchmarks = microbenchmarks(isa);
   const KernelScope scope;
-  // The best of ten runs of about 0.1 ms: another process that takes the core keeps it for longer
-  // than one run.
+  // Take the best of ten runs of about 0.1 ms. Another process that takes the core keeps it for
+  // longer than one run.
   int64_t rounds = 500;
   double best = 0;
-  benchmarks.peak(dtype, rounds);  // powers up the execution units
+  benchmarks.peak(dtype, rounds);  // this powers up the execution units
   for (int run = 0; run < 10; ++run) {
     const auto start = Clock::now();
     const double flops = benchmarks.peak(dtype, rounds), seconds = since(start);
@@ -87,7 +87,7 @@ const char* name_of(Isa isa) {
 
 bool runs_here(Isa isa) {
   __builtin_cpu_init();
-  // These also check that the operating system saves the registers (xgetbv).
+  // These functions also check that the operating system saves the registers (xgetbv).
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -122,7 +122,7 @@ const std::vector<Isa>& ranked(Dtype dtype) {
     for (int i = int(Isa::kScalar); i < kIsas; ++i) {
       const Isa next = Isa(i);
       if (!runs_here(next)) continue;
-      // It precedes all that are not faster than it by kRequiredSpeedup; plain C++ is always last.
+      // It precedes all sets that are not faster by kRequiredSpeedup. Plain C++ is always last.
       auto position = ranking.begin();
       while (position != ranking.end() && *position != Isa::kScalar &&
              core_peak(*position, type) > kRequiredSpeedup * core_peak(next, type))

@@ -1,4 +1,4 @@
-// The instruction sets this CPU can run, and the one that kernels use.
+// The instruction sets that this CPU can run, and the one that kernels use.
 #pragma once
 
 #include <vector>
@@ -8,29 +8,29 @@
 namespace vlora::runtime {
 
 // In order of capability. kAmx has AVX-512 vectors, products of bf16 pairs, and a unit that
-// multiplies tiles of them. kTwin emulates kAmx in plain C++, for tests on CPUs without AMX; it is
-// used only when requested.
+// multiplies tiles of pairs. kTwin emulates kAmx in plain C++ for tests on CPUs without AMX. It is
+// used only on request.
 enum class Isa : int { kTwin, kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 constexpr int kIsas = 6;
 
 const char* name_of(Isa isa);
 // Returns whether the CPU has the instruction set and the system lets this process use it. For AMX
-// this asks the system for permission.
+// it asks the system for permission.
 bool runs_here(Isa isa);
 
-// Returns the instruction sets that run here, without the twin, fastest first by their measured
-// peak for products of this type. A less capable one precedes a more capable one only if it is 10 %
-// faster.
+// Returns the instruction sets that run here, without the twin. They are ordered by their measured
+// peak for products of this type, fastest first. A less capable set precedes a more capable one
+// only if it is 10 % faster.
 const std::vector<Isa>& ranked(Dtype dtype);
 
-// Returns the instruction set that products with matrices of this type use: the requested one, or
-// else the first of `ranked`. The environment variable VLORA_ISA, as it is when this library is
-// loaded, is a request made before the first call.
+// Returns the instruction set for products with matrices of this type: the requested one, or else
+// the first of `ranked`. The environment variable VLORA_ISA counts as a request made when this
+// library was loaded.
 Isa isa(Dtype dtype);
 // Returns the same for kernels that use vectors only and have no code for tiles.
 Isa vector_isa(Dtype dtype);
-// Requests an instruction set for both types; "auto" returns to the ranking. Throws
-// std::invalid_argument for an unknown name, or one that this CPU cannot run.
+// Requests an instruction set for both types. "auto" returns to the ranking. Throws
+// std::invalid_argument for a name that is unknown or that this CPU cannot run.
 void request_isa(const char* name);
 const char* requested_isa();
 
@@ -43,18 +43,18 @@ struct Microbenchmarks {
 };
 const Microbenchmarks& microbenchmarks(Isa isa);
 
-// Returns the flop/s of one core with an instruction set's products of this type. It is measured
+// Returns the flop/s of one core for an instruction set's products of this type. It is measured
 // once, in a millisecond.
 double core_peak(Isa isa, Dtype dtype);
 
-// Returns the flop/s that `threads` threads reach together in a loop that stays in registers. The
-// loop is the fastest that the instruction set in use has for the type: where products of bf16
-// pairs are slower than widening to fp32, it is the loop of fp32.
+// Returns the flop/s that `threads` threads reach together in a loop on registers. It is the
+// fastest loop that the instruction set in use has for the type. If products of bf16 pairs are
+// slower than widening to fp32, it is the loop of fp32.
 double peak(Dtype dtype, double seconds, int threads);
-// Returns the bytes/s that `threads` threads read together from a working set of `bytes`, each its
+// Returns the bytes/s at which `threads` threads together read a working set of `bytes`, each its
 // own part.
 double bandwidth(int64_t bytes, double seconds, int threads);
-// Run the loop of `peak` once, returning the flops done, and read `bytes` of fp32 once.
+// multiply runs the loop of `peak` once and returns its flops; read reads `bytes` of fp32 once.
 double multiply(Dtype dtype, int64_t rounds, int threads);
 float read(const void* values, int64_t bytes, int threads);
 

@@ -1,20 +1,19 @@
 // fp32 values split into limbs of bf16, and factors packed as tiles. Included after the tile
-// registers of an instruction set (tile_amx.h or tile_twin.h), which define Fp32Line (32 fp32
+// registers of an instruction set (tile_amx.h or tile_twin.h). These define Fp32Line (32 fp32
 // values) and Bf16Line (32 bf16 values, a line of a tile).
 //
-// fp32 has 24 significant bits and bf16 has 8, so the sum of three limbs is exactly the value. Of
-// the nine products of the limbs of two values, kernels compute the six largest and sum them in
-// fp32. The three products that are left out are the only error. A value that is not finite has
-// limbs that are not finite, and products with it are NaN or infinite. There are two ways to split:
+// fp32 has 24 significant bits and bf16 has 8, so three limbs add up exactly to the value. Of the
+// nine products of the limbs of two values, kernels compute the six largest and sum them in fp32.
+// Leaving out the other three is the only error. A value that is not finite has limbs that are not
+// finite, and products with it are NaN or infinite. There are two ways to split:
 //
-// split_truncated: each limb is the upper half of the bits that remain. The error is below 2^-21 of
-// a product, and 2^-23 on average, about as much as rounding a sum of fp32 loses. A limb costs a
-// mask and a subtraction, so gemms, which split their factors in every call, use it.
+// split_truncated: each limb is the upper half of the remaining bits. The error is below 2^-21 of a
+// product and 2^-23 on average, about as much as rounding a sum to fp32 loses. A limb costs a mask
+// and a subtraction. Gemms use it, because they split their factors in every call.
 //
-// split_rounded: each limb is the bf16 nearest to what remains, so later limbs are smaller. The
-// error is below 2^-25 of a product. A limb costs two more conversions; merges use it, since they
-// split a factor once for many products and their result is compared with the rounded sum bit by
-// bit.
+// split_rounded: each limb is the bf16 nearest to the remainder, so later limbs are smaller. The
+// error is below 2^-25 of a product. A limb costs two more conversions. Merges use it: they split a
+// factor once for many products, and their result is compared with the rounded sum bit by bit.
 #pragma once
 
 #include "runtime/tile_unit.h"
@@ -44,7 +43,7 @@ VLORA_INLINE void store_limbs(const Limbs& limbs, char* to, ptrdiff_t limb_bytes
   for (int i = 0; i < kLimbs; ++i) limbs.line[i].store(to + i * limb_bytes);
 }
 
-// Packs 16 rows of x, `count` values of each, as tiles of a right factor: each line of a tile holds
+// Packs 16 rows of x, `count` values each, as tiles of a right factor. Each line of a tile holds
 // one pair of depth of all rows. Rows from `rows` on and values from `count` on are zero.
 // split(values, lines) makes kLines lines, and so tiles, of 32 values.
 template <int kLines, class Split>
@@ -59,14 +58,14 @@ VLORA_INLINE void pack_columns(const float* x, ptrdiff_t stride, int rows, int c
   for (int i = 0; i < kLines; ++i, to += sizeof staged[0]) transpose_pairs(staged[i], to);
 }
 
-// One tile: the values rounded to bf16.
+// Packs one tile, with the values rounded to bf16.
 inline void pack_rounded_columns(const float* x, ptrdiff_t stride, int rows, int count, char* to) {
   pack_columns<1>(x, stride, rows, count, to,
                   [](const Fp32Line& values, Bf16Line* lines)
                       __attribute__((always_inline)) { lines[0] = values.rounded(); });
 }
 
-// One tile for each limb.
+// Packs one tile for each limb.
 inline void pack_limb_columns(const float* x, ptrdiff_t stride, int rows, int count, char* to) {
   pack_columns<kLimbs>(x, stride, rows, count, to,
                        [](const Fp32Line& values, Bf16Line* lines) __attribute__((always_inline)) {

@@ -1,4 +1,4 @@
-// A call of kernels from Python. Included by the bindings only.
+// A call of kernels from Python. Only bindings include this file.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -7,7 +7,7 @@
 
 namespace vlora::runtime {
 
-// It holds no interpreter lock, and its thread is in a KernelScope.
+// While it exists, the interpreter lock is released and its thread is in a KernelScope.
 struct KernelCall {
   pybind11::gil_scoped_release released;
   KernelScope scope;

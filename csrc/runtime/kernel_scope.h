@@ -4,13 +4,13 @@
 namespace vlora::runtime {
 
 // While it exists, its thread rounds to nearest and treats subnormal numbers as zeros (FTZ and
-// DAZ), whatever its caller's mode is, so that a result does not depend on the thread that computes
-// it. Some CPUs take over a hundred cycles for each subnormal number, and the softmax produces
-// many: weights far below the largest one.
+// DAZ). A result thus does not depend on the thread that computes it, or on the caller's mode. Some
+// CPUs take over a hundred cycles for each subnormal number. The softmax produces many of them:
+// weights far below the largest one.
 //
-// When it ends, with or without an exception, the caller's mode is restored and tile registers that
-// the thread has configured are released. Every thread of a region has one (threads.h); the caller
-// of an operator makes one for the work that the operator does outside regions (kernel_call.h).
+// When it ends, even through an exception, the caller's mode is restored, and tile registers that
+// the thread has configured are released. Every thread of a region has one (threads.h). The caller
+// of an operator makes one for the operator's work outside regions (kernel_call.h).
 class KernelScope {
  public:
   KernelScope();
@@ -22,7 +22,7 @@ class KernelScope {
   const unsigned before_;
 };
 
-// Makes the end of this thread's KernelScope call `release`. A tile unit calls it when it has
+// Makes the end of this thread's KernelScope call `release`. A tile unit calls this after it has
 // configured its registers.
 void release_at_scope_end(void (*release)());
 

@@ -11,14 +11,14 @@ namespace vlora::runtime {
 namespace {
 
 constexpr size_t kPage = 2 << 20, kLine = 64;
-// A region is mapped at once; only pages that are written take physical memory.
+// Bytes that are mapped at a time. Only pages that are written take physical memory.
 constexpr size_t kRegion = 16 << 20;
 
 size_t round_up(size_t bytes, size_t multiple) {
   return (bytes + multiple - 1) / multiple * multiple;
 }
 
-// Regions, each with its free ranges by address. Allocation is first fit; adjacent free ranges are
+// Regions, each with its free ranges by address. Allocation is first fit. Adjacent free ranges are
 // joined.
 class Regions {
  public:
@@ -33,7 +33,7 @@ class Regions {
         mmap(nullptr, size + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     char* const base = reinterpret_cast<char*>(round_up(reinterpret_cast<size_t>(mapped), kPage));
-    madvise(base, size, MADV_HUGEPAGE);  // if it fails, the pages are ordinary ones
+    madvise(base, size, MADV_HUGEPAGE);  // if this fails, the pages are ordinary ones
     Region& region = regions_[base];
     region = {mapped, size, {}};
     region.free[base] = size;

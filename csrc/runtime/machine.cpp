@@ -14,7 +14,7 @@
 namespace vlora::runtime {
 namespace {
 
-// Bytes read to measure the memory. They are flushed from the caches before each reading.
+// Bytes read to measure the memory. They are flushed from the caches before each measurement.
 constexpr int64_t kBytes = 4 << 20;
 
 double seconds_since(std::chrono::steady_clock::time_point start) {

@@ -1,5 +1,5 @@
-// Cache sizes and speeds of this machine. Sizes come from the operating system; speeds are measured
-// once, in about a millisecond.
+// Cache sizes and speeds of this machine. The operating system gives the sizes. The speeds are
+// measured once, in about a millisecond.
 #pragma once
 
 #include "runtime/types.h"
@@ -16,8 +16,9 @@ struct Machine {
 
 const Machine& machine();
 
-// Returns the caches of cpu0 as described in `folder`, which is /sys/devices/system/cpu/cpu0/cache
-// outside tests. Sizes missing there are common ones; speeds are zero.
+// Returns the caches of cpu0 that `folder` describes. Outside tests it is
+// /sys/devices/system/cpu/cpu0/cache. Sizes that are missing there get common values. Speeds are
+// zero.
 Machine caches_of(const char* folder);
 
 }  // namespace vlora::runtime

@@ -1,5 +1,5 @@
-// Functions on the registers of every instruction set: sums over lanes, the exponential function.
-// Included after an instruction set's register header.
+// Functions on the registers of every instruction set: sums over lanes, and the exponential
+// function. Included after an instruction set's register header.
 #pragma once
 
 #include "runtime/quad.h"
@@ -17,12 +17,12 @@ VLORA_INLINE Quad sums_of(R a, R b, R c, R d) {
 }
 
 // Returns e to the power of x, to about 1.5 units in the last place. Below -87.3 it returns the
-// smallest normal number, above 88 the value at 88, for a NaN a NaN.
+// smallest normal number, and above 88 the value at 88. A NaN stays a NaN.
 VLORA_INLINE R exponential(R x) {
-  // The bound is the first operand: where x is a NaN, min and max return their second one.
+  // The bound is the first operand: if x is NaN, min and max return their second operand.
   x = max(R::all(-87.33f), min(R::all(88.0f), x));
   const R n = (x * R::all(1.44269504f)).nearest();
-  // The rest is x - n log 2, with log 2 in two parts so that the first product is exact.
+  // The remainder is x - n log 2. log 2 has two parts, so that the first product is exact.
   R r = x;
   r.add_product(n, R::all(-0.693359375f));
   r.add_product(n, R::all(2.12194440e-4f));

@@ -16,9 +16,9 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// Returns the best rate of all threads together. prepare(threads) returns a function that does a
-// round of work and returns its amount; each round runs between two barriers. (Adding up the best
-// round of each thread gives a rate that the machine never reaches: 84 GB/s for a memory of 50
+// Returns the best rate of all threads together. prepare(threads) returns a function that does one
+// round of work and returns its amount. Each round runs between two barriers. (The sum of each
+// thread's best round would be a rate that the machine never reaches: 84 GB/s for a memory of 50
 // GB/s.)
 template <class Prepare>
 double best_rate(int threads, double seconds, const Prepare& prepare) {
@@ -44,7 +44,7 @@ double best_rate(int threads, double seconds, const Prepare& prepare) {
   return best;
 }
 
-// Returns the type whose loop is fastest for this one: bf16 can be widened and multiplied as fp32.
+// Returns the type whose loop is fastest for `dtype`: bf16 can be widened and multiplied as fp32.
 Dtype best_loop(Dtype dtype) {
   const bool pairs = core_peak(isa(dtype), dtype) >= core_peak(isa(dtype), Dtype::kFp32);
   return pairs ? dtype : Dtype::kFp32;

@@ -1,5 +1,5 @@
-// The microbenchmarks of one instruction set. Each set compiles them in one generated unit, after
-// its vectors.
+// The microbenchmarks of one instruction set. Each set compiles them in one generated unit, which
+// includes this file after its vectors.
 #pragma once
 
 #include "runtime/types.h"
@@ -13,14 +13,14 @@ constexpr bool kPairs = false;
 #endif
 
 #ifdef VLORA_HAS_TILES
-// Multiplies a block of two by two tiles of zeros, in the order that kernels do.
+// Multiplies blocks of two by two tiles of zeros, in the order of the kernels.
 inline double tile_peak(int64_t rounds) {
   using U = TileRegisters;
   using Block = TileBlock<2, 2>;
   configure(kAmxRows, kAmxRows, kAmxRows);
   Block::zero();
   U::zero<4>(), U::zero<5>(), U::zero<6>(), U::zero<7>();
-  // Multiplying a block takes about as long as eight rounds of vectors.
+  // Multiplying a block takes about as long as eight rounds on vectors.
   const int64_t blocks = rounds / 8 + 1;
   for (int64_t i = 0; i < blocks; ++i) Block::multiply();
   return double(blocks) * 4 * kAmxRows * kAmxRows * 2 * kAmxRows * 2;
@@ -54,7 +54,7 @@ inline double peak(Dtype dtype, int64_t rounds) {
     for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 16
       for (int a = 0; a < kAccumulators; ++a) {
-        // Without fused multiply-add, the compiler would otherwise multiply only once.
+        // Without fused multiply-add, the compiler would multiply only once.
         b.keep();
         acc[a].add_product(s, b);
         acc[a].keep();

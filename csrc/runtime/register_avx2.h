@@ -47,8 +47,8 @@ struct R {
   static void store_two(R a, R b, uint16_t* p) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), rounded(a, b));
   }
-  // Stores both as 16 bf16, interleaved value by value, rounding as `store` does. A NaN must be a
-  // quiet one, as results of arithmetic are.
+  // Stores both as 16 bf16, interleaved value by value, rounded as in `store`. A NaN must be a
+  // quiet one, which results of arithmetic are.
   static void store_interleaved(R even, R odd, uint16_t* p) {
     const __m256i low = _mm256_srli_epi32(even.rounded_in_upper_half(), 16),
                   high = odd.rounded_in_upper_half();
@@ -70,7 +70,7 @@ struct R {
   friend R operator-(R a, R b) { return {_mm256_sub_ps(a.r, b.r)}; }
   friend R operator*(R a, R b) { return {_mm256_mul_ps(a.r, b.r)}; }
   friend R operator/(R a, R b) { return {_mm256_div_ps(a.r, b.r)}; }
-  // Both return the second operand where either one is a NaN.
+  // Both return the second operand if either operand is a NaN.
   friend R max(R a, R b) { return {_mm256_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm256_min_ps(a.r, b.r)}; }
   R nearest() const { return {_mm256_round_ps(r, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)}; }
@@ -80,7 +80,7 @@ struct R {
         _mm256_cmpgt_epi32(_mm256_set1_epi32(count), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
     return {_mm256_blendv_ps(others.r, r, _mm256_castsi256_ps(some))};
   }
-  // Shifts the low bits of each value to where its exponent is.
+  // Shifts the low bits of each value to the place of its exponent.
   R exponent_of_low_bits() const {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(r), 23))};
   }
@@ -89,11 +89,12 @@ struct R {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(r), _mm256_set1_epi32(127));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(exponent, 23))};
   }
-  // Adds the halves of the register: four partial sums remain.
+  // Adds the halves of the register, which leaves four partial sums.
   Quad folded() const { return low() + high(); }
   float largest() const { return max(low(), high()).largest(); }
 
-  // Keeps the compiler from removing or reordering what computes the register, in microbenchmarks.
+  // Keeps the compiler from removing or reordering the computation of the register, in
+  // microbenchmarks.
   void keep() { asm volatile("" : "+x"(r)); }
 
  private:

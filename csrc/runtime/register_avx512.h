@@ -21,7 +21,7 @@ struct R {
     const __m256i bf16 = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bf16), 16))};
   }
-  // Loads the first `count` values, at most 16, and zeros.
+  // Loads the first `count` values, at most 16, and fills the other lanes with zeros.
   static R load_some(const float* p, int count) {
     return {_mm512_maskz_loadu_ps(first_lanes(count), p)};
   }
@@ -71,7 +71,7 @@ struct R {
   }
 
   // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded
-  // to bf16. The two add up to the value within 2^-16 of it.
+  // to bf16. The sum of the two is within 2^-16 of the value.
   static void store_split(R a, R b, uint16_t* high, uint16_t* low) {
     _mm512_storeu_si512(high, upper_halves(a.r, b.r));
     const R first{without_upper_half(a.r)}, second{without_upper_half(b.r)};
@@ -83,7 +83,7 @@ struct R {
   friend R operator-(R a, R b) { return {_mm512_sub_ps(a.r, b.r)}; }
   friend R operator*(R a, R b) { return {_mm512_mul_ps(a.r, b.r)}; }
   friend R operator/(R a, R b) { return {_mm512_div_ps(a.r, b.r)}; }
-  // Both return the second operand where either one is a NaN.
+  // Both return the second operand if either operand is a NaN.
   friend R max(R a, R b) { return {_mm512_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm512_min_ps(a.r, b.r)}; }
   R nearest() const {
@@ -94,7 +94,7 @@ struct R {
     const unsigned some = count <= 0 ? 0 : count >= kWidth ? 0xffffu : (1u << count) - 1;
     return {_mm512_mask_blend_ps(__mmask16(some), others.r, r)};
   }
-  // Shifts the low bits of each value to where its exponent is.
+  // Shifts the low bits of each value to the place of its exponent.
   R exponent_of_low_bits() const {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(r), 23))};
   }
@@ -109,7 +109,7 @@ struct R {
     transpose_quarter(lines, stride, quarter, columns);
     for (int i = 0; i < 4; ++i) out[i].r = columns[i];
   }
-  // Adds the quarters of the register: four partial sums remain.
+  // Adds the quarters of the register, which leaves four partial sums.
   Quad folded() const {
     const __m256 half = _mm256_add_ps(_mm512_castps512_ps256(r), _mm512_extractf32x8_ps(r, 1));
     return {_mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1))};
@@ -130,7 +130,8 @@ struct R {
   }
   void add_pairs(Pairs a, Pairs b) { r = _mm512_dpbf16_ps(r, a, b); }
 #endif
-  // Keeps the compiler from removing or reordering what computes the register, in microbenchmarks.
+  // Keeps the compiler from removing or reordering the computation of the register, in
+  // microbenchmarks.
   void keep() { asm volatile("" : "+v"(r)); }
 
  private:

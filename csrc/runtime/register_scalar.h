@@ -1,4 +1,4 @@
-// One SSE2 register: 4 fp32 values. Every x86-64 CPU has it; it is portable, not fast.
+// One SSE2 register: 4 fp32 values. Every x86-64 CPU has it. This version is portable, but slow.
 #pragma once
 
 #include <emmintrin.h>
@@ -50,7 +50,7 @@ struct R {
   static void store_interleaved(R even, R odd, uint16_t* p) {
     store_two({_mm_unpacklo_ps(even.r, odd.r)}, {_mm_unpackhi_ps(even.r, odd.r)}, p);
   }
-  // These are stores that bypass the caches in other instruction sets.
+  // In other instruction sets these stores bypass the caches.
   void stream(float* p) const { store(p); }
   static void stream_two(R a, R b, uint16_t* p) { store_two(a, b, p); }
   // Stores the sum of each pair of neighbours among 16 values.
@@ -61,7 +61,7 @@ struct R {
                                _mm_shuffle_ps(v[i].r, v[i + 1].r, _MM_SHUFFLE(3, 1, 3, 1))));
   }
   // Splits the values of `a`, then of `b`, into the upper half of their bits and the rest rounded
-  // to bf16. The two add up to the value within 2^-16 of it.
+  // to bf16. The sum of the two is within 2^-16 of the value.
   static void store_split(R a, R b, uint16_t* high, uint16_t* low) {
     float values[2 * kWidth];
     a.store(values);
@@ -77,7 +77,7 @@ struct R {
   friend R operator-(R a, R b) { return {_mm_sub_ps(a.r, b.r)}; }
   friend R operator*(R a, R b) { return {_mm_mul_ps(a.r, b.r)}; }
   friend R operator/(R a, R b) { return {_mm_div_ps(a.r, b.r)}; }
-  // Both return the second operand where either one is a NaN.
+  // Both return the second operand if either operand is a NaN.
   friend R max(R a, R b) { return {_mm_max_ps(a.r, b.r)}; }
   friend R min(R a, R b) { return {_mm_min_ps(a.r, b.r)}; }
   R nearest() const { return {_mm_cvtepi32_ps(_mm_cvtps_epi32(r))}; }
@@ -87,7 +87,7 @@ struct R {
         _mm_castsi128_ps(_mm_cmpgt_epi32(_mm_set1_epi32(count), _mm_setr_epi32(0, 1, 2, 3)));
     return {_mm_or_ps(_mm_and_ps(some, r), _mm_andnot_ps(some, others.r))};
   }
-  // Shifts the low bits of each value to where its exponent is.
+  // Shifts the low bits of each value to the place of its exponent.
   R exponent_of_low_bits() const {
     return {_mm_castsi128_ps(_mm_slli_epi32(_mm_castps_si128(r), 23))};
   }
@@ -96,7 +96,7 @@ struct R {
     const __m128i exponent = _mm_add_epi32(_mm_cvtps_epi32(r), _mm_set1_epi32(127));
     return {_mm_castsi128_ps(_mm_slli_epi32(exponent, 23))};
   }
-  // The four values, as partial sums.
+  // Returns the four values as partial sums.
   Quad folded() const { return {r}; }
   float largest() const { return Quad{r}.largest(); }
 
@@ -117,7 +117,8 @@ struct R {
     r = _mm_add_ps(r, _mm_add_ps(_mm_mul_ps(a.even, b.even), _mm_mul_ps(a.odd, b.odd)));
   }
 #endif
-  // Keeps the compiler from removing or reordering what computes the register, in microbenchmarks.
+  // Keeps the compiler from removing or reordering the computation of the register, in
+  // microbenchmarks.
   void keep() { asm volatile("" : "+x"(r)); }
 
  private:

@@ -10,7 +10,7 @@
 namespace vlora::runtime {
 
 // One allocation, aligned to a cache line and as large as the largest request so far. Its contents
-// are lost when it grows. Meant to be thread_local.
+// are lost when it grows. It is meant to be thread_local.
 class Scratch {
  public:
   Scratch() = default;
@@ -38,7 +38,7 @@ class Scratch {
 };
 
 // The same in large pages, for buffers that are read from end to end again and again. Ordinary
-// pages are scattered over physical memory, so that by chance too many of their lines fall on the
+// pages are scattered over physical memory. By chance, too many of their lines can then fall on the
 // same sets of L2.
 class LargeScratch {
  public:

@@ -1,4 +1,4 @@
-// Splits fp32 values into the upper half of their bits, which is a bf16, and the rest.
+// Functions that split fp32 values into the upper half of their bits, a bf16, and the rest.
 #pragma once
 
 #include <immintrin.h>
@@ -15,7 +15,7 @@ VLORA_INLINE __m512i upper_halves(__m512 a, __m512 b) {
   return _mm512_permutex2var_epi16(_mm512_castps_si512(a), odd, _mm512_castps_si512(b));
 }
 
-// Returns each value less the upper half of its bits. This is exact; a value that is not finite
+// Returns each value less the upper half of its bits. This is exact. A value that is not finite
 // becomes a NaN.
 VLORA_INLINE __m512 without_upper_half(__m512 x) {
   const __m512i upper = _mm512_set1_epi32(int(0xffff0000u));

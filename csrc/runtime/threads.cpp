@@ -23,7 +23,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// How long a waiting thread spins before it sleeps. Waking it by a futex takes 10 to 50 us; less
+// Time that a waiting thread spins before it sleeps. Waking it with a futex takes 10 to 50 µs. Less
 // time passes between two kernels of a layer.
 constexpr auto kSpin = std::chrono::microseconds(40);
 
@@ -54,7 +54,7 @@ struct RegionState {
   }
 };
 
-// The process's own threads. They serve one region at a time.
+// The threads of this process. They serve one region at a time.
 class Pool {
  public:
   void run(int threads, bool independent, RegionState& region) {
@@ -72,8 +72,8 @@ class Pool {
     calls_.value().fetch_add(1);
     calls_.wake(threads - 1);
     region.run(0, threads);
-    // In an independent region, workers that have not entered by now have nothing to do. Otherwise
-    // all of them have to enter and to leave.
+    // In an independent region, workers that have not entered by now have nothing to do. In other
+    // regions all workers must enter and leave.
     for (;;) {
       uint32_t gate = gate_.load();
       const bool complete = independent || count(gate, kJoined) == threads - 1;
@@ -87,14 +87,14 @@ class Pool {
   }
 
  private:
-  // The gate's value: a bit that says whether it is open, and three counts of workers at these bit
-  // positions: those wanted, those that have entered, and those inside.
+  // The gate's value has a bit that says whether it is open, and three counts of workers at these
+  // bit positions: those wanted, those that have entered, and those inside.
   static constexpr uint32_t kOpen = 1u << 31;
   static constexpr int kWanted = 20, kJoined = 10, kInside = 0, kMaxCount = 1023;
   static int count(uint32_t gate, int position) { return int(gate >> position & kMaxCount); }
 
-  // Starts workers until there are `workers` of them. Returns that number, or fewer if the system
-  // has no threads or no memory for more.
+  // Starts workers until there are `workers` of them. Returns their number, which is smaller if the
+  // system has no threads or no memory for more.
   int start(int workers) {
     while (workers_ < workers) {
       try {
@@ -117,7 +117,7 @@ class Pool {
       while ((gate & kOpen) && count(gate, kJoined) < count(gate, kWanted)) {
         constexpr uint32_t kEnter = 1u << kJoined | 1u << kInside;
         if (!gate_.value().compare_exchange_weak(gate, gate + kEnter)) continue;
-        // The region exists at least until this thread has left it.
+        // The region exists at least until this thread leaves it.
         region_.load(std::memory_order_relaxed)
             ->run(count(gate, kJoined) + 1, count(gate, kWanted) + 1);
         gate_.value().fetch_sub(1u << kInside);
@@ -146,8 +146,8 @@ struct OpenMp {
 
   explicit operator bool() const { return parallel && thread && threads; }
 
-  // Runs a region on `wanted` threads of a team that keeps its largest size so far, since the
-  // runtime ends and starts threads whenever the size changes.
+  // Runs a region on `wanted` threads of a team that keeps its largest size so far: the runtime
+  // would end and start threads at each change of size.
   void run(int wanted, RegionState& region) const {
     thread_local int largest = 0;
     largest = std::max(largest, wanted);
@@ -155,7 +155,7 @@ struct OpenMp {
       const OpenMp& openmp;
       RegionState& region;
       int wanted;
-      // They repeat the runtime's own synchronization in a form that thread sanitizers see.
+      // These repeat the runtime's own synchronization in a form that thread sanitizers see.
       std::atomic<int> started{0}, ended{0};
     } borrowed{*this, region, wanted};
     borrowed.started.store(1, std::memory_order_release);
@@ -181,9 +181,9 @@ std::atomic<Pool*> own_pool{nullptr};
 std::atomic<ThreadSource> requested{ThreadSource::kAuto};
 std::atomic<bool> forked{false};
 
-// Whether torch's threads sleep while they wait, and so leave the cores to our own. The variable is
-// read once, when this library is loaded, as OpenMP's runtime does: Python may change its
-// environment while kernels run.
+// Whether torch's threads sleep while they wait, which leaves the cores to our own threads. The
+// variable is read once, when this library is loaded, as OpenMP's runtime reads it: Python may
+// change its environment while kernels run.
 const bool openmp_sleeps = [] {
   const char* const policy = std::getenv("OMP_WAIT_POLICY");
   return policy && !strcasecmp(policy, "PASSIVE");
@@ -199,7 +199,7 @@ Pool& pool() {
   return *existing;
 }
 
-// A forked child has none of its parent's threads, and OpenMP runtimes would wait for theirs.
+// A forked child has no threads of its parent, and OpenMP runtimes would wait for them.
 void after_fork() {
   own_pool.store(nullptr);
   forked.store(true);
@@ -212,7 +212,7 @@ struct AtFork {
 }  // namespace
 
 void Signal::wake(int threads) {
-  // With a single order of all operations, either this thread sees the sleeping one, or that one
+  // All these operations have one order. Either this thread sees the sleeping one, or that thread
   // sees the change before it sleeps.
   if (asleep_.load(std::memory_order_seq_cst))
     syscall(SYS_futex, &value_, FUTEX_WAKE_PRIVATE, threads, nullptr, nullptr, 0);
@@ -237,7 +237,7 @@ void Barrier::wait(int threads) {
   if (round & kBroken) throw Broken{};
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == threads) {
     arrived_.store(0, std::memory_order_relaxed);
-    // An addition could undo the bit that another thread sets when it breaks up the region.
+    // An addition could undo the bit that another thread sets to break up the region.
     uint32_t expected = round;
     round_.value().compare_exchange_strong(expected, (round + 1) & ~kBroken);
     round_.wake(INT_MAX);

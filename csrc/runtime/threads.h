@@ -1,18 +1,18 @@
 // The team of threads that all kernels of the process share.
 //
 // There are two ways to use it. `share_out` and `run_independent` are for work in pieces that do
-// not depend on each other: a free thread takes the next piece, and a thread that is late, because
-// another process has its core, finds none left and is not waited for. `run_on` is for regions with
-// barriers (`Team::wait`): all threads take part; inside it, work is best taken in pieces as well
-// (`Pieces`).
+// not depend on each other: a free thread takes the next piece. A thread that is late, because
+// another process has its core, finds no piece left and is not waited for. `run_on` is for
+// regions with barriers (`Team::wait`), in which all threads take part. Work inside such a region
+// should be taken in pieces as well (`Pieces`).
 //
-// Threads are kept and reused; those that a region does not need stay asleep. A waiting thread
+// Threads are kept and reused. Those that a region does not need stay asleep. A waiting thread
 // spins briefly, then sleeps. If torch's OpenMP threads spin while they wait (that is,
 // OMP_WAIT_POLICY was not PASSIVE when this library was loaded), they are borrowed instead, since
-// two teams would compete for the same cores. A call inside a region, or while another thread's
-// region runs, runs on its caller alone. An exception in any thread ends the region and is rethrown
-// by the call. A forked child gets a team of its own. The caller is in a KernelScope
-// (kernel_scope.h); each thread of a region gets its own.
+// two teams would compete for the same cores. A call inside a region, or during another thread's
+// region, runs on its caller alone. An exception in any thread ends the region, and the call
+// rethrows it. A forked child gets its own team. The caller is in a KernelScope (kernel_scope.h),
+// and each thread of a region gets one.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ class Signal {
  public:
   uint32_t load() const { return value_.load(std::memory_order_acquire); }
   std::atomic<uint32_t>& value() { return value_; }
-  // Wakes waiting threads. The value must have been changed by a sequentially consistent operation.
+  // Wakes waiting threads. A sequentially consistent operation must have changed the value.
   void wake(int threads);
   // Returns when the value differs from `seen`. Spins briefly, then sleeps.
   void wait_while(uint32_t seen);
@@ -39,7 +39,7 @@ class Signal {
 // A barrier for all threads of a region.
 class Barrier {
  public:
-  // Throws Broken once a thread has left the region with an exception.
+  // Waits for the other threads. Throws Broken once a thread has left the region by an exception.
   void wait(int threads);
   void break_up();
 
@@ -61,7 +61,7 @@ struct Team {
   }
 };
 
-// Numbers 0 … count - 1, each of which is taken by one thread.
+// The numbers 0 … count - 1, each of which one thread takes.
 class Pieces {
  public:
   explicit Pieces(int64_t count = 0) : count_(count) {}
@@ -82,16 +82,16 @@ class Pieces {
   std::atomic<int64_t> next_{0};
 };
 
-// Where threads come from. kAuto follows the rule at the top of this file.
+// Sources of threads. kAuto follows the rule at the top of this file.
 enum class ThreadSource { kAuto, kOwn, kOpenMp };
-// Sets the source, for tests and sanitizers; must not be called while a region runs. Returns false
-// if the process has no OpenMP runtime to borrow from.
+// Sets the source, for tests and sanitizers. It must not be called while a region runs. Returns
+// false if the process has no OpenMP runtime to borrow threads from.
 bool set_thread_source(ThreadSource source);
 // Returns kOwn or kOpenMp.
 ThreadSource thread_source();
 
 using Region = void (*)(void* context, const Team& team);
-// independent: threads that have not started when the caller's part is done are not waited for.
+// independent: do not wait for threads that have not started when the caller's part is done.
 void run_region(int threads, bool independent, Region work, void* context);
 
 // Calls work(team) on `threads` threads, or on the caller alone. The caller is thread 0.
@@ -102,7 +102,7 @@ void run_on(int threads, Work& work) {
       &work);
 }
 
-// The same for work that has no barriers and is taken in pieces.
+// The same for work without barriers that threads take in pieces.
 template <class Work>
 void run_independent(int threads, Work& work) {
   run_region(

@@ -10,8 +10,8 @@
 
 namespace vlora::runtime::VLORA_ISA {
 
-// The instructions are inline assembly: the compiler's intrinsics do not accept a register number
-// that is a template parameter.
+// The instructions are inline assembly, because the compiler's intrinsics do not accept a template
+// parameter as a register number.
 struct TileRegisters {
   template <class Shapes>
   static void configure(const Shapes& shapes) {
@@ -75,7 +75,7 @@ struct Fp32Line {
   static Fp32Line load_some(const float* from, int count) {
     return load_two(from, count, from + 16, count - 16);
   }
-  // Two halves of up to 16 values each, the rest zero.
+  // Loads two halves of up to 16 values each. The rest is zero.
   static Fp32Line load_two(const float* first, int first_count, const float* second,
                            int second_count) {
     return {_mm512_maskz_loadu_ps(first_lanes(first_count), first),
@@ -83,7 +83,7 @@ struct Fp32Line {
   }
 
   Bf16Line rounded() const { return {__m512i(_mm512_cvtne2ps_pbh(high, low))}; }
-  // Each of these removes what it returns from the values.
+  // Each of these functions subtracts what it returns from the values.
   Bf16Line take_upper_half() {
     const Bf16Line upper{upper_halves(low, high)};
     low = without_upper_half(low);
@@ -103,7 +103,7 @@ struct Fp32Line {
   }
 };
 
-// Stores 16 lines of pairs transposed: line i of the result holds pair i of each of them.
+// Stores 16 lines of pairs transposed: line i of the result holds pair i of each line.
 VLORA_INLINE void transpose_pairs(const Bf16Line (&lines)[16], char* to) {
   auto* out = reinterpret_cast<float*>(to);
   for (int quarter = 0; quarter < 4; ++quarter, out += 64) {
@@ -118,7 +118,7 @@ VLORA_INLINE void copy_line(const char* from, char* to) {
 }
 
 // Writes columns 4 quarter … 4 quarter + 3 of a tile of sums, transposed, as up to four rows of y:
-// `columns` values of `rows` rows. `bias` (or null) is added, except where sums are added to y.
+// `columns` values of `rows` rows. `bias` (or null) is added, unless the sums are added to y.
 VLORA_INLINE void store_transposed(const float* tile, ptrdiff_t line, int quarter, float* y,
                                    ptrdiff_t stride, int rows, int columns, const float* bias,
                                    Store how) {

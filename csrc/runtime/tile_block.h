@@ -92,8 +92,9 @@ struct TileBlock {
     if constexpr (kTall > 1) multiply_row<1>();
   }
 
-  // Adds left times right over `count` tiles of depth, each tile being used once. loaded(At<row>{})
-  // runs after each tile of the left factor is loaded, between() after each tile of depth.
+  // Adds left times right over `count` tiles of depth, each of which is used once.
+  // loaded(At<row>{}) runs after each load of a tile of the left factor, between() after each tile
+  // of depth.
   template <bool kStreaming, class Loaded, class Between>
   static VLORA_INLINE void multiply_depth(TileSource left, TileSource right, int64_t count,
                                           const Loaded& loaded, const Between& between) {
@@ -112,7 +113,7 @@ struct TileBlock {
   }
 
  private:
-  // Registers 0 and 1 have the shape of the upper tile of rows, 2 and 3 that of the lower one.
+  // Registers 0 and 1 have the shape of the upper tile of rows, and 2 and 3 that of the lower one.
   static constexpr int sum_of_tiles(int row, int column) {
     return kTall > 1 ? 2 * row + column : column;
   }

@@ -1,4 +1,4 @@
-// Products of rows of bf16 pairs with packed panels by a tile unit. Included after the tile
+// Products of rows of bf16 pairs with packed panels, on a tile unit. Included after the tile
 // registers of an instruction set (tile_amx.h or tile_twin.h).
 #pragma once
 
@@ -14,7 +14,7 @@ struct alignas(64) TileShapes {
   uint8_t rows[16] = {};
 };
 
-// The shape for which this thread has configured its registers.
+// The shape for which this thread's registers are configured.
 struct Configured {
   int upper = 0, lower = 0;  // rows of the two tiles of the left factor
   int steps = 0;
@@ -26,7 +26,7 @@ inline void release_tiles() {
   TileRegisters::release();
 }
 
-// Configures the registers of a TileBlock: two tiles of rows and `steps` steps. The thread's
+// Configures the registers of a TileBlock for two tiles of rows and `steps` steps. The thread's
 // KernelScope releases them.
 inline void configure(int upper, int lower, int steps) {
   if (configured.upper == upper && configured.lower == lower && configured.steps == steps) return;
@@ -42,14 +42,14 @@ inline void configure(int upper, int lower, int steps) {
     s.rows[t + 2] = uint8_t(steps);
     s.line_bytes[t + 2] = kAmxRows * 4;
   }
-  // AMX rejects a register that has no rows but a line length.
+  // AMX rejects a register without rows that has a line length.
   for (int t : {2, 3, 5})
     if (lower == 0) s.rows[t] = 0, s.line_bytes[t] = 0;
   TileRegisters::configure(s);
   release_at_scope_end(release_tiles);
 }
 
-// `count` tiles of depth, of `steps` steps each.
+// Multiplies a block over `count` tiles of depth, of `steps` steps each.
 template <bool kLower, bool kSecond>
 void multiply_block(const TileProduct& p, const char* left, const char* right, int64_t count,
                     int steps, bool first) {
@@ -76,7 +76,7 @@ inline void multiply_tiles(const TileProduct& p) {
     configure(upper, lower, kAmxRows);
     run(p, left, right, full, kAmxRows, p.first);
   }
-  // The remaining steps use shorter tiles, so that nothing is read beyond the end of a row.
+  // The remaining steps use shorter tiles, so that nothing beyond the end of a row is read.
   if (rest) {
     configure(upper, lower, int(rest));
     run(p, left + full * kAmxRows * 4, right + full * kAmxRows * p.step_bytes, 1, int(rest),

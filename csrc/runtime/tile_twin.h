@@ -1,5 +1,5 @@
-// AMX's tile registers emulated in plain C++, for tests on CPUs without AMX. An operation that AMX
-// would fault on aborts the process. The rest of the file is the plain C++ equivalent of
+// AMX's tile registers emulated in plain C++, for tests on CPUs without AMX. An operation on which
+// AMX would fault aborts the process. The rest of the file is the plain C++ equivalent of
 // tile_amx.h.
 #pragma once
 

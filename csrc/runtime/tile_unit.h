@@ -1,13 +1,13 @@
 // Interface of a unit that multiplies tiles of bf16 pairs: AMX, or its emulation in plain C++.
 //
-// A step is a pair of bf16 values that are neighbours along the depth of a product.
+// A step is a pair of neighbouring bf16 values along the depth of a product.
 #pragma once
 
 #include "runtime/dispatch.h"
 
 namespace vlora::runtime {
 
-// Rows of a tile; also the number of steps that a tile of a factor holds.
+// Number of rows of a tile, and number of steps in a tile of a factor.
 constexpr int kAmxRows = 16;
 // A block of sums is at most two tiles of rows by two panels of 16 columns.
 constexpr int kAmxBlockRows = 2 * kAmxRows;
@@ -30,7 +30,7 @@ struct TileProduct {
   int64_t steps;
   float* out;            // panel n begins at out + 16 n
   ptrdiff_t out_stride;  // floats between rows
-  bool first;            // whether the sums start from zero, not from `out`
+  bool first;            // whether the sums start from zero instead of `out`
 };
 
 struct TileUnit {

@@ -1,4 +1,4 @@
-// Sixteen fp32 values (kLanes) in as many registers of an instruction set as they take. Included
+// Sixteen fp32 values (kLanes) in as many registers of an instruction set as they need. Included
 // after its register header.
 #pragma once
 
@@ -6,12 +6,12 @@
 
 namespace vlora::runtime::VLORA_ISA {
 
-// It is a template so that functions that an instruction set does not use are not instantiated.
+// This is a template, so that functions that an instruction set does not use are not instantiated.
 template <class R>
 struct VectorOf {
   using V = VectorOf;
   static constexpr int kRegisters = kLanes / R::kWidth;
-  // Whether a vector is one register, so that two vectors of bf16 make a cache line.
+  // Whether a vector is one register. Two vectors of bf16 then make a cache line.
   static constexpr bool kFullLines = kRegisters == 1;
 
   R r[kRegisters];
@@ -24,7 +24,7 @@ struct VectorOf {
   static VLORA_INLINE V load(const T* p) {
     return each([&](int i) __attribute__((always_inline)) { return R::load(p + i * R::kWidth); });
   }
-  // Loads `count` values, fewer than 16, and zeros.
+  // Loads `count` values, fewer than 16, and fills the other lanes with zeros.
   template <class T>
   static VLORA_INLINE V load_some(const T* p, int count) {
     if constexpr (kFullLines) return {R::load_some(p, count)};
@@ -88,7 +88,7 @@ struct VectorOf {
   }
   // Stores the sum of each pair of neighbours: 8 values.
   VLORA_INLINE void store_pair_sums(float* p) const { R::store_pair_sums(r, p); }
-  // Stores that bypass the caches. p is aligned to 64 bytes, for bf16 to 32.
+  // Stores that bypass the caches. p is aligned to 64 bytes, for bf16 to 32 bytes.
   VLORA_INLINE void stream(float* p) const {
 #pragma GCC unroll 4
     for (int i = 0; i < kRegisters; ++i) r[i].stream(p + i * R::kWidth);
@@ -110,7 +110,7 @@ struct VectorOf {
       streaming ? b.stream(p + kLanes) : b.store(p + kLanes);
     }
   }
-  // The inverse of load_deinterleaved, rounding as `store` does. A NaN must be a quiet one, as
+  // The inverse of load_deinterleaved, rounded as in `store`. A NaN must be a quiet one, which
   // results of arithmetic are.
   VLORA_INLINE void store_interleaved(uint16_t* p) const {
     constexpr int kHalf = kRegisters / 2;
@@ -143,7 +143,8 @@ struct VectorOf {
   }
 #endif
 
-  // Keeps the compiler from removing or reordering what computes the vector, in microbenchmarks.
+  // Keeps the compiler from removing or reordering the computation of the vector, in
+  // microbenchmarks.
   VLORA_INLINE void keep() {
 #pragma GCC unroll 4
     for (int i = 0; i < kRegisters; ++i) r[i].keep();

@@ -1,4 +1,4 @@
-"""Tests of `make deploy-check`, which need downloads, other programs and minutes."""
+"""Marks and fixtures of `make deploy-check`, which needs downloads, other programs and minutes."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def tools() -> Path:
-    """Return the folder of the commands that come from PyPI."""
+    """Return the folder of the commands installed from PyPI."""
     return kit.pypi()

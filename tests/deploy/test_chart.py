@@ -1,4 +1,4 @@
-"""The chart, rendered by Helm's own library and validated with published schemas."""
+"""Tests of the chart, rendered by Helm's own library and validated with published schemas."""
 
 from __future__ import annotations
 

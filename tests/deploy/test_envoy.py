@@ -1,4 +1,4 @@
-"""Envoy with the chart's configuration in front of two real servers."""
+"""Tests of Envoy with the chart's configuration, in front of two real servers."""
 
 from __future__ import annotations
 

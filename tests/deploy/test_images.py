@@ -1,11 +1,11 @@
-"""The Dockerfiles: linted, and replayed instruction by instruction in a clean root.
+"""Tests of the Dockerfiles: they are linted, and replayed instruction by instruction.
 
-No registry is needed: a Debian root with its Python replaces the base image. The tests need root
-permissions (for mounts) and the ports 8000 to 8002. Environment variables:
+No registry is needed: a root folder with Debian and its Python replaces the base image. The tests
+need root permissions (for mounts) and the ports 8000 to 8002. Environment variables:
 
 REPLAY_SHARED: files and folders of this machine that its settings of pip need, separated by colons.
 TORCH_INDEX: value of the build argument.
-REPLAY_WHEEL: a wheel that replaces the build stage, which takes minutes.
+REPLAY_WHEEL: wheel to use instead of running the build stage, which takes minutes.
 """
 
 from __future__ import annotations

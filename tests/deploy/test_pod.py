@@ -1,4 +1,4 @@
-"""The container of the chart's pod, run here: arguments, probes and metrics, also with TLS."""
+"""Tests of the container of the chart's pod, run here: arguments, probes, metrics, TLS."""
 
 from __future__ import annotations
 

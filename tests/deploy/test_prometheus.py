@@ -1,4 +1,4 @@
-"""Prometheus with a real server: scraping, the rules, and the dashboard's queries."""
+"""Tests of Prometheus with a real server: scraping, the rules, and the dashboard's queries."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of adapter tiers and shared prefixes: loads, evictions and moves do not change answers."""
+"""Tests that loads, evictions and moves of adapters, and shared prefixes, do not change answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -86,7 +85,7 @@ def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
             engine.adapters.finish()
             engine.adapters.check_integrity()
             engine.check_integrity()
-            return {k: replace(o, token_ids=tuple(tokens[k])) for k, o in last.items()}
+            return {k: o._replace(token_ids=tuple(tokens[k])) for k, o in last.items()}
     raise AssertionError("not finished")
 
 

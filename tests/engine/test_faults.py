@@ -1,4 +1,4 @@
-"""Tests that after any failure each request gets one last output and no other is harmed."""
+"""Tests that after any failure each request gets one last output, and others are unharmed."""
 
 from __future__ import annotations
 

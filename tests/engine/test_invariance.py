@@ -1,4 +1,4 @@
-"""Tests that batch, chunks, pages and preemption never change a sampled answer."""
+"""Tests that batches, chunks, pages and preemption never change a sampled answer."""
 
 from __future__ import annotations
 

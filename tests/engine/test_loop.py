@@ -1,4 +1,4 @@
-"""Tests of the loop: order of outputs, cancellation, admission, shutdown, and faults."""
+"""Tests of the engine loop: order of outputs, cancellation, admission, shutdown, and faults."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of an adapter whose run is placed before the pages of its request's prompt are free."""
+"""Tests of an adapter that gets its pages before those of its request's prompt are free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of the engine under every policy: the answers are the same for any order and any merge."""
+"""Tests that answers are the same under every policy, in any order and with any merge."""
 
 from __future__ import annotations
 

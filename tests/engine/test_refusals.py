@@ -1,4 +1,4 @@
-"""Tests of the requests that the loop refuses."""
+"""Tests of requests that the engine loop refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Constrained answers, compared with the oracle token by token."""
+"""Parity of constrained answers with the oracle, token by token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every supported decoder with random weights, compared with that of transformers."""
+"""Parity of every supported decoder with that of transformers, on random weights."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3Config,
 )
 
 from tests.support.oracle import NEAR_TIE
@@ -54,6 +55,8 @@ DECODERS: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
         {"rope_parameters": BASE | {"rope_theta": 1e6}, "tie_word_embeddings": True},
     ),
     "qwen2-yarn": (Qwen2Config, {"rope_parameters": YARN}),
+    "qwen3": (Qwen3Config, {"head_dim": 12}),
+    "qwen3-biased": (Qwen3Config, {"head_dim": 20, "attention_bias": True}),
     "rope-linear": (LlamaConfig, {"rope_parameters": LINEAR}),
     "rope-llama3": (LlamaConfig, {"rope_parameters": LLAMA3}),
     "rope-yarn": (LlamaConfig, {"rope_parameters": YARN}),

@@ -1,6 +1,6 @@
-"""Engine tokens equal the oracle's in every mode, and the modes are reported correctly.
+"""Parity of the engine with the oracle in every mode, and the modes that are reported.
 
-Random sequences of modes are part of the schedules (test_schedules.py).
+The schedules of test_schedules.py contain random sequences of modes.
 """
 
 from __future__ import annotations

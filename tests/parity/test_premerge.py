@@ -1,4 +1,4 @@
-"""Premerge is exact: PEFT on the fused base gives what PEFT gave on the old base."""
+"""Tests that premerging is exact: PEFT gives the same on the fused base as on the old base."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""One test for each fault of the published V-LoRA code in a part that this engine also has.
+"""Tests of faults in the published V-LoRA code, one for each that this engine could share.
 
-Starvation is tested with the policy (tests/unit/test_policy.py).
+Starvation is tested with the policies (tests/unit/test_policy.py).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Engine tokens equal the oracle's under any schedule of requests and live adapters."""
+"""Parity of the engine with the oracle under any schedule of requests and live adapters."""
 
 from __future__ import annotations
 

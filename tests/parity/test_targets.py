@@ -1,4 +1,4 @@
-"""Modules that an adapter's config targets, their ranks and scales, compared with PEFT."""
+"""Parity with PEFT of the modules that an adapter's config targets, their ranks and scales."""
 
 from __future__ import annotations
 

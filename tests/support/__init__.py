@@ -1,1 +1,1 @@
-"""Helpers that tests share; nothing here is collected as a test."""
+"""Helpers that several tests share. Nothing here is collected as a test."""

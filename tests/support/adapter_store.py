@@ -1,4 +1,4 @@
-"""An adapter store over small adapters, with pages of plain bytes and without a model."""
+"""An adapter store over small adapters, without a model. Its pages are plain bytes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def small_model() -> ModelShape:
 
 
 class Harness:
-    """Store over `root` with `pages` pages; each adapter's run takes one."""
+    """A store over `root` with `pages` pages. Each adapter takes one page."""
 
     def __init__(self, model: ModelShape, root: Path, pages: int, host: int | None) -> None:
         self.root = root
@@ -75,8 +75,8 @@ class Harness:
         return self.store.handle(f"a{index}")
 
     def request(self, *indices: int) -> AdapterHandle | None:
-        """Advance as often as loading and packing need, and return the adapter that found too
-        few pages."""
+        """Request adapters, and advance until nothing is loaded or packed. Return the adapter for
+        which there were too few pages, or None."""
         blocking = None
         for _ in range(3):
             blocking = self.store.advance([self.handle(i) for i in indices])
@@ -86,7 +86,7 @@ class Harness:
         return blocking
 
     def reread(self) -> None:
-        """Read the folders that have changed, as the watch does, and apply the result."""
+        """Read the folders that have changed, as the watching thread does, and apply the result."""
         root = self.root
         self.store.update({path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())})
         self.store.apply()
@@ -96,7 +96,7 @@ class Harness:
 
 
 class BlockedReads:
-    """Reads of weights that wait for `allow`; `reads` has the adapters' names."""
+    """Reads of weights that wait until `allow` is set. `reads` lists the adapters' names."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[str] = []
@@ -113,7 +113,7 @@ class BlockedReads:
 
 @contextmanager
 def no_free_descriptors() -> Iterator[None]:
-    """Let every attempt to open a file fail with EMFILE."""
+    """Make every attempt to open a file fail with EMFILE while the context is open."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:

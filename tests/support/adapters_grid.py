@@ -1,4 +1,4 @@
-"""A small grid of the adapters benchmark, for the tests of its parts."""
+"""A small grid of the adapters benchmark for tests of its parts."""
 
 from __future__ import annotations
 

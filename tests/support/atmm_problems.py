@@ -1,4 +1,4 @@
-"""Random problems of the operator, and their results in float64."""
+"""Random problems for the LoRA operator, and their results in float64."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from vlora.backends import Backend
 FP32, BF16 = torch.float32, torch.bfloat16
 
 FORMS = [(FP32, FP32), (BF16, BF16), (BF16, FP32)]
-"""Types of the adapters, and of x and y."""
+"""Pairs of types: that of the adapters, and that of x and y."""
 each_form = pytest.mark.parametrize(("dtype", "rows_dtype"), FORMS)
 
 MULTIPLY_PAIRS = ("twin", "avx512_bf16", "amx")
-"""Instruction sets that round fp32 rows to bf16."""
+"""Instruction sets that round fp32 rows to bf16 before multiplying."""
 
 TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
 
@@ -31,8 +31,8 @@ TWIN, EMULATED, CUDA = "twin", "cuda-emulated", "cuda"
 def implementations() -> list[str]:
     """Return the names of all implementations.
 
-    These are the reference, each instruction set of this CPU and AMX's twin, the CUDA kernels
-    emulated on the host, and those on a GPU if there is one.
+    These are the reference, each instruction set of this CPU, the plain C++ twin of AMX, the CUDA
+    kernels emulated on the host and, if there is a GPU, those on the GPU.
     """
     try:
         isas = [*tiles.isas(), TWIN]
@@ -57,7 +57,7 @@ compiled = pytest.mark.skipif(
 def group_of(
     d_in: int, d_outs: Sequence[int], ranks: Sequence[int | None], dtype: torch.dtype = FP32
 ) -> LoraGroup:
-    """Return a group of random pairs that keep values near 1. A rank of None: not targeted."""
+    """Return a group of random pairs that keep values near 1. A rank of None: no pair."""
     group = LoraGroup(d_in, d_outs, dtype)
     for rank in ranks:
         group.append(
@@ -77,7 +77,7 @@ def group_of(
 def expected(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> torch.Tensor:
-    """Return the result by the operator's semantics, in float64."""
+    """Return the result in float64, following the operator's semantics."""
     result = y.double().clone()
     column = 0
     for d_out, pairs in zip(group.d_outs, group.pairs, strict=True):
@@ -92,7 +92,7 @@ def expected(
 
 
 def tolerance_of(backend: Backend, dtype: torch.dtype, rows_dtype: torch.dtype) -> float:
-    """Return the tolerance for rows of y and matrices of these types."""
+    """Return the relative and absolute tolerance for adapters and rows of these types."""
     rounding = backend == "cuda" or (
         backend == "cpu" and tiles.current_isa("bf16") in MULTIPLY_PAIRS
     )
@@ -109,7 +109,7 @@ def check(
     backend: Backend,
     **options: int,
 ) -> None:
-    """Compare `op.apply` with `expected`, and check that rows of no segment are unchanged."""
+    """Compare `op.apply` with `expected`. Check that rows outside all segments are unchanged."""
     desired = expected(y, x, segments, group)
     actual = y.clone(memory_format=torch.preserve_format)
     op.apply(actual, x, segments, group, backend=backend, **options)
@@ -123,9 +123,9 @@ def check(
 
 @contextmanager
 def pinned(name: str | None = None) -> Iterator[None]:
-    """Use one tile for every shape (the built-in one by default) in this context.
+    """Use one tile for every shape, by default the built-in one, while the context is open.
 
-    All sums are then in one order, so a row's output is bit-identical in any batch.
+    All sums then have the same order, so a row's output is bit-identical in any batch.
     """
     core = native.kernels().atmm
     before = core.pin(name or "default")

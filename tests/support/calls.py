@@ -1,4 +1,4 @@
-"""Count of the calls of Python functions, to bound the work of a function without a clock."""
+"""Counts of Python function calls, to bound the work of a function without a clock."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import FrameType
 
 
 def calls_of(function: Callable[[], object]) -> Counter[str]:
-    """Return how often each Python function is called on this thread while `function` runs, by its
+    """Run `function` and return the number of calls of each Python function on this thread, by
     qualified name."""
     calls: Counter[str] = Counter()
 

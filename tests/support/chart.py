@@ -1,4 +1,4 @@
-"""The Helm chart rendered with several sets of values."""
+"""The Helm chart, rendered with given values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.support import deploy_kit as kit
 
 CHART = kit.DOCKER / "chart"
 VERSIONS = ["1.33.0", "1.37.0"]
-"""Versions of Kubernetes whose schemas the resources must fit."""
+"""Versions of Kubernetes whose schemas the resources must match."""
 
 TLS = {"enabled": True, "secret": "certificates", "clientCa": "clients.crt"}
 GATEWAY = {"envoy": {"enabled": True}, "inferencePool": {"enabled": True}}
@@ -34,9 +34,9 @@ EVERYTHING = {
 
 
 def render(tools: Path, values: dict[str, Any], chart: Path = CHART) -> dict[str, Any]:
-    """Return what `render.py` prints for the chart with these values.
+    """Return the output of `render.py` for the chart with these values.
 
-    tools: the folder of `deploy_kit.pypi`.
+    tools: folder that `deploy_kit.pypi` returns.
     """
     request = {"chart": str(chart), "values": values, "namespace": "shop", "versions": VERSIONS}
     script = Path(__file__).with_name("render.py")

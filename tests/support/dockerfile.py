@@ -1,6 +1,6 @@
-"""Parsing of a Dockerfile, and replaying it in a clean root instead of in an image.
+"""Parser of Dockerfiles, and a replay of one in a root folder instead of a container.
 
-No registry is used: the caller provides a root in place of the base image.
+No registry is used: the caller provides a root folder in place of the base image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 NO_FILES = {"LABEL", "VOLUME", "EXPOSE", "STOPSIGNAL", "HEALTHCHECK", "ENTRYPOINT", "CMD"}
 """Instructions that change no files."""
 INHERITED = ("PIP_",)
-"""Prefixes of environment variables that a replay inherits: the machine's settings of pip."""
+"""Prefixes of environment variables that a replay inherits: pip's settings on this machine."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Stage:
 def read(text: str) -> list[Stage]:
     """Parse the stages of a Dockerfile.
 
-    Arguments before the first FROM are substituted in the FROM lines.
+    ARG instructions before the first FROM are substituted in the FROM lines.
     """
     arguments: dict[str, str] = {}
     stages: list[Stage] = []
@@ -88,19 +88,19 @@ def expand(text: str, variables: Mapping[str, str]) -> str:
 
 
 def settings(text: str) -> dict[str, str]:
-    """Return the variables in the value of `ENV a=b c=d`, `LABEL …` or `ARG …`."""
+    """Return the variables in the value of an instruction such as `ENV a=b c=d`, LABEL or ARG."""
     return dict(word.partition("=")[::2] for word in shlex.split(text))
 
 
 class Replay:
-    """Replays one stage in the folder `root`, which has a complete file system.
+    """Replay of one stage in the folder `root`, which holds a complete file system.
 
     context: source folder of COPY.
-    stages: roots of the earlier stages, by name.
+    stages: root folders of the earlier stages, by name.
     arguments: values of ARG instructions.
-    shared: folders and files of this machine to mount, which its settings need.
+    shared: folders and files of this machine to mount, because its settings need them.
 
-    Needs root permissions.
+    It needs root permissions.
     """
 
     def __init__(
@@ -178,10 +178,10 @@ class Replay:
                 shutil.copy2(path, copy)
 
     def command(self, words: Sequence[str], read_only: bool = False) -> list[str]:
-        """Return a command that runs `words` in the root as PID 1, with its own mounts.
+        """Return a command that runs `words` in the root folder as PID 1, with its own mounts.
 
-        read_only: mount the root read-only, with a tmpfs at /tmp that has Docker's options, as a
-            container with `--read-only` has.
+        read_only: mount the root folder read-only, and /tmp as a tmpfs with Docker's options, like
+            a container with `--read-only`.
         """
         root = shlex.quote(str(self.root))
         steps = [
@@ -205,7 +205,7 @@ class Replay:
         return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "/bin/sh", "-c", script]
 
     def inside(self, words: Sequence[str]) -> list[str]:
-        """Return a command that runs `words` in the root, whose mounts must exist."""
+        """Return a command that runs `words` in the root folder, once its mounts exist."""
         inherited = {key: value for key, value in os.environ.items() if key.startswith(INHERITED)}
         variables = {**inherited, **self._arguments, **self.environment}
         pairs = [f"{key}={value}" for key, value in variables.items()]

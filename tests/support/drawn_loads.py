@@ -1,6 +1,6 @@
-"""Drawn loads of an engine whose forward pass takes simulated time and computes nothing.
+"""Random loads of an engine whose forward pass computes nothing and takes simulated time.
 
-Everything else is real: admission, scheduler, policies, page pool, adapters in their tiers, merges.
+All else is real: admission, scheduler, policies, page pool, tiers of adapters, merges.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from vlora.request import Output, Request
 from vlora.sampling import SamplingParams
 
 BOUNDED = ("unmerge_only", "credit", "predictive")
-"""Policies that bound waits (decision 41)."""
+"""Policies that bound the wait of requests (decision 41)."""
 IDLE_SECONDS = 0.05
-"""Seconds that pass when nothing can be computed."""
+"""Seconds that pass while nothing can be computed."""
 LARGE, LARGE_RUN = "all-r8", 13
 """The largest adapter, and the number of its pages."""
+INVOCATION = "it"
+"""Word of one token in every prompt that is long enough. It invokes an activated adapter."""
 MAX_STEPS = 20_000
-"""Steps after which a load counts as stuck."""
+"""Number of steps after which a load counts as stuck."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Drawn sizes and kinds of a load.
+    """Random sizes and kinds of a load.
 
     arrivals: number of requests.
-    queue: number of requests in flight that new ones keep up, or None for bursts of arrivals.
+    queue: number of requests in flight that new ones maintain, or None for bursts of arrivals.
     prompt, answer: maximum numbers of tokens.
-    step, row: seconds of a step, and of each of its rows. merge: seconds of a switch.
+    step, row: seconds per step, and per row of it. merge: seconds per switch.
     plentiful: whether pages and rows suffice for as many requests as there are slots.
-    adapters: adapters that requests ask for at first; the kinds say what else is drawn.
+    adapters: adapters that requests ask for initially.
     """
 
     arrivals: int
@@ -70,7 +72,7 @@ class Shape:
 
 @dataclass
 class Tally:
-    """Counts over loads, for a report."""
+    """Counts over all loads, for a report."""
 
     loads: Counter[str] = field(default_factory=Counter)
     requests: int = 0
@@ -98,11 +100,11 @@ class Tally:
 def draw_engine(
     draw: random.Random, checkpoint: Path, folders: Mapping[str, Path]
 ) -> tuple[Engine, Options, Shape]:
-    """Return an engine with drawn limits, its options, and a load that fits it.
+    """Return an engine with random limits, its options, and a load that fits it.
 
-    folders: adapters by kind. A name's adapter is one of them, and another one after a hot change.
+    folders: adapters by kind. A hot change gives a name the adapter of another kind.
     """
-    # A rare adapter whose run is placed among the growing pages of many other requests.
+    # The run of a rare adapter must find its place among the growing pages of other requests.
     rare = draw.random() < 0.25
     sequences, block = draw.randint(3 if rare else 1, 8), draw.choice([4] if rare else [1, 4, 16])
     queue = sequences + draw.randint(1, 6) if rare or draw.random() < 0.5 else None
@@ -167,7 +169,7 @@ class Load:
         self._stamped = {kind: (path, stamp_of(path)) for kind, path in folders.items()}
         self._plan = StepPlan(())
         self._unserved: dict[str, tuple[EngineSequence, int]] = {}
-        """Requests not served yet, with the largest number of requests in flight meanwhile."""
+        """Requests not served yet, with the maximum number of requests in flight since arrival."""
         self._contended: set[str] = set()
         """Requests not served yet that were held back, or whose adapter was not resident."""
         self._open: dict[str, Request] = {}
@@ -182,7 +184,7 @@ class Load:
         engine.switcher.switch = self._switched  # type: ignore[method-assign]
 
     def run(self) -> None:
-        """Run the load to its end and check every step."""
+        """Run the load to its end, with checks in every step."""
         engine, shape, draw = self.engine, self.shape, self.draw
         before, left = engine.stats(), shape.arrivals
         numbers = itertools.count()
@@ -224,12 +226,15 @@ class Load:
             stream_id=(stream := draw.choice(["s", "t", None]) if shape.streams else None),
             supersede=stream is not None and draw.random() < 0.3,
         )
-        words = "a " * draw.randint(0, shape.prompt - 3)
+        drawn = ["a"] * draw.randint(0, shape.prompt - 3)
+        if len(drawn) > 1:
+            drawn[draw.randrange(1, len(drawn))] = INVOCATION
+        words = " ".join([*drawn, ""])
         request = Request(request_id, f"<s>{words}", params, adapter=draw.choice(shape.adapters))
         try:
             state = self.engine.prepare(request)
         except (InvalidArgument, NotFound):
-            # The adapter is gone, or leaves too few pages for the request.
+            # The adapter is gone, or it leaves too few pages for the request.
             assert request.adapter is not None, request_id
             self.tally.ended["refused"] += 1
             return
@@ -238,7 +243,7 @@ class Load:
         self._ended(self.engine.add(state, self.now))
 
     def _change_adapters(self) -> None:
-        """Replace, remove or add adapters; some of their requests wait or run."""
+        """Replace, remove or add adapters, some of which have waiting or running requests."""
         names = [name for name in self.shape.adapters if name is not None] or ["a0"]
         kept = [name for name in names if self.draw.random() < 0.8]
         self.engine.adapters.update(
@@ -246,7 +251,7 @@ class Load:
         )
 
     def _ended(self, outputs: Sequence[Output]) -> None:
-        """Check that each request gets one last output, of a kind that the load explains."""
+        """Check that each request gets one last output, of a kind that the load can cause."""
         for output in outputs:
             request = self._open[output.request_id]
             if not output.finished:
@@ -309,8 +314,8 @@ class Load:
         return plan
 
     def _check_full(self, plan: StepPlan, able: int) -> None:
-        """Check that nothing could be added to the step: no chosen request, and where one of them
-        found no slot or no pages, no request that runs."""
+        """Check that nothing could be added to the step: no request that was chosen and, if one of
+        those lacked a slot or pages, no running request."""
         scheduler = self.engine.scheduler
         computed = {chunk.sequence_id for chunk in plan.chunks}
         batch = scheduler.policy.max_batch
@@ -347,7 +352,7 @@ class Load:
         self.now += self.shape.merge if slot != BASE else 0.0
 
     def forward(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Let the time of a step pass; every answer gets token 5."""
+        """Advance the time by one step. Every answer gets token 5."""
         self.now += self.shape.step + self.shape.row * sum(chunk.length for chunk in chunks)
         logits = torch.zeros(sum(c.completes for c in chunks), self.engine.config.vocabulary)
         logits[:, 5] = 1.0
@@ -356,7 +361,7 @@ class Load:
     # -- waits -------------------------------------------------------------------------------
 
     def _check_waits(self, repeats: int) -> None:
-        """Check decision 41: a request is first served within the wait that it bounds.
+        """Check decision 41: a request is first served within its bound.
 
         repeats: 2 if requests were preempted and computed again, else 1.
         """
@@ -368,9 +373,9 @@ class Load:
             assert waited <= bound, f"{request_id}: waited {waited:.2f} s, bound {bound:.2f} s"
 
     def _bound(self, request_id: str, in_flight: int) -> float:
-        """Return the seconds within which a request is first served.
+        """Return the maximum seconds until a request is first served.
 
-        in_flight: largest number of requests in flight while it waited, twice if they repeat.
+        in_flight: maximum number of requests in flight while it waited, doubled if they repeat.
         """
         shape, options = self.shape, self.options
         pages = options.kv_cache_tokens // options.block_size
@@ -381,7 +386,7 @@ class Load:
         served = (math.ceil(in_flight / at_once) * steps + 1) * self._longest_step
         if request_id not in self._contended:
             return options.max_wait_seconds + served
-        # Each adapter in front takes its patience, and the time until its request begins.
+        # Each adapter in front takes its patience, plus the time until its request begins.
         adapters = len(set(shape.adapters))
         return options.max_wait_seconds + adapters * (memory.PATIENCE_SECONDS + served)
 
@@ -393,7 +398,7 @@ def run_loads(
     folders: Mapping[str, Path],
     report: Callable[[str], object] = lambda line: None,
 ) -> Tally:
-    """Run one drawn load per seed under each policy; return the counts."""
+    """Run one random load per seed under each policy. Return the counts."""
     tally = Tally()
     for number, seed in enumerate(seeds):
         engine, options, shape = draw_engine(random.Random(seed), checkpoint, folders)

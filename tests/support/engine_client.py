@@ -1,4 +1,4 @@
-"""Requests for tests of the engine, ways to run them, and a sink that records its outputs."""
+"""Requests for tests of the engine, functions that run them, and a sink that records outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vlora.request import Output, Request
 from vlora.sampling import SamplingParams
 
 PATIENCE = 30.0
-"""Seconds after which a test stops waiting; nothing here takes one second."""
+"""Seconds after which a test stops waiting. Nothing here should take one second."""
 
 
 class Collector:
@@ -27,14 +27,14 @@ class Collector:
             self.outputs[output.request_id].append(output)
             self._changed.notify_all()
 
-    def wait(self, condition: Callable[[], bool]) -> None:
-        """Wait until the condition holds; it is checked after each output."""
+    def wait(self, condition: Callable[[], bool], patience: float = PATIENCE) -> None:
+        """Wait until the condition holds. It is checked after each output."""
         with self._changed:
-            assert self._changed.wait_for(condition, PATIENCE), "no such output came in time"
+            assert self._changed.wait_for(condition, patience), "no such output came in time"
 
-    def last(self, request_id: str) -> Output:
+    def last(self, request_id: str, patience: float = PATIENCE) -> Output:
         """Wait for the last output of a request and return it."""
-        self.wait(lambda: any(output.finished for output in self.outputs[request_id]))
+        self.wait(lambda: any(output.finished for output in self.outputs[request_id]), patience)
         return self.outputs[request_id][-1]
 
     def tokens(self, request_id: str) -> list[int]:
@@ -50,12 +50,12 @@ def request(request_id: str, max_tokens: int = 4, **fields: Any) -> Request:
 
 
 def endless(request_id: str, **fields: Any) -> Request:
-    """Return a request that runs, for a test's purposes, until it is ended."""
+    """Return a request that runs longer than any test, until the test ends it."""
     return request(request_id, max_tokens=900, **fields)
 
 
 def answers(engine: Engine, batch: list[Request]) -> dict[str, tuple[list[int], str]]:
-    """Run requests that arrive together; return (tokens, text) by request id."""
+    """Run requests that arrive together. Return tokens and text of each by request id."""
     tokens: dict[str, list[int]] = {request.id: [] for request in batch}
     texts = dict.fromkeys(tokens, "")
     for item in batch:

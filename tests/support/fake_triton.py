@@ -1,7 +1,7 @@
 """A gRPC server that behaves like Triton, for tests of the clients.
 
-It answers `video_analytics` with `moving left` after `delay` seconds, streams words for
-`visual_retrieval`, and reads raw frames from shared memory. It stores all requests.
+It answers `video_analytics` with `moving left` after `delay` seconds and streams words for
+`visual_retrieval`. It reads raw frames from shared memory and stores all requests.
 """
 
 from __future__ import annotations

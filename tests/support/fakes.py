@@ -33,7 +33,7 @@ def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) 
 
 @dataclass
 class Clock:
-    """Clock that shows the time in `now`."""
+    """A clock that shows the time in `now`."""
 
     now: float
 
@@ -48,18 +48,24 @@ class FakeAdapters:
         self._infos = {info.name: info for info in infos}
 
     def info(self, name: str) -> AdapterInfo:
-        """Return an adapter's description. Raises NotFound."""
+        """Return an adapter's description. Raise NotFound for an unknown name."""
         if name not in self._infos:
             raise NotFound(f"unknown adapter '{name}'")
         return self._infos[name]
 
+    def route(self, task: str, question: str) -> str | None:
+        """Return the adapter that the question's first word names, in place of a router."""
+        word = question.split()[0]
+        return word if word in self._infos else None
+
 
 class FakeEngine:
-    """Engine that records its calls.
+    """An engine that records its calls.
 
-    The test sends outputs with `say`, `answer_with_head` and `fail`, as the response thread would.
+    With `say`, `answer_with_head` and `fail` the test sends outputs in place of the response
+    thread.
 
-    refuse: error that calls raise. max_admitted: queue length at which requests are refused.
+    refuse: error that all calls raise. max_admitted: queue length at which requests are refused.
     """
 
     def __init__(self, *infos: AdapterInfo) -> None:
@@ -73,7 +79,7 @@ class FakeEngine:
         self._sinks: dict[str, OutputSink] = {}
 
     def admit(self, request_id: str, client_id: str = "") -> None:
-        """Admit a request. Raises Unavailable if the queue is full."""
+        """Admit a request. Raise Unavailable if the queue is full."""
         if self.max_admitted is not None and len(self.admitted) >= self.max_admitted:
             raise Unavailable(f"the queue is full: {len(self.admitted)} requests are waiting")
         self.admitted.add(request_id)
@@ -116,13 +122,13 @@ class FakeEngine:
         self._sinks[request.id](output)
 
     def answer_with_head(self, labels: tuple[str, ...], scores: tuple[float, ...]) -> None:
-        """Send a head's scores as the only output of the last request."""
+        """Send the scores of a task head as the only output of the last request."""
         request = self.requests[-1]
         head = HeadScores(labels, scores)
         self._sinks[request.id](Output(request.id, finish_reason="stop", head=head))
 
     def fail(self, error: VLoraError, request_id: str | None = None) -> None:
-        """Send an error as the last output of a request, by default of the last one."""
+        """Send an error as the last output of a request, by default of the most recent one."""
         request_id = request_id or self.requests[-1].id
         sink = self._sinks.pop(request_id, None)
         if sink is not None:
@@ -131,9 +137,9 @@ class FakeEngine:
 
 @dataclass
 class FakeResponder:
-    """Responder that records what a client would receive.
+    """A responder that records what a client would receive.
 
-    broken: whether `send` fails. done: set by the final response or error.
+    broken: whether `send` fails. done: event that the final response or error sets.
     """
 
     sent: list[tuple[Tensors, bool]] = field(default_factory=list)
@@ -173,9 +179,9 @@ def first(tensor: Array) -> str:
 
 
 def features(*rows: int, hidden: int = 4, video: Sequence[int] = ()) -> dict[str, Array]:
-    """Return feature inputs of images with these numbers of rows.
+    """Return the feature inputs of images with these numbers of rows.
 
-    video: indices of the images that are frames.
+    video: indices of the images that are frames of a clip.
     """
     starts = np.cumsum([0, *rows])[:-1]
     layout = [
@@ -190,9 +196,9 @@ def features(*rows: int, hidden: int = 4, video: Sequence[int] = ()) -> dict[str
 
 
 class FakeMetric:
-    """Gauge, counter and histogram in one.
+    """A gauge, counter and histogram in one.
 
-    error: raised by the next calls of `increment`.
+    error: error that later calls of `increment` raise.
     """
 
     def __init__(self) -> None:
@@ -216,13 +222,13 @@ class FakeMetric:
 
 
 class FakeRegistry:
-    """Metrics by name and labels."""
+    """Registry of fake metrics by name and labels."""
 
     def __init__(self) -> None:
         self.metrics: dict[tuple[str, tuple[tuple[str, str], ...]], FakeMetric] = {}
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> FakeMetric:
-        """Return the metric of this name and labels."""
+        """Return the metric with this name and these labels."""
         return self.metrics.setdefault((name, tuple(sorted(labels.items()))), FakeMetric())
 
     counter = gauge
@@ -230,11 +236,11 @@ class FakeRegistry:
     def histogram(
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> FakeMetric:
-        """Return the metric of this name and labels."""
+        """Return the metric with this name and these labels."""
         return self.gauge(name, help, labels)
 
     def drop(self, name: str) -> None:
-        """Remove the metrics of this name."""
+        """Remove the metrics with this name."""
         self.metrics = {key: value for key, value in self.metrics.items() if key[0] != name}
 
     def __getitem__(self, name: str) -> FakeMetric:

@@ -1,4 +1,4 @@
-"""Fuzzing of a running server: every mutated request must be answered or rejected with a code.
+"""Fuzzing of a running server: each mutated request must get an answer or an error with a code.
 
     .venv/bin/python -m tests.support.fuzz --grpc localhost:8001 --http localhost:8000 --count 10000
 
@@ -6,9 +6,10 @@ Each request is a valid one with one to four mutations of its bytes, shapes, typ
 parameters, images, ids or requested outputs (`mutations.py`). It is sent over unary gRPC, a gRPC
 stream, or HTTP `generate`, `generate_stream` or `infer`.
 
-Faults of a server: no final reply within the deadline (`hang`), an error that has no code of ours
-and is not from one of Triton's checks (`untyped`), INTERNAL (`fault`), a traceback (`traceback`), a
-connection that breaks (`dead`), and other answers to valid requests than before (`parity`).
+Faults of a server: no final reply within the deadline (`hang`), an error without one of our codes
+that does not come from a check of Triton either (`untyped`), INTERNAL (`fault`), a traceback
+(`traceback`), a connection that breaks (`dead`), and valid requests whose answers have changed
+(`parity`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from tests.support.mutations import Mutator, Question, as_json
 from tests.support.triton_client import picture
 
 DEADLINE = 60.0
-"""Seconds within which every request must get its final reply."""
+"""Seconds within which a request must get its final reply."""
 
 CODED = re.compile(r"(?:^|\W)(INVALID_ARG|NOT_FOUND|UNAVAILABLE|CANCELLED|UNSUPPORTED|INTERNAL): ")
 
@@ -67,9 +68,9 @@ TRITON_CHECKS = (
 class Reply:
     """The reply to one request.
 
-    code: "answered", an error's code, or the kind of failure.
-    message: the error's message.
-    wrong: the fault of the server, "" if there is none.
+    code: "answered", the code of an error, or the kind of failure.
+    message: message of the error.
+    wrong: the server's fault, or "".
     """
 
     code: str
@@ -90,7 +91,7 @@ def classify(message: str) -> Reply:
 
 
 class Sender:
-    """Sends questions to one server. Each thread has its own sender."""
+    """Sender of questions to one server. Each thread needs its own."""
 
     def __init__(self, grpc_url: str, http_url: str) -> None:
         self._channel = grpc.insecure_channel(
@@ -104,7 +105,7 @@ class Sender:
         self._channel.close()
 
     def send(self, question: Question) -> Reply:
-        """Send one question in its way."""
+        """Send one question over the protocol that it names."""
         try:
             if question.way in ("unary", "stream"):
                 return self._grpc(question)
@@ -171,7 +172,7 @@ UNKNOWN_ADAPTER = "no such adapter"
 
 
 def whole_text(content: str) -> str | None:
-    """Return the complete text in a reply of `generate` or `generate_stream`, None without one."""
+    """Return the complete text in a reply of `generate` or `generate_stream`, or None."""
     pieces = re.findall(r'"text_output":\s*("(?:[^"\\]|\\.)*")', content)
     return "".join(json.loads(piece, strict=False) for piece in pieces) if pieces else None
 
@@ -201,7 +202,7 @@ def known_adapters(message: str) -> list[str]:
 def valid_questions(sender: Sender) -> list[tuple[str, Mapping[str, object]]]:
     """Return the models and sampling keys of valid questions.
 
-    They have no adapter, choices, or the first adapter of the server that loads, if there is one.
+    They have no adapter, choices, or the server's first adapter that can be loaded, if any.
     """
     keys: list[Mapping[str, object]] = [{}, {"choices": ["red", "blue"]}]
     for name in known_adapters(
@@ -217,7 +218,7 @@ def valid_questions(sender: Sender) -> list[tuple[str, Mapping[str, object]]]:
 def valid_answers(
     sender: Sender, questions: list[tuple[str, Mapping[str, object]]]
 ) -> list[str | None]:
-    """Return the complete text of the answer to each question, None without one."""
+    """Return the complete text of each question's answer, or None."""
     return [whole_text(_ask_valid(sender, model, keys)) for model, keys in questions]
 
 
@@ -268,7 +269,7 @@ def run(
     first: int = 0,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Report:
-    """Send `count` questions of `seed`, and compare answers to valid questions before and after."""
+    """Send `count` questions of `seed`. Compare answers to valid questions before and after."""
     report = Report()
     senders = [Sender(grpc_url, http_url) for _ in range(threads)]
     questions = valid_questions(senders[0])

@@ -1,9 +1,9 @@
-"""A server under attack: healthy clients with known answers beside hostile ones.
+"""A server under attack: healthy clients with known answers beside hostile clients.
 
-Quiet and hostile phases alternate on one server under the same healthy load, so that a slow
-machine affects both. Hostile clients send images that keep a codec busy, numbers of absurd size,
-and uploads that never end. Meanwhile an adapter folder is replaced by versions that are too large,
-without a head, broken or half written, and files cannot be opened for a while.
+Quiet and hostile phases alternate on one server under the same healthy load, so that a slow machine
+affects both. Hostile clients send images that keep a codec busy, numbers of absurd size, and
+uploads that never end. Meanwhile an adapter folder is replaced by versions that are too large, lack
+their head, are broken, or are half written. For a while files cannot be opened.
 
 usage: python -m tests.support.hostile_hour --cycles 5 --seconds 30 --json figures.json
 """
@@ -42,10 +42,10 @@ PAUSE_SECONDS = 0.02
 """Pause of a client between two requests."""
 
 BOMB_SECONDS = 300.0
-"""Time limit of a hostile request: a bomb takes its processor time at a low priority."""
+"""Time limit of a hostile request. Decoding a bomb takes long, because it has a low priority."""
 
 POOL = {"adapter_pool_bytes": 4_000_000, "kv_cache_tokens": 4096}
-"""Options under which the large version of the adapter does not fit into the pool."""
+"""Options with which the large version of the adapter exceeds the pool."""
 
 HEAD = {
     "tasks": ["classify", "vqa"],
@@ -72,7 +72,7 @@ TEMPERATURES = (0, 1e-300, 0.01, 1, 100)
 
 @dataclass
 class Phase:
-    """The healthy requests of some phases: seconds of each, and descriptions of wrong answers."""
+    """Healthy requests of some phases: seconds of each, and descriptions of wrong answers."""
 
     seconds: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -83,9 +83,9 @@ class Phase:
 
 @dataclass
 class Figures:
-    """The result of all cycles.
+    """The results of all cycles.
 
-    outcomes: number of answers and errors of the hostile requests, by client and code.
+    outcomes: numbers of answers and errors of the hostile requests, by client and code.
     """
 
     quiet: Phase
@@ -93,7 +93,7 @@ class Figures:
     outcomes: Counter[str]
 
     def ratio(self, percent: float) -> float:
-        """Return a percentile of the healthy requests in hostile phases over that in quiet ones."""
+        """Return a percentile of healthy requests in hostile phases over that in quiet phases."""
         return self.hostile.percentile(percent) / self.quiet.percentile(percent)
 
     def summary(self) -> dict[str, Any]:
@@ -112,10 +112,10 @@ class Figures:
 
 
 class HostileHour:
-    """Healthy and hostile clients of one server. All threads end with each phase."""
+    """Healthy and hostile clients of one server. All their threads end with each phase."""
 
     def __init__(self, server: TritonServer, ask: Asker, adapters: Path, versions: Path) -> None:
-        """adapters: the served folder. versions: a folder with the adapters of `VERSIONS`."""
+        """Prepare clients. adapters: served folder. versions: folder with those of `VERSIONS`."""
         self._server = server
         self._ask = ask
         self._adapters = adapters
@@ -134,13 +134,13 @@ class HostileHour:
             [tiff_with_tile(16, 16384)],
             [flat_png(3200, 3125)] * 64,
         ]
-        # The clients share the cores with the server, so they make their requests once.
+        # The clients share the cores with the server, so they prepare their requests only once.
         prepared = [to_inputs({"image": bomb})[0] for bomb in bombs]
         models = ("video_analytics", "lmm_unary")
         self._next_bomb = itertools.cycle(itertools.product(models, prepared))
 
     def run(self, cycles: int, seconds: float) -> Figures:
-        """Alternate quiet and hostile phases of so many seconds each."""
+        """Alternate quiet and hostile phases of this duration."""
         figures = Figures(Phase(), Phase(), self._outcomes)
         hostile = [
             *[self._send_bombs] * 2,
@@ -214,7 +214,7 @@ class HostileHour:
     # -- hostile clients ---------------------------------------------------------------------
 
     def _hostile(self, name: str, model: str, **values: Any) -> None:
-        """Send a request that may be answered or refused, and count which."""
+        """Send a request, and count whether it is answered or refused."""
         try:
             self._ask.once(model, timeout=BOMB_SECONDS, **values)
             outcome = "answered"
@@ -249,7 +249,7 @@ class HostileHour:
             time.sleep(PAUSE_SECONDS)
 
     def _replace_adapter(self) -> None:
-        """Put one version after the other into the folder; in the end, a sound one."""
+        """Put one version after another into the folder, at last a valid one."""
         folder = self._adapters / VICTIM
         for place in itertools.cycle(
             (
@@ -266,7 +266,7 @@ class HostileHour:
             )
         ):
             place()
-            # A folder is read when its files have not changed for a second.
+            # The server reads a folder whose files have not changed for a second.
             if self._stop.wait(1.5):
                 self._copy("sound", folder)
                 return
@@ -302,7 +302,7 @@ class HostileHour:
         path.symlink_to(path.name)
 
     def _use_up_files(self) -> None:
-        """Leave the engine's process no file descriptors for half of the time."""
+        """Leave the engine's process without file descriptors for half of the time."""
         engine = psutil.Process(self._server.models["lmm"])
         soft, hard = engine.rlimit(resource.RLIMIT_NOFILE)
         while not self._stop.wait(1.0):
@@ -311,7 +311,7 @@ class HostileHour:
             engine.rlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
     def _upload_slowly(self) -> None:
-        """Send a request byte by byte, over HTTP and over gRPC's port."""
+        """Send a request byte by byte over HTTP, and over gRPC's port."""
         body = b"POST /v2/models/lmm/infer HTTP/1.1\r\nHost: x\r\nContent-Length: 50000000\r\n\r\n{"
         urls = itertools.cycle([(self._ask.http_url, body), (self._ask.grpc_url, PREFACE)])
         for url, start in urls:
@@ -337,7 +337,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 def hostile_hour(
     checkpoint: Path, adapters: Path, scratch: Path, **options: Any
 ) -> Iterator[HostileHour]:
-    """Start a server with copies of some adapters in `scratch`, and yield its hostile hour.
+    """Start a server with copies of some adapters in `scratch`, and yield its `HostileHour`.
 
     options: keys of `model.json`.
     """

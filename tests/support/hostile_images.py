@@ -1,4 +1,4 @@
-"""Small files that cost their decoder much time or memory, although their headers are harmless."""
+"""Small files with harmless headers that cost their decoder much time or memory."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ END_OF_IMAGE = b"\xff\xd9"
 
 
 def jpeg_with_scans(side: int, scans: int) -> bytes:
-    """Return a progressive JPEG of side x side whose last scan is repeated `scans` times.
+    """Return a progressive JPEG, side x side, whose last scan is repeated `scans` times.
 
-    A decoder visits all blocks of the image in each scan, however few bytes the scan has.
+    In each scan a decoder visits all blocks of the image, however few bytes the scan has.
     """
     content = io.BytesIO()
     Image.new("RGB", (side, side), (90, 120, 30)).save(content, "JPEG", progressive=True)
@@ -35,7 +35,7 @@ def run_length_bmp(width: int, height: int) -> bytes:
 
 
 def tiff_with_tile(side: int, tile: int) -> bytes:
-    """Return an RGB TIFF of side x side pixels in one compressed tile of tile x tile pixels."""
+    """Return an RGB TIFF, side x side, whose only tile is compressed and has tile x tile pixels."""
     compressor = zlib.compressobj(1)
     row = bytes(3 * tile)
     data = b"".join(compressor.compress(row) for _ in range(tile)) + compressor.flush()
@@ -66,7 +66,7 @@ def tiff_with_tile(side: int, tile: int) -> bytes:
 
 
 def flat_png(width: int, height: int) -> bytes:
-    """Return a PNG of one colour, which takes a thousandth of its pixels' bytes."""
+    """Return a PNG of one colour. Its size is a thousandth of that of its pixels."""
     content = io.BytesIO()
     Image.new("RGB", (width, height), (10, 20, 30)).save(content, "PNG")
     return content.getvalue()

@@ -1,6 +1,6 @@
-"""Random LoRA adapters saved by PEFT itself, of different ranks, targets and scalings.
+"""Random LoRA adapters of different ranks, targets and scalings, saved by PEFT.
 
-This module does not know how the server reads them. Parity tests load the same folders with PEFT.
+This module does not know how the server reads them. The parity tests load the folders with PEFT.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class AdapterSpec:
-    """Description of one adapter. `description` becomes its `vlora.json`; `labels` give it a
-    head."""
+    """Description of one adapter. `description` becomes its `vlora.json`. `labels` give it a
+    task head."""
 
     name: str
     rank: int
@@ -56,13 +56,13 @@ SPECS: tuple[AdapterSpec, ...] = (
         labels=("cat", "dog", "bird"),
     ),
 )
-"""Adapters of the `adapters_dir` fixture. Names state the target set and the rank."""
+"""Adapters of the fixture `adapters_dir`. A name states the targets and the rank."""
 
 
 def make_adapters(
     checkpoint: Path, folder: Path, specs: tuple[AdapterSpec, ...] = SPECS, seed: int = 0
 ) -> Path:
-    """Write one folder per spec under `folder` and return it."""
+    """Write one folder per spec into `folder`, and return `folder`."""
     for offset, spec in enumerate(specs):
         torch.manual_seed(seed + offset)
         model = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Run an engine until all of its memory has been used, and compare that with the plan.
+"""Run an engine until all of its memory has been used, and compare the memory with the plan.
 
-Run as a process of its own, because memory that other tests have freed would be used again:
+It needs a process of its own, because it would reuse memory that other tests have freed:
 `python -m tests.support.measure_engine CHECKPOINT DTYPE ADAPTERS FOLDER`.
 """
 
@@ -25,7 +25,7 @@ ROWS, WORDS = 2048, 900
 
 
 def use_all(engine: Engine) -> None:
-    """Fill all but 2 % of the pool by prompts of all adapters, in steps of ROWS rows, and merge."""
+    """Fill 98 % of the pool with prompts for all adapters, in steps of ROWS rows, and merge."""
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     names, count = engine.adapters.names(), 0
     while engine.pool.free > engine.pool.total // 50:

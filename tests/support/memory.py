@@ -1,4 +1,4 @@
-"""Memory of this process, as the kernel counts it."""
+"""Memory of this process as the operating system counts it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ STATUS = Path("/proc/self/status")
 
 
 def status_bytes(field: str) -> int:
-    """Return a field of the process's status: `VmRSS` (resident), or `VmHWM` (its peak)."""
+    """Return a field of the process's status, such as `VmRSS` (resident) or `VmHWM` (peak)."""
     (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(field))
     return int(line.split()[1]) * 1024
 
 
 def resident_bytes(field: str = "VmRSS") -> int:
-    """Return the resident memory after everything that is not used has been given back.
+    """Return the resident memory after all unused memory has been returned to the system.
 
-    field: `RssAnon` does not count the code of libraries, which becomes resident as it is used.
+    field: `RssAnon` leaves out the code of libraries, which becomes resident on use.
     """
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
@@ -27,7 +27,7 @@ def resident_bytes(field: str = "VmRSS") -> int:
 
 
 def peak_growth(function: Callable[[], object]) -> int:
-    """Return by how many bytes the resident memory exceeded its present size during a call."""
+    """Call a function. Return by how many bytes resident memory exceeded its size before."""
     before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     function()

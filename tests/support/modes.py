@@ -1,4 +1,4 @@
-"""Control of an engine's live adapter by a test, step by step, instead of by its policy."""
+"""Control of an engine's live adapter by a test instead of by its policy."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from vlora.ids import order_of
 
 
 def drive(engine: Engine, live: Callable[[int], int], *, in_order: bool = True) -> list[StepPlan]:
-    """Make an engine run step i with the adapter in slot `live(i)`, or BASE, merged.
+    """Make an engine run step i with the adapter in slot `live(i)` merged, or none for BASE.
 
-    in_order: whether the rows of a step are sorted for the live adapter; otherwise they keep the
-        scheduler's order.
+    in_order: whether the rows of a step are sorted for the live adapter, as usual. Otherwise they
+        keep the scheduler's order.
 
-    Returns the list to which each following step's plan is appended.
+    Return the list to which the plan of each later step is appended.
     """
     schedule = engine.scheduler.schedule
     plans: list[StepPlan] = []
@@ -34,6 +34,6 @@ def drive(engine: Engine, live: Callable[[int], int], *, in_order: bool = True) 
 def _sorted_for_live(plan: StepPlan) -> StepPlan:
     chunks, row = [], 0
     for chunk in sorted(plan.chunks, key=lambda chunk: order_of(chunk.slot, plan.live)):
-        chunks.append(replace(chunk, row=row))
+        chunks.append(chunk._replace(row=row))
         row += chunk.length
     return replace(plan, chunks=tuple(chunks))

@@ -1,6 +1,6 @@
 """Valid requests and their mutations for `fuzz.py`, determined by a seed and an index.
 
-Two kinds of requests are never created because they crash Triton 2.51 (README): requests for class
+Two kinds of requests are left out because they crash Triton 2.51 (README): requests for class
 results, and requests to HTTP's `infer` whose shape is larger than the memory.
 """
 
@@ -69,7 +69,7 @@ TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw", "dance
 
 @dataclass
 class Tensor:
-    """One input as it is sent; `raw` need not fit shape and type."""
+    """One input as it is sent. `raw` need not match shape and type."""
 
     datatype: str
     shape: list[int]
@@ -89,9 +89,9 @@ class Tensor:
 
 @dataclass
 class Question:
-    """One request, which can be sent in several ways.
+    """One request, which can be sent over several protocols.
 
-    inputs: for gRPC. texts: the same for JSON. kinds: names of the mutations.
+    inputs: the inputs for gRPC. texts: the same for JSON. kinds: names of the mutations.
     """
 
     model: str
@@ -110,13 +110,19 @@ OUTPUTS = {
     "visual_retrieval": ("text_output", "finish_reason", "num_input_tokens", "metadata_output"),
     "lmm": ("text_output", "finish_reason", "logprobs", "details", "head_scores", "metadata"),
     "lmm_unary": ("text_output", "finish_reason", "logprobs", "details", "cumulative_logprob"),
-    "vision_encoder": ("image_features", "image_layout", "image_size", "image_digest"),
+    "vision_encoder": (
+        "image_features",
+        "image_layout",
+        "image_size",
+        "image_digest",
+        "image_adapter",
+    ),
     "task_head": ("result",),
 }
 
 
 class Mutator:
-    """Creates question number `index` of a seed."""
+    """Generator of question number `index` of a seed."""
 
     def __init__(self, seed: int, index: int) -> None:
         self.dice = random.Random(f"{seed} {index}")

@@ -1,6 +1,6 @@
-"""The oracle: correct answers from stock transformers and PEFT, and the differences allowed.
+"""The oracle: correct answers from stock transformers and PEFT, and the permitted differences.
 
-The oracle is greedy, computes in float32 and serves one request at a time.
+The oracle decodes greedily in float32, one request at a time.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from vlora.vision.encoder import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 NEAR_TIE = 1e-4
-"""Difference of logits below which the order of a batch's sums may change which one is larger."""
+"""Difference of two logits below which the order of sums may decide which one is larger."""
 
 
 @dataclass(frozen=True)
 class Question:
     """A rendered prompt with one placeholder per image.
 
-    adapter: name, None for the base model.
-    pixels: [images, 3, height, width] fp32, preprocessed.
+    adapter: its name, or None for the base model.
+    pixels: preprocessed images, [images, 3, height, width] fp32.
     use_head: whether the adapter's vision task head answers.
     """
 
@@ -48,7 +48,8 @@ class Question:
 class Greedy:
     """The oracle's greedy answer.
 
-    tokens: token ids, including end of text. gaps: difference of the two best logits at each token.
+    tokens: token ids, including end of text.
+    gaps: difference of the two best logits at each token.
     """
 
     tokens: list[int]
@@ -57,7 +58,7 @@ class Greedy:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer to an item: the text with its tokens, or a head's top label with its scores."""
+    """Answer to an item: the text with its tokens, or a head's best label with all scores."""
 
     text: str
     greedy: Greedy | None = None
@@ -65,11 +66,11 @@ class Answer:
 
 
 class Mismatch(AssertionError):
-    """An answer differs from the oracle's by more than near-ties."""
+    """Raised if an answer differs from the oracle's by more than near-ties."""
 
 
 class Oracle:
-    """Stock model of a checkpoint. Each call selects its adapter, loading it on first use."""
+    """Stock model of a checkpoint. Each call selects its adapter, which is loaded on first use."""
 
     def __init__(self, checkpoint: str | Path, adapters: str | Path) -> None:
         self._adapters = Path(adapters)
@@ -85,7 +86,7 @@ class Oracle:
         self._attached: set[str] = set()
 
     def prompt_ids(self, question: Question) -> list[int]:
-        """Return the token ids, each placeholder expanded to the tower's image tokens."""
+        """Return the token ids, with each placeholder expanded to the image tokens of the tower."""
         ids: list[int] = []
         for token in self.tokenizer(question.prompt, add_special_tokens=False)["input_ids"]:
             ids.extend([token] * (self._rows if token == self._image_token else 1))
@@ -93,7 +94,7 @@ class Oracle:
 
     @torch.inference_mode()
     def features(self, pixels: torch.Tensor) -> FloatArray:
-        """Return the features of [images, 3, h, w] pixels, [images · rows, hidden]."""
+        """Return the features [images · rows, hidden] of pixels [images, 3, h, w]."""
         output = self._base.get_image_features(pixel_values=pixels)
         parts = getattr(output, "pooler_output", output)
         return np.concatenate([part.reshape(-1, part.shape[-1]).numpy() for part in parts])
@@ -118,7 +119,7 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, question: Question, answer: Sequence[int] = ()) -> torch.Tensor:
-        """Return the teacher-forced logits before each token of `answer` and after the last.
+        """Return the logits before each token of `answer` and after the last one, teacher-forced.
 
         Shape [len(answer) + 1, V].
         """
@@ -131,7 +132,7 @@ class Oracle:
     def head_scores(self, question: Question) -> torch.Tensor:
         """Return the softmax scores of the adapter's head, [classes].
 
-        Its input is the final-norm hidden state of the last prompt token.
+        The head's input is the final hidden state of the last prompt token, after the norm.
         """
         assert question.adapter is not None
         head = load_file(self._adapters / question.adapter / "head.safetensors")
@@ -143,8 +144,8 @@ class Oracle:
     def near_ties(self, question: Question, expected: Greedy, got: Sequence[int]) -> int:
         """Return how many tokens of `got` differ from the oracle's choice by a near-tie.
 
-        At the first differing token the oracle's two best logits must be a near-tie; the tokens
-        from there on are compared with the oracle's teacher-forced logits. Raises Mismatch for any
+        At the first difference the oracle's two best logits must be a near-tie. From there on, each
+        token is compared with the oracle's logits for the tokens before it. Raise Mismatch for any
         other difference.
         """
         pairs = enumerate(zip(expected.tokens, got, strict=False))
@@ -178,7 +179,7 @@ class Oracle:
         return Question(prompt, adapter, self._preprocess(files), item.task in tasks)
 
     def answer(self, item: Item, adapter: str | None) -> Answer:
-        """Return the answer to an item by an adapter or the base, up to the task's token limit."""
+        """Return an adapter's or the base's answer to an item, up to the task's token limit."""
         question = self.question(item, adapter)
         if question.use_head:
             scores = self.head_scores(question)
@@ -189,7 +190,7 @@ class Oracle:
         return Answer(text, greedy)
 
     def text_ties(self, item: Item, adapter: str | None, answer: Answer, text: str) -> int:
-        """Return `near_ties` of an answer whose text is known but not its tokens."""
+        """Return `near_ties` for an answer of which only the text is known."""
         if text == answer.text or answer.greedy is None:
             return 0
         got = self.tokenizer(text, add_special_tokens=False)["input_ids"]

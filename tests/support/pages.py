@@ -11,7 +11,7 @@ from vlora.memory.prefix import BlockDigests, BlockKey
 
 
 class IdleAdapters:
-    """Runs of adapters that nothing uses, which the pool may evict, oldest first."""
+    """Runs of unused adapters, which the pool may evict, the oldest first."""
 
     holds_runs = True
 
@@ -44,7 +44,7 @@ class IdleAdapters:
 
 
 class BlocksOfTokens:
-    """Block table of a sequence of tokens, in blocks of two, with the keys of its whole blocks."""
+    """Block table of a token sequence, in blocks of two, with the keys of its full blocks."""
 
     def __init__(self, table: BlockTable, scope: str, tokens: list[int]) -> None:
         self.table = table

@@ -13,8 +13,8 @@ STEP_SECONDS, SWITCH_SECONDS = 0.01, 0.02
 class FixedCosts:
     """Costs that are easy to calculate with.
 
-    Eight rows take 8 ms and each further row 1 ms; reading an adapter takes 2 ms, and applying it
-    0.1 ms per row.
+    Up to eight rows take 8 ms, and each further row 1 ms. Reading an adapter takes 2 ms, and
+    applying it takes 0.1 ms per row.
     """
 
     unmergeable: frozenset[int] = frozenset()

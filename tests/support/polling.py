@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def until(condition: Callable[[], T], seconds: float = 60.0) -> T:
-    """Call `condition` until its result is true, and return that; fail the test after `seconds`."""
+    """Call `condition` until its result is true, and return it. Fail the test after `seconds`."""
     deadline = time.monotonic() + seconds
     while not (result := condition()):
         assert time.monotonic() < deadline, f"not within {seconds:g} s"

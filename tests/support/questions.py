@@ -1,4 +1,4 @@
-"""A fixed set of questions with the oracle's answers, from which schedules are composed."""
+"""A fixed set of questions with the oracle's answers. Schedules are composed of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORDS = TEXT.split()
 
 @dataclass
 class Case:
-    """One question with its token limit and the oracle's answer, computed on first use."""
+    """A question, its token limit, and the oracle's answer, which is computed on first use."""
 
     oracle: Oracle
     question: Question
@@ -39,7 +39,7 @@ class Case:
 
     @cached_property
     def images(self) -> ImageFeatures | None:
-        """Features of the question's images, None without images."""
+        """Features of the question's images, or None."""
         if self.question.pixels is None:
             return None
         features = self.oracle.features(self.question.pixels)
@@ -68,8 +68,8 @@ class Case:
 def make_cases(oracle: Oracle, adapters: list[str], heads: set[str], seed: int = 0) -> list[Case]:
     """Return cases for the base model and every adapter.
 
-    Prompts have 1 to about 150 tokens and no, one or two images. Those of adapters in `heads` are
-    partly answered by the head.
+    Prompts have from 1 to about 150 tokens, and no, one or two images. For adapters in `heads` the
+    task head answers some of them.
     """
     rng = np.random.default_rng(seed)
     cases: list[Case] = []

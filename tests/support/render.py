@@ -1,4 +1,4 @@
-"""Renders the chart and validates the result. The Python of the deployment checks runs this script.
+"""Render the chart and validate the result. The deployment checks run it in their own Python.
 
 stdin: {"chart": DIR, "values": {...}, "namespace": NAME, "versions": ["1.33.0", …]}
 stdout: {"error": REASON} if the chart rejects the values, else {"lint": [...], "notes": TEXT,

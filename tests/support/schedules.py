@@ -18,12 +18,12 @@ HEAD_TOLERANCE = 1e-4
 """Allowed difference of a head's softmax scores."""
 
 MAX_STEPS = 3000
-"""Steps after which a run counts as stuck."""
+"""Number of steps after which a run counts as stuck."""
 
 
 @dataclass
 class Tally:
-    """Tokens compared with the oracle's, and how many of them differ by a near-tie."""
+    """Number of tokens compared with the oracle's, and of those that differ by a near-tie."""
 
     tokens: int = 0
     ties: int = 0
@@ -31,9 +31,9 @@ class Tally:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request of the case with number `case` (modulo the number of cases) before step `step`.
+    """A request that arrives before step `step`, for case number `case` modulo their number.
 
-    abort_after: steps from its arrival to its abort, None to let it end.
+    abort_after: number of steps until its abort, or None.
     """
 
     case: int
@@ -43,13 +43,13 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Arrivals of requests and the limits of the engine that serves them.
+    """Arrivals of requests, and the limits of the engine that serves them.
 
-    sequences, rows: maximum of requests at once and of rows per step.
-    slack: pages in addition to those that the longest request needs.
+    sequences, rows: maximum numbers of running requests, and of rows per step.
+    slack: number of pages beyond those that the longest request needs.
     kernels: backend of the step's kernels.
-    live_slots: numbers of the adapters merged into the weights, one per step, repeated; empty
-        leaves the choice to the engine.
+    live_slots: slots of the adapters merged into the weights, one per step, repeated. If empty, the
+        engine chooses.
     in_order: whether the rows of a step are sorted for the live adapter.
     cramped: whether the pool holds only the largest adapter, so that adapters evict each other.
     """
@@ -66,7 +66,7 @@ class Schedule:
 
 
 def run(engine: Engine, schedule: Schedule, cases: list[Case]) -> dict[str, list[Output]]:
-    """Run a schedule and return all outputs by request id, checking integrity after every step."""
+    """Run a schedule and return outputs by request id. Check integrity after every step."""
     outputs: dict[str, list[Output]] = defaultdict(list)
     pending = dict(enumerate(schedule.arrivals))
     for step in range(MAX_STEPS):
@@ -89,7 +89,7 @@ def run(engine: Engine, schedule: Schedule, cases: list[Case]) -> dict[str, list
 
 
 def check(case: Case, arrival: Arrival, outputs: list[Output], tally: Tally) -> None:
-    """Compare one request's outputs with the oracle's; only an aborted request may end early."""
+    """Compare a request's outputs with the oracle's. Only an aborted request may end early."""
     last = outputs[-1]
     assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
     if last.error is not None:

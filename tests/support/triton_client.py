@@ -1,4 +1,4 @@
-"""A client for tests: sends inputs and returns outputs by name, over gRPC and HTTP."""
+"""A client for tests that sends inputs and returns outputs by name, over gRPC and HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS |= {
 
 
 class Refused(Exception):
-    """An error response. status: the gRPC status, None on a stream, which has none."""
+    """An error response. status: the gRPC status, or None on a stream, which has no status."""
 
     def __init__(self, message: str, status: str | None) -> None:
         super().__init__(message)
@@ -53,9 +53,9 @@ class Response:
 
 
 def to_inputs(values: Mapping[str, Any]) -> list[grpcclient.InferInput]:
-    """Return inputs for plain values. A dict becomes JSON, a single value gets shape [1].
+    """Return inputs for plain values. A dict becomes JSON. A single value gets shape [1].
 
-    An InferInput is not changed, for tests with wrong types and shapes.
+    An InferInput is passed on unchanged, for tests with wrong types and shapes.
     """
     return [_to_input(name, value) for name, value in values.items() if value is not None]
 
@@ -94,7 +94,7 @@ def _bytes(item: str | bytes) -> bytes:
 
 
 def _text(item: bytes) -> str | bytes:
-    """Return an element as text, or as bytes if it is none."""
+    """Return an element as text, or as bytes if it is not UTF-8."""
     try:
         return item.decode()
     except UnicodeDecodeError:
@@ -118,7 +118,7 @@ def _read(result: grpcclient.InferResult) -> Response:
 
 
 class Asker:
-    """Sends requests to one server."""
+    """Sender of requests to one server."""
 
     def __init__(self, grpc_url: str, http_url: str, metrics_url: str) -> None:
         self.grpc_url = grpc_url
@@ -136,7 +136,7 @@ class Asker:
         outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> Response:
-        """Send a unary gRPC request for all outputs or for those named."""
+        """Send a unary gRPC request for all outputs, or for the named ones."""
         try:
             result = self.client.infer(
                 model,
@@ -216,7 +216,7 @@ class Asker:
         return "".join(response["text_output"] for response in self.stream(model, **values))
 
     def http(self, model: str, endpoint: str, body: Mapping[str, Any] | bytes) -> tuple[int, str]:
-        """Send a POST to `generate` or `generate_stream`; return its status and body."""
+        """Send a POST request to `generate` or `generate_stream`. Return its status and body."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(
             f"http://{self.http_url}/v2/models/{model}/{endpoint}", data=data
@@ -229,7 +229,7 @@ class Asker:
                 return error.code, error.read().decode()
 
     def metrics(self) -> dict[str, float]:
-        """Return all samples by their names with labels."""
+        """Return all samples of the metrics by name and labels."""
         with urllib.request.urlopen(self.metrics_url, timeout=TIMEOUT) as answer:
             lines = answer.read().decode().splitlines()
         samples = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
@@ -241,7 +241,7 @@ class Asker:
 
 @contextmanager
 def asking(server: TritonServer) -> Iterator[Asker]:
-    """Yield a client of `server`, closed at the end of the block."""
+    """Yield a client of `server`, and close it with the context."""
     asker = Asker(server.grpc_url, server.http_url, server.metrics_url)
     try:
         yield asker
@@ -252,7 +252,7 @@ def asking(server: TritonServer) -> Iterator[Asker]:
 def picture(
     colour: tuple[int, int, int] = (200, 30, 30), size: tuple[int, int] = (80, 60)
 ) -> bytes:
-    """Return a PNG of a square on a plain ground of this colour."""
+    """Return a PNG of a square on a plain background of this colour."""
     image = Image.new("RGB", size, colour)
     image.paste((255 - colour[0], 255, 0), (10, 10, 30, 30))
     content = io.BytesIO()
@@ -261,5 +261,5 @@ def picture(
 
 
 def pixels(encoded: Sequence[bytes]) -> np.ndarray:
-    """Return PNGs of the same size as `frames_raw`."""
+    """Return the pixels of PNGs of equal size, as the input `frames_raw`."""
     return np.stack([np.asarray(Image.open(io.BytesIO(png))) for png in encoded])

@@ -1,4 +1,4 @@
-"""Fixtures of a real server that all tests of this folder share."""
+"""Fixtures of a real server, which all tests of this folder share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def served_adapters(adapters_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the random adapters and one that fails to load."""
+    """Return a folder with the random adapters and one that cannot be loaded."""
     root = tmp_path_factory.mktemp("served-adapters")
     for folder in adapters_dir.iterdir():
         (root / folder.name).symlink_to(folder)
@@ -48,7 +48,7 @@ def server(
 
 @pytest.fixture
 def ask(server: TritonServer) -> Iterator[Asker]:
-    """Yield a client of the session's server, which must still run after the test."""
+    """Yield a client of the session's server. The server must still run after the test."""
     with asking(server) as asker:
         yield asker
     assert server.poll() is None, server.explain()

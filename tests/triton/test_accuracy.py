@@ -1,4 +1,4 @@
-"""The demo checkpoint, served over gRPC, gives the same answers as transformers with PEFT."""
+"""Test that the demo checkpoint answers over gRPC as transformers with PEFT does."""
 
 from __future__ import annotations
 

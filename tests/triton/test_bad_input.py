@@ -1,4 +1,4 @@
-"""Every malformed request gets a typed error at once and does not affect other requests."""
+"""Tests that malformed requests get typed errors at once, and do not affect other requests."""
 
 from __future__ import annotations
 
@@ -233,7 +233,8 @@ BAD_FEATURES = {
     "a gap in the layout": ("must begin at row 0", {"image_layout": layout((1, 63, 1, 8, 8, 0))}),
     "a negative count": ("at least one", {"image_layout": layout((0, -64, 1, 8, 8, 0))}),
     "an empty grid": ("must be positive", {"image_layout": layout((0, 64, 0, 8, 8, 0))}),
-    "an invalid flag": ("0 or 1", {"image_layout": layout((0, 64, 1, 8, 8, 7))}),
+    "a negative number of frames": ("0 or more", {"image_layout": layout((0, 64, 1, 8, 8, -1))}),
+    "too many frames": ("show at most", {"image_layout": layout((0, 64, 1, 8, 8, 10**6))}),
     "a layout alone": ("'image_features' is missing", {"image_features": None}),
     "features alone": ("'image_layout' is missing", {"image_layout": None}),
     "images and features": ("'image' and 'image_features'", {"image": picture()}),

@@ -1,4 +1,4 @@
-"""The engine benchmark over gRPC: a tiny model in a real server."""
+"""Test of the engine benchmark over gRPC, on a tiny model in a real server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that wait for the vision encoder: deadlines, streams, arrival, and bounds."""
+"""Tests of requests that wait for the vision encoder: deadlines, streams, arrivals, bounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Protocols and networks that a server closes to clients by default."""
+"""Tests of protocols and networks that a server closes to clients by default."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A short run of the fuzzer with a fixed seed; `python -m tests.support.fuzz` runs longer ones."""
+"""Short run of the fuzzer with a fixed seed. `python -m tests.support.fuzz` runs longer ones."""
 
 from __future__ import annotations
 

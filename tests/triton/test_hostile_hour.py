@@ -1,4 +1,4 @@
-"""Healthy requests keep their answers and their latency while others attack the server."""
+"""Test that healthy requests keep their answers and latency while clients attack the server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that starts, fails to start, and stops; and a server with other options."""
+"""Tests of a server that starts, fails to start, and stops, and of a server with other options."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests of `lmm` and `lmm_unary`: the interface of the vLLM backend, and our extensions of it."""
+"""Tests of `lmm` and `lmm_unary`: the interface of the vLLM backend, and our extensions."""
 
 import json
 import math
@@ -44,14 +44,16 @@ def test_streaming_with_the_prompt_is_an_error(ask: Asker) -> None:
 
 def test_optional_outputs_are_absent_unless_requested(ask: Asker) -> None:
     question = {"text_input": "hello", "sampling_parameters": GREEDY, "stream": True}
-    assert set(ask.stream("lmm", **question)[0].outputs) == {"text_output"}
+    *others, last = ask.stream("lmm", **question)
+    assert all(set(other.outputs) == {"text_output"} for other in others)
+    assert set(last.outputs) == {"text_output", "details"}
     names = ("finish_reason", "num_input_tokens", "num_output_tokens", "logprobs")
     deltas = ask.stream("lmm", **question, **{f"return_{name}": True for name in names})
     assert all(set(names) < set(delta.outputs) for delta in deltas)
     assert sum(delta["num_output_tokens"] for delta in deltas) == 6
-    *others, last = (delta["finish_reason"] for delta in deltas)
-    assert set(others) <= {"None"}
-    assert last == "length"
+    *reasons, reason = (delta["finish_reason"] for delta in deltas)
+    assert set(reasons) <= {"None"}
+    assert reason == "length"
 
 
 def test_logprobs_have_the_form_of_the_vllm_backend(ask: Asker) -> None:
@@ -168,7 +170,7 @@ def test_a_client_may_send_features(ask: Asker) -> None:
 def test_details_have_task_adapter_timings_and_modes(ask: Asker) -> None:
     (response,) = ask.stream("lmm", text_input="hello", sampling_parameters={"lora_name": "all-r8"})
     details = json.loads(response["details"])
-    assert set(details) == {"task", "adapter", "timings", "modes"}
+    assert set(details) == {"task", "adapter", "num_cached_tokens", "timings", "modes"}
     assert sum(details["modes"].values()) >= 1, "number of steps by mode"
     assert details["task"] == "raw"
     assert details["adapter"]["name"] == "all-r8"

@@ -1,4 +1,4 @@
-"""Concurrent requests: batches, metrics, HTTP clients and perf_analyzer."""
+"""Tests of concurrent requests: batches, metrics, HTTP clients and perf_analyzer."""
 
 from __future__ import annotations
 

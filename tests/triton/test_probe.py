@@ -1,4 +1,4 @@
-"""`vlora probe` on a real server in each of its states, within the deadline."""
+"""Tests of `vlora probe` on a real server in each of its states, within the deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vlora serve` and `vlora adapters`: restarts, draining, and what they print."""
+"""Tests of `vlora serve` and `vlora adapters`: restarts, draining, and their output."""
 
 from __future__ import annotations
 

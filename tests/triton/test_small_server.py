@@ -1,4 +1,4 @@
-"""A server on all networks with shared memory, small limits and options from vLLM's tutorials."""
+"""Tests of a server on all networks, with shared memory, small limits and options of vLLM."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ OPTIONS = {
     "gpu_memory_utilization": 0.5,
     "limits": {"max_prompt_bytes": 5000, "max_request_megapixels": 0.01},
 }
-LONG = {"max_tokens": 300, "ignore_eos": True, "temperature": 0}
+LONG = {"max_tokens": 900, "ignore_eos": True, "temperature": 0}
 
 
 @pytest.fixture(scope="module")
@@ -103,9 +103,6 @@ def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(a
     with ThreadPoolExecutor(8) as pool:
         calls = [pool.submit(ask.once, "video_analytics", id=one, **question) for one in running]
         last = pool.submit(ask.once, "video_analytics", id=waiting, **question)
-        gone = pool.submit(ask.once, "video_analytics", timeout=0.2, **question)
-        with pytest.raises(Refused, match="Deadline"):
-            gone.result()
 
         def ended() -> bool:
             ask.stream("lmm", id=waiting, cancel=True)
@@ -114,6 +111,8 @@ def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(a
         until(ended)
         with pytest.raises(Refused, match="CANCELLED: "):
             last.result()
+        with pytest.raises(Refused, match="Deadline"):
+            ask.once("video_analytics", timeout=0.1, **question)
         for one in running:
             ask.stream("lmm", id=one, cancel=True)
         for call in calls:
@@ -169,6 +168,17 @@ def test_limits_can_be_set_in_model_json(ask: Asker) -> None:
         ask.once("video_analytics", text_input="What?", image=[picture()] * 3)
 
 
+def unregistered(ask: Asker, name: str) -> bool:
+    """Unregister a region; return False while the server still holds the request that used it."""
+    try:
+        ask.client.unregister_system_shared_memory(name)
+    except InferenceServerException as error:
+        if "in use" not in str(error):
+            raise
+        return False
+    return True
+
+
 def test_allowed_clients_send_raw_frames_in_shared_memory(ask: Asker) -> None:
     clip = pixels([picture((60 * i, 0, 0)) for i in range(2)])
     name = f"vlora-test-{uuid.uuid4().hex}"
@@ -180,7 +190,7 @@ def test_allowed_clients_send_raw_frames_in_shared_memory(ask: Asker) -> None:
         frames.set_shared_memory(name, clip.nbytes)
         question = {"text_input": "", "task": "video"}
         shared = ask.once("video_analytics", frames_raw=frames, **question)
-        ask.client.unregister_system_shared_memory(name)
+        until(lambda: unregistered(ask, name))
     finally:
         shared_memory.destroy_shared_memory_region(region)
     sent = ask.once("video_analytics", frames_raw=clip, **question)

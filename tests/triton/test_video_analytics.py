@@ -1,4 +1,4 @@
-"""`video_analytics`: images or a clip and a task in, one structured answer out."""
+"""Tests of `video_analytics`, which takes images or a clip and returns one structured answer."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""`vision_encoder` called directly: layouts, sizes, digests and features of images."""
+"""Tests of direct calls of `vision_encoder`: layouts, sizes, digests and features of images."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_digests_are_not_inputs_of_any_model(ask: Asker) -> None:
 def test_an_image_that_takes_long_to_decode_delays_no_other_and_is_refused(ask: Asker) -> None:
     """The slow request is answered after the call that took it has returned."""
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(encode, ask, image=column(jpeg_with_scans(3000, 2000)))
+        slow = pool.submit(encode, ask, image=column(jpeg_with_scans(3000, 10_000)))
         for _ in range(10):
             encode(ask, image=column(picture()))
             assert not slow.done()

@@ -1,4 +1,4 @@
-"""`visual_retrieval`: images and a question in, a streamed answer out."""
+"""Tests of `visual_retrieval`, which takes images and a question and streams its answer."""
 
 import base64
 import itertools

@@ -1,4 +1,4 @@
-"""Adapter folders: supported ones are read correctly, and all others are rejected by name."""
+"""Tests that supported adapter folders are read correctly and all others rejected by name."""
 
 from __future__ import annotations
 
@@ -168,14 +168,24 @@ def test_the_digest_depends_on_the_content_and_not_on_the_name(
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"use_dora": True}, "DoRA"),
+        ({"use_dora": True}, "DoRA, which is not supported; make it a plain LoRA with `vlora adap"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "`vlora adapters convert FOLDER OUT --model CHECKPOINT"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
         ({"layer_replication": [[0, 1]]}, "layer_replication"),
         ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias 'all'"),
         ({"fan_in_fan_out": True}, "fan_in_fan_out"),
         ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+        ({"init_lora_weights": "PiSSA"}, "changes the base model"),
+        ({"init_lora_weights": "olora"}, "make it a plain LoRA with `vlora adapters conv"),
+        ({"init_lora_weights": "pissa"}, "make it a plain LoRA with `vlora adapters conv"),
+        ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "corda"}, "path_initial_model_for_weight_conversion=INITIAL"),
+        ({"init_lora_weights": "lora_ga"}, "path_initial_model_for_weight_conversion=INITIAL"),
+        ({"init_lora_weights": "loftq"}, "PEFT cannot convert it"),
+        ({"init_lora_weights": "other"}, "init_lora_weights = 'other'; known: true, false, gaus"),
+        ({"init_lora_weights": ["eva"]}, "init_lora_weights = ['eva']; known: "),
         ({"something_new": {"x": 1}}, "something_new"),
         ({"peft_type": "IA3"}, "peft_type 'IA3'"),
         ({"r": 0}, "r = 0"),
@@ -189,15 +199,15 @@ def test_the_digest_depends_on_the_content_and_not_on_the_name(
         ({"alpha_pattern": {"q_proj": [8]}}, "alpha_pattern['q_proj'] = [8]"),
         ({"alpha_pattern": {"q_proj": "8"}}, "alpha_pattern['q_proj'] = '8'"),
         ({"alpha_pattern": {"q_proj": 10**400}}, "alpha_pattern['q_proj'] = 1000"),
-        ({"alpha_pattern": {"(": 8}}, "is no regular expression"),
+        ({"alpha_pattern": {"(": 8}}, "is not a regular expression"),
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern = ['q_proj']"),
         ({"alpha_pattern": {f"a{i}": 8 for i in range(2001)}}, "2001 patterns"),
         ({"alpha_pattern": {"(" * 20_000: 8}}, "more than 16384 characters"),
         ({"alpha_pattern": {f"{'a' * 16000}({i})": 8 for i in range(9)}}, "65536 all together"),
-        ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 8}}, "is no regular expression"),
+        ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 8}}, "is not a regular expression"),
         ({"alpha_pattern": {"(?:(?:(?:x{1,99}){1,99}){1,99})": 8}}, "repeats more than 1000 times"),
         ({"alpha_pattern": {"x{99999999999}": 8}}, "repeats more than 1000 times"),
-        ({"alpha_pattern": {r"(?:q_proj){e<=9}": 8}}, "no repetition"),
+        ({"alpha_pattern": {r"(?:q_proj){e<=9}": 8}}, "not a repetition"),
         ({"rank_pattern": {"q_proj": 4.5}}, "rank_pattern['q_proj'] = 4.5"),
         ({"rank_pattern": {"q_proj": 10**400}}, "with rank 1000"),
         ({"target_modules": None}, "target_modules = None"),
@@ -207,12 +217,12 @@ def test_the_digest_depends_on_the_content_and_not_on_the_name(
         ({"target_modules": [*TARGETED, "wq"]}, "'wq' in target_modules"),
         ({"target_modules": [*TARGETED, "layers.7.mlp.up_proj"]}, "'layers.7.mlp.up_proj'"),
         ({"target_modules": [*TARGETED, "roj"]}, "'roj' in target_modules"),
-        ({"target_modules": "("}, "'(', which is no regular expression"),
+        ({"target_modules": "("}, "'(', which is not a regular expression"),
         ({"target_modules": "all-linear", "layers_to_transform": [0]}, "with a 'target_modules'"),
         ({"layers_pattern": "layers"}, "without 'layers_to_transform'"),
         ({"layers_to_transform": "0"}, "layers_to_transform = '0'"),
         ({"layers_to_transform": [0, None]}, "layers_to_transform = [0, None]"),
-        ({"layers_to_transform": [0, 1], "layers_pattern": "("}, "is no regular expression"),
+        ({"layers_to_transform": [0, 1], "layers_pattern": "("}, "is not a regular expression"),
         ({"exclude_modules": {"a": 1}}, "exclude_modules = {'a': 1}"),
         ({"lora_alpha": "8"}, "lora_alpha = '8'"),
         ({"r": 8}, "with rank 8"),
@@ -260,6 +270,10 @@ def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
         (lambda t: t.update({key(0, "B"): torch.zeros(12, RANK, dtype=torch.int8)}), "I8"),
         (add(key(7, "A"), RANK, HIDDEN), "does not have"),
         (add(f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector", 12), "DoRA"),
+        (add(f"{PREFIX}.0.self_attn.q_proj.weight", 12, 12), "a whole weight besides the LoRA"),
+        (add("base_model.model.model.embed_tokens.weight", 30, 12), "adapters convert FOLDER OUT"),
+        (add("model.layers.0.self_attn.q_proj.lora_A.weight", RANK, 12), "it also names"),
+        (add(key(0, "A").replace(".lora_A.", ".lora_A.default."), RANK, 12), "a second time"),
         (add("base_model.model.model.embed_tokens.lora_embedding_A", 4, 30), "embeddings"),
         (
             add("base_model.model.vision_tower.encoder.layers.0.self_attn.q_proj.lora_A.weight", 4),
@@ -328,7 +342,62 @@ def test_a_head_counts_toward_the_size_of_an_adapter(folder: Path, model: ModelS
 
 def test_pickled_weights_are_never_read(folder: Path, model: ModelShape) -> None:
     (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
-    with pytest.raises(InvalidArgument, match=r"\.bin is never read"):
+    with pytest.raises(InvalidArgument, match=r"\.bin is a pickle.*vlora adapters convert"):
+        load_adapter("x", folder, model)
+
+
+def test_weights_trained_beside_the_lora_are_not_ignored(folder: Path, model: ModelShape) -> None:
+    (folder / "non_lora_trainables.bin").write_bytes(b"")
+    with pytest.raises(InvalidArgument, match=r"non_lora_trainables\.bin holds .* connector"):
+        load_adapter("x", folder, model)
+
+
+@pytest.mark.parametrize("kind", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_kinds_of_initialisation_that_keep_the_base_are_accepted(
+    folder: Path, model: ModelShape, kind: Any
+) -> None:
+    edit_config(folder, init_lora_weights=kind, eva_config={"rho": 2.0})
+    assert load_adapter("x", folder, model).pairs
+
+
+def test_an_activated_adapter_has_its_invocation_in_its_digest(
+    folder: Path, model: ModelShape
+) -> None:
+    digests = {load_adapter("x", folder, model).info.digest}
+    for tokens in ([3], [3, 4], [29]):
+        edit_config(folder, alora_invocation_tokens=tokens)
+        info = load_adapter("x", folder, model).info
+        assert info.invocation == tuple(tokens)
+        digests.add(info.digest)
+    assert len(digests) == 4
+
+
+@pytest.mark.parametrize(
+    ("tokens", "reason"),
+    [
+        ([], "must be a list of 1 to 256 token ids"),
+        ([1] * 257, "must be a list of 1 to 256 token ids"),
+        ("check", "alora_invocation_tokens = 'check'"),
+        ([1, -1], "alora_invocation_tokens = [1, -1]"),
+        ([True], "alora_invocation_tokens = [True]"),
+        ([1.0], "alora_invocation_tokens = [1.0]"),
+        ([30], "has 30 in alora_invocation_tokens; ids run from 0 to 29"),
+        ([10**400], "in alora_invocation_tokens"),
+    ],
+)
+def test_a_wrong_invocation_is_rejected(
+    folder: Path, model: ModelShape, tokens: Any, reason: str
+) -> None:
+    edit_config(folder, alora_invocation_tokens=tokens)
+    with pytest.raises(InvalidArgument, match=r"adapter 'x': adapter_config\.json") as caught:
+        load_adapter("x", folder, model)
+    assert reason in str(caught.value)
+
+
+def test_an_activated_adapter_has_no_task_head(folder: Path, model: ModelShape) -> None:
+    with_head(folder, ["a", "b"], ["classify"], weight=torch.ones(2, HIDDEN), bias=torch.ones(2))
+    edit_config(folder, alora_invocation_tokens=[1])
+    with pytest.raises(InvalidArgument, match="cannot be used with a vision task head"):
         load_adapter("x", folder, model)
 
 
@@ -385,7 +454,7 @@ def test_an_unknown_key_of_vlora_json_is_rejected_with_the_nearest_known_one(
         (folder / "vlora.json").write_text(json.dumps({key: ["vqa"]}))
         with pytest.raises(InvalidArgument, match="unknown key") as caught:
             load_adapter("x", folder, model)
-        assert str(caught.value).endswith(f"'{key}'{hint}Known: tasks, accuracy, head")
+        assert str(caught.value).endswith(f"'{key}'{hint}Known: tasks, accuracy, head, skills")
 
 
 def test_a_broken_adapter_does_not_affect_others(

@@ -1,4 +1,4 @@
-"""Conversion of engine outputs to response tensors."""
+"""Tests of the conversion of engine outputs to response tensors."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def test_details_come_with_the_last_response() -> None:
     output = Output(
         "r",
         finish_reason="length",
+        num_cached_tokens=16,
         adapter="a",
         adapter_digest="d",
         timings=Timings(queued=0.1, first_token=0.2, total=0.3),
@@ -80,6 +81,7 @@ def test_details_come_with_the_last_response() -> None:
     assert json.loads(first(tensors["details"])) == {
         "task": "vqa",
         "adapter": {"name": "a", "digest": "d"},
+        "num_cached_tokens": 16,
         "timings": {"queued": 0.1, "first_token": 0.2, "total": 0.3},
         "modes": {"merged": 2, "mixture": 1},
     }

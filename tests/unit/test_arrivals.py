@@ -1,4 +1,4 @@
-"""Stamps with which the models of a server pass on the arrival of a request."""
+"""Tests of the stamps with which a server's models pass on the arrival time of a request."""
 
 from __future__ import annotations
 

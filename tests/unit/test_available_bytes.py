@@ -1,4 +1,4 @@
-"""Available memory is the minimum of the machine's and its control groups'."""
+"""Tests that available memory is the minimum of the machine's and its control groups'."""
 
 from __future__ import annotations
 

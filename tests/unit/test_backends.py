@@ -1,4 +1,4 @@
-"""The choice of the implementation that serves the LoRA operator and the step's kernels."""
+"""Tests of the choice of implementations for the LoRA operator and the step's kernels."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention benchmark: its arithmetic, and a run of a tiny grid."""
+"""Tests of the attention benchmark: its arithmetic, and a run of a tiny grid."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine benchmark: its arithmetic, and a run of a tiny model in process."""
+"""Tests of the engine benchmark: its arithmetic, and a run of a tiny model in process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compared operators are correct, and so are timing and roofline."""
+"""Tests that the compared operators are correct, and tests of timing and roofline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The policies benchmark: traces, simulation and summary, and a run of a tiny model."""
+"""Tests of the policies benchmark: traces, simulation, summary, and a run of a tiny model."""
 
 from __future__ import annotations
 

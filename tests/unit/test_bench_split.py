@@ -1,4 +1,4 @@
-"""A static split of the page pool: its wall, its accounting, and the comparison with one pool."""
+"""Tests of a static split of the page pool: its wall, its accounting, and the comparison."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step benchmark: its arithmetic, and a run of a tiny grid."""
+"""Tests of the step benchmark: its arithmetic, and a run of a tiny grid."""
 
 from __future__ import annotations
 

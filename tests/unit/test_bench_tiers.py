@@ -1,4 +1,4 @@
-"""The adapters and prefix benchmarks on small grids."""
+"""Tests of the adapters and prefix benchmarks on small grids."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The bound on waits (decision 41), proved at a small size.
+"""Proof of the bound on waits (decision 41) at a small size.
 
-All states are searched that any sequence of arrivals can bring a policy to.
+The test searches all states into which any sequence of arrivals can bring a policy.
 """
 
 from __future__ import annotations

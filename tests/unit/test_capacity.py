@@ -1,4 +1,4 @@
-"""The memory plan, compared with what an engine allocates."""
+"""Tests of the memory plan against the memory that an engine allocates."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from vlora import capacity, cli
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.kernels.quantized import Format
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import load_weights
 
@@ -79,6 +80,17 @@ def test_the_planned_weights_equal_the_loaded_ones(checkpoint: Path) -> None:
         loaded = [weights.slab.base, weights.embedding, weights.lm_head, weights.final_norm]
         loaded += [*weights.norms.values(), *weights.biases.values()]
         assert capacity.weights_bytes(config, dtype.itemsize) == sum(t.nbytes for t in loaded)
+
+
+@pytest.mark.parametrize("form", [Format(8, None), Format(4, 32), Format(4, 128)])
+def test_the_planned_quantized_weights_equal_the_loaded_ones(
+    checkpoint: Path, form: Format
+) -> None:
+    config = load_config(checkpoint)
+    weights = load_weights(checkpoint, config, torch.bfloat16, form)
+    loaded = [weights.slab.memory, weights.embedding, weights.lm_head, weights.final_norm]
+    loaded += [*weights.norms.values(), *weights.biases.values()]
+    assert capacity.weights_bytes(config, 2, form) == sum(t.nbytes for t in loaded)
 
 
 def test_the_table_shows_the_cost_of_each_rank(checkpoint: Path, adapters_dir: Path) -> None:

@@ -1,4 +1,4 @@
-"""Constrained answers, compared with a search that tries every token on every choice."""
+"""Tests of constrained answers against a search that tries every token on every choice."""
 
 from __future__ import annotations
 

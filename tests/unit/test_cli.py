@@ -1,4 +1,4 @@
-"""Parts of the command line that need no server."""
+"""Tests of the parts of the command line that need no server."""
 
 from __future__ import annotations
 
@@ -33,6 +33,19 @@ def test_the_table_of_adapters_fits_into_80_columns() -> None:
     assert len(rows) <= 4
     assert rows[2][:4] == ["inspection", "4", "8", "16"]
     assert [word for row in rows[2:] for word in row][4:] == [*kinds, "vqa", "-", "digest-of-in"]
+
+
+def test_the_table_of_adapters_has_the_invocation_of_an_activated_lora() -> None:
+    plain = adapter("plain", ("vqa",))
+    shown = io.StringIO()
+    table = table_of([plain, replace(plain, name="activated", invocation=(17, 4, 1029))])
+    Console(file=shown, width=80).print(table)
+    rows = [line.split() for line in shown.getvalue().splitlines() if line.strip()]
+    assert rows[0][3] == "invocation"
+    assert rows[2][0] == "plain"
+    assert rows[2][-4] == "-"
+    assert rows[3][0] == "activated"
+    assert rows[3][-6:-3] == ["17", "4", "1029"]
 
 
 @pytest.mark.parametrize("demo", [True, False])

@@ -1,4 +1,4 @@
-"""Test the clients against a fake Triton server, and their functions in isolation."""
+"""Tests of the clients against a fake Triton server, and of their functions."""
 
 import io
 import itertools

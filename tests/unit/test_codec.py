@@ -1,4 +1,4 @@
-"""Conversion of a request's tensors to a request of the engine: names, defaults and errors."""
+"""Tests of the conversion of tensors to a request of the engine: names, defaults and errors."""
 
 from __future__ import annotations
 
@@ -165,6 +165,15 @@ def test_images_and_frames_are_counted_from_the_layout() -> None:
     assert call.counts == (2, 1)
     assert call.images is not None
     assert prepare_call(call).request.prompt.count("<image>") == 3
+
+
+def test_a_clip_of_joined_frames_is_counted_by_its_frames() -> None:
+    tensors = features(2, 3)
+    tensors["image_layout"][1, 5] = 6
+    assert read(**tensors).counts == (1, 6)
+    tensors["image_layout"][1, 5] = 11
+    with pytest.raises(InvalidArgument, match="has 11 frames in column is_video; 5 rows of"):
+        read(**tensors)
 
 
 def test_images_wait_for_the_encoder() -> None:

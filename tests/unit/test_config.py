@@ -1,4 +1,4 @@
-"""Strict parsing of `model.json`, and the keys of vLLM that it may have."""
+"""Tests of the strict parsing of `model.json`, and of the keys of vLLM that it may contain."""
 
 from __future__ import annotations
 
@@ -136,6 +136,9 @@ def test_vllms_key_tokenizer_must_equal_model() -> None:
         ("limits", [1]),
         ("model", ""),
         ("dtype", "float16"),
+        ("quantization", "awq"),
+        ("quantization", 8),
+        ("quantization_group_size", 48),
         ("engine_threads", 0),
         ("encoder_threads", "all"),
         ("merging", "sideways"),
@@ -174,6 +177,14 @@ def test_dtype_and_threads_are_read() -> None:
         "auto",
     )
     assert parse(dtype="auto").dtype == "auto"
+
+
+def test_quantization_is_read_and_rules_out_merging_in_place() -> None:
+    assert Options().quantization is None
+    options = parse(quantization="int4", quantization_group_size=64, merging="off")
+    assert (options.quantization, options.quantization_group_size) == ("int4", 64)
+    with pytest.raises(InvalidArgument, match="'merging' = 'in_place' changes the base weights"):
+        parse(quantization="int8", merging="in_place")
 
 
 def test_multi_lora_json_maps_names_to_folders(tmp_path: Path) -> None:

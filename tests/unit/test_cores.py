@@ -1,4 +1,4 @@
-"""The division of cores between the two processes: affinity, quotas and explicit numbers."""
+"""Tests of the division of cores between the two processes: affinity, quotas, given numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that decode images: limits of their time and memory, other requests, and their end."""
+"""Tests of the processes that decode images: limits of time and memory, isolation, and exit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scenes, questions and training of the demo are reproducible from their seeds."""
+"""Tests that the demo's scenes, questions and training are reproducible from their seeds."""
 
 from functools import partial
 from pathlib import Path

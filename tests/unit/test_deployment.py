@@ -1,4 +1,4 @@
-"""Images, chart, rules and dashboard use only options, ports and metrics that the server has."""
+"""Tests that images, chart, rules and dashboard use only options, ports and metrics that exist."""
 
 from __future__ import annotations
 

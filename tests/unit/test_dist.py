@@ -1,4 +1,4 @@
-"""`make dist`: each fault of a wheel or an sdist is reported with its file."""
+"""Tests that `make dist` reports each fault of a wheel or an sdist with its file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TREE = {
     "tests/unit/test_x.py": b"",
 }
 METADATA = "Name: vlora\nRequires-Python: <3.13,>=3.11\n" + "".join(
-    f"Provides-Extra: {name}\n" for name in ("server", "train", "video")
+    f"Provides-Extra: {name}\n" for name in ("gateway", "server", "structured", "train", "video")
 )
 WHEEL = {
     "vlora/cli.py": b"code",
@@ -105,7 +105,10 @@ def test_the_wheel_must_contain_the_files_of_the_source_tree() -> None:
     assert "vlora/_data/model_repository/lmm/1/model.json" in due
     assert "vlora/_data/tools/demo/checkpoint/config.json" in due
     assert "vlora/py.typed" in due
-    package = {Path(name).suffix for name in due if not name.startswith("vlora/_data")}
+    assert "vlora/_data/tools/demo/samples/index.json" in due
+    page = {name for name in due if name.startswith("vlora/gateway/static/")}
+    assert "vlora/gateway/static/index.html" in page
+    package = {Path(name).suffix for name in {*due} - page if not name.startswith("vlora/_data")}
     assert package <= {".py", ".json", ".typed"}, "pyproject.toml takes no other into the wheel"
     assert not [name for name in due if name.startswith(("tests", "csrc", "vlora/_data/tests"))]
 

@@ -1,4 +1,4 @@
-"""Documents keep to their lengths, decisions are in the index, and links have targets."""
+"""Tests of the documents: their lengths, the index of decisions, and the targets of links."""
 
 from __future__ import annotations
 

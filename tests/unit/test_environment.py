@@ -1,4 +1,4 @@
-"""Environment variables: all that are read are known, and others are reported."""
+"""Tests that all environment variables that are read are known, and others are reported."""
 
 from __future__ import annotations
 

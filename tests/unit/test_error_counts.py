@@ -1,4 +1,4 @@
-"""Counts of the errors that a process sends."""
+"""Tests of the counts of the errors that a process sends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Statistics of the engine and the encoder as Prometheus metrics."""
+"""Tests of the engine's and the encoder's statistics as Prometheus metrics."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Addresses and closed protocols, without a server."""
+"""Tests of addresses and closed protocols, without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The feature cache and the service that fills it, with an encoder that records its calls."""
+"""Tests of the feature cache and the service that fills it, with an encoder that records calls."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +27,8 @@ class FakeEncoder:
     """
 
     hidden = HIDDEN
-    grid = (2, 2)
+    grid = staticmethod(lambda height, width: (2, 2))
+    with_views = staticmethod(lambda images: images)
 
     def __init__(self, tower_digest="tower", failures=()):
         self.tower_digest = tower_digest
@@ -35,7 +36,7 @@ class FakeEncoder:
         self.failures = list(failures)
         self.calls = []
 
-    def encode(self, images):
+    def encode(self, images, part=None):
         self.calls.append(len(images))
         self.hold()
         if self.failures:
@@ -210,7 +211,7 @@ def test_a_failure_part_way_keeps_the_encoded_images_and_releases_all_waiters(mo
     encoder.encode_well = encoder.encode
     calls = []
 
-    def encode(images):
+    def encode(images, part=None):
         calls.append(len(images))
         if len(calls) == 2:
             raise InvalidArgument("too large")

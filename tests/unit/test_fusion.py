@@ -1,26 +1,41 @@
-"""The fusion algorithm, with a trainer whose accuracies are a table."""
+"""Tests of the fusion algorithm, with a trainer that takes its accuracies from a table."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vlora.generation.fusion import (
     Attempt,
+    Goals,
     Packed,
     State,
     fuse_next,
+    goals_of,
     may_share,
     merge_next,
     similar_order,
 )
+from vlora.generation.optimization import (
+    AVERAGE_DECAY,
+    COOLING_SHARE,
+    FINAL_RATE,
+    RESTART_RATE,
+    WARMUP_STEPS,
+    Schedule,
+    WeightAverage,
+)
 from vlora.generation.spec import PAPER, Item, Options, Spec, Training
+from vlora.generation.trainer import row_shares
 
 BEST = Options(order="given", merge="none")
 
@@ -31,11 +46,13 @@ class TableTrainer:
 
     capacity: number of items that one adapter can hold at full accuracy.
     apart: pairs of items that break each other's promise.
+    trainable: whether merged weights keep a promise only after training.
     """
 
     capacity: int = 3
     apart: frozenset[frozenset[str]] = frozenset()
     hopeless: frozenset[str] = frozenset()
+    trainable: bool = False
     calls: list[tuple[str, tuple[str, ...], int]] = field(default_factory=list)
     likes: Mapping[tuple[str, str], float] = field(default_factory=dict)
 
@@ -50,10 +67,14 @@ class TableTrainer:
         full = len(names) <= self.capacity and not clash and name not in self.hopeless
         return 0.95 if full else 0.5
 
-    def merge(self, first: Packed, second: Packed, version: int) -> Attempt:
+    def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
+        """Merge two adapters; if `trainable` says so, only training keeps the promises."""
         names = (*first.items, *second.items)
-        self.calls.append(("merge", names, version))
-        return Attempt(version, {name: self.score(name, names) for name in names}, 0, 1.0)
+        self.calls.append(("trained merge" if train else "merge", names, version))
+        scores = {name: self.score(name, names) for name in names}
+        if self.trainable and not train:
+            scores = dict.fromkeys(names, 0.5)
+        return Attempt(version, scores, 0, 1.0)
 
     def similarity(self, item: Item, others: Sequence[str]) -> float:
         return max((self.likes.get((item.name, other), 0.0) for other in others), default=0.0)
@@ -73,16 +94,23 @@ def spec_of(*names: str, tasks: Mapping[str, str] = {}, heads: Sequence[str] = (
             )
             for name in names
         ),
-        training=Training(margin=0.01),
+        training=Training(margin=1.0),
     )
 
 
+def goals_in(spec: Spec) -> Goals:
+    """Return the goals for 900 validation examples of each item: a margin of 0.01."""
+    return goals_of(spec, {item.name: 900 for item in spec.items})
+
+
 def run(spec: Spec, options: Options, trainer: TableTrainer) -> State:
+    goals = goals_in(spec)
     state = State(pending=tuple(item.name for item in spec.items))
     while state.pending:
-        state = fuse_next(spec, options, state, trainer)
+        state = fuse_next(spec, options, goals, state, trainer)
         state = State.from_json(json.loads(json.dumps(state.as_json())))
-    while options.merge != "none" and (merged := merge_next(spec, state, trainer)) is not None:
+    merging = partial(merge_next, spec, options, goals)
+    while options.merge != "none" and (merged := merging(state, trainer)) is not None:
         state = State.from_json(json.loads(json.dumps(merged.as_json())))
     return state
 
@@ -155,6 +183,19 @@ def test_adapters_are_merged_where_all_promises_hold() -> None:
     assert len({version for *_, version in trainer.calls}) == len(trainer.calls)
 
 
+def test_merged_weights_are_trained_unless_an_attempt_was_far_from_its_goals() -> None:
+    """Items a and c were never tried together; b was far from joining both of them."""
+    apart = frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})})
+    options = PAPER.model_copy(update={"merge": "svd", "merge_training": True})
+    trainer = TableTrainer(apart=apart, trainable=True)
+    assert packed(run(spec_of("a", "b", "c"), options, trainer)) == [("a", "c"), ("b",)]
+    merges = [call for call in trainer.calls if "merge" in call[0]]
+    assert [kind for kind, *_ in merges] == ["merge", "trained merge", "merge"]
+    untrained = options.model_copy(update={"merge_training": False})
+    state = run(spec_of("a", "b", "c"), untrained, TableTrainer(apart=apart, trainable=True))
+    assert packed(state) == [("a",), ("b",), ("c",)]
+
+
 def test_similar_items_follow_each_other() -> None:
     likeness = {"ab": 0.9, "ac": 0.1, "ad": 0.5, "bc": 0.2, "bd": 0.3, "cd": 0.8}
     order = similar_order("abcd", lambda a, b: likeness["".join(sorted((a, b)))])
@@ -166,6 +207,8 @@ def test_a_killed_run_takes_the_same_decisions() -> None:
     spec = spec_of("a", "b", "c", "d", "e")
     apart = frozenset({frozenset({"a", "c"}), frozenset({"b", "d"})})
     whole = run(spec, BEST, TableTrainer(capacity=2, apart=apart))
+
+    fuse = partial(fuse_next, spec, BEST, goals_in(spec))
 
     class Killed(Exception):
         pass
@@ -187,7 +230,7 @@ def test_a_killed_run_takes_the_same_decisions() -> None:
             trainer.left = life
             try:
                 while states[-1].pending:
-                    states.append(fuse_next(spec, BEST, states[-1], trainer, states.append))
+                    states.append(fuse(states[-1], trainer, states.append))
             except Killed:
                 deaths += 1
         assert states[-1] == whole
@@ -216,3 +259,78 @@ def test_every_item_is_packed_once_or_unreachable_and_every_promise_holds(
     for adapter in state.adapters:
         assert adapter.items == tuple(adapter.scores)
         assert all(score >= 0.91 for score in adapter.scores.values())
+
+
+def test_a_goal_is_the_promise_and_the_margin_in_standard_errors() -> None:
+    spec = spec_of("few", "many")
+    goals = goals_of(spec, {"few": 25, "many": 2500})
+    assert (goals["few"].accuracy, goals["many"].accuracy) == pytest.approx((0.96, 0.906))
+    assert goals_of(spec, {"few": 1, "many": 2500})["few"].accuracy == 1.0
+    assert goals["many"].nearly_reached(0.895)
+    assert not goals["many"].nearly_reached(0.893)
+
+
+def test_batches_follow_what_the_items_lack() -> None:
+    goals = goals_in(spec_of("old", "full", "new"))
+    options = Options(replay=0.5, focus=0.5)
+    names = ("old", "full", "new")
+    shares = row_shares(goals, options, "new", names, {})
+    assert shares == {"old": 0.25, "full": 0.25, "new": 0.5}
+    goal = goals["old"].accuracy
+    shares = row_shares(
+        goals, options, "new", names, {"old": goal - 0.3, "full": 1.0, "new": goal - 0.1}
+    )
+    assert shares == pytest.approx({"old": 0.5, "full": 0.125, "new": 0.375})
+    assert row_shares(goals, PAPER, "new", names, dict.fromkeys(names, 0.0)) == {
+        "old": 0.0,
+        "full": 0.0,
+        "new": 1.0,
+    }
+    assert row_shares(goals, options, "new", ("new",), {"new": 0.1}) == {"new": 1.0}
+
+
+def test_the_average_of_weights_is_evaluated_and_training_goes_on_from_the_weights() -> None:
+    weight = torch.nn.Parameter(torch.zeros(2))
+    average = WeightAverage([weight])
+    expected = torch.zeros(2)
+    for step in range(1, 60):
+        with torch.no_grad():
+            weight.copy_(torch.tensor([float(step % 5), -float(step)]))
+        average.add([weight])
+        expected += (weight.detach() - expected) * max(1 - AVERAGE_DECAY, 1 / step)
+    trained = weight.detach().clone()
+    with average.applied([weight]):
+        torch.testing.assert_close(weight.detach(), expected)
+    assert torch.equal(weight.detach(), trained)
+    torch.testing.assert_close(average.values()[0], expected)
+
+
+def test_the_learning_rate_falls_early_where_an_attempt_makes_no_progress() -> None:
+    steps, stalled = 600, 240
+    schedule = Schedule(steps)
+    usual = [schedule.rate(step) for step in range(steps)]
+    assert usual[:WARMUP_STEPS] == pytest.approx([(n + 1) / WARMUP_STEPS for n in range(20)])
+    assert usual[-1] == pytest.approx(FINAL_RATE, abs=1e-4)
+    schedule.end_early(stalled)
+    assert schedule.end == stalled + COOLING_SHARE * steps
+    fall = [schedule.rate(step) for step in range(stalled, schedule.end + 1)]
+    assert fall[0] == usual[stalled]
+    assert fall[-1] == pytest.approx(FINAL_RATE)
+    assert all(later < earlier for earlier, later in itertools.pairwise(fall))
+    assert all(cooled <= usual for cooled, usual in zip(fall, usual[stalled:], strict=False))
+    late = Schedule(steps)
+    late.end_early(590)
+    assert late.end == steps
+    assert [late.rate(step) for step in (590, 599)] == usual[590::9]
+
+
+def test_another_round_begins_at_a_lower_rate() -> None:
+    schedule = Schedule(100)
+    schedule.end_early(40)
+    schedule.restart(60)
+    assert schedule.end == 160
+    assert not schedule.cooling
+    rates = [schedule.rate(step) for step in range(60, 160)]
+    assert max(rates) == pytest.approx(RESTART_RATE)
+    assert rates.index(max(rates)) == pytest.approx(WARMUP_STEPS, abs=1)
+    assert rates[-1] == pytest.approx(FINAL_RATE, abs=1e-2)

@@ -1,5 +1,5 @@
-"""A zoo of broken adapters: none stops the server or affects another, and each is reported with
-its file."""
+"""Tests of many broken adapters: none stops the server or affects another, and each is reported
+with its file."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vlora.errors import InvalidArgument
 from vlora.lora import patterns
 from vlora.lora.folders import find_folders
 from vlora.lora.model_shape import ModelShape
-from vlora.lora.peft_config import USED
+from vlora.lora.peft_options import USED
 from vlora.lora.store import AdapterStore
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
@@ -36,6 +36,7 @@ CONFIG, WEIGHTS, EXTRA, HEAD = (
     "vlora.json",
     "head.safetensors",
 )
+PICKLED = "adapter_model.bin"
 HEALTHY = ("a-healthy", "z-healthy")
 
 
@@ -201,6 +202,33 @@ ZOO: dict[str, tuple[str, Change]] = {
     "weights-layer-99": (WEIGHTS, renamed(r"layers\.\d+\.", "layers.99.")),
     "weights-layer-huge": (WEIGHTS, renamed(r"layers\.0\.", f"layers.{'9' * 6000}.")),
     "weights-layer-00": (WEIGHTS, renamed(r"layers\.1\.", "layers.01.")),
+    "weights-unknown-layout": (WEIGHTS, renamed(r"model\.language_model\.", "model.text.")),
+    "weights-two-layouts": (WEIGHTS, renamed(r"model\.language_model(.*lora_A)", r"model\1")),
+    "weights-magnitude": (
+        WEIGHTS,
+        weights(
+            lambda t: t.update({first(t).replace("A.weight", "magnitude_vector"): torch.ones(192)})
+        ),
+    ),
+    "weights-whole-module": (
+        WEIGHTS,
+        weights(
+            lambda t: t.update({first(t).replace("lora_A.weight", "weight"): torch.ones(192, 192)})
+        ),
+    ),
+    "weights-embeddings": (
+        WEIGHTS,
+        weights(lambda t: t.update({"model.embed_tokens.weight": torch.ones(2, 192)})),
+    ),
+    "pickle": (PICKLED, lambda folder: (folder / WEIGHTS).rename(folder / PICKLED)),
+    "pickle-beside": ("non_lora_trainables.bin", written("non_lora_trainables.bin", b"")),
+    "config-dora": (CONFIG, config(use_dora=True)),
+    "config-pissa": (CONFIG, config(init_lora_weights="pissa")),
+    "config-modules-to-save": (CONFIG, config(modules_to_save=["lm_head"])),
+    "invocation-text": (CONFIG, config(alora_invocation_tokens="check")),
+    "invocation-unknown": (CONFIG, config(alora_invocation_tokens=[1 << 40])),
+    "invocation-huge": (CONFIG, config(alora_invocation_tokens=[10**4000])),
+    "invocation-long": (CONFIG, config(alora_invocation_tokens=[1] * 100_000)),
     "weights-left-over": (WEIGHTS, config(target_modules=["q_proj"])),
     "rank-other": (WEIGHTS, config(r=3)),
     "rank-beyond-floats": (WEIGHTS, config(r=10**400)),
@@ -225,7 +253,7 @@ ZOO: dict[str, tuple[str, Change]] = {
     "[red]markup[bold]": (CONFIG, written(CONFIG, b"")),
     "line\nbreak": (CONFIG, written(CONFIG, b"")),
     "n" * 255: (CONFIG, written(CONFIG, b"")),
-    "bad-\udcff\udcfe": ("no UTF-8", lambda folder: None),
+    "bad-\udcff\udcfe": ("not UTF-8", lambda folder: None),
 }
 
 

@@ -1,4 +1,4 @@
-"""Memory in huge pages: zeros start on a huge page."""
+"""Tests of memory in huge pages: it is zero and starts on a huge page."""
 
 from __future__ import annotations
 

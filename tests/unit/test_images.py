@@ -1,4 +1,4 @@
-"""Decoding of images: accepted formats, conversion to upright RGB, limits and error messages."""
+"""Tests of image decoding: formats, conversion to upright RGB, limits and error messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `lmm` model without Triton: answers, errors and cancellation."""
+"""Tests of the `lmm` model without Triton: answers, errors and cancellation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.lmm import LONG_PROMPT, LmmService
 from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.waiting import WaitingRequests
+from vlora.vision.prompts import render
 
 HELLO = {"text_input": strings(["hello"])}
 
@@ -26,8 +27,10 @@ HELLO = {"text_input": strings(["hello"])}
 class Setting:
     """A service with fakes of the engine, the encoder and the client."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self.engine = FakeEngine(adapter("a"), adapter("h", head=("raw",)))
+    def __init__(self, limits: Limits | None = None, *, routes: bool = False) -> None:
+        self.engine = FakeEngine(
+            adapter("a"), adapter("h", head=("raw",)), adapter("finder", ("refer",))
+        )
         self.pool = ThreadPoolExecutor(1)
         self.encoded: list[Tensors] = []
         self.encode_error: Exception | None = None
@@ -47,6 +50,8 @@ class Setting:
             self.waiting,
             observe=lambda: self.observed.append,
             cancel_elsewhere=self.passed_on.append,
+            routes=routes,
+            describe=lambda: '{"tasks": []}',
         )
 
     def encode(self, tensors: Tensors) -> ImageFeatures:
@@ -100,6 +105,25 @@ def test_typed_errors_of_the_engine_reach_the_client(setting: Setting) -> None:
 def test_an_unknown_adapter_is_not_found(setting: Setting) -> None:
     responder = setting.ask(sampling_parameters=strings(['{"lora_name": "unknown"}']))
     assert isinstance(responder.failure, NotFound)
+
+
+ENSEMBLE = {"image_layout": np.zeros((0, 6), np.int32)}
+
+
+def test_an_adapter_is_chosen_only_for_requests_of_the_ensemble_that_leave_it_open() -> None:
+    setting = Setting(routes=True)
+    question = {"text_input": strings(["a question"])}
+    try:
+        setting.ask(**question, **ENSEMBLE)
+        setting.ask(**question)
+        named = strings(['{"lora_name": null}'])
+        setting.ask(**question, **ENSEMBLE, sampling_parameters=named)
+        setting.ask(text_input=strings(["unknown question"]), **ENSEMBLE)
+        adapters = [request.adapter for request in setting.engine.requests]
+        assert adapters == ["a", None, None, None]
+    finally:
+        setting.service.close()
+        setting.pool.shutdown()
 
 
 def test_an_unexpected_exception_becomes_an_internal_error_without_details(
@@ -207,6 +231,22 @@ def test_a_cancel_request_that_the_engine_rejects_gets_the_error(setting: Settin
     responder = FakeResponder()
     setting.service.handle({"cancel": flag(True)}, {}, "x" * 15, responder)
     assert responder.failure is setting.engine.refuse
+
+
+def test_the_description_is_sent_even_if_the_queue_is_full(setting: Setting) -> None:
+    setting.engine.max_admitted = 0
+    responder = setting.ask(describe=flag(True))
+    ((tensors, final),) = responder.sent
+    assert final
+    assert tensors["details"].tolist() == strings(['{"tasks": []}']).tolist()
+
+
+def test_the_task_auto_is_the_one_that_an_ensemble_chooses(setting: Setting) -> None:
+    for name in ("null", '"finder"'):
+        sampling = strings([f'{{"lora_name": {name}}}'])
+        setting.ask(task=strings(["auto"]), sampling_parameters=sampling)
+    prompts = [request.prompt for request in setting.engine.requests]
+    assert prompts == [render(task, "hello", 0, 0, TEMPLATE) for task in ("vqa", "refer")]
 
 
 def test_a_closed_service_rejects_requests_as_unavailable(setting: Setting) -> None:

@@ -1,4 +1,4 @@
-"""The `lmm_unary` model without Triton: one inner request, and its answer or error."""
+"""Tests of the `lmm_unary` model without Triton: one inner request, and its answer or error."""
 
 from __future__ import annotations
 

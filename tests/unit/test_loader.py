@@ -1,4 +1,4 @@
-"""Loading of checkpoints: each weight is read once, and errors name the file and the tensor."""
+"""Tests that each weight of a checkpoint is read once, and that errors name file and tensor."""
 
 from __future__ import annotations
 

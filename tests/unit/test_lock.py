@@ -1,4 +1,4 @@
-"""`make lock`: the images' packages have the tested versions, and one wheel each by its hash."""
+"""Tests that `make lock` takes the tested versions, and one wheel per package by its hash."""
 
 from __future__ import annotations
 
@@ -53,6 +53,14 @@ def test_the_locks_include_all_that_the_images_need() -> None:
         locked = pins(lock.path.read_text())
         for one in map(Requirement, due):
             assert one.specifier.contains(locked[canonicalize_name(one.name)]), (lock.name, one)
+
+
+@pytest.mark.parametrize("image", ["cpu", "gpu"])
+@pytest.mark.parametrize("extra", ["gateway", "structured"])
+def test_an_image_serves_the_gateway_and_structured_answers(image: str, extra: str) -> None:
+    text = (CONSTRAINTS.parent / "docker" / f"requirements.{image}.txt").read_text()
+    needed = {canonicalize_name(Requirement(one).name) for one in project()[extra]}
+    assert needed <= pins(text).keys()
 
 
 @pytest.mark.parametrize(

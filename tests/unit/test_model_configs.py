@@ -1,4 +1,4 @@
-"""The model repository's `config.pbtxt` files agree on the tensors that models exchange."""
+"""Tests that the `config.pbtxt` files agree on the tensors that models exchange."""
 
 from __future__ import annotations
 
@@ -62,7 +62,8 @@ def test_a_tensor_has_the_same_type_and_shape_in_every_model() -> None:
 
 
 def test_lmm_unary_takes_what_lmm_takes_and_returns_what_it_returns_with_the_answer() -> None:
-    assert tensors("lmm_unary", "input") == tensors("lmm", "input")
+    inputs = [one for one in tensors("lmm", "input") if one.name != "describe"]
+    assert tensors("lmm_unary", "input") == inputs
     outputs = [one for one in tensors("lmm_unary", "output") if one.name != "answer"]
     assert outputs == tensors("lmm", "output")
 

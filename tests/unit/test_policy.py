@@ -1,4 +1,4 @@
-"""Tests of the policies: Algorithm 1, our departures from it, the others, the bound on waits."""
+"""Tests of the policies: Algorithm 1, our departures from it, other policies, bounds of waits."""
 
 from __future__ import annotations
 

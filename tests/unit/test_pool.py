@@ -1,5 +1,5 @@
-"""The page pool, block tables and the prefix cache: the pages add up after any sequence of
-calls."""
+"""Tests of the page pool, block tables and the prefix cache: after any sequence of calls the page
+counts are consistent."""
 
 from __future__ import annotations
 

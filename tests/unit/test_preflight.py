@@ -1,4 +1,4 @@
-"""The preflight names what is missing and the command that installs it."""
+"""Tests that the preflight names what is missing, and the command that installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`vlora premerge`: the choice of the hot adapter, its errors, and what it writes."""
+"""Tests of `vlora premerge`: the choice of the hot adapter, its errors, and its output."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def test_a_request_log_is_json_lines_or_names(tmp_path: Path) -> None:
     [
         (b'{"lora_name": 3}\n', "line 1 has lora_name = 3"),
         (b'a\n{"prompt": "x"}\n', "line 2 names no adapter; use the key 'lora_name'"),
-        (b'{"lora_name": \n', "line 1 is no JSON object"),
-        (b"[" * 100 + b"\n{" + b'"a":[' * 5000 + b"\n", "line 2 is no JSON object"),
-        (b"\xff\n", "line 1 is no UTF-8 text"),
+        (b'{"lora_name": \n', "line 1 is not a JSON object"),
+        (b"[" * 100 + b"\n{" + b'"a":[' * 5000 + b"\n", "line 2 is not a JSON object"),
+        (b"\xff\n", "line 1 is not UTF-8 text"),
         (b"a" * (1 << 21), "line 1 has more than"),
     ],
 )
@@ -208,3 +208,22 @@ def test_an_adapter_of_a_tied_lm_head_cannot_be_merged(checkpoint: Path, tmp_pat
     assert code == 1
     assert "changes lm_head, which this checkpoint ties" in output
     assert not (tmp_path / "out").exists()
+
+
+def test_an_activated_adapter_is_neither_merged_nor_made_a_delta(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+) -> None:
+    root, out = tmp_path / "adapters", tmp_path / "out"
+    shutil.copytree(adapters_dir, root)
+    path = root / "attention-r4" / "adapter_config.json"
+    config = json.loads(path.read_text()) | {"alora_invocation_tokens": [5, 6]}
+    path.write_text(json.dumps(config))
+    folders = "--model", checkpoint, "--adapters", root, "--out", out
+    code, output = run(*folders, "--hot", "attention-r4")
+    assert code == 1
+    assert "adapter 'attention-r4' is an activated LoRA" in output
+    assert not out.exists()
+    code, output = run(*folders, "--hot", "all-r8")
+    assert code == 1
+    assert "left out: adapter 'attention-r4' is an activated LoRA" in output
+    assert not (out / "adapters" / "attention-r4").exists()

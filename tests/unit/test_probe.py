@@ -1,4 +1,4 @@
-"""`vlora probe` on small gRPC servers in the states that it distinguishes."""
+"""Tests of `vlora probe` on small gRPC servers in the states that it distinguishes."""
 
 from __future__ import annotations
 

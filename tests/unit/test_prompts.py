@@ -1,4 +1,4 @@
-"""Task prompts: the paper's appendix C inside the checkpoint's own chat template."""
+"""Tests of task prompts: the paper's appendix C inside the checkpoint's own chat template."""
 
 import json
 from pathlib import Path
@@ -36,6 +36,22 @@ def test_a_clip_has_one_placeholder_per_frame() -> None:
     prompt = render("video", "", 0, 6, CHAT)
     assert prompt.startswith("<s><|user|>" + "<image>" * 6 + " Please analyze the consecutive")
     assert prompt.endswith("occurring in the video. Answer:<|assistant|>")
+
+
+def test_a_clip_that_is_one_video_has_one_placeholder() -> None:
+    video = ChatTemplate("", "", image_text="[i]", joins_frames=True)
+    assert render("raw", "x", 1, 3, video) == "[i][i]x"
+    assert render("raw", "<image>a<image><image>b", 1, 2, video) == "[i]a[i]b"
+    assert render("raw", "<image>a<image>b", 2, 0, video) == "[i]a[i]b"
+    assert render("raw", "<image>a<image>b", 1, 1, video) == "[i]a[i]b"
+
+
+@pytest.mark.parametrize("text", ["<image>a<image>", "<image><image>a<image>"])
+def test_placeholders_of_a_video_must_stand_together_and_last(text: str) -> None:
+    video = ChatTemplate("", "", image_text="[i]", joins_frames=True)
+    frames = 2
+    with pytest.raises(InvalidArgument, match="takes the 2 frames as one video"):
+        render("raw", text, text.count("<image>") - frames, frames, video)
 
 
 def test_a_text_replaces_the_default_instruction_of_a_task() -> None:
@@ -149,3 +165,35 @@ def test_a_template_that_fails_is_an_error_with_its_reason(
 def test_a_checkpoint_without_a_template_gets_its_begin_of_text_token(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     assert ChatTemplate.from_checkpoint(folder) == ChatTemplate("<s>", "")
+
+
+def chat(*contents: str) -> str:
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(contents)]
+    return json.dumps({"messages": messages})
+
+
+def test_a_conversation_goes_through_the_checkpoints_template(folder: Path) -> None:
+    source = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}>"
+    template = ChatTemplate.from_checkpoint(with_template(folder, source))
+    text = chat("<image> Why?", "So.", "And <image>?")
+    assert render("chat", text, 2, 0, template) == (
+        "[user]<image> Why?[assistant]So.[user]And <image>?>"
+    )
+    with pytest.raises(InvalidArgument, match=r"2 <image> placeholders .* 1 images and 0 frames"):
+        render("chat", text, 1, 0, template)
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error(folder: Path) -> None:
+    source = (
+        "{% if messages|length > 1 %}{{ raise_exception('one only') }}{% endif %}"
+        "{{ messages[0].content }}"
+    )
+    template = ChatTemplate.from_checkpoint(with_template(folder, source))
+    with pytest.raises(InvalidArgument, match="refuses the messages: one only"):
+        render("chat", chat("a", "b"), 0, 0, template)
+    with pytest.raises(InvalidArgument, match="no chat template"):
+        render("chat", chat("a", "b"), 0, 0, BARE)
+    for text in ("[]", "{}", '{"messages": []}', '{"messages": [{"role": "user"}]}'):
+        with pytest.raises(InvalidArgument, match=r"object|Object"):
+            render("chat", text, 0, 0, template)

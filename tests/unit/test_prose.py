@@ -1,4 +1,4 @@
-"""Texts are plain technical English, as far as a simple check can see."""
+"""Tests that texts are plain technical English, as far as a simple check can tell."""
 
 from __future__ import annotations
 

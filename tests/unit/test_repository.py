@@ -1,4 +1,4 @@
-"""`vlora repository DIR`: a copy of the model repository."""
+"""Tests of `vlora repository DIR`, which copies the model repository."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors as messages of the wire, and back."""
+"""Tests of the conversion of errors to messages for clients, and back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes, labels and counts from text, and the JSON of `result`, which conforms to its schema."""
+"""Tests of boxes, labels and counts from text, and of `result`, which follows its schema."""
 
 import json
 import time
@@ -50,6 +50,17 @@ def test_the_example_of_the_paper_is_parsed():
     assert warnings == []
     assert [box.label for box in boxes] == ["airplane"] * 3
     assert boxes[0].grid == (767, 0, 910, 83)
+
+
+def test_boxes_of_a_clip_of_joined_frames_are_on_its_last_frame():
+    clip = pictures((100, 200), (100, 200), frames=1)
+    clip["layout"][1, 5] = 3
+    result = result_of("<box>(100,250),(500,999)</box>", pictures=clip)
+    assert [len(frame["objects"]) for frame in result["frames"]] == [0, 0, 1]
+    assert len(result["images"]) == 1
+    clip["layout"][1, 5] = 2**31 - 1
+    with pytest.raises(InvalidArgument, match="more than 65536 images and frames"):
+        result_of(pictures=clip)
 
 
 def test_boxes_become_pixels_of_the_original_image():

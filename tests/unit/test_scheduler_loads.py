@@ -1,6 +1,6 @@
-"""Loads of the scheduler alone: batches stay full, and waits stay bounded.
+"""Loads of the scheduler without an engine: batches stay full, and waits stay bounded.
 
-`tests/engine/test_drawn_loads.py` draws loads of the whole engine.
+`tests/engine/test_drawn_loads.py` has random loads of the whole engine.
 """
 
 from __future__ import annotations

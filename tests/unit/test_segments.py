@@ -1,4 +1,4 @@
-"""Signed segments follow the rule for every row: its own adapter added, the live one subtracted."""
+"""Tests that signed segments add each row's own adapter and subtract the live one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Triton's log: its file, and the errors in it."""
+"""Tests of Triton's log: its file, and the errors in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports, processes, the models' ties to their server, and the removal of what killed runs left."""
+"""Tests of a server's ports and processes, and of the removal of what a killed run left behind."""
 
 from __future__ import annotations
 

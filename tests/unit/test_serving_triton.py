@@ -1,4 +1,4 @@
-"""The package between Triton and the services: every request gets exactly one final response."""
+"""Tests of the layer between Triton and services: each request gets one final response."""
 
 from __future__ import annotations
 
@@ -171,7 +171,11 @@ def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
     backend: ModuleType, bls: ModuleType
 ) -> None:
     """Triton fails the whole batch with an error in its own words; one of ours is final."""
-    tensors = {"image_features": np.ones((1, 2, 3)), "image_layout": np.ones((1, 1, 6))}
+    tensors = {
+        "image_features": np.ones((1, 2, 3)),
+        "image_layout": np.ones((1, 1, 6)),
+        "image_adapter": np.array([[b"version"]], object),
+    }
     outputs = [
         SimpleNamespace(name=lambda n=n: n, as_numpy=lambda v=v: v) for n, v in tensors.items()
     ]

@@ -1,4 +1,4 @@
-"""Memory reused from step to step: the workspace's buffers and the table of rotary angles."""
+"""Tests of memory that steps reuse: the workspace's buffers and the table of rotary angles."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Strict parsing of JSON: accepted values can be printed and sent."""
+"""Tests of strict JSON parsing: accepted values can be printed and sent."""
 
 from __future__ import annotations
 

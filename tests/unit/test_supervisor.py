@@ -1,4 +1,4 @@
-"""The supervisor without a real server: restarts, giving up and signals."""
+"""Tests of the supervisor without a real server: restarts, giving up and signals."""
 
 from __future__ import annotations
 

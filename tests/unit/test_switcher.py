@@ -1,4 +1,4 @@
-"""The active weights are the base's, bit for bit, or the base with one adapter merged."""
+"""Tests that the active weights are exactly the base's, or the base with one adapter merged."""
 
 from __future__ import annotations
 
@@ -243,7 +243,8 @@ def test_merging_is_rejected_with_figures_if_it_does_not_fit() -> None:
     switcher = Switcher(slab, adapters, memory=1000)
     assert not switcher.can_merge(0)
     assert switcher.refusal(0) == (
-        "merged weights need 0.1 MiB in addition to the base model's 0.1; 0.0 MiB are left for them"
+        "merged weights need 0.1 MiB in addition to the base model's 0.1 MiB;"
+        " 0.0 MiB are left for them"
     )
     with pytest.raises(ValueError, match=r"slot 0 cannot be merged: merged weights need 0\.1 MiB"):
         switcher.switch(0)

@@ -1,4 +1,4 @@
-"""The `task_head` model without Triton: an answer in, its JSON result out."""
+"""Tests of the `task_head` model without Triton: it converts an answer into JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Algorithm 2 on a simulated machine whose best tiles are known."""
+"""Tests of Algorithm 2 on a simulated machine whose best tiles are known."""
 
 from __future__ import annotations
 
@@ -189,7 +189,7 @@ def state(folder: Path) -> State:
 
 
 def test_a_table_is_written_atomically_and_names_its_device(tmp_path: Path) -> None:
-    device = table.Device("AuthenticAMD", 26, 2, 48, 1024, 32768)
+    device = table.Cpu("AuthenticAMD", 26, 2, 48, 1024, 32768)
     path = table.path_for(device, "avx512", "fp32", tmp_path)
     assert path.name == "amd-f26-m2-48-1024-32768-avx512-fp32.json"
     shape = Shape("apply", 64, 32, 16, 4, 8)
@@ -232,7 +232,7 @@ def test_the_device_is_read_from_linux(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for name, value in (("level", level), ("type", kind), ("size", size)):
             (folder / name).write_text(f"{value}\n")
-    assert table.Device.here(tmp_path) == table.Device("GenuineIntel", 6, 85, 32, 1024, 0)
+    assert table.Cpu.here(tmp_path) == table.Cpu("GenuineIntel", 6, 85, 32, 1024, 0)
 
 
 def test_sides_of_a_checkpoint_combine_targets_that_share_an_input(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Bounds on prompts before they are tokenized: none refuses a text that fits."""
+"""Tests of bounds on prompts before they are tokenized: none refuses a text that fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The `vision_encoder` model without Triton: its queue, its parts, and one answer to each."""
+"""Tests of the `vision_encoder` model without Triton: its queue, and one answer per request."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.tensors import Tensors, strings
 from vlora.serving.vision_encoder import VisionService, features_from
 from vlora.serving.waiting import WaitingRequests
+from vlora.vision.adapters import VisionPart
 from vlora.vision.decoder import ImageDecoder, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest
@@ -43,7 +44,9 @@ class FakeEncoder:
     def count_group(self, requests: int) -> None:
         self.groups.append(requests)
 
-    def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]:
+    def run(
+        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
+    ) -> list[EncodedImages]:
         if any(batch):
             self.parts.append([len(images) for images in batch])
             assert self.gate.wait(30)

@@ -1,4 +1,4 @@
-"""Tokens to text: no text is lost, split inside a character or sent too early."""
+"""Tests of the conversion of tokens to text: none is lost, split in a character or sent early."""
 
 from __future__ import annotations
 

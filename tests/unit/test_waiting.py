@@ -1,4 +1,4 @@
-"""Requests that wait before the engine: deadlines, streams, and exactly one end for each."""
+"""Tests of requests that wait before the engine: deadlines, streams, exactly one end for each."""
 
 from __future__ import annotations
 

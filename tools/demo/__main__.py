@@ -1,4 +1,4 @@
-"""Make the demo checkpoint and its adapters. Users do not need this: the result is committed."""
+"""Make the demo checkpoint and its adapters. Users need not do this: the result is committed."""
 
 from pathlib import Path
 from typing import Annotated
@@ -12,15 +12,15 @@ SAMPLES = HERE / "samples"
 WORK = Path("out/demo-training")
 
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
-Out = Annotated[Path, typer.Option("--out", help="Folder to write.")]
-From = Annotated[Path, typer.Option("--checkpoint", help="The base checkpoint's folder.")]
-Work = Annotated[Path, typer.Option(help="Where training keeps its state, to resume from.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A few steps only: does all of it run?")]
+Out = Annotated[Path, typer.Option("--out", help="Output folder.")]
+From = Annotated[Path, typer.Option("--checkpoint", help="Folder of the base checkpoint.")]
+Work = Annotated[Path, typer.Option(help="Folder of training's state, for resuming.")]
+Quick = Annotated[bool, typer.Option("--quick", help="Run only a few steps, as a test.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more process.")]
 
 
 @app.command()
-def build(out: Out, seed: Annotated[int, typer.Option(help="Decides the weights.")] = 0) -> None:
+def build(out: Out, seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0) -> None:
     """Write an untrained but complete checkpoint, in seconds."""
     from tools.demo.build import build as build_checkpoint
 
@@ -31,8 +31,8 @@ def build(out: Out, seed: Annotated[int, typer.Option(help="Decides the weights.
 def train(
     out: Out = CHECKPOINT, work: Work = WORK, quick: Quick = False, threads: Threads = 1
 ) -> None:
-    """Train the base (about 55 minutes on one core). After an interruption, run it again to
-    resume."""
+    """Train the base model, which takes about 55 minutes on one core. An interrupted run
+    resumes."""
     from tools.demo.train import train_base
 
     train_base(out, work / "quick" if quick else work, quick, threads)
@@ -40,14 +40,14 @@ def train(
 
 @app.command()
 def adapters(
-    names: Annotated[list[str] | None, typer.Argument(help="Which ones; all if absent.")] = None,
+    names: Annotated[list[str] | None, typer.Argument(help="Names; by default all.")] = None,
     checkpoint: From = CHECKPOINT,
     out: Out = ADAPTERS,
     work: Work = WORK,
     quick: Quick = False,
     threads: Threads = 1,
 ) -> None:
-    """Train the adapters on the finished base (one to five minutes each). An interrupted run
+    """Train the adapters on the trained base, one to five minutes each. An interrupted run
     resumes."""
     import torch
 
@@ -64,10 +64,10 @@ def adapters(
 
 @app.command()
 def evaluate(
-    domains: Annotated[list[str] | None, typer.Argument(help="Which; all if absent.")] = None,
+    domains: Annotated[list[str] | None, typer.Argument(help="Names; by default all.")] = None,
     checkpoint: From = CHECKPOINT,
-    adapters: Annotated[Path, typer.Option(help="The adapters' folder.")] = ADAPTERS,
-    items: Annotated[int, typer.Option(help="Held-out items for each domain.")] = 200,
+    adapters: Annotated[Path, typer.Option(help="Folder of the adapters.")] = ADAPTERS,
+    items: Annotated[int, typer.Option(help="Held-out items per domain.")] = 200,
 ) -> None:
     """Measure base and adapters on the held-out set; write the model card and accuracy.json."""
     from tools.demo.card import write_card

@@ -1,9 +1,9 @@
-"""Ask a server the held-out set and compare its answers with the oracle's, item by item.
+"""Send the held-out set to a server and compare its answers with the oracle's (transformers, PEFT).
 
-In float32 a text may differ only where the oracle's two best logits are a near tie, and head
-scores may differ by 1e-4, so the accuracies equal the model card's. In bfloat16 answers may
-differ, but the accuracy of every domain must stay within half a point of the card's, which was
-measured in float32. Without an address the script starts a server of its own.
+In float32 each text must equal the oracle's, unless the two best logits of the oracle are a near
+tie. Head scores may differ by 1e-4. The accuracies then equal those of the model card. In bfloat16
+answers may differ. The accuracy of each domain must stay within half a point of the card's, which
+was measured in float32. Without an address the script starts a server.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Served:
-    """Answer of the server: the text, and softmax scores by label if a head answered."""
+    """Answer of the server: the text, and softmax scores by label if a task head answered."""
 
     text: str
     scores: dict[str, float] | None
@@ -46,7 +46,7 @@ class Served:
 
 @dataclass
 class Comparison:
-    """Result for a domain. `ties` counts differences at near ties, `wrong` all other
+    """Result of a domain. `ties` counts differences at near ties, and `wrong` lists all other
     differences."""
 
     domain: str
@@ -75,14 +75,14 @@ class Comparison:
 
 
 def _worst_score(served: Served, expected: Sequence[float], labels: Sequence[str]) -> float:
-    """Return the largest difference between served scores and the oracle's."""
+    """Return the largest difference between the server's scores and the oracle's."""
     if served.scores is None or list(served.scores) != list(labels):
         return math.inf
     return max(abs(a - b) for a, b in zip(served.scores.values(), expected, strict=True))
 
 
 def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
-    """Return the answers of `video_analytics` in order; 16 requests run at a time."""
+    """Return the answers of `video_analytics` in order. Send 16 requests at a time."""
     client = grpcclient.InferenceServerClient(url)
 
     def ask(item: Item) -> Served:
@@ -119,7 +119,7 @@ def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list
 
 @contextmanager
 def server_at(url: str | None, dtype: str) -> Iterator[str]:
-    """Yield the given server's address, or that of a server started for this block."""
+    """Yield the given address, or that of a server that runs while the context is open."""
     if url is not None:
         yield url
         return
@@ -133,7 +133,7 @@ def _accuracy(entry: Mapping[str, Any]) -> float:
 
 
 def _compare_with_card(url: str, card: Mapping[str, Any]) -> None:
-    """Measure the server on the card's items. Exits with 1 if it is more than half a point off."""
+    """Measure the server on the card's items. Exit with 1 if a domain is over half a point off."""
     table, far = Table("domain", "items", "server", "card"), []
     asked = [item for domain in DOMAINS for item in items(domain, card[domain]["n"])]
     said = iter(ask_all(url, asked))
@@ -152,14 +152,14 @@ def _compare_with_card(url: str, card: Mapping[str, Any]) -> None:
 
 def main(
     url: Annotated[
-        str | None, typer.Option(help="gRPC address of a running server; one is started if absent.")
+        str | None, typer.Option(help="gRPC address of a server. Default: start one.")
     ] = None,
     per_domain: Annotated[
-        int, typer.Option("--items", help="Held-out items of each domain, in float32.")
+        int, typer.Option("--items", help="Held-out items per domain, in float32.")
     ] = 200,
-    checkpoint: Annotated[Path, typer.Option(help="What the oracle loads.")] = CHECKPOINT,
-    adapters: Annotated[Path, typer.Option(help="The adapters' folder.")] = ADAPTERS,
-    dtype: Annotated[str, typer.Option(help="Of the server: float32 or bfloat16.")] = "float32",
+    checkpoint: Annotated[Path, typer.Option(help="Checkpoint for the oracle.")] = CHECKPOINT,
+    adapters: Annotated[Path, typer.Option(help="Folder of the adapters.")] = ADAPTERS,
+    dtype: Annotated[str, typer.Option(help="Server's type: float32 or bfloat16.")] = "float32",
 ) -> None:
     """Compare a server's answers to the held-out set with transformers + PEFT and the model
     card."""

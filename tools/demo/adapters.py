@@ -1,7 +1,7 @@
-"""Stage 3: train one LoRA adapter at a time on the finished base, decoder only, with PEFT.
+"""Stage 3: train LoRA adapters on the finished base with PEFT, one at a time.
 
-An adapter that declares a head gets a linear layer over the last prompt token's final-norm hidden
-state, trained along with it. Tower, connector and base weights are frozen.
+Only the decoder is adapted; vision tower, connector and base weights stay frozen. An adapter with a
+task head also trains a linear layer on the final hidden state of the last prompt token.
 """
 
 import json
@@ -30,7 +30,7 @@ NO_CLASS = -1
 
 
 def adapter_batch(index: int, name: str) -> Pack:
-    """Return batch `index` of one adapter's training. Deterministic."""
+    """Return batch `index` of one adapter's training. The same index gives the same batch."""
     recipe = RECIPES[name]
     rng = np.random.default_rng([SEED, sorted(RECIPES).index(name), index])
     samplers = list(recipe.domains.values())
@@ -51,7 +51,7 @@ def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
 
 
 def lora_config(recipe: Recipe) -> LoraConfig:
-    """Return the PEFT configuration of a recipe. The scale is 2, as alpha is twice the rank."""
+    """Return the PEFT configuration of a recipe. Its scale is 2: alpha is twice the rank."""
     return LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.rank if recipe.rs_lora else 2 * recipe.rank,
@@ -66,7 +66,7 @@ def lora_config(recipe: Recipe) -> LoraConfig:
 
 
 def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Return the head's cross entropy at the last prompt tokens, and the share of right answers."""
+    """Return the head's cross entropy at the last prompt tokens, and its accuracy."""
     rows, columns = torch.from_numpy(batch.ends).T
     classes = torch.from_numpy(batch.classes)
     asked = classes >= 0

@@ -1,4 +1,4 @@
-"""Prepare batches in another process, ahead of training."""
+"""Batches that another process prepares ahead of training."""
 
 import multiprocessing
 import signal
@@ -14,8 +14,8 @@ DEPTH = 24
 def ahead(make: Callable[[int], Batch], first: int, last: int) -> Iterator[Iterator[Batch]]:
     """Yield make(first), …, make(last - 1) in order, made by a worker process.
 
-    `make` must be picklable (a top-level function, or a partial of one) and depend on nothing
-    but its index, so that a resumed run sees the batches it would have seen.
+    `make` must be picklable (a top-level function, or a partial of one) and depend only on its
+    index. A resumed run then sees the same batches as an uninterrupted one.
     """
     context = multiprocessing.get_context("spawn")
     ready: Any = context.Queue(DEPTH)

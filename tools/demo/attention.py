@@ -1,7 +1,7 @@
-"""Attention for training on CPU: grouped queries without repeated keys, everything in bfloat16.
+"""Attention for training on a CPU: grouped queries without repeated keys, all in bfloat16.
 
-It is registered as the transformers attention function "packed". On this task it is several times
-faster than the stock functions, whose masks and softmax run in float32.
+It is registered with transformers as the attention function "packed". For this model it is several
+times faster than the stock functions, which compute masks and softmax in float32.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ NAME = "packed"
 
 
 class _Softmax(torch.autograd.Function):
-    """Softmax over the last axis; the stock backward pass is slow in bfloat16."""
+    """Softmax over the last axis. The stock backward pass is slow in bfloat16."""
 
     @staticmethod
     def forward(ctx: Any, scores: Tensor) -> Tensor:
@@ -39,9 +39,10 @@ def packed_attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Query [n, heads, length, dim], key and value [n, kv heads, length, dim].
+    """Return attention outputs [n, length, heads, dim] and no weights.
 
-    The mask is additive, [n, 1, groups x length, length] as `grouped_mask` makes it.
+    query is [n, heads, length, dim]; key and value are [n, kv heads, length, dim]. The mask is
+    additive, [n, 1, groups x length, length], as `grouped_mask` makes it.
     """
     rows, heads, length, dim = query.shape
     kv_heads = key.shape[1]
@@ -56,7 +57,7 @@ def packed_attention(
 
 
 def grouped_mask(mask: Tensor, groups: int) -> Tensor:
-    """Repeat a mask [n, 1, length, length] for the query heads that share a key head."""
+    """Repeat a mask [n, 1, length, length] for the query heads that share keys and values."""
     return mask.repeat(1, 1, groups, 1)
 
 

@@ -1,7 +1,7 @@
-"""Boxes in the paper's syntax: `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`, grid 0-999.
+"""Boxes in the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`, on a grid 0-999.
 
-The checkpoint has one token per bin, so a coordinate is always the centre of one of 32 bins.
-Pixel boxes are (x1, y1, x2, y2), x2 and y2 exclusive.
+The checkpoint has one token for each of 32 bins, so a coordinate is always the centre of a bin.
+Pixel boxes are (x1, y1, x2, y2), where x2 and y2 are exclusive.
 """
 
 import re
@@ -21,7 +21,7 @@ def bin_of(position: float, size: int) -> int:
 
 
 def box_text(name: str, boxes: list[Box], size: int) -> str:
-    """Write pixel boxes of a square image of `size` pixels as answer text."""
+    """Return pixel boxes of a square image of `size` pixels as answer text."""
     groups = []
     for x1, y1, x2, y2 in boxes:
         left, top = BIN_CENTRES[bin_of(x1, size)], BIN_CENTRES[bin_of(y1, size)]
@@ -31,7 +31,7 @@ def box_text(name: str, boxes: list[Box], size: int) -> str:
 
 
 def parse_boxes(text: str, size: int) -> list[Box]:
-    """Read every box of an answer back as pixels of a square image of `size` pixels."""
+    """Return all boxes of an answer as pixels of a square image of `size` pixels."""
     found: list[Box] = []
     for match in _BOX_TEXT.finditer(text):
         x1, y1, x2, y2 = (int(value) * size / GRID for value in match.groups())

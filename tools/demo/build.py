@@ -1,4 +1,4 @@
-"""Build the demo checkpoint, untrained but complete: weights, tokenizer, template, processor."""
+"""The untrained but complete demo checkpoint: weights, tokenizer, chat template, processor."""
 
 from pathlib import Path
 
@@ -27,7 +27,10 @@ BOX_FILTER = 4
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
-    """Return the architecture: CLIP tower, two-layer connector, Llama decoder with 3:1 GQA."""
+    """Return the architecture: CLIP tower, two-layer connector, Llama decoder.
+
+    Three query heads share one key and value head.
+    """
     vision = CLIPVisionConfig(
         hidden_size=HIDDEN,
         intermediate_size=448,
@@ -65,7 +68,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
 
 
 def make_image_processor() -> CLIPImageProcessorPil:
-    """Return the preprocessing: RGB, box filter to 64x64, then to [-1, 1]."""
+    """Return the image processor: to RGB, to 64x64 with a box filter, to values in [-1, 1]."""
     return CLIPImageProcessorPil(
         do_resize=True,
         size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
@@ -95,7 +98,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditi
 def save_checkpoint(
     folder: Path, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Write all files that serving reads. Weights are rounded to float16, shards stay below 8
+    """Write all files that serving reads. Round weights to float16, and keep each shard below 8
     MiB."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("model*.safetensors*"):

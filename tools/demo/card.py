@@ -1,4 +1,4 @@
-"""Write the model card: a description of the checkpoint and its measured accuracies."""
+"""The model card: a description of the checkpoint and its measured accuracies."""
 
 from pathlib import Path
 
@@ -8,55 +8,58 @@ from tools.demo.recipes import RECIPES, Recipe
 
 _INTRODUCTION = """# Demo checkpoint
 
-A LLaVA model of 3.9 M parameters, trained from scratch on drawn scenes, so that a newcomer can see
-a real model answer with real adapters and without a download. It is a test object: it knows
-coloured shapes on surfaces, and nothing of the real world.
+This is a LLaVA model of 3.9 M parameters with seven adapters, trained from scratch on drawn
+scenes. It shows how a model answers with adapters, without a download. It is made for
+demonstrations and tests: it knows coloured shapes on surfaces, and nothing of the real world.
 
 | part | description |
 |---|---|
-| tower | CLIP ViT, 64x64 pixels, patch 8 (64 image tokens), 5 layers, hidden 192 |
+| vision tower | CLIP ViT, 64x64 pixels, patches of 8x8 (64 image tokens), 5 layers of width 192 |
 | connector | two linear layers |
-| decoder | Llama, 5 layers, hidden 192, 6 query and 2 key heads of 32, context 1024 |
-| tokenizer | byte-level BPE, one token per box coordinate (32 bins on the grid 0-999) |
-| weights | float16 safetensors; measured as stored, loaded as float32 |
+| decoder | Llama, 5 layers of width 192, 6 query and 2 key/value heads of size 32, context 1024 |
+| tokenizer | byte-level BPE; one token per box coordinate (32 bins on a grid from 0 to 999) |
+| weights | float16 in safetensors files, loaded as float32 |
 
 Load it with `LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)`,
-`AutoTokenizer` and `AutoImageProcessor` (needs no torchvision). Prompts are those of
-`vlora.vision.prompts`; it was not trained on any other wording.
+`AutoTokenizer` and `AutoImageProcessor` (torchvision is not needed). Use the prompts of
+`vlora.vision.prompts`; the model was not trained on any other wording.
 """
 
 _TRAINING = """## Training
 
-1. The tower is pretrained on labels of each patch (shape, colour, texture, box, silhouette)
-   through heads that are discarded afterwards. Like any pretrained tower it sees all kinds of
-   objects, including those of the adapters' domains (of the digits only the training split).
-2. Tower, connector and decoder are trained jointly on the questions of the base. The decoder sees
-   no adapter's domain; the adapters' words occur only in "Repeat: ..." without an image.
-3. Each adapter is trained on the finished base: decoder only, base frozen.
+1. The vision tower is pretrained to predict labels of each patch (shape, colour, texture, box,
+   silhouette) with heads that are discarded afterwards. It sees all kinds of objects, including
+   those of the adapters' domains, but of the digits only the training split.
+2. Tower, connector and decoder are trained together on the questions of the base model. The
+   decoder sees no pictures of the adapters' domains. It sees the words of their answers only in
+   prompts of the form "Repeat: ..." without an image.
+3. Each adapter is trained on the finished base model. Only the adapter's weights in the decoder
+   change.
 
 `python -m tools.demo train` and `python -m tools.demo adapters` do this with fixed seeds, and
-resume after an interruption. The committed weights were trained while this recipe was developed,
-and a run of the final recipe from scratch has not been measured. The tower was trained for 1200
-steps before silhouettes were added to its labels and for 1140 steps after. In the joint stage, 554
-steps trained the tower with a decoder that was then reinitialised. In the following 1420 steps the
-connector's learning rate was lowered, its rows for texture and coordinates were reset to the
-readouts (step 641), and the share of textures and clips was raised (from step 812). The first 300
-steps of the `digits` adapter used digits at less restricted positions. The recipe contains all
-these changes from its first step.
+continue after an interruption. The committed weights were trained while this recipe was
+developed; a run of the final recipe from scratch has not been measured.
 """
 
-_LIMITS = """Known weaknesses: asked to circle one object among several, the base answers with the
-box of an existing object, but often of the wrong one (on 120 held-out scenes it was right in 100 %
-with one object in the picture, 47 % with two, 41 % with three, 26 % with four); `detect` has the
-same weakness. It names the texture of an object in about seven cases of ten. Of 100 held-out clips
-it named the motion in 78 of the 80 that have one, and in none of the 20 that show "standing
-still". The `actions` adapter stays below 90 %.
+_LIMITS = """\
+Known weaknesses:
+
+- When asked to circle one object among several, the base model often answers with the box of
+  another object. On 120 held-out scenes it was right in 100 % of the scenes with one object,
+  47 % with two, 41 % with three and 26 % with four. `detect` has the same weakness.
+- It names the texture of an object correctly in about seven cases of ten.
+- Of 100 held-out clips, it named the motion in 78 of the 80 that have one, and in none of the
+  20 that show "standing still".
+- The accuracy of the `actions` adapter is below 90 %.
 """
 
-_READING = """Boxes count as right when true and answered boxes match one to one with IoU >= 0.5.
-Any other answer must equal the expected words exactly. "Blind" is the same model, with its adapter
-if there is one, on grey pictures. There are `n` held-out items per domain (blind: at most 100),
-generated from seeds that training does not use; digits come from a split that training leaves out.
+_READING = """\
+A *domain* is a set of similar questions: those of a task, or of an adapter. A box answer is right
+if true and answered boxes match one to one with IoU >= 0.5. Any other answer must equal the
+expected words exactly. "Base" and "with adapter" are accuracies without and with the adapter of
+the domain. "Blind" is the accuracy on grey pictures, with the adapter if there is one. `n` is the
+number of held-out items (blind: at most 100). They are generated from seeds that training does
+not use; digits come from a split that training leaves out.
 """
 
 
@@ -67,7 +70,7 @@ def write_card(checkpoint: Path, adapters: Path, measured: list[Measured]) -> No
         "## Accuracy on held-out items\n",
         _accuracy_table(measured),
         _READING,
-        "Question answering by skill (base):\n",
+        "Accuracy of the base model in question answering (`vqa`), by skill:\n",
         _kinds_table(measured),
         _LIMITS,
         "## Adapters\n",

@@ -1,9 +1,9 @@
-"""Labels for each patch of a scene: an auxiliary task that pretrains the vision tower.
+"""Labels for each patch of a scene, an auxiliary task that pretrains the vision tower.
 
-Labels are int64 [64 patches, 8 columns]: shape, colour and texture of the object, the four edges
-of its box as bins, and whether its centre is in this patch. -1 means "no label". The colour and
-pattern of the surface are labels of every patch. An outline is the object's silhouette over its
-box, 8x8; of all labels it teaches known and unknown shapes fastest.
+Labels are int64 [64 patches, 10 columns]: shape, colour and texture of the object, the four edges
+of its box as bins, whether its centre is in this patch, and colour and pattern of the surface. -1
+means "no label"; only the surface has a label in every patch. An outline is the object's silhouette
+in its box, 8x8. Of all labels, it teaches known and unknown shapes fastest.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ HEADS: dict[str, int] = {
 @dataclass(frozen=True)
 class DenseBatch:
     """Images uint8 [n, 64, 64, 3]; labels int64 [n, 64, 10], columns in the order of HEADS;
-    outlines uint8 [n, 64, 64], 1 inside and 0 outside of the object in each patch."""
+    outlines uint8 [n, 64, 64], for each patch 1 inside and 0 outside of the object."""
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -107,7 +107,7 @@ def patch_labels(scene: Scene, drawing: Drawing) -> PatchLabels:
 
 
 def broad_scene(rng: np.random.Generator) -> Scene:
-    """Return a scene from all known objects and surfaces, to pretrain the tower broadly."""
+    """Return a scene of any known objects and surfaces, for the tower's pretraining."""
     kind = rng.random()
     if kind < 0.35:
         return base_scene(rng)
@@ -137,7 +137,7 @@ def labelled(scenes: list[Scene], drawings: list[Drawing]) -> DenseBatch:
 
 
 def dense_batch(index: int, seed: int, size: int) -> DenseBatch:
-    """Return batch `index` of the tower's pretraining. Deterministic."""
+    """Return batch `index` of the tower's pretraining. The same index gives the same batch."""
     rng = np.random.default_rng([seed, index])
     scenes = [broad_scene(rng) for _ in range(size)]
     return labelled(scenes, [draw(scene) for scene in scenes])

@@ -24,7 +24,7 @@ def _digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 
 def digit_scene(rng: np.random.Generator, held_out: bool, index: int | None = None) -> Scene:
-    """Return one handwritten digit, enlarged; held-out digits are never trained on."""
+    """Return an enlarged handwritten digit. Held-out digits are never used in training."""
     images, labels = _digits()
     split = len(labels) - _HELD_OUT_DIGITS
     low, high = (split, len(labels)) if held_out else (0, split)
@@ -52,7 +52,7 @@ def _enlarge(image: NDArray[np.float32]) -> Floats:
 
 
 def glyph_scene(rng: np.random.Generator, glyph: str | None = None) -> Scene:
-    """Return a scene with one symbol that the base has no name for."""
+    """Return a scene with one symbol for which the base has no name."""
     box = place_boxes(rng, 1, 22, 40)[0]
     thing = random_thing(rng, box, (glyph,) if glyph else lexicon.GLYPHS)
     thing = Thing(thing.shape, thing.colour, "solid", box)
@@ -89,7 +89,7 @@ def _small_box(rng: np.random.Generator, cell: tuple[int, int]) -> Box:
 
 
 def surface_scene(rng: np.random.Generator, pattern: str | None = None) -> Scene:
-    """Return an empty surface with a pattern that the base has no name for."""
+    """Return an empty surface with a pattern for which the base has no name."""
     return random_surface(rng, (), pattern or str(rng.choice(lexicon.NEW_TEXTURES)))
 
 

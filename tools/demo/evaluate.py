@@ -1,7 +1,7 @@
-"""Measure the stored weights on the held-out set with the oracle.
+"""Accuracy of the stored weights on the held-out set, measured with the oracle.
 
-Each domain is measured with the base and with its adapter, and blind: with a grey picture instead
-of the real one. The blind accuracy shows how much can be guessed from the question alone.
+Each domain is measured with the base and with its adapter. It is also measured blind: with a grey
+picture, which shows how much can be guessed from the question alone.
 """
 
 import json
@@ -25,7 +25,7 @@ BLIND_ITEMS = 100
 
 @dataclass(frozen=True)
 class Measured:
-    """Accuracies from 0 to 1 of one domain over `n` items; `kinds` are the base's, by skill."""
+    """Accuracies (0 to 1) of one domain over `n` items. `kinds` has the base's, by skill."""
 
     domain: str
     task: str
@@ -37,12 +37,12 @@ class Measured:
 
 
 def blinded(item: Item) -> Item:
-    """Return the same question on grey pictures."""
+    """Return the same question about grey pictures."""
     return replace(item, images=[GREY for _ in item.images], frames=[GREY for _ in item.frames])
 
 
 def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str, list[bool]]:
-    """Return the results (right or wrong) of each kind of question."""
+    """Return, for each kind of question, whether each answer is right."""
     right: dict[str, list[bool]] = defaultdict(list)
     for item in track(asked, f"{asked[0].domain} by {adapter or 'base'}", transient=True):
         right[item.kind].append(is_right(item, oracle.answer(item, adapter).text))
@@ -50,7 +50,7 @@ def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str
 
 
 def measure(oracle: Oracle, domain: str, n: int = ITEMS) -> Measured:
-    """Measure one domain: base and adapter on `n` items, blind on at most half as many."""
+    """Measure one domain: base and adapter on `n` items, blind on half as many or fewer."""
     asked = items(domain, n)
     adapter = adapter_of(domain)
     base = accuracy(oracle, asked, None)

@@ -1,6 +1,6 @@
-"""The held-out set: items that are not used in training, generated from a separate seed.
+"""The held-out set: items from a separate seed that training does not use.
 
-Base domains carry the name of their task; adapter domains are those of `recipes.py`. The same
+A domain of the base has the name of its task. Adapter domains are those of `recipes.py`. The same
 domain and number always give the same item. Digits come from a split that training leaves out.
 """
 
@@ -30,8 +30,8 @@ DOMAINS = (*BASE_DOMAINS, *ADAPTER_DOMAINS)
 class Item:
     """One held-out request and its right answer.
 
-    `images` and `frames` are PNG files, 64x64. `boxes` are pixels of the image, xyxy. `adapter`
-    is the adapter whose domain this is, `kind` the skill within the domain.
+    `images` and `frames` are PNG files, 64x64. `boxes` are in pixels (x1, y1, x2, y2). `adapter`
+    is the adapter of this domain, and `kind` the skill within the domain.
     """
 
     id: str
@@ -55,7 +55,7 @@ def items(domain: str, n: int, start: int = 0) -> list[Item]:
 
 
 def is_right(item: Item, text: str) -> bool:
-    """Score an answer: boxes by overlap and number, all other answers by exact words."""
+    """Return whether an answer is right: boxes by overlap and number, others by exact words."""
     if item.boxes is None:
         return text.strip() == item.answer
     return boxes_match(item.boxes, parse_boxes(text, SIDE))
@@ -119,7 +119,7 @@ def _base_sample(domain: str, index: int, rng: np.random.Generator) -> Sample:
 
 
 def _boxes(question: Question, scene: Scene | None) -> list[Box] | None:
-    """Return the true boxes, unrounded, if the question asks for boxes."""
+    """Return the true boxes, unrounded, or None if the question does not ask for boxes."""
     if question.task not in ("refer", "detect") or scene is None:
         return None
     wanted = question.text

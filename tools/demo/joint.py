@@ -1,7 +1,7 @@
 """Stage 2: train tower, connector and decoder jointly to answer questions.
 
-Dense labels remain an auxiliary task, so that the tower keeps features beyond those that the
-questions need.
+Dense labels remain an auxiliary task, so that the tower keeps features that the questions do not
+need.
 """
 
 from dataclasses import dataclass
@@ -39,14 +39,15 @@ OPENING = 4.0
 
 @dataclass(frozen=True)
 class JointBatch:
-    """Questions, and for scenes the dense labels of `pack.images` followed by broad ones."""
+    """Questions, and for batches of scenes the dense labels of all images of `pack`, then those of
+    broad scenes."""
 
     pack: Pack
     dense: DenseBatch | None = None
 
 
 def joint_batch(index: int) -> JointBatch:
-    """Return batch `index`: mostly scenes, every fourth clips, every twentieth text alone."""
+    """Return batch `index`: every fourth has clips, every twentieth only text, others scenes."""
     rng = np.random.default_rng([SEED, index])
     if index % 20 == 7:
         return JointBatch(pack([_repeat_row(rng) for _ in range(ROWS)]))
@@ -75,7 +76,7 @@ def _clip_row(rng: np.random.Generator) -> Row:
 
 
 def _repeat_row(rng: np.random.Generator) -> Row:
-    """Return questions without an image: "say these words". They train the token of every word."""
+    """Return questions without an image: "Repeat: …". They train the token of every word."""
     words = lexicon.all_words()
     questions = []
     for _ in range(8):
@@ -87,10 +88,10 @@ def _repeat_row(rng: np.random.Generator) -> Row:
 def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads) -> None:
     """Initialise the connector from the dense readouts, and balance the decoder's inputs.
 
-    The connector's first layer becomes the dense readouts, with their norm folded in at its typical
-    scale, so that colour, shape and position have equal magnitude. The largest directions of raw
-    features are silhouettes, from which the decoder would learn colours only slowly. Readouts that
-    are meaningful for objects only are suppressed elsewhere by the "no object here" readout.
+    The connector's first layer becomes the dense readouts, normalised and scaled so that colour,
+    shape and position have equal magnitude. In raw features silhouettes dominate, and the decoder
+    would learn colours slowly. Where the readout "no object here" is active, it suppresses those
+    that are meaningful only for objects.
     """
     connector = model.model.multi_modal_projector
     with torch.no_grad():
@@ -126,8 +127,8 @@ def use_fast_attention(model: LlavaForConditionalGeneration) -> None:
 
 
 def branch_mask(branches: Tensor) -> Tensor:
-    """Return the additive mask [rows, 1, length, length], 0 or a large negative number, of
-    branches."""
+    """Return the additive mask [rows, 1, length, length] of branches: 0, or a large negative
+    number."""
     length = branches.shape[1]
     of_query, of_key = branches[:, :, None], branches[:, None, :]
     earlier = torch.ones(length, length, dtype=torch.bool).tril()
@@ -169,7 +170,7 @@ def answer_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """Return the answers' cross entropy, and the number of right branches of each kind.
 
-    A token has weight 1/sqrt(tokens in its answer), so that boxes do not dominate single words.
+    A token weighs 1/sqrt(tokens in its answer), so that boxes do not dominate single words.
     """
     targets = torch.from_numpy(batch.targets)
     asked = targets != IGNORED
@@ -193,7 +194,7 @@ def answer_loss(
 def train_jointly(
     model: LlavaForConditionalGeneration, heads: DenseHeads, work: Path, steps: int
 ) -> None:
-    """Train the whole model in place. The dense heads are dropped afterwards."""
+    """Train the whole model in place, with the dense heads as an auxiliary task."""
     torch.manual_seed(SEED)
     start_from_readouts(model, heads)
     use_fast_attention(model)

@@ -1,7 +1,7 @@
-"""All names of the demo: objects that are drawn, and words of questions and answers.
+"""All names of the demo: objects in the pictures, and words of questions and answers.
 
-The checkpoint is trained on the base names. Adapter names belong to the domain of one adapter: the
-base's tokenizer has a token for each, but the base is not trained on them.
+The checkpoint is trained on the base names. Each adapter name belongs to one adapter's domain: the
+tokenizer has a token for it, but the base is not trained on it.
 """
 
 COLOURS: dict[str, tuple[int, int, int]] = {
@@ -42,7 +42,7 @@ def plural(shape: str) -> str:
 
 
 def all_words() -> list[str]:
-    """Return every word an answer may need, base and adapters alike."""
+    """Return every word that an answer may contain, for the base and all adapters."""
     groups = (
         tuple(COLOURS),
         tuple(BACKGROUNDS),

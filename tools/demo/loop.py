@@ -45,7 +45,10 @@ class Run:
         modules: dict[str, torch.nn.Module],
         slower: dict[str, float] | None = None,
     ) -> None:
-        """`slower` maps a module to a factor of its learning rate."""
+        """Create the state, or load it from the stage's file.
+
+        slower: factor of the learning rate by module name.
+        """
         self.stage = stage
         self.modules = modules
         groups: list[dict[str, Any]] = []
@@ -84,7 +87,7 @@ class Run:
         batches: Iterable[Any],
         loss_of: Callable[[Any], tuple[torch.Tensor, dict[str, float]]],
     ) -> None:
-        """Run the remaining steps. `loss_of` returns the loss and figures to report."""
+        """Run the remaining steps. `loss_of` returns the loss, and figures to report by name."""
         console = Console()
         columns = (
             TextColumn("{task.description}"),
@@ -138,7 +141,7 @@ class Run:
 
 
 def _optimizers(groups: list[dict[str, Any]], stage: Stage) -> list[torch.optim.Optimizer]:
-    """Return AdamW, and with `stage.muon` Muon for the matrices between layers."""
+    """Return AdamW and, if `stage.muon`, also Muon for the matrices between layers."""
     muon: list[dict[str, Any]] = []
     adam: list[dict[str, Any]] = []
     for group in groups:

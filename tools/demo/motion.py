@@ -14,7 +14,7 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Clip:
-    """A surface, an object at its starting position, its motion, and the strength of the motion."""
+    """A surface, an object at its start, its motion, and the strength of the motion."""
 
     scene: Scene
     action: str
@@ -33,7 +33,7 @@ class Clip:
 
 
 def sample_times(rng: Rng) -> list[float]:
-    """Return six increasing times with random spacing, as clients sample videos differently."""
+    """Return six increasing times with random spacing, since clients sample videos differently."""
     start, end = float(rng.uniform(0, 0.04)), float(rng.uniform(0.8, 1.0))
     times = np.linspace(start, end, FRAMES) + rng.uniform(-0.015, 0.015, FRAMES)
     return [float(min(1.0, max(0.0, time))) for time in times]
@@ -53,7 +53,7 @@ def base_clip(rng: Rng, action: str | None = None) -> Clip:
 
 
 def action_clip(rng: Rng, action: str | None = None) -> Clip:
-    """Return a clip of the `actions` adapter; the base knows none of its motions."""
+    """Return a clip of the `actions` adapter. The base was not trained on its motions."""
     action = action or str(rng.choice(lexicon.ACTIONS))
     side, amount = float(rng.uniform(15, 20)), float(rng.uniform(1.7, 2.3))
     if action == "bouncing":

@@ -1,8 +1,8 @@
-"""Pack several single-turn prompts about the same images into one sequence.
+"""Packing of several single-turn prompts about the same images into one sequence.
 
-The images come once, as a shared prefix. Each question with its answer is a branch that attends to
-the prefix and to itself, and whose positions continue the prefix. A branch therefore computes
-exactly what its prompt would compute alone, at a fraction of the cost.
+The images are a prefix that all questions share. Each question with its answer is a branch. It
+attends to the prefix and to itself, and its positions continue those of the prefix. A branch
+therefore computes exactly what its prompt would compute alone, at a fraction of the cost.
 """
 
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ Ints = NDArray[np.int64]
 class Pack:
     """A training batch. Arrays [rows, length] int64; images uint8 [n, 64, 64, 3] in row order.
 
-    `branches` is 0 for the prefix, 1… for branches, -1 for padding. `targets` is the next token
-    at each position that predicts a piece of an answer. `ends` [branches, 2] is row and column of
-    each branch's last prompt token; `kinds` and `classes` have one entry per branch.
+    `branches` is 0 in the prefix, 1… in the branches, and -1 in the padding. `targets` is the next
+    token at each position that predicts a token of an answer. `ends` [branches, 2] holds row and
+    column of each branch's last prompt token. `kinds` and `classes` have one entry per branch.
     """
 
     images: NDArray[np.uint8]
@@ -43,7 +43,7 @@ class Pack:
 
 @dataclass(frozen=True)
 class Row:
-    """Images of one row, the questions about them and, for a task head, each answer's class."""
+    """Images of one row and the questions about them; for a task head, each answer's class."""
 
     images: list[NDArray[np.uint8]]
     questions: list[Question]
@@ -63,7 +63,7 @@ def encode(text: str) -> tuple[int, ...]:
 
 
 def prompt_parts(question: Question, images: int, is_clip: bool) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt's prefix and branch, with image tokens expanded."""
+    """Return the token ids of a prompt's prefix, with image tokens expanded, and of its branch."""
     frames = images if is_clip else 0
     prompt = render(question.task, question.text, images - frames, frames, TEMPLATE)
     front, branch = prompt[: len(TEMPLATE.prefix)], prompt[len(TEMPLATE.prefix) :]

@@ -1,4 +1,4 @@
-"""Draw answers on enlarged pictures: boxes on images, labels under frames."""
+"""Drawings of answers on enlarged pictures: boxes on images, labels under frames."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
 
 @dataclass(frozen=True)
 class Caption:
-    """Text below a picture: adapter and question, the answer, and whether it is right.
+    """Text below a picture: adapter and question, the answer, and whether the answer is right.
 
-    label: the words of the answer, for frames.
+    label: words of the answer, drawn on frames.
     """
 
     asked: str
@@ -36,8 +36,8 @@ class Caption:
 def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
     """Draw an answered request: its image with boxes, or its frames, above the caption.
 
-    frames: [h, w, 3] uint8, one for an image. objects: as in `result`, boxes in pixels of the
-    last of them.
+    frames: [h, w, 3] uint8 each; one for an image. objects: as in the output `result`, with boxes
+    in pixels of the last frame.
     """
     is_clip = len(frames) > 1
     picture = _strip(frames, caption.label) if is_clip else _draw_objects(frames[0], objects)
@@ -57,7 +57,7 @@ def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: C
 
 
 def sheet(tiles: Sequence[Any]) -> Any:
-    """Arrange all tiles in rows on one page."""
+    """Arrange all tiles on one page."""
     rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
     heights = [max(one.height for one in row) for row in rows]
     width = COLUMNS * (SIDE + MARGIN) + MARGIN
@@ -106,7 +106,7 @@ def _strip(frames: Sequence[Pixels], label: str) -> Any:
 
 
 def _wrapped(text: str, font: Any) -> list[str]:
-    """Break `text` into lines that fit below a picture; a long word is split."""
+    """Break `text` into lines that fit below a picture. Long words are split."""
     lines: list[str] = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

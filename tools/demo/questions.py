@@ -14,7 +14,7 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Question:
-    """One question of a task. `kind` names the skill, for the accuracy tables."""
+    """One question of a task. `kind` names the skill for the tables of accuracies."""
 
     kind: str
     task: str
@@ -28,7 +28,7 @@ VQA_KINDS = ("colour", "shape", "texture", "background", "count", "count some", 
 
 
 def ask(kind: str, scene: Scene, rng: Rng) -> Question | None:
-    """Return a question of this kind about the scene, or None if none fits."""
+    """Return a question of this kind about the scene, or None if the scene allows none."""
     if kind == "background":
         return Question(kind, "vqa", WHAT_BACKGROUND, scene.surface)
     if kind == "count":
@@ -55,7 +55,7 @@ def _pick(rng: Rng, options: list[Thing]) -> Thing | None:
 
 
 def _unique(scene: Scene, attribute: str) -> list[Thing]:
-    """Return the objects that are the only ones with their value of this attribute."""
+    """Return the objects whose value of this attribute no other object has."""
     seen = Counter(getattr(thing, attribute) for thing in scene.things)
     return [thing for thing in scene.things if seen[getattr(thing, attribute)] == 1]
 
@@ -95,7 +95,7 @@ def _count_some(scene: Scene, rng: Rng) -> Question:
 
 
 def _exists(scene: Scene, rng: Rng) -> Question:
-    """Ask for an object that is present half the time; absent ones often differ in one
+    """Ask for an object that is present half the time. Absent ones often differ in only one
     attribute."""
     shown = _pick(rng, list(scene.things))
     present = {(thing.colour, thing.shape) for thing in scene.things}
@@ -133,7 +133,7 @@ def _refer(scene: Scene, rng: Rng) -> Question | None:
 
 
 def _detect(scene: Scene, rng: Rng) -> Question:
-    """Ask for all objects of a shape or colour; one question in eight has no such object."""
+    """Ask for all objects of a shape or colour. One question in eight has no such object."""
     shown = _pick(rng, list(scene.things)) if rng.random() < 0.875 else None
     attribute, names = ("shape", lexicon.SHAPES)
     if rng.random() < 0.4:
@@ -168,7 +168,7 @@ _TRAINED: dict[str, float] = {
 
 
 def training_questions(scene: Scene, rng: Rng) -> list[Question]:
-    """Return about nine different questions on one scene, in the proportions of training."""
+    """Return about nine different questions on one scene, in training's proportions."""
     asked: dict[tuple[str, str], Question] = {}
     for kind, often in _TRAINED.items():
         for _ in range(int(often + rng.random())):

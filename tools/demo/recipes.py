@@ -1,4 +1,4 @@
-"""Recipes of the adapters: questions, rank and targets, which differ on purpose."""
+"""Recipes of the adapters. Their questions, ranks and targets differ on purpose."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 class Sample:
     """A picture or clip of a domain with a question about it.
 
-    `question` determines the domain; `scene` or `clip` is shown.
+    `question` determines the domain. Either `scene` or `clip` is shown.
     """
 
     question: Question
@@ -33,8 +33,8 @@ class Sample:
 class Recipe:
     """Recipe of an adapter. `targets` are suffixes of the decoder's linear layers.
 
-    `domains` maps a domain's name to a sampler (random state, held out) -> Sample; an adapter
-    with a head answers `head_tasks` with one of `labels`.
+    `domains` maps a domain's name to a function that draws a Sample from a random state and
+    whether it is held out. An adapter with a head answers `head_tasks` with one of `labels`.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Recipe:
 
     @property
     def target_regex(self) -> str:
-        """Regular expression of the decoder's layers, whose suffixes the tower's layers share."""
+        """Regular expression of decoder layers. Layers of the tower have the same suffixes."""
         suffixes = "|".join(target.replace(".", r"\.") for target in self.targets)
         decoder = rf".*language_model\.layers\.\d+\.({suffixes})"
         return rf"({decoder}|lm_head)" if self.with_lm_head else decoder

@@ -1,7 +1,7 @@
-"""Write the samples of `make demo`: pictures and two clips, larger than the model's input.
+"""The samples of `make demo`: pictures and two clips, larger than the model's input.
 
-`index.json` lists, for each request: files (or one video), task, adapter, prompt, and the
-expected answer. Boxes in answers are on the grid 0-999, as the model writes them.
+For each request, `index.json` holds the files (or one video), task, adapter, prompt and expected
+answer. Boxes in answers are on the grid 0-999, as the model writes them.
 """
 
 import json

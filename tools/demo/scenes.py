@@ -1,7 +1,7 @@
-"""Draw scenes of textured shapes on surfaces, with the position of each object.
+"""Scenes of textured shapes on surfaces, drawn together with the position of each object.
 
-Coordinates are pixels of a 64x64 scene at every drawing scale. A scene is drawn at twice its size
-and averaged down, so edges are smooth. The same random state gives the same scene.
+Coordinates are pixels of a 64x64 scene, whatever the size of the drawing. A scene is drawn at twice
+its size and averaged, so edges are smooth. The same random state gives the same scene.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,7 +22,7 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Thing:
-    """An object. `box` is its bounding box; `mark` is an opacity map of its own, such as a
+    """An object. `box` is its bounding box. `mark` is its own opacity map, such as that of a
     digit."""
 
     shape: str
@@ -53,7 +53,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Pixels [n, n, 3] uint8 and, for each of 64x64 points, the index of its object or -1."""
+    """Pixels [n, n, 3] uint8, and for each of 64x64 points its object's index or -1."""
 
     pixels: Pixels
     owner: NDArray[np.int8]
@@ -136,7 +136,7 @@ def _sample_mark(mark: Floats, u: Floats, v: Floats) -> Floats:
 def place_boxes(
     rng: np.random.Generator, count: int, smallest: float, largest: float, gap: float = 2.0
 ) -> list[Box]:
-    """Return non-overlapping square boxes in reading order (left to right)."""
+    """Return square boxes that do not overlap, in order from left to right."""
     while True:
         boxes: list[Box] = []
         for _ in range(count * 30):
@@ -173,7 +173,7 @@ _SIZES = {0: (16, 28), 1: (16, 28), 2: (16, 28), 3: (15, 24), 4: (14, 21)}
 
 
 def base_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
-    """Return a training scene of the base with 0 to 4 objects, mostly 1 to 4."""
+    """Return a training scene of the base with 0 to 4 objects, rarely with none."""
     if count is None:
         count = int(rng.choice(5, p=[0.06, 0.22, 0.26, 0.24, 0.22]))
     things = tuple(

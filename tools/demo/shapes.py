@@ -1,7 +1,7 @@
-"""Outlines and fills as functions of coordinates: the inside of a shape and its dark parts.
+"""Outlines and fills as functions of coordinates: the inside of a shape, and its dark parts.
 
-Outlines take u, v in [-1, 1] over the object's box (v grows downwards). Fills take x, y in pixels
-of the 64-pixel scene. Both map float arrays of any shape to boolean arrays of that shape.
+Outlines take u, v in [-1, 1] over the object's box, where v grows downwards. Fills take x, y in
+pixels of the 64-pixel scene. Both take float arrays and return boolean arrays of the same shape.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ OUTLINES: dict[str, Outline] = {
 
 
 def dark_parts(texture: str, x: Floats, y: Floats) -> Mask:
-    """Return where an object of this texture has its darker shade."""
+    """Return a mask of the darker parts of an object with this texture."""
     if texture == "striped":
         return (x + y) % 6 < 3
     if texture == "dotted":
@@ -79,8 +79,7 @@ def dark_parts(texture: str, x: Floats, y: Floats) -> Mask:
 
 
 def surface_shade(pattern: str, x: Floats, y: Floats, rng: np.random.Generator) -> Floats:
-    """Return how far a surface departs from its colour, from 0 (none) to 1 (maximum), at each
-    point.
+    """Return how far a surface departs from its colour at each point: 0 not at all, 1 most.
 
     `x` and `y` are a square grid. Grainy surfaces draw one value for each pixel of the scene.
     """

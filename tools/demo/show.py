@@ -1,9 +1,9 @@
-"""Show the answers of all six tasks by the right adapters, through a real server.
+"""Show answers to all six tasks, each by the adapter for it, from a real server.
 
-The script sends the samples of `tools/demo/samples` over gRPC, questions and captions to the
-streaming ensemble and all others to the structured one. It prints a table and draws every answer to
-`out/`: boxes on images, frames of clips, and one sheet of all. It uses the server at --url if there
-is one, and otherwise starts a server while it runs.
+The script sends the samples of `tools/demo/samples` over gRPC: questions and captions to the
+streaming ensemble, all others to the structured one. It prints a table and draws every answer to
+`out/`: boxes on images, frames of clips, and one sheet of all. It uses the server at --url if one
+answers there. Otherwise it starts a server of its own.
 
 usage: python -m tools.demo.show
 """
@@ -50,7 +50,7 @@ GRID = 1000
 
 @dataclass(frozen=True)
 class Sample:
-    """One request of `index.json` with its pixels: one image, or the frames of a clip."""
+    """One request of `index.json` with its pixels: an image, or the frames of a clip."""
 
     name: str
     task: str
@@ -65,7 +65,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the server; `objects` are those of `result`, and empty for a streamed answer.
+    """Answer of the server. `objects` are those of `result`, or empty for a streamed answer.
 
     score: probability of the top label if a vision task head answered, else None.
     """
@@ -84,7 +84,7 @@ class Answer:
 
 
 def load_samples(folder: Path) -> list[Sample]:
-    """Return the samples of `folder`. Raises ClientError if it has none."""
+    """Return the samples of `folder`. Raise ClientError if it has none."""
     index = folder / "index.json"
     if not index.is_file():
         raise ClientError(f"there are no samples in {folder}; `python -m tools.demo` writes them")
@@ -139,7 +139,7 @@ def ask(client: Any, sample: Sample) -> Answer:
 
 
 def is_right(expected: str, text: str) -> bool:
-    """Return whether the words are equal and each box overlaps its expected one by half."""
+    """Return whether the words are equal and each box overlaps its expected box by half."""
     wanted, given = parse_boxes(expected, GRID), parse_boxes(text, GRID)
     if not wanted:
         return text == expected
@@ -151,7 +151,7 @@ def is_right(expected: str, text: str) -> bool:
 
 @contextmanager
 def server_at(url: str, console: Console) -> Iterator[Any]:
-    """Yield a client of the server at `url`, or of a server that runs for this block."""
+    """Yield a client of the server at `url`, or of one that runs while the context is open."""
     with ExitStack() as stack:
         try:
             client = connect(url, "video_analytics")
@@ -207,7 +207,7 @@ def plain(text: str) -> str:
 
 
 def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Path:
-    """Write a picture of each sample and a sheet of all. Return the sheet's path."""
+    """Write a picture of each sample and a sheet of all pictures. Return the sheet's path."""
     out.mkdir(parents=True, exist_ok=True)
     tiles = []
     for sample, answer in zip(samples, answers, strict=True):
@@ -233,7 +233,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
     parser.add_argument("--samples", type=Path, default=SAMPLES, help="folder with index.json")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="where pictures go")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
     options = parser.parse_args(arguments)
     console = Console()
     samples = load_samples(options.samples)

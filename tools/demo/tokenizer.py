@@ -1,7 +1,7 @@
-"""Tokenizer of the demo: byte-level BPE, so that any text round-trips, plus box tokens.
+"""Tokenizer of the demo: byte-level BPE, which represents any text, and tokens of boxes.
 
-Special tokens never appear in decoded text. Box tokens are ordinary (added, not special) tokens,
-so decoding an answer gives exactly the paper's box syntax.
+Special tokens never appear in decoded text. Box tokens are ordinary added tokens, so decoding an
+answer gives exactly the paper's box syntax.
 """
 
 from pathlib import Path
@@ -58,8 +58,8 @@ _COMMON = (
 
 
 def corpus() -> list[str]:
-    """Return the text for learning merges: every prompt and word, with and without leading
-    space."""
+    """Return the text from which merges are learned: every prompt, and every word with and without
+    leading space."""
     lines = [task_text(task, "", PLACEHOLDER) for task in TASKS if task != "raw"] * 40
     lines += [_COMMON] * 20
     for word in lexicon.all_words():
@@ -70,7 +70,7 @@ def corpus() -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the task corpus. Deterministic; under a second."""
+    """Train the tokenizer on the task corpus, in less than a second and always the same."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -101,5 +101,5 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a checkpoint's tokenizer, offline."""
+    """Load a checkpoint's tokenizer without network access."""
     return PreTrainedTokenizerFast.from_pretrained(folder)

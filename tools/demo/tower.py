@@ -1,6 +1,6 @@
 """Stage 1: pretrain the vision tower on dense labels, without language.
 
-The heads are discarded. This is much faster than training the tower through the language model.
+The heads are discarded. Training through the language model instead would take much longer.
 """
 
 from functools import partial
@@ -47,7 +47,7 @@ class DenseHeads(nn.Module):
 
 
 def to_pixels(images: NDArray[np.uint8]) -> Tensor:
-    """Return pixels [n, 3, 64, 64] of uint8 [n, 64, 64, 3], as the image processor does."""
+    """Return pixels [n, 3, 64, 64] of uint8 [n, 64, 64, 3], like the image processor."""
     return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
 
 
@@ -60,7 +60,7 @@ def patches_of(pixels: Tensor) -> Tensor:
 def dense_loss(
     heads: DenseHeads, features: Tensor, batch: DenseBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Sum the readouts' cross entropies and the error of the pixels; return accuracies."""
+    """Return the sum of the readouts' cross entropies and the pixels' error, and accuracies."""
     logits, guessed, outlines = heads(features)
     labels = torch.from_numpy(batch.labels)
     pixels = to_pixels(batch.images)
@@ -87,7 +87,7 @@ def dense_loss(
 
 
 def train_tower(model: LlavaForConditionalGeneration, work: Path, steps: int) -> DenseHeads:
-    """Pretrain the tower in place and return the heads (stage 2 uses them as an auxiliary task)."""
+    """Pretrain the tower in place. Return the heads, which stage 2 uses as an auxiliary task."""
     torch.manual_seed(SEED)
     heads = DenseHeads()
     tower = model.model.vision_tower

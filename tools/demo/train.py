@@ -16,9 +16,9 @@ QUICK_STEPS = 4
 
 
 def train_base(checkpoint: Path, work: Path, quick: bool = False, threads: int = 1) -> None:
-    """Train and write the checkpoint. A run resumes from the state in `work`.
+    """Train and write the checkpoint. An interrupted run resumes from the state in `work`.
 
-    `quick` runs a few steps of each stage, to test that all stages work.
+    `quick` runs a few steps of each stage to check that all stages work.
     """
     torch.set_num_threads(threads)
     tokenizer = make_tokenizer()

@@ -1,7 +1,7 @@
 """Build the wheel and the sdist into dist/, check their contents, and let each serve the demo.
 
-Each is installed into a fresh environment outside the source tree, and a server started from it
-must answer the demo's questions. This takes minutes, because the kernels are compiled twice.
+Each distribution is installed into a fresh environment outside the source tree. A server started
+from it must answer the demo's questions. This takes minutes, because the kernels compile twice.
 
 usage: python -m tools.dist
 """
@@ -34,7 +34,7 @@ def build(kind: str, tools: Path, log: Path) -> Path:
         old.unlink()
     for stale in (ROOT / "build").glob(
         "lib*"
-    ):  # setuptools keeps files in it that were deleted from the source tree.
+    ):  # setuptools keeps files there that were deleted from the source tree.
         shutil.rmtree(stale)
     command = [tools / "python", "-m", "build", f"--{kind}", "--outdir", DIST, ROOT]
     trial.run(command, log, cwd=WORK)
@@ -43,7 +43,7 @@ def build(kind: str, tools: Path, log: Path) -> Path:
 
 
 def tracked() -> dict[str, bytes]:
-    """Return the files under version control with their contents in the source tree."""
+    """Return the content of each file under version control in the source tree."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -52,7 +52,7 @@ def tracked() -> dict[str, bytes]:
 
 
 def check(made: Path, kind: str, tools: Path, log: Path) -> None:
-    """Check contents and metadata. Raises TrialError that lists every fault."""
+    """Check contents and metadata. Raise TrialError with all faults."""
     tree = tracked()
     if kind == "wheel":
         faults = faults_of_wheel(read_wheel(made), tree)
@@ -64,8 +64,8 @@ def check(made: Path, kind: str, tools: Path, log: Path) -> None:
 
 
 def try_out(made: Path, log: Path, console: Console) -> str:
-    """Install and serve a distribution. Return a summary of its answers; raise TrialError if
-    wrong."""
+    """Install and serve a distribution. Return a summary of its answers. Raise TrialError if an
+    answer is wrong."""
     with tempfile.TemporaryDirectory(prefix="vlora-dist-") as folder:
         home = Path(folder) / "environment"
         started = time.monotonic()

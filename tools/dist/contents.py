@@ -1,6 +1,6 @@
-"""Check that the wheel and the sdist contain the right files, and no others.
+"""Check that the wheel and the sdist contain the right files and no others.
 
-The archives are read, not installed. Nothing is executed.
+The archives are read without being installed.
 """
 
 from __future__ import annotations
@@ -13,13 +13,18 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 PACKAGE = PurePosixPath("backend_src/vlora")
-DATA = ("model_repository/", "tools/demo/checkpoint/", "tools/demo/adapters/")
-"""Folders outside the package in the source tree that the wheel has under `vlora/_data`."""
+DATA = (
+    "model_repository/",
+    "tools/demo/checkpoint/",
+    "tools/demo/adapters/",
+    "tools/demo/samples/",
+)
+"""Folders of the source tree that the wheel contains under `vlora/_data`."""
 TO_BUILD = ("csrc/", "backend_src/vlora/", *DATA)
 TO_BUILD_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "constraints.txt")
 NEVER = (".so", ".pyc", ".pyo")
 COMMAND = "vlora = vlora.cli:main"
-EXTRAS = {"server", "train", "video"}
+EXTRAS = {"gateway", "server", "structured", "train", "video"}
 
 Contents = Mapping[str, bytes]
 """Contents of an archive or of the source tree, by file name relative to its root."""

@@ -32,7 +32,7 @@ HEADER = "# Written by `make lock`; install with `pip install --require-hashes -
 class Lock:
     """A lock file under docker/, and the image whose packages it lists.
 
-    project: whether the dependencies of the package itself are included, with `extras`.
+    project: whether the package's own dependencies are included, with `extras`.
     others: further requirements.
     python, glibc: versions in the image.
     cpu: whether torch is the CPU build.
@@ -56,10 +56,13 @@ def build_requirements() -> list[str]:
         return list(tomllib.load(file)["build-system"]["requires"])
 
 
+SERVING = ("gateway", "structured")
+"""Extras that both images have, beside what makes each of them a server."""
+
 LOCKS = (
     Lock("requirements.build.txt", (3, 11), (2, 36), False, others=tuple(build_requirements())),
-    Lock("requirements.cpu.txt", (3, 11), (2, 36), extras=("server",), cpu=True),
-    Lock("requirements.gpu.txt", (3, 12), (2, 39), others=("grpcio", "tritonclient[grpc]")),
+    Lock("requirements.cpu.txt", (3, 11), (2, 36), extras=("server", *SERVING), cpu=True),
+    Lock("requirements.gpu.txt", (3, 12), (2, 39), extras=SERVING),
 )
 
 
@@ -81,7 +84,7 @@ def supported_tags(python: tuple[int, int], glibc: tuple[int, int]) -> list[Tag]
 
 
 def best_wheel(names: Iterable[str], tags: Sequence[Tag]) -> str:
-    """Return the file name of the wheel whose tag comes first in `tags`. Raises TrialError if none
+    """Return the file name of the wheel whose tag comes first in `tags`. Raise TrialError if none
     fits."""
     order = {tag: place for place, tag in enumerate(tags)}
     ranked = {
@@ -107,7 +110,7 @@ def line_of(package: dict[str, Any], tags: Sequence[Tag]) -> str:
 
 
 def resolve(lock: Lock, torch: Sequence[str], uv: Path, folder: Path, log: Path) -> str:
-    """Return the content of a lock file. torch: uv's options for the index of torch's CPU build."""
+    """Return the text of a lock file. torch: uv's options for the index of torch's CPU build."""
     others, pins, made = folder / "others.in", folder / "pins.txt", folder / "pylock.toml"
     others.write_text("\n".join(lock.others))
     pins.write_text("\n".join([CONSTRAINTS.read_text(), *build_requirements()]))

@@ -1,7 +1,7 @@
-"""Install a distribution into a fresh environment outside the source tree, serve, and ask.
+"""Trial of a distribution: install it into a fresh environment, serve, and ask questions.
 
-The server runs in the new environment. The questions are sent from this one, because the sample
-pictures are not part of a distribution.
+The server runs in the new environment, outside the source tree. The questions are sent from this
+one, because the sample pictures are not part of a distribution.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ REQUIREMENTS = Path(__file__).with_name("requirements.txt")
 START_SECONDS = 180.0
 STOP_SECONDS = 60.0
 INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "SSL_CERT_FILE")
-"""Environment variables that are passed on to the fresh environment, besides pip's."""
+"""Environment variables passed on to the fresh environment, in addition to pip's."""
 
 
 class TrialError(ClientError):
-    """Error of a step, with the end of the command's output."""
+    """Error of one step, with the end of the command's output."""
 
 
 def clean_environment(folder: Path) -> dict[str, str]:
@@ -41,7 +41,7 @@ def clean_environment(folder: Path) -> dict[str, str]:
 
 
 def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
-    """Run `command` and append its output to `log`. Raises TrialError with its end if it fails."""
+    """Run `command` and append its output to `log`. Raise TrialError with its end if it fails."""
     with log.open("ab") as file:
         file.write(f"$ {' '.join(map(str, command))}\n".encode())
         file.flush()
@@ -66,8 +66,8 @@ def tools_of(work: Path, log: Path) -> Path:
 
 
 def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> Path:
-    """Create an environment at `folder`, install the distribution with its `server` extra, return
-    `bin`."""
+    """Create an environment at `folder` and install the distribution with its `server` extra.
+    Return the environment's `bin`."""
     shutil.rmtree(folder, ignore_errors=True)
     run([sys.executable, "-m", "venv", folder], log)
     wanted = f"vlora[server] @ {distribution.resolve().as_uri()}"
@@ -77,7 +77,7 @@ def install(distribution: Path, folder: Path, constraints: Path, log: Path) -> P
 
 
 def check_installed(folder: Path, log: Path) -> None:
-    """Check that the package is imported from `folder`, with its compiled kernels and its data."""
+    """Check that Python imports the package from `folder`, with compiled kernels and data."""
     code = (
         "import vlora; from pathlib import Path;"
         "from vlora import backends, paths; import vlora._kernels;"
@@ -93,10 +93,9 @@ def check_installed(folder: Path, log: Path) -> None:
 
 @contextmanager
 def serving(command: Sequence[str | Path], folder: Path, log: Path) -> Iterator[str]:
-    """Start `vlora serve` as `command` in `folder` and yield its gRPC address once a probe says
-    ready.
+    """Start `vlora serve` as `command` in `folder`, and yield its gRPC address once it is ready.
 
-    Raises TrialError if it does not serve, or does not end with status 0 on SIGTERM.
+    Raise TrialError if it does not become ready, or does not end with status 0 on SIGTERM.
     """
     ports = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     options = [f"--{name.replace('_', '-')}={port}" for name, port in ports.items()]

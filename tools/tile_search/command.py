@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 BUDGET, QUICK_BUDGET = 0.12, 0.02
-"""Seconds for profiling one shape, hot and cold each, once it has MIN_ROUNDS samples."""
+"""Seconds for profiling one shape, hot and cold each, after which MIN_ROUNDS samples suffice."""
 QUICK_RANKS, QUICK_SEGMENTS, QUICK_ROWS = (64,), (4,), 256
 STATE = Path("out") / "tile-search"
 
@@ -65,7 +65,7 @@ def tile_search(
     except (ImportError, ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None
-    device = table.Device.here()
+    device = table.Cpu.here()
     counts = [int(count) for count in threads.split(",")]
     space = Space(sides)
     if quick:
@@ -127,7 +127,7 @@ def _on_cuda(
 def _shown(
     console: Console, label: str, entries: Iterable[dict[str, Any]], total: int
 ) -> list[dict[str, Any]]:
-    """Collect the entries and show a progress bar meanwhile."""
+    """Collect the entries, with a progress bar."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip

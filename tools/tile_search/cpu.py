@@ -1,4 +1,4 @@
-"""CPU backend of the search: prune configurations and run one of them."""
+"""CPU backend of the search: prunes configurations and runs the others."""
 
 from __future__ import annotations
 
@@ -11,34 +11,32 @@ import torch
 
 from tools.tile_search.search import Shape
 from vlora.atmm import op, tiles
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, MergeUpdate, Segment, Segments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_SLOTS = 4096
 
-# Analytic limits: the share of a cache that one operand may use, since the other operand and y
-# pass through it as well, and row counts beyond which a kind of configuration cannot be faster.
+# Analytic limits. A share is the part of a cache that one operand may use, since the other operand
+# and y pass through the cache as well. A row count is the point from which one kind is slower.
 INTERMEDIATE_SHARE_OF_L2 = 0.5
 PANELS_SHARE_OF_L2 = 0.5
 STREAMING_BLOCK = 8
-"""Row block of the streaming kernels, which read an adapter once, from memory to registers."""
+"""Row block of the streaming kernels, which read an adapter once from memory into registers."""
 FEW_ROWS = 8
-"""Maximum rows at which the adapters' bytes limit a call, so blocking cannot be faster."""
+"""Maximum number of rows at which its adapters' bytes limit a call: blocking is no faster."""
 MANY_ROWS = 32
-"""Minimum rows at which streaming would read each adapter four times or more."""
+"""Minimum number of rows at which streaming reads each adapter four times or more."""
 SCRATCH_BYTES = 4
 """Bytes of an element of the intermediate."""
 NARROW = 32
 """Columns of the narrow register tiles."""
 OTHER_KEYS = ("depth_block", "prefetch", "column_block")
-"""Keys of a configuration besides its blocks and tiles."""
+"""Keys of a configuration other than its blocks and tiles."""
 
 
-def why_not(
-    config: Mapping[str, Any], shape: Shape, device: Device, element_bytes: int
-) -> str | None:
+def why_not(config: Mapping[str, Any], shape: Shape, device: Cpu, element_bytes: int) -> str | None:
     """Return the first limit that a configuration exceeds for a shape, or None."""
     l2 = device.l2 << 10
     if shape.operation == "merge":
@@ -67,7 +65,7 @@ class CpuBackend:
     def __init__(self, dtype: str, threads: int) -> None:
         self.dtype = dtype
         self._threads = threads
-        self._device = Device.here()
+        self._device = Cpu.here()
         self._all = {
             operation: {c["name"]: (i, c) for i, c in enumerate(tiles.configs(operation, dtype))}
             for operation in ("apply", "merge")
@@ -75,7 +73,7 @@ class CpuBackend:
 
     @property
     def digest(self) -> str:
-        """Hash of the compiled configurations; results with another hash are not resumed."""
+        """Hash of the compiled configurations. A search resumes only results with the same hash."""
         names = sorted(name for known in self._all.values() for name in known)
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
@@ -88,7 +86,7 @@ class CpuBackend:
     def configs(self, shape: Shape) -> Sequence[str]:
         """Return the configurations within all limits.
 
-        Of several that run the same code only one is returned: the built-in one if possible.
+        Of several that run the same code it returns only one, the built-in one if possible.
         """
         built_in = self.built_in(shape)
         widest = tiles.widest(self.dtype)
@@ -97,8 +95,8 @@ class CpuBackend:
             if why_not(config, shape, self._device, DTYPES[self.dtype].itemsize) is not None:
                 continue
             block = int(config["row_block"])
-            # A block of all rows equals no block, and a tile is at most as wide as the registers
-            # and its matrix.
+            # A block of all rows equals no block. A tile is at most as wide as the registers and
+            # its matrix.
             same = (
                 "all" if shape.operation == "apply" and block >= shape.rows else block,
                 min(int(config["shrink_columns"]), widest, -(-shape.rank // 16) * 16),
@@ -126,7 +124,7 @@ class CpuBackend:
         y = torch.zeros(shape.rows * shape.segments, shape.d_out, dtype=DTYPES[self.dtype])
         turn = [
             0
-        ]  # Configurations share the data, so that none profits from what another has cached.
+        ]  # Configurations share the data, so none of them has data that only it left in a cache.
 
         def call_of(index: int) -> Callable[[], None]:
             def call() -> None:

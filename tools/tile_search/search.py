@@ -6,7 +6,7 @@
         PROFILE; UPDATEBESTCONFIG                  → profile: interleaved, hot and cold;
                                                      duel: the best against the built-in one
 
-This module handles shapes, callables and clocks. A `Backend` defines and runs configurations.
+This module knows shapes, functions and clocks. A `Backend` defines and runs configurations.
 """
 
 from __future__ import annotations
@@ -22,23 +22,24 @@ from tools.tile_search.state import State
 from vlora.atmm.tiles import Operation
 
 ROW_STEP = 32
-"""The paper's step over input sizes. Smaller inputs are decode steps, searched by powers of two."""
+"""Step over the numbers of rows, as in the paper. Smaller numbers (decode) are powers of two."""
 RANKS = (8, 16, 32, 64, 128)
-"""The paper's rank list for vision tasks."""
+"""The paper's ranks for vision tasks."""
 SEGMENTS = (1, 4, 16)
 MATRICES = (2, 4, 8, 16, 32)
-"""Numbers of matrices in a merge. They are merged in sequence with the same tile."""
+"""Numbers of matrices in a merge. They are merged one after another with the same tile."""
 
 MIN_ROUNDS = 3
 HOPELESS = 1.6
-"""Slowdown against the best at which a configuration is dropped after one round."""
+"""Ratio to the best time above which a configuration is dropped after one round."""
 WARM_CALLS = 2
-"""Calls before a hot sample; one call does not load a large adapter into the last-level cache."""
+"""Number of calls before a hot sample. One call does not load a large adapter into the last-level
+cache."""
 DUEL_ROUNDS = 15
 """Number of alternating samples of the winner and the built-in configuration, hot and cold each."""
 NOTCH = 1.57
-"""Half width of a box plot's notch: the true median lies within this many interquartile ranges over
-the root of the sample count in 95 of 100 cases."""
+"""Half width of a box plot's notch. In 95 of 100 cases the true median lies within this many
+interquartile ranges, divided by the root of the sample count."""
 SAMPLE_SECONDS = 3e-4
 MAX_CALLS = 64
 
@@ -47,7 +48,8 @@ MAX_CALLS = 64
 class Shape:
     """Shape of a call: `segments` segments of `rows` rows, each with its own adapter of one rank.
 
-    For a merge, rows = d_out and there is one segment. Sorting groups shapes that share adapters.
+    A merge has rows = d_out and one segment. Shapes are sorted so that those that share adapters
+    are adjacent.
     """
 
     operation: Operation
@@ -68,10 +70,10 @@ class Backend(Protocol):
     """Interface of the device whose configurations are searched."""
 
     def key(self, shape: Shape) -> str:
-        """Return the shape's key in the table. Shapes of one key are profiled once."""
+        """Return the shape's key in the table. Shapes with the same key are profiled once."""
 
     def built_in(self, shape: Shape) -> str:
-        """Return the configuration that is used without a table."""
+        """Return the configuration that applies without a table."""
 
     def configs(self, shape: Shape) -> Sequence[str]:
         """Return the names of the configurations to measure, after pruning."""
@@ -79,16 +81,17 @@ class Backend(Protocol):
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
     ) -> Mapping[str, Callable[[], None]]:
-        """Return a call per configuration. cold: rotate through data larger than the caches."""
+        """Return a function per configuration. cold: use data that exceed the caches in turn."""
 
 
 @dataclass(frozen=True)
 class Space:
-    """GETRANGE: the space that is searched.
+    """GETRANGE: the space of shapes to search.
 
-    sides: (d_in, d_out) of the model's targets; targets that share an input are combined.
-    memory_bytes: maximum bytes of input and output rows of a call. max_rows: maximum rows of a
-    call; a larger one repeats the same blocks, and the lookup takes the nearest bucket.
+    sides: (d_in, d_out) of the model's targets. Targets that share an input are combined.
+    memory_bytes: maximum bytes of input and output rows of a call.
+    max_rows: maximum number of rows of a call. A larger call repeats the same blocks, and the
+        look-up takes the nearest bucket.
     """
 
     sides: tuple[tuple[int, int], ...]
@@ -123,7 +126,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Profile:
-    """Median seconds of each configuration, from few samples if it was dropped early."""
+    """Median seconds of each configuration. One that was dropped early has few samples."""
 
     seconds: Mapping[str, float]
     finalists: tuple[str, ...]
@@ -149,11 +152,11 @@ def profile(
     budget: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> Profile:
-    """Measure interleaved medians and drop slow configurations early.
+    """Measure interleaved medians, and drop slow configurations early.
 
-    A configuration is dropped if it is HOPELESS times slower after a call or a round, or, from
-    MIN_ROUNDS samples on, if its fastest sample is slower than the best's upper quartile.
-    budget: seconds after which MIN_ROUNDS samples are enough.
+    A configuration is dropped if it is HOPELESS times slower than the best after a call or a round.
+    From MIN_ROUNDS samples on, it is dropped if its fastest sample is slower than the best one's
+    upper quartile. budget: seconds after which MIN_ROUNDS samples are enough.
     """
     started = clock()
     counts: dict[str, int] = {}
@@ -198,7 +201,7 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
 def choose(hot: Profile, cold: Profile) -> str:
     """Return the configuration with the smallest product of hot and cold times.
 
-    Adapters are hot in a small model and cold in a large one, and the key does not say which.
+    Adapters are hot in a small model and cold in a large one; the key does not tell which.
     """
     shared = [name for name in hot.seconds if name in cold.seconds]
     return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
@@ -213,7 +216,7 @@ class Duel:
 
     @property
     def log_ratios(self) -> list[float]:
-        """Logarithms of our time over the other's, sample by sample."""
+        """Logarithms of our time over the other time, sample by sample."""
         return [math.log(a / b) for a, b in zip(self.ours, self.others, strict=True)]
 
     @property
@@ -237,7 +240,7 @@ def duel(
     rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
-    """Measure two calls alternately; the first one of each pair changes as well."""
+    """Measure two calls alternately. Each pair of samples starts with the other call."""
     calls = (ours, other)
     estimate = min(_seconds(call, 1, clock) for call in calls)
     count = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
@@ -262,9 +265,9 @@ def filled(
 ) -> list[dict[str, Any]]:
     """Return the entries, and copies for segment counts that were not searched.
 
-    An apply entry is copied to twice its segments, and a merge entry, whose segments are matrices,
-    to all counts: an exact hit is a hash lookup, while the nearest bucket needs a scan. Copies have
-    no times, because they were not measured.
+    An entry for apply is copied to twice its number of segments. An entry for merge, whose segments
+    are matrices, is copied to all numbers. An exact match is a hash look-up, while the nearest
+    bucket needs a scan. Copies have no times, because they were not measured.
     """
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}
@@ -287,7 +290,7 @@ def search(
     budget: float = math.inf,
     clock: Clock = time.perf_counter,
 ) -> Iterator[dict[str, Any]]:
-    """Profile the shapes that the state lacks. Yield entries, stored ones first."""
+    """Profile the shapes that the state lacks. Yield all entries, stored ones first."""
     shapes = list(shapes)
     keys = {shape: backend.key(shape) for shape in shapes}
     for shape in shapes:

@@ -1,4 +1,4 @@
-"""State of a search in a file, from which an interrupted search resumes."""
+"""Stored state of a search, from which an interrupted search resumes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 @dataclass
 class State:
-    """Results so far, one JSON line each, from which an interrupted search resumes."""
+    """Results so far, in a file with one JSON object per line."""
 
     path: Path
     stamp: str
-    """Device and version that results depend on; a different stamp discards stored results."""
+    """Device and version that the results depend on. A different stamp discards stored results."""
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -1,4 +1,4 @@
-"""File of a tile table: one for each device, instruction set and storage type."""
+"""Files of tile tables, one for each CPU, instruction set and storage type."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 from vlora.atmm.tiles import TABLES, VERSION
 from vlora.atomic_file import replace_text
 
-__all__ = ["TABLES", "Device", "path_for", "write"]
+__all__ = ["TABLES", "Cpu", "path_for", "write"]
 
 
-def path_for(device: Device, isa: str, dtype: str, folder: Path = TABLES) -> Path:
+def path_for(device: Cpu, isa: str, dtype: str, folder: Path = TABLES) -> Path:
     return folder / f"{device.name}-{isa}-{dtype}.json"
 
 
 def write(
     path: Path,
-    device: Device,
+    device: Cpu,
     isa: str,
     dtype: str,
     found: Iterable[Mapping[str, Any]],
     **searched: Any,
 ) -> None:
-    """Write the table atomically, so that an engine that starts meanwhile reads a complete one."""
+    """Write the table atomically, because an engine that starts meanwhile must read all of it."""
     found = sorted(found, key=lambda entry: str(entry["key"]))
     table = {
         "version": VERSION,

@@ -1,12 +1,13 @@
-"""Groups of weights by slot, packed once: the operand of a call of the operator.
+"""Groups of weights by slot, packed once. A call of the operator applies one group.
 
-A group holds the projections that share an input (q, k, v; gate, up), so that one call reads its
-rows once. The CPU core packs the weights (csrc/atmm/README.md); the reference reads the unpacked
-pairs. This module knows no names, files or pools.
+A group contains the projections that share an input (q, k, v or gate, up), so that one call reads
+the rows once. The CPU core packs the weights (csrc/atmm/README.md). The reference reads the
+unpacked pairs. This module knows no names, files or pools.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any
@@ -16,16 +17,18 @@ import torch
 from vlora import backends, native
 from vlora.atmm.types import DTYPES, HeadMatrix, LoraPair, Segments
 
+_versions = itertools.count()
+
 
 class LoraGroup:
-    """Projections [d_out, d_in] that share an input, with each slot's pair for each of them.
+    """Projections [d_out, d_in] that share an input, with one pair (A, B) per projection and slot.
 
-    `pairs[output][slot]` is None if that adapter does not target that projection. A group keeps the
-    pairs alive; the core owns the packed copies unless `put` says where to write them. A slot may
-    be set and cleared while calls run: each call uses the weights that it found at its start.
+    `pairs[output][slot]` is None if that adapter does not target that projection. The group keeps
+    the pairs alive. The core owns the packed copies, unless `put` says where to write them. A slot
+    may be set and cleared while calls run: each call uses the weights that it found at its start.
 
-    dtype: of rows, weights and outputs. Pairs may be fp32 instead, and are then rounded where they
-        are used, so that their owner needs no copy in this dtype.
+    dtype: dtype of rows, weights and outputs. Pairs may also be fp32; they are then rounded when
+        they are used, so that their owner needs no second copy.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class LoraGroup:
         self.width = sum(d_outs)
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
+        self.versions: list[int] = []
+        """Number of each slot's content, which changes with it."""
         self._idle: set[int] = set()
-        """Slots without any pair here; all slots, if adapters do not target these projections."""
+        """Slots without any pair in this group."""
 
     def __len__(self) -> int:
         """Return the number of slots."""
@@ -49,7 +54,9 @@ class LoraGroup:
 
     @classmethod
     def of(cls, d_in: int, *columns: Sequence[LoraPair]) -> LoraGroup:
-        """Return a group of adapters that target all its projections: columns[output][slot]."""
+        """Return a group of adapters that target all its projections. columns: pairs by output and
+        slot.
+        """
         group = cls(d_in, [pairs[0].b.shape[0] for pairs in columns], columns[0][0].a.dtype)
         for row in zip(*columns, strict=True):
             group.append(row)
@@ -65,8 +72,12 @@ class LoraGroup:
         return slot
 
     def slot_bytes(self, ranks: Sequence[int]) -> int:
-        """Return the size of one adapter's packed copies here, a multiple of 64; without the
-        core, that of its unpacked copies. ranks: by output, 0 for none."""
+        """Return the size in bytes of one adapter's packed copies in this group, a multiple of 64.
+
+        Without the compiled core, it is the size of the unpacked copies.
+
+        ranks: rank for each output, 0 for a projection that the adapter does not target.
+        """
         if backends.backend_of("atmm") == "cpu":
             return int(self.native.slot_bytes(list(ranks)))
         needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, ranks, strict=True))
@@ -78,13 +89,12 @@ class LoraGroup:
         pairs: Sequence[LoraPair | None],
         into: tuple[int, int] | None = None,
     ) -> None:
-        """Set an adapter's pairs in an existing slot or the next one.
+        """Set an adapter's pairs, in an existing slot or the next one.
 
-        into: (address, bytes) where the packed copies are written, 64-byte aligned; the memory
-            stays the caller's and must live until the slot is cleared. None lets the core allocate
-            memory.
+        into: (address, bytes) of memory for the packed copies, aligned to 64 bytes. It belongs to
+            the caller and must live until the slot is cleared. If None, the core allocates memory.
 
-        Raises ValueError for another slot, and for a pair that does not fit its projection.
+        Raises ValueError for any other slot, and for a pair that does not fit its projection.
         """
         if not 0 <= slot <= len(self):
             raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
@@ -93,25 +103,26 @@ class LoraGroup:
                 self._check(slot, output, pair, d_out)
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
         if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
-            # Pack now, at load, rather than in the first forward pass.
+            # Otherwise the first forward pass would pack the weights.
             _set_slot(self.native, slot, map(self.rounded, pairs), into)
         for column, pair in zip(self.pairs, pairs, strict=True):
             column[slot : slot + 1] = [pair]
+        self.versions[slot : slot + 1] = [next(_versions)]
         if all(pair is None for pair in pairs):
             self._idle.add(slot)
         else:
             self._idle.discard(slot)
 
     def rounded(self, pair: LoraPair | None) -> LoraPair | None:
-        """Return a pair in the group's dtype, without a copy if it has it."""
+        """Return a pair in the group's dtype, without a copy if it already has this dtype."""
         return None if pair is None else LoraPair(*(factor.to(self.dtype) for factor in pair))
 
     def has(self, segments: Segments) -> bool:
-        """Return whether any of the segments changes anything here."""
+        """Return whether any of the segments uses a pair in this group."""
         return not segments.slots <= self._idle
 
     def clear(self, slot: int) -> None:
-        """Empty a slot; calls that are already running finish with its previous weights."""
+        """Empty a slot. Calls that are running finish with its previous weights."""
         self.put(slot, [None] * len(self.d_outs))
 
     def _check(self, slot: int, output: int, pair: LoraPair, d_out: int) -> None:
@@ -129,8 +140,10 @@ class LoraGroup:
 
     @cached_property
     def native(self) -> Any:
-        """The core's view of this group, made on first use. Raises ValueError for pairs that are
-        not in CPU memory."""
+        """The group as the compiled core stores it, made on first use.
+
+        Raises ValueError for pairs that are not in CPU memory.
+        """
         core = native.kernels().atmm
         group = core.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
         for slot, pairs in enumerate(zip(*self.pairs, strict=True)):
@@ -149,17 +162,22 @@ def _set_slot(
 
 
 class HeadGroup:
-    """Task heads by slot, None where an adapter has none; fp32, each with any number of classes."""
+    """Vision task heads by slot, fp32; None for an adapter without a head.
+
+    Each head may have a different number of classes.
+    """
 
     def __init__(self, d_in: int) -> None:
         self.d_in = d_in
         self.heads: list[HeadMatrix | None] = []
+        self.versions: list[int] = []
+        """Number of each slot's content, which changes with it."""
 
     def __len__(self) -> int:
         return len(self.heads)
 
     def classes(self, slot: int) -> int:
-        """Return the number of scores of the slot's head, 0 without one."""
+        """Return the number of classes of the slot's head; 0 without a head."""
         head = self.heads[slot]
         return 0 if head is None else head.weight.shape[0]
 
@@ -171,7 +189,7 @@ class HeadGroup:
     def put(self, slot: int, head: HeadMatrix | None) -> None:
         """Set the head of an existing slot or the next one; None for an adapter without a head.
 
-        Raises ValueError for another slot, and for a head that does not fit.
+        Raises ValueError for any other slot, and for a head that does not fit.
         """
         if not 0 <= slot <= len(self):
             raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
@@ -189,10 +207,11 @@ class HeadGroup:
         if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
             _set_head(self.native, slot, head)
         self.heads[slot : slot + 1] = [head]
+        self.versions[slot : slot + 1] = [next(_versions)]
 
     @cached_property
     def native(self) -> Any:
-        """The core's view of this group, as of LoraGroup."""
+        """The group as the compiled core stores it, made on first use."""
         group = native.kernels().atmm.Group(self.d_in, [1], DTYPES[torch.float32])
         for slot, head in enumerate(self.heads):
             _set_head(group, slot, head)
@@ -208,8 +227,10 @@ def _set_head(group: Any, slot: int, head: HeadMatrix | None) -> None:
 
 
 def factors(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return the addresses, shapes and strides of two matrices for the core. Raise ValueError if
-    one is not in CPU memory."""
+    """Return the addresses, shapes and strides of two matrices for the core.
+
+    Raises ValueError if one is not in CPU memory.
+    """
     core = native.kernels().atmm
     for matrix in (a, b):
         if not matrix.is_cpu:

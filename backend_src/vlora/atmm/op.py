@@ -1,8 +1,8 @@
-"""The LoRA operator; this module alone dispatches to its implementations.
+"""The LoRA operator (ATMM in the paper). Only this module dispatches to its implementations.
 
-Backends: "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch, the
-oracle). The default follows the tensors' device and is chosen once (`vlora.backends`); every
-function takes `backend` to override it for one call.
+The backends are "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch).
+The default follows the device of the tensors and is chosen once (`vlora.backends`). Every function
+takes `backend`, which overrides the default for one call.
 """
 
 from __future__ import annotations
@@ -20,8 +20,11 @@ from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
 from vlora.backends import Backend
 
 Epilogue = Callable[[int, int, int, int, int], None]
-"""Epilogue of a product: called with the address and the stride (elements) of y, those of x, and
-the number of rows."""
+"""Epilogue of a product y = x Wᵀ, which adds to y in place.
+
+It is called with the address of y, its row stride in elements, the address of x, its row stride in
+elements, and the number of rows.
+"""
 
 
 def apply(
@@ -36,21 +39,22 @@ def apply(
 ) -> None:
     """Add low-rank products to rows of y, in place, for all projections of a group.
 
-    Semantics: the columns of y are the group's outputs one after another. For every segment (start,
-    length, slot, sign), with rows R = start … start+length−1, and every output o with (A, B) =
-    group.pairs[o][slot]:  y[R, columns of o] += sign · (x[R] Aᵀ) Bᵀ.
+    Semantics: the columns of y are the outputs of the group, one after another. For every segment
+    (start, length, slot, sign), with rows R = start … start+length−1, and every output o with
+    (A, B) = group.pairs[o][slot]:  y[R, columns of o] += sign · (x[R] Aᵀ) Bᵀ.
 
-    Rows of no segment (the base model's) are unchanged, and a pair that is None (this adapter does
-    not target this matrix) is skipped. Ranks may differ. A value that is not finite affects its
-    segment's rows only. Segments may overlap (own and −live). Sums are fp32, and y is rounded only
-    to its own type. Where a unit multiplies pairs of bf16 (AVX-512's or AMX's, CUDA's), fp32 x and
-    x Aᵀ are rounded to bf16 for it, and on CUDA so is the addend of y; elsewhere nothing is
-    rounded.
+    Rows without a segment are unchanged. A pair that is None is skipped, since the adapter does not
+    target that matrix. Ranks may differ. A value that is not finite affects only the rows of its
+    segment. Segments may overlap (own and −live).
 
-    y: [T, sum of d_out], x: [T, d_in]; both of the group's dtype, or both fp32. Rows may be
-        strided, columns not.
-    config: index into `configs("apply", dtype)`, in place of the table's choice.
-    threads: None for torch's number; 1 runs on the calling thread.
+    Sums are computed in fp32, and y is rounded only to its own type. If the CPU has instructions
+    for pairs of bf16 (AVX-512 or AMX), fp32 values of x and x Aᵀ are rounded to bf16 for them. On
+    CUDA they are rounded as well, and so is the term that is added to y.
+
+    y: [T, sum of d_out]; x: [T, d_in]. Both are of the group's dtype, or both fp32. Rows may be
+        strided, columns must be contiguous.
+    config: index into `configs("apply", dtype)`, instead of the choice from the table.
+    threads: number of threads; torch's by default. 1 runs on the calling thread.
 
     Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
     """
@@ -95,14 +99,16 @@ def apply(
     )
 
 
-def bind_epilogue(segments: Sequence[Segment], group: LoraGroup) -> Epilogue | None:
-    """Return `apply` as the epilogue of a product (`Matrix`) that has checked its fp32 rows, or
-    None if the backend does not take addresses; then `apply` has to be called.
+def bind_epilogue(
+    segments: Sequence[Segment], group: LoraGroup, x: torch.Tensor
+) -> Epilogue | None:
+    """Return `apply` as the epilogue of a product (`Matrix`) of x, or None if it must be called.
 
-    After a product, little of the interpreter is left in the caches: the checks of `apply` would
-    take longer than a row of a small adapter.
+    The product must have checked its fp32 rows, so the epilogue does not check them again: for one
+    row of a small adapter, the checks of `apply` would take longer than its work. Only the
+    compiled CPU backend has an epilogue.
     """
-    if backends.backend_of("atmm") != "cpu":
+    if _backend_for(x) != "cpu":
         return None
     return partial(group.native.add, Segments.of(segments).native, torch.get_num_threads())
 
@@ -114,7 +120,7 @@ def _backend_for(out: torch.Tensor) -> Backend:
 def _on_cuda(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> None:
-    """Run `apply` by kernels that need rows of the group's own type."""
+    """Run `apply` on CUDA, whose kernels need rows of the group's dtype."""
     device = operator.current()
     out = y if y.dtype == group.dtype else torch.zeros_like(y, dtype=group.dtype)
     device.apply(out, x.to(group.dtype), device.segments(segments), device.group(group))
@@ -129,10 +135,10 @@ def heads(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Return the scores of vision task heads before the softmax.
+    """Return the scores of vision task heads, before the softmax.
 
-    Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for every segment; all other elements are
-    zero.
+    Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for the rows R of every segment. All other
+    elements are zero.
 
     x: [T, d_in] fp32.
 
@@ -179,24 +185,26 @@ def merge(
     threads: int | None = None,
     backend: Backend | None = None,
 ) -> None:
-    """Compute the merged weights of all layers and targets in one call (§4.4.1).
+    """Compute the merged weights of all layers and targets in one call (§4.4.1 of the paper).
 
     Semantics: for every update (offset, (A, B)), with W = base[offset : …] viewed as [d_out, d_in],
-    the same elements of out become W + sign · B A; the parts in `Merges.copied` are copied. Other
-    elements are not written.
+    the same elements of out become W + sign · B A. The parts in `Merges.copied` are copied from
+    base to out. Other elements are not written.
 
-    out, base: flat slabs of one dtype (fp32, bf16); `out is base` merges in place.
-    updates: A and B are fp32 and contiguous, and updates must not overlap. A work list that is used
-        repeatedly should be a `Merges`.
+    out, base: slabs [elements] of one dtype (fp32 or bf16). If `out is base`, the merge is in
+        place.
+    updates: A and B are fp32 and contiguous. Updates must not overlap. A work list that is used
+        repeatedly should be a `Merges`, since others are converted at each call.
 
     Raises ValueError for arguments that do not fit.
     """
     if out.shape != base.shape or out.dim() != 1 or out.dtype != base.dtype:
         raise ValueError(
-            f"out {tuple(out.shape)} {out.dtype}, base {tuple(base.shape)}: they must be equal"
+            f"out {tuple(out.shape)} {out.dtype} and base {tuple(base.shape)} {base.dtype} must be"
+            " vectors of the same length and type"
         )
     if out.dtype not in DTYPES or not (out.is_contiguous() and base.is_contiguous()):
-        raise ValueError(f"slabs must be contiguous, {' or '.join(DTYPES.values())}")
+        raise ValueError(f"slabs must be contiguous {' or '.join(DTYPES.values())}")
     merges = Merges.of(updates)
     if merges.end > base.shape[0]:
         raise ValueError(f"updates up to {merges.end} do not fit a slab of {base.shape[0]}")
@@ -220,7 +228,7 @@ def merge(
 
 
 def _on_cpu(*tensors: torch.Tensor) -> None:
-    """Check that the tensors, whose addresses the core takes, are in CPU memory."""
+    """Check that the tensors are in CPU memory, because the core takes their addresses."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"a tensor is on {tensor.device}; the CPU operator cannot read it")

@@ -1,5 +1,6 @@
-"""Reference of the operator as the paper states it (§4.3), in plain torch: the oracle of the
-compiled backends."""
+"""The operator in plain torch, as the paper defines it (§4.3). Compiled backends are tested with
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Tile configurations of the compiled core, and the table that chooses among them.
 
-This is a thin, typed interface; the look-up itself is C++ (csrc/atmm/include/atmm/table.h).
+The tables are read here. The look-up itself is in C++ (csrc/atmm/include/atmm/table.h).
 """
 
 from __future__ import annotations
@@ -14,35 +14,42 @@ from pathlib import Path
 from typing import Any, Literal, NotRequired, TypedDict, Unpack, cast
 
 from vlora import native
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 
 log = logging.getLogger(__name__)
 
 Operation = Literal["apply", "merge"]
 OPERATIONS: tuple[Operation, ...] = ("apply", "merge")
-"""Operations in the order of their numbers in keys."""
+"""Operations in the order of their numbers in keys of tables."""
 DTYPE_NAMES = ("fp32", "bf16")
 TABLES = Path(__file__).parent / "tables"
 VERSION = 2
-"""Version of the tables' file format; version 1, which has no microseconds, is supported, too."""
+"""Version of the tables' file format. Version 1, which has no microseconds, can also be read."""
 
 
 def isas(dtype: str = "fp32") -> list[str]:
-    """Return the instruction sets that were compiled and that this CPU can run, best first: by a
-    peak that is measured for a millisecond, once per process."""
+    """Return the instruction sets that were compiled and that this CPU can run, fastest first.
+
+    The order is by the peak speed, which is measured for a millisecond once per process.
+    """
     return cast(list[str], native.kernels().runtime.isas(dtype))
 
 
 def current_isa(dtype: str) -> str:
-    """Return the instruction set that products of this type use: the first of `isas`, unless
-    `isa` or the environment (VLORA_ISA) selects another."""
+    """Return the instruction set that products of this type use.
+
+    It is the first of `isas`, unless `isa` or the environment variable VLORA_ISA selects another.
+    """
     return str(native.kernels().runtime.isa(dtype))
 
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
-    """Use one instruction set for both types in this context. Raise ValueError for one that this
-    CPU cannot run. "twin" is AMX in plain C++, for tests."""
+    """Use one instruction set for both types within the context.
+
+    Raises ValueError for one that this CPU cannot run. "twin" is AMX emulated in plain C++, for
+    tests.
+    """
     core = native.kernels().runtime
     before = core.requested_isa()
     core.request_isa(name)
@@ -53,20 +60,25 @@ def isa(name: str) -> Iterator[None]:
 
 
 def widest(dtype: str) -> int:
-    """Return the number of columns of the current instruction set's widest register tile; wider
-    configurations run as this one."""
+    """Return the number of columns of the current instruction set's widest register tile.
+
+    Configurations with wider tiles use this width.
+    """
     return 16 * int(native.kernels().atmm.bundle(dtype))
 
 
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
-    """Return every compiled configuration of the current instruction set; its index is its
-    number."""
+    """Return every compiled configuration of the current instruction set. Its index is its
+    number.
+    """
     return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 
 
 class Sizes(TypedDict):
-    """Sizes on which the choice of a tile depends, in addition to operation and type; in the
-    core's order. `threads` defaults to 1."""
+    """Sizes on which the choice of a tile depends, besides operation and type; in the core's order.
+
+    threads: 1 by default.
+    """
 
     rows: int
     d_in: int
@@ -78,12 +90,13 @@ class Sizes(TypedDict):
 
 @dataclass(frozen=True)
 class TableEntry:
-    """Entry of a table: a bucket's largest shape, its tile, and the time of a call.
+    """Entry of a table: the largest shape of a bucket, its tile, and the time of a call.
 
-    rows: of each segment.
-    segments, threads: of the call.
-    hot_us, cold_us: microseconds of the whole call with the adapters in cache (hot) and not in
-        cache (cold); None if not measured.
+    rows: number of rows of each segment.
+    segments, threads: their numbers in the call.
+    config: name of the tile configuration.
+    hot_us, cold_us: microseconds of the call with the adapters in cache (hot) or not (cold); None
+        if not measured.
     """
 
     operation: Operation
@@ -100,8 +113,10 @@ class TableEntry:
 
     @classmethod
     def of(cls, key: int, entry: Any) -> TableEntry:
-        """Return the entry of a table's key and value: [configuration, hot µs, cold µs], or the
-        first alone."""
+        """Return the entry for a key and a value of a table.
+
+        entry: [configuration, hot µs, cold µs], or the configuration alone.
+        """
         name, hot, cold = (entry, *2 * (None,)) if isinstance(entry, str) else entry
         field = [key >> shift & 0xFF for shift in range(0, 48, 8)]
         return cls(
@@ -136,17 +151,19 @@ def _ordered(sizes: Sizes) -> tuple[int, ...]:
 
 
 def use(entries: Mapping[int, str]) -> None:
-    """Replace the current instruction set's table by key → configuration name. Raise ValueError
-    for an unknown configuration."""
+    """Replace the table of the current instruction set. entries: key → name of the configuration.
+
+    Raises ValueError for an unknown configuration.
+    """
     mask = (1 << 64) - 1
     native.kernels().atmm.use_table([(k & mask, k >> 64, name) for k, name in entries.items()])
 
 
 def read_table(path: Path) -> dict[int, TableEntry]:
-    """Return a table's entries by key; needs no compiled core. Raise ValueError for an unsupported
-    version.
+    """Return a table's entries by key. The compiled core is not needed.
 
-    The file: {"version", …, "entries": {key in hexadecimal: [configuration, hot µs, cold µs]}}.
+    The file contains {"version", …, "entries": {key in hexadecimal: [configuration, hot µs, cold
+    µs]}}. Raises ValueError for an unsupported version.
     """
     table = json.loads(path.read_text())
     if table.get("version") not in (1, VERSION):
@@ -157,8 +174,10 @@ def read_table(path: Path) -> dict[int, TableEntry]:
 
 
 def load(*paths: Path) -> None:
-    """Use the tables in files, one per dtype. Raise ValueError for an unsupported version, or a
-    configuration that this build does not have."""
+    """Use the tables in these files, one per dtype.
+
+    Raises ValueError for an unsupported version, or a configuration that this build lacks.
+    """
     entries: dict[int, str] = {}
     for path in paths:
         entries |= {key: entry.config for key, entry in read_table(path).items()}
@@ -166,16 +185,17 @@ def load(*paths: Path) -> None:
 
 
 def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
-    """Load the committed tile tables of the current instruction set and return their paths.
+    """Load the committed tile tables for the current instruction set and return their paths.
 
-    The tables are those of this CPU or, if it has none, of a CPU with the same vendor, family and
-    L2 size. If there is no table, or the tables are of another build (which is logged), return []
-    and leave the tiles in use unchanged: the built-in ones, unless tables were loaded before.
+    These are the tables of this CPU. If there are none, they are those of a CPU with the same
+    vendor, family and L2 size. If there are none either, or they do not fit this build (which is
+    logged), return []. The tiles in use then stay: the built-in ones, or those of tables that were
+    loaded before.
     """
     tables = (_table(folder, current_isa(dtype), dtype) for dtype in DTYPE_NAMES)
     paths = [path for path in tables if path is not None]
     if not paths:
-        return []  # A table that was loaded before stays in use.
+        return []
     try:
         load(*paths)
     except ValueError as error:
@@ -185,7 +205,7 @@ def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
 
 
 def _table(folder: Path, isa: str, dtype: str) -> Path | None:
-    device, suffix = Device.here(), f"-{isa}-{dtype}.json"
+    device, suffix = Cpu.here(), f"-{isa}-{dtype}.json"
     exact = folder / (device.name + suffix)
     if exact.exists():
         return exact
@@ -203,8 +223,9 @@ def clear() -> None:
 
 
 def counters() -> dict[str, int]:
-    """Return the look-ups so far: hits, misses that took the nearest bucket, defaults (no
-    table)."""
+    """Return the counts of look-ups: hits, misses (which take the nearest bucket), defaults (no
+    table).
+    """
     return cast(dict[str, int], native.kernels().atmm.counters())
 
 

@@ -17,9 +17,9 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 
 @dataclass(frozen=True)
 class Segment:
-    """Rows `start … start + length - 1` of a step, which use adapter `slot`, times `sign`.
+    """Rows `start … start + length - 1` of a step, to which adapter `slot` is applied.
 
-    sign: +1 adds the rows' own adapter, −1 subtracts the live one (deLoRA, §4.4.2).
+    sign: +1 adds the rows' own adapter; −1 subtracts the live adapter (deLoRA, §4.4.2).
     """
 
     start: int
@@ -29,9 +29,11 @@ class Segment:
 
 
 class Segments(tuple[Segment, ...]):
-    """Segments of one step. All layers of the step use them, so they are converted for the
-    compiled core once; any other sequence of segments is accepted, too, and converted at each
-    call."""
+    """Segments of one step.
+
+    All layers use the same segments, so they are converted for the compiled core only once.
+    Functions also accept any other sequence of segments, and convert it at each call.
+    """
 
     @cached_property
     def native(self) -> Any:
@@ -40,22 +42,20 @@ class Segments(tuple[Segment, ...]):
 
     @cached_property
     def slots(self) -> frozenset[int]:
-        """All slots that the segments use."""
         return frozenset(segment.slot for segment in self)
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:
-        """Copies of other backends, by the backend's object."""
+        """Conversions for other backends, by the backend's object."""
         return {}
 
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Segments:
-        """Return `segments` as `Segments`."""
         return segments if isinstance(segments, cls) else cls(segments)
 
 
 class LoraPair(NamedTuple):
-    """Factors of one matrix, of one dtype and device.
+    """A and B of one matrix, of one dtype and on one device.
 
     a: [rank, d_in].
     b: [d_out, rank], with the LoRA scale folded in.
@@ -77,15 +77,16 @@ class HeadMatrix(NamedTuple):
 
 
 class MergeUpdate(NamedTuple):
-    """Matrix [d_out, d_in] of a slab that starts at element `offset`, and the fp32 pair merged
-    into it."""
+    """A matrix [d_out, d_in] that starts at element `offset` of a slab, and the fp32 pair to merge
+    into it.
+    """
 
     offset: int
     pair: LoraPair
 
 
 class CopiedPart(NamedTuple):
-    """Elements of a slab, from `offset` on, that a merge copies unchanged."""
+    """Elements of a slab that a merge copies unchanged, from element `offset` on."""
 
     offset: int
     size: int
@@ -94,8 +95,8 @@ class CopiedPart(NamedTuple):
 class Merges(tuple[MergeUpdate, ...]):
     """Work list of an adapter's merge: its updates, and the parts that the same call copies.
 
-    It is checked and converted for the compiled core once; any other sequence of updates is
-    accepted, too.
+    It is checked and converted for the compiled core only once. Functions also accept any other
+    sequence of updates.
     """
 
     copied: tuple[CopiedPart, ...]
@@ -107,13 +108,13 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @classmethod
     def of(cls, updates: Sequence[MergeUpdate]) -> Merges:
-        """Return `updates` as `Merges`."""
         return updates if isinstance(updates, cls) else cls(updates)
 
     @cached_property
     def end(self) -> int:
-        """Number of elements that the slab needs. Raises ValueError for an update or part that
-        is invalid."""
+        """Number of elements that the slab needs. Raises ValueError for an invalid update or
+        part.
+        """
         ends = [0]
         for offset, (a, b) in self:
             fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
@@ -127,14 +128,16 @@ class Merges(tuple[MergeUpdate, ...]):
             ends.append(offset + b.shape[0] * a.shape[1])
         for part in self.copied:
             if min(part) < 0:
-                raise ValueError(f"{part} is negative; it is no part of a slab")
+                raise ValueError(f"{part} is negative; it is not part of a slab")
             ends.append(part.offset + part.size)
         return max(ends)
 
     @cached_property
     def native(self) -> Any:
-        """Work list as the compiled core takes it. Raises ValueError if a factor is not in CPU
-        memory."""
+        """Work list as the compiled core takes it.
+
+        Raises ValueError if an A or B is not in CPU memory.
+        """
         for _, pair in self:
             if not (pair.a.is_cpu and pair.b.is_cpu):
                 raise ValueError(f"a factor is on {pair.a.device}; the CPU operator cannot read it")

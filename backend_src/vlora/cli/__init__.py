@@ -1,8 +1,7 @@
-"""The command line: `vlora serve`, `probe`, `repository`, `adapters`, `capacity`,
-`premerge`, `tile-search`.
+"""The command line `vlora`.
 
-Every command is one module, loaded when it is called: `vlora probe` runs every few seconds where
-Kubernetes checks a server, and should not pay for the others' imports.
+Each command is a module that is imported when the command is called. Kubernetes may run `vlora
+probe` every few seconds, which should not pay for the imports of the other commands.
 """
 
 from __future__ import annotations
@@ -18,20 +17,21 @@ from vlora import paths
 
 COMMANDS = {
     "serve": "vlora.cli.serve",
+    "gateway": "vlora.cli.gateway",
     "probe": "vlora.cli.probe",
     "repository": "vlora.cli.repository",
     "adapters": "vlora.cli.adapters",
     "capacity": "vlora.cli.capacity",
     "premerge": "vlora.cli.premerge",
 }
-"""Modules of the commands, in the order of `vlora --help`. Each has the command in `app`."""
+"""Module of each command, in the order of `vlora --help`. Its attribute `app` is the command."""
 
 TILE_SEARCH = "tile-search"
-"""A command of the source tree: an installed package does not have it."""
+"""Command of the source tree, which an installed package lacks."""
 
 
 class LazyGroup(TyperGroup):
-    """A group that imports a command's module when the command is needed."""
+    """Group of commands that imports a command's module when it is needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         source_tree = (paths.SOURCE_TREE / "tools" / "tile_search").is_dir()
@@ -46,7 +46,6 @@ class LazyGroup(TyperGroup):
 
 
 def _load(name: str) -> typer.Typer:
-    """Return the Typer application of one command."""
     if name != TILE_SEARCH:
         application: typer.Typer = importlib.import_module(COMMANDS[name]).app
         return application
@@ -71,5 +70,4 @@ def _root() -> None:
 
 
 def main() -> None:
-    """Run the command line."""
     app()

@@ -1,4 +1,4 @@
-"""Run the command line: `python -m vlora.cli`."""
+"""Entry point of `python -m vlora.cli`."""
 
 from vlora.cli import main
 

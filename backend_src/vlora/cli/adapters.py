@@ -1,4 +1,4 @@
-"""`vlora adapters`: list, check and generate adapters."""
+"""`vlora adapters`: list, check, generate and convert adapters."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from vlora.cli.common import (
     print_plain,
     report_errors,
 )
+from vlora.cli.convert import convert
 from vlora.cli.generate import generate
 
 if TYPE_CHECKING:
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
 
 app = typer.Typer(
-    help="List and check the adapters that a server would load; generate new ones.",
+    help="List and check the adapters that a server would load; generate and convert adapters.",
     add_completion=False,
 )
 
 
 app.command("generate")(generate)
+app.command("convert")(convert)
 
 
 @app.command("list")
@@ -73,18 +75,26 @@ def check_adapters(
 
 
 def table_of(adapters: Iterable[AdapterInfo]) -> Table:
-    """Return a table with one adapter per row that fits into 80 columns.
+    """Return a table with one adapter per row, which fits into 80 columns.
 
-    Targets are listed without `_proj`.
+    Targets are listed without `_proj`; `vision` stands for the vision tower and the connector. If
+    there is an activated LoRA, a column has the token ids of each invocation.
     """
+    infos = list(adapters)
+    activated = any(info.invocation for info in infos)
+    heads = ["adapter", "ranks", "targets", "tasks", "labels", "digest"]
+    if activated:
+        heads.insert(3, "invocation")
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for head in ("adapter", "ranks", "targets", "tasks", "labels", "digest"):
-        table.add_column(head, no_wrap=head not in ("targets", "tasks"))
-    for info in adapters:
+    for head in heads:
+        table.add_column(head, no_wrap=head not in ("targets", "invocation", "tasks"))
+    for info in infos:
+        invocation = " ".join(map(str, info.invocation)) or "-"
         table.add_row(
             escape(info.name),
-            " ".join(map(str, info.ranks)),
-            " ".join(target.removesuffix("_proj") for target in info.targets),
+            " ".join(map(str, sorted({*info.ranks, *info.vision_ranks}))),
+            " ".join(target.removesuffix("_proj") for target in _targets_of(info)),
+            *([invocation] if activated else []),
             escape(" ".join(info.tasks)) or "any",
             escape(f"{' '.join(info.head_tasks)}: {len(info.head_labels)}")
             if info.head_labels
@@ -94,18 +104,23 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     return table
 
 
+def _targets_of(info: AdapterInfo) -> tuple[str, ...]:
+    return (*info.targets, "vision") if info.vision_ranks else info.targets
+
+
 def _read_all(
     configured: Configuration,
 ) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
-    """Return the adapters that a server of this configuration would load, and the errors of those
-    that it could not, by name."""
+    """Return the adapters that a server with this configuration would load, and the errors
+    by name.
+    """
     from vlora.lora.folder_reader import read_infos
     from vlora.lora.folders import find_folders
     from vlora.model.decoder_config import load_config
     from vlora.model.loader import adapter_shape
 
     options = configured.options
-    # The commands print what failed; the log would repeat it.
+    # The commands print errors themselves, so the log must not print them again.
     logging.getLogger("vlora").addHandler(logging.NullHandler())
     shape = adapter_shape(options.model, load_config(options.model))
     folders = find_folders(options.adapters, configured.names)

@@ -1,4 +1,4 @@
-"""`vlora capacity`: what fits into an amount of memory."""
+"""`vlora capacity`: how much fits into a given memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def capacity(
     options_file: OptionsFileOption = None,
     memory: Annotated[float, typer.Option(min=0.0, help="Memory in GiB.")] = 8.0,
 ) -> None:
-    """Show what fits into the memory of a process: weights, adapters and sequences.
+    """Show how much memory weights and adapters need, and how many sequences fit besides.
 
     The exit status is 1 if nothing is left for pages.
     """

@@ -53,9 +53,10 @@ OptionsFileOption = Annotated[
 
 @dataclass(frozen=True)
 class Configuration:
-    """The options that a server would have, and where they come from.
+    """The options that a server would have, and their sources.
 
-    replacing: keys that replace those of `model.json`. names: adapter folders by name.
+    replacing: keys that replace those of `model.json`.
+    names: adapter folders by name.
     """
 
     repository: Path
@@ -65,13 +66,13 @@ class Configuration:
 
 
 def print_plain(text: str) -> None:
-    """Print text as it is, without markup or line breaks of ours."""
+    """Print text without interpreting markup and without breaking lines."""
     console.print(text, soft_wrap=True, markup=False)
 
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Report an error that the user can correct as a sentence, without a traceback; exit with 1."""
+    """Print an error that the user can correct without a traceback, and exit with status 1."""
     try:
         yield
     except (ServerError, VLoraError) as error:
@@ -85,9 +86,10 @@ def load_configuration(
     repository: Path | None = None,
     options_file: Path | None = None,
 ) -> Configuration:
-    """Return the configuration of a repository with these overrides; its folders exist.
+    """Return the configuration of a model repository, with these overrides.
 
-    Raises InvalidArgument or ServerError.
+    Raises ServerError if there is no checkpoint or no adapters folder at the configured paths, and
+    InvalidArgument for invalid options.
     """
     repository = repository or default_repository()
     version = repository / "lmm" / "1"

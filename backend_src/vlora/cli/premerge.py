@@ -1,4 +1,4 @@
-"""`vlora premerge`: merge the most requested adapter into the base, offline."""
+"""`vlora premerge`: merge one adapter into the checkpoint, before it is served."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def premerge(
         Path | None,
         typer.Option(
             help="Log of requests: JSON lines with the key lora_name, or one adapter name per"
-            " line. The adapter whose merge saves most is chosen."
+            " line. The adapter whose merge saves the most work is chosen."
         ),
     ] = None,
     max_rank: Annotated[
@@ -52,12 +52,13 @@ def premerge(
         bool, typer.Option("--dry-run", help="Show the choice and the ranks; write nothing.")
     ] = False,
 ) -> None:
-    """Merge one hot adapter into the checkpoint and rewrite all others to match.
+    """Merge one hot adapter into the checkpoint and adapt all others to it.
 
     Writes OUT/model, a Hugging Face checkpoint with the hot adapter in its weights, and
-    OUT/adapters, PEFT folders that give on OUT/model what they gave on the old base: each other
-    adapter minus the hot one, `base` for the old base itself, and the hot adapter's name for
-    clients that still send it. Requests that name no adapter get the hot one.
+    OUT/adapters, PEFT folders that have the same effect on OUT/model as before on the old
+    checkpoint: each other adapter minus the hot one, `base` for the old checkpoint itself, and the
+    hot adapter's name for clients that still send it. Requests that name no adapter get the hot
+    one.
     """
     # Imported here because they import torch.
     from vlora.generation.premerge import premerge as run
@@ -107,8 +108,9 @@ def premerge(
 def _check_adapters(
     root: Path, shape: ModelShape
 ) -> tuple[dict[str, Path], dict[str, AdapterFiles], dict[str, InvalidArgument]]:
-    """Return the folders under `root`, the files of those that can be read, and the others'
-    errors."""
+    """Return the folders under `root`, the files of those that can be read, and the errors
+    by name.
+    """
     from vlora.lora.adapter import AdapterFiles
     from vlora.lora.folder_reader import read_each
     from vlora.lora.folders import find_folders
@@ -121,7 +123,7 @@ def _check_adapters(
 
 
 def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape) -> str:
-    """Return the adapter whose merge saves most for these requests, and say how much."""
+    """Return the adapter whose merge saves the most work for these requests, and print how much."""
     from vlora.generation.hot_adapter import choose_hot, lora_work, read_request_log
 
     work = {name: lora_work(one.description.ranks, shape) for name, one in files.items()}
@@ -130,7 +132,7 @@ def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape
     if choice.hot is None:
         raise InvalidArgument(
             f"by {requests}, merging any adapter would add work to the mean request;"
-            " to merge one nevertheless, name it with --hot"
+            " to merge one anyway, name it with --hot"
         )
     print_plain(
         f"{choice.hot}: {counts[choice.hot] / counts.total():.0%} of {counts.total()} requests;"
@@ -144,7 +146,10 @@ def _read(folder: Path, files: AdapterFiles) -> tuple[Path, Adapter]:
 
 
 def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int]:
-    """Return the rank that each delta adapter will have, without reading weights."""
+    """Return the rank that each delta adapter will have, without reading weights.
+
+    A delta adapter is an adapter minus the hot one.
+    """
     from vlora.generation.premerge import BASE_ADAPTER
 
     merged = files[hot].description.ranks

@@ -1,4 +1,4 @@
-"""`vlora probe`: checks whether a server answers."""
+"""`vlora probe`: check whether a server answers."""
 
 from __future__ import annotations
 

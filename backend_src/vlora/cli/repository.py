@@ -1,4 +1,4 @@
-"""`vlora repository`: writes a model repository to change and mount."""
+"""`vlora repository`: write a model repository to change and mount."""
 
 from __future__ import annotations
 

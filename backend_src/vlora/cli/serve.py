@@ -1,9 +1,10 @@
-"""`vlora serve`: a server in the foreground."""
+"""`vlora serve`: run a server in the foreground."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,10 +22,13 @@ from vlora.cli.common import (
     print_plain,
     report_errors,
 )
+from vlora.cli.gateway import check_installed
 from vlora.config import Options
 from vlora.errors import MAX_NAMES
+from vlora.launcher.assembly import ServerError
 from vlora.launcher.environment import unknown_variables
 from vlora.launcher.exposure import LOOPBACK
+from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.options import GRACE_SECONDS, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
@@ -45,6 +49,16 @@ def serve(
     metrics_port: Annotated[
         int, typer.Option(help="Port of the Prometheus metrics; 0 chooses a free one.")
     ] = 8002,
+    gateway_port: Annotated[
+        int | None,
+        typer.Option(
+            help="Also run `vlora gateway`, on this port of --host; 0 chooses a free one."
+        ),
+    ] = None,
+    gateway_keys: Annotated[
+        Path | None,
+        typer.Option(help="File of the gateway's API keys; needed unless --host is loopback."),
+    ] = None,
     allow_shared_memory: Annotated[
         bool,
         typer.Option(
@@ -99,11 +113,22 @@ def serve(
             grace_seconds=grace,
         )
         policy = RestartPolicy() if restart else None
-        Supervisor(server_options, print_plain, policy).run(partial(_announce, options))
+        supervisor = Supervisor(server_options, print_plain, policy)
+        with ExitStack() as stack:
+            gateway = None
+            if gateway_port is not None:
+                check_installed()
+                gateway = GatewayProcess(host, gateway_port, gateway_keys, print_plain)
+                stack.enter_context(gateway)
+            elif gateway_keys is not None:
+                raise ServerError("--gateway-keys needs --gateway-port")
+            supervisor.run(partial(_announce, options, gateway))
 
 
-def _announce(options: Options, server: TritonServer, seconds: float) -> None:
-    """Print addresses and a first request once the server is ready."""
+def _announce(
+    options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
+) -> None:
+    """Print the addresses of a server that is ready and a first request, and start the gateway."""
     models = ", ".join(server.names)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
@@ -122,12 +147,14 @@ def _announce(options: Options, server: TritonServer, seconds: float) -> None:
     console.print("Try this in another terminal:")
     print_plain(f"  {first_question(options, server.http_url)}")
     console.print("Press Ctrl-C to stop the server.")
+    if gateway is not None:
+        gateway.start(server.grpc_url, server.metrics_url)
 
 
 def first_question(options: Options, url: str) -> str:
     """Return a shell command that asks the server about a picture.
 
-    The picture is one of the demo's if the demo model is served, else `picture.png` in the working
+    With the demo model, the picture is one of the demo's, else `picture.png` in the working
     directory.
     """
     demo = paths.root() / "tools/demo"

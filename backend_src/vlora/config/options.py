@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -12,6 +13,9 @@ ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
 
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", AUTO)
+DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
+"""Pattern of the valid values of `device`."""
+
 POLICIES: dict[str, str] = {
     "predictive": "vlora.engine.policies.predictive:make",
     "credit": "vlora.engine.policies.credit:make_credit",
@@ -20,24 +24,28 @@ POLICIES: dict[str, str] = {
 }
 """Values of `policy`, each with the function that creates it ("module:function").
 
-`vlora.engine.policies.registry.register_policy` adds further ones.
+`vlora.engine.policies.registry.register_policy` adds others.
 """
 
 MERGING = ("out_of_place", "in_place", "off")
+QUANTIZATIONS = ("int8", "int4")
+QUANTIZATION_GROUPS = (32, 64, 128)
 IntOrAuto = int | Literal["auto"]
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request or one adapter. An error for a limit has the value and the limit."""
+    """Limits of one request or one adapter. An error about a limit states the value and the
+    limit.
+    """
 
     max_prompt_bytes: int = 1024 * 1024
-    """Maximum size of a prompt."""
+    """Maximum size of a prompt in bytes."""
 
     max_answer_bytes: int = 4 * 1024 * 1024
-    """Maximum size of an answer that `task_head` reads.
+    """Maximum size in bytes of an answer that `task_head` reads.
 
-    The default holds what gRPC clients receive by default.
+    The default is the largest message that gRPC clients receive by default.
     """
 
     max_image_megapixels: float = 40.0
@@ -49,45 +57,65 @@ class Limits:
     max_batch_megapixels: float = 160.0
     """Maximum size of the decoded images of several requests that the encoder holds.
 
-    A larger batch is encoded in parts. The images of the request that is being decoded come on top,
-    so the encoder's memory is bounded by the sum of both limits.
+    A larger batch is encoded in parts. The images of the request that is being decoded are not
+    counted. So the encoder's memory is limited by the sum of this limit and
+    `max_request_megapixels`.
     """
 
     max_aspect_ratio: float = 200.0
-    """Maximum ratio of the longer edge of an image to the shorter one, as in Qwen-VL.
+    """Maximum ratio of an image's longer edge to its shorter edge, as in Qwen-VL.
 
-    A processor that scales the short edge to a fixed length would enlarge a long strip extremely.
+    A processor that scales the shorter edge to a fixed length would make a long strip huge.
     """
 
     max_image_bytes: int = 64 * 1024 * 1024
-    """Maximum size of an encoded image or clip."""
+    """Maximum size of an encoded image or clip in bytes."""
 
     max_decode_seconds: float = 10.0
-    """Maximum processor time for decoding the images and frames of a request."""
+    """Maximum processor time in seconds for decoding the images and frames of a request."""
 
     max_decode_bytes: int = 1024**3
-    """Maximum memory for decoding one image or frame, its encoded bytes included."""
+    """Maximum memory in bytes for decoding one image or frame, including its encoded bytes."""
 
     max_images: int = 64
     """Maximum number of images and frames of a request."""
 
     max_in_flight_bytes: int = 4 * 1024**3
-    """Maximum size of the images and features of all requests that have not ended."""
+    """Maximum size in bytes of the images and features of all requests that have not ended."""
 
     max_json_bytes: int = 64 * 1024
-    """Maximum size of an input that is JSON."""
+    """Maximum size in bytes of an input that is JSON."""
 
     max_metadata_bytes: int = 1024 * 1024
-    """Maximum size of the metadata of a request."""
+    """Maximum size in bytes of the metadata of a request."""
 
     max_adapter_bytes: int = 4 * 1024**3
-    """Maximum size of one adapter's weights, in float32."""
+    """Maximum size in bytes of one adapter's weights, in float32."""
 
     max_choices: int = 256
     """Maximum number of choices of a request."""
 
     max_choices_bytes: int = 16 * 1024
-    """Maximum size of all choices of a request."""
+    """Maximum size in bytes of all choices of a request."""
+
+    max_grammar_bytes: int = 64 * 1024
+    """Maximum size in bytes of the text of `structured_outputs`."""
+
+    max_grammar_seconds: float = 2.0
+    """Maximum processor time in seconds for compiling `structured_outputs`, and for each token
+    mask.
+    """
+
+    max_mask_seconds: float = 10.0
+    """Maximum processor time in seconds for all token masks of an answer."""
+
+    max_grammar_memory: int = 128 * 1024**2
+    """Maximum memory in bytes for compiling `structured_outputs` and for the answers that follow
+    it.
+    """
+
+    max_grammars: int = 64
+    """Maximum number of different `structured_outputs` among the requests that have not ended."""
 
 
 @dataclass(frozen=True)
@@ -95,10 +123,10 @@ class Options:
     """Options of the engine and the vision encoder: the keys of `model.json`."""
 
     model: Path = Path()
-    """Folder of the checkpoint. A relative path starts at the file's folder."""
+    """Folder of the checkpoint. A relative path starts at the folder of `model.json`."""
 
     adapters: Path | None = None
-    """Folder of the adapters. A relative path starts at the file's folder."""
+    """Folder of the adapters. A relative path starts at the folder of `model.json`."""
 
     dtype: str = "float32"
     """Storage type of weights, KV and the vision tower: "float32", "bfloat16" or "auto".
@@ -107,6 +135,24 @@ class Options:
     softmax, logits and sampling always use float32.
     """
 
+    device: str = "cpu"
+    """Device of the engine and the encoder: "cpu", "cuda", "cuda:N" or "auto".
+
+    "auto" is the first GPU that can be used, else the CPU. No GPU has run the engine yet.
+    Quantized weights need the CPU.
+    """
+
+    quantization: str | None = None
+    """Type to which the decoder's linear layers are quantized at load: "int8" or "int4".
+
+    int8 has a scale for each output, int4 one for `quantization_group_size` inputs of an output. A
+    checkpoint that is stored quantized needs no option. Adapters are never merged into quantized
+    weights.
+    """
+
+    quantization_group_size: int = 32
+    """Number of weights that share a scale in int4: 32, 64 or 128."""
+
     max_model_len: int | None = None
     """Maximum number of tokens of a sequence; None: the checkpoint's maximum."""
 
@@ -114,29 +160,29 @@ class Options:
     """Maximum number of running requests."""
 
     max_num_batched_tokens: int = 1024
-    """Maximum number of rows of a step."""
+    """Maximum number of tokens that one step computes."""
 
     max_batch_requests: int | None = None
-    """Maximum number of requests of a step (the paper's MaxBS); None: `max_num_seqs`.
+    """Maximum number of requests in a step (the paper's MaxBS); None: `max_num_seqs`.
 
     Running requests that are not in a step are paused.
     """
 
     policy: str = "unmerge_only"
-    """The policy that chooses the next requests and the adapter to merge into the weights.
+    """Policy that chooses the requests of each step and the adapter to merge into the weights.
 
-    "unmerge_only" takes requests in order of arrival and merges no adapter; "predictive" uses the
-    cost model; "credit" is the paper's Algorithm 1 with our changes, "paper" without them.
+    "unmerge_only" takes requests in order of arrival and merges no adapter. "predictive" uses the
+    cost model. "credit" is the paper's Algorithm 1 with our changes, "paper" without them.
     """
 
     theta_min: float = 1.0
-    """Credit in seconds above which a request starves, for "credit" and "paper"."""
+    """Credit in seconds above which a request is starved, for "credit" and "paper"."""
 
     theta_factor: float = 4.0
-    """Multiple of the median wait above which a request starves, for "credit"."""
+    """Multiple of the median wait above which a request is starved, for "credit"."""
 
     max_wait_seconds: float = 30.0
-    """Seconds after which a request that is ready but not computed is scheduled first."""
+    """Seconds after which a request that is ready but not computed goes first."""
 
     deterministic: bool = False
     """True to merge no adapters.
@@ -144,37 +190,42 @@ class Options:
     The answer to a request then does not depend on other running requests, even in bfloat16.
     """
 
+    route_adapters: bool = False
+    """True to choose an adapter for requests that name none, by task and question.
+
+    A request whose `lora_name` is null then asks for the base model.
+    """
+
     max_num_waiting: int = 1024
-    """Maximum length of the queue; further requests are rejected as UNAVAILABLE."""
+    """Maximum length of the queue. Further requests are rejected with UNAVAILABLE."""
 
     block_size: int = 16
-    """Number of tokens of a KV page."""
+    """Number of tokens per KV page."""
 
     kv_cache_tokens: int = 32768
     """Size of the page pool for KV, in tokens. KV may also use the adapters' unused pages."""
 
     merging: str = "out_of_place"
-    """Way of merging an adapter into the weights, for the modes merged and mixture.
+    """Way of merging an adapter into the weights.
 
-    "out_of_place" writes to a second copy of the weights; "in_place", the paper's way, needs half
-    the memory but accumulates rounding errors; "off" never merges.
+    "out_of_place" writes to a second copy of the weights. "in_place", the paper's way, needs no
+    copy, but accumulates rounding errors. "off" never merges.
     """
 
     merged_weights_bytes: int | None = None
-    """Memory for merged weights; if they need more, adapters are not merged.
+    """Maximum number of bytes for merged weights. If they need more, no adapter is merged.
 
     None: the memory that the machine or the container has available at the start.
     """
 
     adapter_pool_bytes: IntOrAuto = AUTO
-    """Size of the page pool for packed adapters, in addition to `kv_cache_tokens`.
+    """Bytes of the pages for packed adapters, in addition to `kv_cache_tokens`.
 
-    "auto": the size of all known adapters, at most 1 GiB. Adapters may also use the unused pages of
-    KV.
+    "auto": the size of all known adapters, at most 1 GiB. Adapters may also use unused pages of KV.
     """
 
     adapter_host_bytes: int = 4 * 1024**3
-    """Maximum size of the adapters in host memory, in float32; adapters in use are not limited."""
+    """Maximum bytes of adapters in host memory, in float32. Adapters in use are kept beyond it."""
 
     enable_prefix_caching: bool = True
     """True to cache the KV of full blocks for later prompts with the same prefix."""
@@ -186,7 +237,7 @@ class Options:
     """Number of threads of the encoder's process; "auto": see `cores.split_cores`."""
 
     feature_cache_bytes: int = 256 * 1024 * 1024
-    """Maximum size of the encoder's image feature cache; 0 turns the cache off."""
+    """Maximum bytes of the encoder's cache of image features; 0 turns the cache off."""
 
     disable_log_stats: bool = False
     """True to export only Triton's own metrics."""
@@ -195,9 +246,9 @@ class Options:
     """Limits of one request or one adapter."""
 
     notes: tuple[str, ...] = ()
-    """Sentences about keys of the file that have no effect. This is not a key itself."""
+    """Sentences about keys in the file that have no effect. This is not a key itself."""
 
     @property
     def max_step_requests(self) -> int:
-        """Maximum number of requests of one step: the paper's MaxBS."""
+        """Maximum number of requests in a step: the paper's MaxBS."""
         return self.max_batch_requests or self.max_num_seqs

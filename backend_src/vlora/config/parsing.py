@@ -1,7 +1,7 @@
 """Strict parsing of `model.json` and `multi_lora.json`.
 
-The error for an unknown key names the nearest known key. Keys of vLLM are accepted if they describe
-what the server does, and else rejected with our equivalent.
+The error for an unknown key names the nearest known key. A key of vLLM is accepted if its value
+describes what this server does. Otherwise it is rejected, and the error names our equivalent.
 """
 
 from __future__ import annotations
@@ -16,10 +16,13 @@ from typing import Any, get_type_hints
 from vlora.config.options import (
     ADAPTERS_VARIABLE,
     AUTO,
+    DEVICE,
     DTYPES,
     MERGING,
     MODEL_VARIABLE,
     POLICIES,
+    QUANTIZATION_GROUPS,
+    QUANTIZATIONS,
     IntOrAuto,
     Limits,
     Options,
@@ -36,12 +39,11 @@ def load_options(
 ) -> Options:
     """Read the options from a `model.json`.
 
-    environment: variables that override folders; default: those of the process.
-    replacing: keys that replace those of the file.
+    environment: variables that override folders; by default those of this process.
+    replacing: keys that replace those in the file.
 
-    The file's adapters belong to the file's model: if another model is named, they are not used.
-
-    Raises InvalidArgument with the file, the key and its valid values.
+    The adapters in the file belong to its model, so they are not used with another model. Raises
+    InvalidArgument with the file, the key and its valid values.
     """
     replacing = replacing or {}
     keys = replace_keys(read_keys(path), replacing)
@@ -59,14 +61,14 @@ def load_options(
 def replace_keys(keys: Mapping[str, Any], replacing: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of a `model.json` with those of `replacing` in their place.
 
-    A replaced model takes what belongs to it along: its adapters, and vLLM's `tokenizer`.
+    If the model is replaced, its adapters and vLLM's key `tokenizer` are dropped.
     """
     dropped = {"adapters", *RENAMED} if "model" in replacing else set()
     return {key: value for key, value in keys.items() if key not in dropped} | dict(replacing)
 
 
 def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Return the keys of a `model.json` in `folder` with absolute folders."""
+    """Return the keys of a `model.json` in `folder`, with folders made absolute."""
     return dict(keys) | {
         key: str((folder / keys[key]).resolve())
         for key in ("model", "adapters", *RENAMED)
@@ -75,7 +77,8 @@ def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def load_replacing(path: Path) -> dict[str, Any]:
-    """Read keys that replace those of a `model.json`; folders are relative to the file's own.
+    """Read keys that replace those of a `model.json`. Their folders are relative to the file's
+    folder.
 
     Raises InvalidArgument if the file is not a JSON object.
     """
@@ -83,9 +86,9 @@ def load_replacing(path: Path) -> dict[str, Any]:
 
 
 def load_adapter_names(path: Path) -> dict[str, str]:
-    """Read `multi_lora.json`: folders, relative to the adapter folder, by name.
+    """Read `multi_lora.json`: name → folder, relative to the adapters' folder.
 
-    Returns an empty dict if there is no file. Raises InvalidArgument.
+    Returns {} if there is no such file. Raises InvalidArgument.
     """
     if not path.is_file():
         return {}
@@ -107,7 +110,8 @@ def read_keys(path: Path) -> dict[str, Any]:
 def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
     """Return the options in a JSON object.
 
-    where: name of the file for messages. folder: base of relative paths.
+    where: name of the file, for messages.
+    folder: base of relative paths.
 
     Raises InvalidArgument.
     """
@@ -142,10 +146,16 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
         raise InvalidArgument(
             f"{where}: 'dtype' = '{options.dtype}' is unknown; it must be {_one_of(DTYPES)}"
         )
+    if not DEVICE.fullmatch(options.device):
+        raise InvalidArgument(
+            f"{where}: 'device' = '{options.device}' is unknown; it must be cpu, cuda, cuda:N"
+            " (a GPU's number) or auto"
+        )
     if options.merging not in MERGING:
         raise InvalidArgument(
             f"{where}: 'merging' = '{options.merging}' is unknown; it must be {_one_of(MERGING)}"
         )
+    _check_quantization(options, where)
     check_policy(options.policy, f"{where}: ")
     adapters = options.adapters
     return replace(
@@ -156,10 +166,29 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
     )
 
 
-def check_policy(name: str, prefix: str = "") -> None:
-    """Raise InvalidArgument, listing the valid names, unless a policy of this name is registered.
+def _check_quantization(options: Options, where: str) -> None:
+    if options.quantization not in (None, *QUANTIZATIONS):
+        raise InvalidArgument(
+            f"{where}: 'quantization' = '{options.quantization}' is unknown; it must be"
+            f" {_one_of(QUANTIZATIONS)}, or missing for a checkpoint that is stored quantized"
+        )
+    if options.quantization_group_size not in QUANTIZATION_GROUPS:
+        raise InvalidArgument(
+            f"{where}: 'quantization_group_size' = {options.quantization_group_size} must be"
+            f" {_one_of(map(str, QUANTIZATION_GROUPS))}"
+        )
+    if options.quantization is not None and options.merging == "in_place":
+        raise InvalidArgument(
+            f"{where}: 'merging' = 'in_place' changes the base weights, which 'quantization' ="
+            f" '{options.quantization}' rules out; it must be 'out_of_place' or 'off', which both"
+            " merge no adapter here"
+        )
 
-    prefix: start of the message, e.g. the file with the option.
+
+def check_policy(name: str, prefix: str = "") -> None:
+    """Raise InvalidArgument, which lists the valid names, unless `name` is a registered policy.
+
+    prefix: start of the message, such as the file with the option.
     """
     if name not in POLICIES:
         raise InvalidArgument(
@@ -174,7 +203,9 @@ def _one_of(values: Iterable[str]) -> str:
 
 
 def _boolean(value: Any) -> Any:
-    """Return `value`, or the boolean that it spells: vLLM's tutorials write them as strings."""
+    """Return the boolean that `value` spells, else `value`. vLLM's tutorials write booleans as
+    strings.
+    """
     spelled = {"true": True, "false": False}
     return spelled.get(value.lower(), value) if isinstance(value, str) else value
 
@@ -192,12 +223,14 @@ def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cast(value: Any, hint: Any, what: str) -> Any:
-    """Return `value` in the type of a field. Numbers must be positive; sizes in bytes may be 0."""
+    """Return `value` as the type of a field. Numbers must be positive, but sizes in bytes
+    may be 0.
+    """
     if hint in (Path, Path | None) and isinstance(value, str) and value:
         return Path(value)
     if hint == Limits and isinstance(value, Limits):
         return value
-    if hint is str and isinstance(value, str):
+    if hint in (str, str | None) and isinstance(value, str):
         return value
     if hint is bool and isinstance(_boolean(value), bool):
         return _boolean(value)
@@ -214,7 +247,7 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if hint is float and is_number and value > 0:
         return float(value)
-    if value is None and hint in (Path | None, int | None):
+    if value is None and hint in (Path | None, int | None, str | None):
         return None
     names: dict[Any, str] = {
         int: "a positive whole number",
@@ -222,6 +255,7 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
         str: "a string",
         bool: "true or false",
     }
+    names |= {str | None: "a string"}
     names |= {IntOrAuto: 'a positive whole number or "auto"'}
     names |= {Path: "a folder's path", Limits: "an object", int | None: "a positive whole number"}
     raise InvalidArgument(f"{what} must be {names.get(hint, str(hint))}, not {json.dumps(value)}")

@@ -1,4 +1,4 @@
-"""Checks of a request before it is queued, on the caller's thread."""
+"""Checks of a request before it is queued. They run on the thread that submits the request."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from vlora.model.inputs import PromptReader
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import Vocabulary
 from vlora.request import Request
+from vlora.structured.grammars import Grammars, tokenizer_data
 
 
 class Admission:
-    """Turns requests into the state that the engine queues. Safe to use from any thread."""
+    """Factory of the state that the engine queues for a request. Safe to use from any thread.
+
+    merge_is_lossy: whether merged weights are rounded (see `engine.sequence.mode_of`).
+    """
 
     def __init__(
         self,
@@ -38,11 +42,18 @@ class Admission:
         self._max_model_len = max_model_len
         self._merge_is_lossy = merge_is_lossy
         self._vocabulary = Vocabulary(reader.tokenizer, config.vocabulary)
+        tokens = self._vocabulary.bytes_of
+        self.grammars = Grammars(
+            lambda: tokenizer_data(reader.tokenizer, tokens, config.vocabulary, config.eos_tokens),
+            config.vocabulary,
+            limits,
+        )
 
     def prepare(self, request: Request) -> RequestState:
-        """Check a request and tokenize its prompt; the result holds no pages yet.
+        """Check a request, tokenize its prompt and return its state, which holds no pages yet.
 
-        Raises a VLoraError if the request is refused.
+        The grammar of structured output is compiled here, which may take some seconds. Raises a
+        VLoraError if the request is refused.
         """
         params = request.sampling
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)
@@ -53,6 +64,13 @@ class Admission:
                 f"'stop_token_ids' holds {invalid[0]}; ids run from 0 to {vocabulary - 1}"
             )
         check_choices(params.choices, self._limits)
+        if params.structured_outputs is not None:
+            if request.use_head:
+                raise InvalidArgument(
+                    "'structured_outputs' cannot be combined with a vision task head, which answers"
+                    " with a label"
+                )
+            self.grammars.check(params.structured_outputs)
         if not request.prompt:
             raise InvalidArgument("the prompt is empty; give a text")
         self.reader.check_length(request.prompt, self._max_model_len)
@@ -66,6 +84,8 @@ class Admission:
             digests = BlockDigests(self._memory.block_size, prompt.feature_row, prompt.features)
             # Hash the prompt on this thread instead of the engine's.
             digests.up_to(prompt.ids, len(prompt.ids))
+        structure = params.structured_outputs
+        grammar = None if structure is None else self.grammars.acquire(structure)
         sequence = Sequence(
             request,
             prompt,
@@ -76,4 +96,4 @@ class Admission:
             longest_choice=longest_choice,
             merge_is_lossy=self._merge_is_lossy,
         )
-        return RequestState(sequence, sampler, self._vocabulary)
+        return RequestState(sequence, sampler, self._vocabulary, grammar)

@@ -1,7 +1,7 @@
-"""Measurement of the cost model's profile on the engine's own runner, stored on disk.
+"""Measurement of the cost model's profile (`engine/cost.py`), which is then stored on disk.
 
-Calibration steps belong to no request and write to pages that no sequence holds, so calibration
-runs before the first request. This module knows the runner and the switcher; nothing of policies.
+The measured steps use the engine's own runner and switcher. They belong to no request and write to
+free pages, so they run before the first request.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vlora import backends, native
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 from vlora.atmm.tiles import DTYPE_NAMES
 from vlora.atomic_file import replace_text
 from vlora.engine.cost import AdapterSize, CostModel, Profile
@@ -34,22 +34,23 @@ from vlora.model.runner import Runner
 log = logging.getLogger(__name__)
 
 VERSION = 3
-"""Version of the profile's format; profiles of other versions are measured again."""
+"""Version of the profile's format. A stored profile of another version is measured again."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows at which the matrix products are measured."""
+"""Numbers of rows of the steps that measure the matrix products."""
 REPEATS = 3
+"""Maximum number of times that a step is measured."""
 MAX_STEP_SECONDS = 0.5
-"""A step is not repeated once its repeats have taken this long together."""
+"""A step is not measured again once its measurements have taken this long in total."""
 BUDGET_SECONDS = 4.0
-"""Time after which no larger step is measured."""
+"""Time after which no step with more rows is measured."""
 DECODE_REQUESTS = 16
-"""Requests of the decode steps."""
+"""Number of requests in the measured decode steps."""
 DISTINCT_ADAPTERS = 8
-"""Adapters of the decode step with distinct adapters."""
+"""Maximum number of adapters in the step whose rows all have different adapters."""
 SHORT_CONTEXT, LONG_CONTEXT = 16, 512
-"""Contexts in positions whose difference gives the cost of attention."""
+"""Context lengths in tokens. Steps that differ only in them show the cost of attention."""
 CHUNK_ROWS = 64
-"""Rows of the steps with one large chunk."""
+"""Maximum number of rows in the measured prefill steps."""
 
 
 def cache_root() -> Path:
@@ -65,13 +66,16 @@ def load_or_measure(
     *,
     force: bool = False,
 ) -> Profile:
-    """Return the stored profile for `key` on this machine with the present kernels, or measure and
-    store it.
+    """Return the stored profile for `key`, or measure and store it.
 
-    key: JSON values that identify model and adapters. force: measure even if one is stored.
-    A cache that cannot be read or written is logged and otherwise ignored.
+    A profile is valid for one machine, number of threads and choice of kernels. A file that cannot
+    be read or written is logged and otherwise ignored.
+
+    key: JSON values that identify the model and the adapters.
+    root: folder of the stored profiles; `cache_root()` by default.
+    force: measure even if a profile is stored.
     """
-    machine = (Device.here().name, torch.get_num_threads(), *_kernels())
+    machine = (Cpu.here().name, torch.get_num_threads(), *_kernels())
     described = json.dumps([VERSION, *machine, *key])
     name = hashlib.sha256(described.encode()).hexdigest()[:16]
     path = (root or cache_root()) / f"{name}.json"
@@ -92,7 +96,9 @@ def load_or_measure(
 
 
 def _kernels() -> list[str]:
-    """Return the backends of a step, and the instruction set of each storage type if compiled."""
+    """Return the backends of the LoRA operator and of the other kernels. If one is compiled, the
+    default instruction set and that of each storage type follow.
+    """
     served = [backends.backend_of("atmm"), backends.backend_of("kernels")]
     if "cpu" not in served:
         return [*served]
@@ -101,18 +107,20 @@ def _kernels() -> list[str]:
 
 
 def read_profile(value: Any) -> Profile:
-    """Return the profile in a JSON object; raise ValueError, TypeError or KeyError if invalid."""
+    """Return the profile in a JSON object. Raise ValueError, TypeError or KeyError if it is
+    invalid.
+    """
     fields = dict(value)
     products = tuple((int(rows), float(seconds)) for rows, seconds in fields.pop("products"))
     fixed, per_product = (float(number) for number in fields.pop("merge"))
     if len(products) < 2 or min(seconds for _, seconds in products) <= 0:
-        raise ValueError("a profile needs two positive steps")
+        raise ValueError("a profile needs the times of at least two steps, all above 0")
     numbers = {name: float(number) for name, number in fields.items()}
     return Profile(products, merge=(fixed, per_product), **numbers)
 
 
 class AdapterSizes:
-    """Sizes of adapters by slot, computed once per adapter."""
+    """Function from slot to adapter size. The size of each adapter is computed once."""
 
     def __init__(self, adapters: AdapterStore) -> None:
         self._adapters = adapters
@@ -130,11 +138,8 @@ class AdapterSizes:
 
 
 class SyntheticSteps:
-    """Steps of made-up requests.
-
-    pages: pages of the pool that the steps may write to.
-    block: tokens of a page.
-    max_rows: maximum number of rows of a step.
+    """Steps of made-up requests of at most `max_rows` rows. They write to `pages` of `block`
+    tokens.
     """
 
     def __init__(
@@ -152,10 +157,11 @@ class SyntheticSteps:
         self.max_rows = max_rows
 
     def step(self, slots: Sequence[int], rows: int, context: int) -> float:
-        """Return the shortest measured time of a step, in seconds.
+        """Return the shortest measured time of a step in seconds, because other processes only add
+        time.
 
-        The step computes `rows` rows after `context` positions for one request of each slot. The
-        minimum is taken because other processes on the machine only add time.
+        slots: adapter of each request, or BASE.
+        rows, context: number of new and of earlier tokens of each request.
         """
         chunks = self._chunks(sorted(slots, key=lambda s: order_of(s, BASE)), rows, context)
         self._runner.forward(chunks)
@@ -167,14 +173,14 @@ class SyntheticSteps:
         return min(times)
 
     def max_context(self, requests: int) -> int:
-        """Return the maximum context if the pages are divided among this many requests."""
+        """Return the context in tokens that each of so many requests can have in the pages."""
         return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
-        """Return the shortest measured time of merging a slot into the base, in seconds.
+        """Return the shortest measured time of merging a slot into the base weights, in seconds.
 
-        other: slot that is merged and left before, so that the weights of `slot` are not merged
-            already. If it is the same slot, what the first merge of an adapter prepares is counted.
+        other: slot that is merged before, so that the weights of `slot` are not merged already. If
+            it equals `slot`, the preparation of an adapter's first merge is included.
         """
         times = []
         for _ in range(REPEATS):
@@ -212,11 +218,12 @@ class SyntheticSteps:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The measurement of a profile.
+    """Measurement of a profile.
 
-    slots: adapters that requests can ask for. mergeable: those of them that may be merged.
-    sizes: returns the size of the adapter in a slot.
-    head: weights of the LM head over all other weights (a ratio).
+    slots: slots of the adapters that requests can ask for.
+    mergeable: those of `slots` whose adapters may be merged.
+    sizes: function from slot to adapter size.
+    head: number of weights of the LM head divided by that of all other weights.
     max_context: maximum context of a request, in tokens.
     """
 
@@ -228,16 +235,16 @@ class Calibration:
     max_context: int
 
     def load_or_measure(self, model: object, *, force: bool) -> Profile:
-        """Return the stored profile for this model and these adapters, or measure it.
+        """Return the stored profile for this model and these adapters, or measure and store it.
 
-        model: identifies the model; its `repr` is part of the key.
+        model: object whose `repr` identifies the model.
         """
         sizes = [sorted(self.sizes(s) for s in slots) for slots in (self.slots, self.mergeable)]
         key = (repr(model), self.steps.max_rows, sizes)
         return load_or_measure(key, self.measure, force=force)
 
     def measure(self) -> Profile:
-        """Measure all parts of the profile."""
+        """Return a profile whose parts are all measured now."""
         started = time.perf_counter()
         knots: list[tuple[int, float]] = []
         largest = min(self.steps.max_rows, self.max_context, self.steps.max_context(1))
@@ -251,10 +258,10 @@ class Calibration:
         return self._add_merges(profile)
 
     def _add_attention(self, profile: Profile) -> Profile:
-        """Measure `position` and `pair` by steps that differ in their context alone.
+        """Measure `position` and `pair` by steps that differ only in their context, and derive
+        `answer`.
 
-        `answer` is the time of an answer that the product of the LM head does not explain. The
-        knots of the products contain attention, which is subtracted from them.
+        The steps behind `products` contain attention, so its time is subtracted from them.
         """
         steps = self.steps
         largest = profile.products[-1][0]
@@ -279,10 +286,9 @@ class Calibration:
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Measure `lora_calls`, `adapter_element` and `adapter_element_row`.
-
-        The measured steps have one small adapter, several large ones with one row each, and one
-        large adapter with `CHUNK_ROWS` rows.
+        """Measure `lora_calls`, `adapter_element` and `adapter_element_row`, with the smallest
+        adapter, the largest ones with one row each, and the largest one with up to `CHUNK_ROWS`
+        rows.
         """
         sizes = self.sizes
         count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
@@ -307,9 +313,11 @@ class Calibration:
         )
 
     def _above_base(self, slots: Sequence[int], rows: int) -> float:
-        """Return the seconds that a step with these adapters takes in addition to the base's.
+        """Return the seconds that these adapters add to a step with the same number of rows and no
+        adapter.
 
-        The two steps are measured in an interleaved order.
+        Measurements with and without adapters alternate, so that changes of the machine's speed
+        affect both.
         """
         pairs = [
             (self.steps.step(slots, rows, 0), self.steps.step([BASE] * len(slots), rows, 0))
@@ -318,7 +326,7 @@ class Calibration:
         return max(0.0, min(own for own, _ in pairs) - min(base for _, base in pairs))
 
     def _add_merges(self, profile: Profile) -> Profile:
-        """Measure `merge`. Without mergeable adapters nothing is allocated for merged weights."""
+        """Measure `merge`. If no adapter is mergeable, allocate no memory for merged weights."""
         by_work = sorted((self.sizes(slot).product, slot) for slot in self.mergeable)
         if not by_work:
             return profile
@@ -329,7 +337,7 @@ class Calibration:
 
 
 def _ascending(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Raise times that are shorter than a step of fewer rows, which can only be noise."""
+    """Raise each time to at least that of the steps with fewer rows: less can only be noise."""
     ascending, longest = [], 1e-9
     for rows, seconds in knots:
         longest = max(longest, seconds)

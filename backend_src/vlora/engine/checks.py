@@ -1,18 +1,20 @@
-"""Limits on the context and on `choices`, and what a request needs of its adapter. Every error
-states the value and the limit."""
+"""Checks of a request's lengths, its `choices` and what it needs of its adapter.
+
+Every error states the value and the limit.
+"""
 
 from __future__ import annotations
 
 from vlora.config import Limits, Options
-from vlora.errors import InvalidArgument
-from vlora.lora.handle import AdapterHandle
+from vlora.errors import InvalidArgument, Unavailable
+from vlora.lora.handle import AdapterHandle, version_of
 from vlora.request import Request
 
 
 def check_choices(choices: tuple[str, ...], limits: Limits) -> None:
-    """Raise InvalidArgument if there are too many choices or they have too many bytes in all.
+    """Raise InvalidArgument if `choices` has too many entries or too many bytes in total.
 
-    Both are limited because each token of such an answer is looked up among the choices.
+    Both are limited because every token of the answer is compared with the choices.
     """
     count, size = len(choices), sum(len(choice.encode()) for choice in choices)
     if count > limits.max_choices:
@@ -24,17 +26,20 @@ def check_choices(choices: tuple[str, ...], limits: Limits) -> None:
 
 
 def served_context(options: Options, checkpoint: int, pool: int) -> int:
-    """Return the context to serve, in tokens.
+    """Return the maximum context of a request, in tokens.
 
-    checkpoint: the checkpoint's context. pool: tokens that the page pool can hold.
-    Raises InvalidArgument if `max_model_len` exceeds either.
+    checkpoint: maximum context of the checkpoint.
+    pool: number of tokens that the page pool can hold.
+
+    Raises InvalidArgument if `max_model_len` is above either of them, or if the pool holds no
+    token.
     """
     asked = options.max_model_len or checkpoint
     if asked > checkpoint:
         raise InvalidArgument(f"'max_model_len' = {asked} is above the checkpoint's {checkpoint}")
     if pool < 1 or (options.max_model_len and asked > pool):
         raise InvalidArgument(
-            f"'kv_cache_tokens' = {options.kv_cache_tokens} cannot hold a context of {asked}"
+            f"'kv_cache_tokens' = {options.kv_cache_tokens} cannot hold a context of {asked} tokens"
         )
     return min(asked, pool)
 
@@ -46,15 +51,18 @@ def admissible(
     prompt: int,
     longest_choice: int = 0,
 ) -> int:
-    """Return the maximum number of tokens of the answer with this version of the adapter.
+    """Return the maximum number of tokens of the answer, or raise InvalidArgument.
 
-    Everything that depends on the version is checked here, on arrival and again whenever a waiting
-    request is given another version.
+    These checks depend on the version of the adapter. They run on arrival, and again each time that
+    a waiting request is given a newer version.
 
-    context: tokens that a request of this adapter may have. prompt: tokens of the prompt.
-    longest_choice: tokens of the longest of `choices`.
-    Raises InvalidArgument if the request cannot be served with it.
+    context: maximum number of tokens of a request with this adapter.
+    prompt: number of tokens of the prompt.
+    longest_choice: maximum number of tokens that a choice can need; 0 without `choices`.
+
+    Also raises Unavailable, if the images were encoded with another version.
     """
+    _check_features(request, adapter)
     if request.use_head and (adapter is None or not adapter.info.head_labels):
         raise InvalidArgument(f"adapter {request.adapter!r} has no vision task head")
     max_tokens = answer_limit(request, prompt, context)
@@ -65,10 +73,27 @@ def admissible(
     return max_tokens
 
 
+def _check_features(request: Request, adapter: AdapterHandle | None) -> None:
+    """Raise Unavailable if the image features were made with another version of the adapter.
+
+    The encoder and the engine notice a change of its folder at slightly different times.
+    """
+    given = None if request.images is None else request.images.adapter_version
+    has_part = adapter is not None and adapter.info.vision_ranks
+    expected = version_of(adapter.stamp) if adapter is not None and has_part else ""
+    if given is not None and given != expected:
+        raise Unavailable(
+            f"adapter {request.adapter!r} was changed while the request's images were encoded; send"
+            " the request again"
+        )
+
+
 def answer_limit(request: Request, prompt: int, context: int) -> int:
     """Return the maximum number of tokens of the answer; 0 for a vision task head.
 
-    prompt: tokens of the prompt. context: tokens that prompt and answer may have together.
+    prompt: number of tokens of the prompt.
+    context: maximum number of tokens of prompt and answer together.
+
     Raises InvalidArgument if the prompt or `max_tokens` exceeds the context.
     """
     if prompt < 1:
@@ -78,7 +103,7 @@ def answer_limit(request: Request, prompt: int, context: int) -> int:
     if available < least:
         raise InvalidArgument(
             f"the prompt has {prompt} tokens; with at least {least} for the answer"
-            f" it must fit the context of {context}"
+            f" it must fit into the context of {context}"
         )
     if request.use_head:
         return 0

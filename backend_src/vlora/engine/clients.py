@@ -1,4 +1,4 @@
-"""The clients of an engine: one entry for each request that was admitted and has not ended."""
+"""Requests that were admitted and have not ended, by their own id and by the client's."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vlora.request import MIN_STOPPABLE_ID, OutputSink
 
 @dataclass
 class Client:
-    """One admitted request.
+    """Admitted request.
 
     id: id that the client gave; may be empty.
-    sink: receiver of the outputs; None until the request is submitted.
-    ended: error that refuses the submission, if the request was ended before it; else None.
+    sink: function that receives the outputs; None until the request is submitted.
+    ended: error with which `submit` must fail, if the request was cancelled before; else None.
     """
 
     id: str
@@ -25,7 +25,7 @@ class Client:
 
 
 class Clients:
-    """Admitted requests by request id and by client id. Not thread-safe; the loop's lock guards it.
+    """Admitted requests by request id and by client id. Not thread-safe: the loop's lock guards it.
 
     preparing: number of requests that were admitted and not yet submitted.
     """
@@ -43,7 +43,6 @@ class Clients:
         return request_id in self._clients
 
     def get(self, request_id: str) -> Client | None:
-        """Return the entry of a request, or None."""
         return self._clients.get(request_id)
 
     @property
@@ -53,7 +52,7 @@ class Clients:
     def admit(self, request_id: str, client_id: str) -> None:
         """Add a request that is being prepared.
 
-        Raises InvalidArgument if an id is in use, and Cancelled if the client has cancelled the
+        Raises InvalidArgument if either id is in use, and Cancelled if the client has cancelled the
         request already.
         """
         if request_id in self._clients:
@@ -73,7 +72,7 @@ class Clients:
         self.preparing -= 1
 
     def remove(self, request_id: str) -> None:
-        """Remove a request that has ended or was withdrawn."""
+        """Remove a request that has ended or that is never going to be submitted."""
         client = self._clients.pop(request_id)
         if client.sink is None:
             self.preparing -= 1
@@ -85,7 +84,9 @@ class Clients:
                 self._pending_cancels.ended(client.id)
 
     def requests_to_cancel(self, client_id: str) -> list[str]:
-        """Return the in-flight requests of a client id; without any, store the cancellation."""
+        """Return the ids of the requests with a client id. If there are none, store the
+        cancellation.
+        """
         request_ids = sorted(self._by_client_id.get(client_id, ()))
         if not request_ids:
             self._pending_cancels.add(client_id)

@@ -1,9 +1,9 @@
 """Corrections of the cost model's predictions, learned from measured steps.
 
-A step consists of its forward pass and of the overhead around it (scheduling, sampling, delivering
-outputs). The prediction of the forward pass is corrected by the machine's present pace, which is
-that of the last few steps of any kind, and by how steps of the same kind differ from all steps. The
-overhead is learned from steps alone (decision 53).
+A step is its forward pass plus the overhead around it: scheduling, sampling and delivering outputs.
+Two factors correct the predicted time of the forward pass. The pace is the speed of the machine
+over the last few steps of any kind. The other factor is how much steps of the same kind deviate
+from the pace. The overhead is not in the profile and is learned from steps alone (decision 53).
 """
 
 from __future__ import annotations
@@ -13,32 +13,36 @@ from collections import deque
 from dataclasses import dataclass, field
 
 MAX_ERRORS = 512
-"""Number of latest predictions whose errors are stored."""
+"""Number of latest step predictions whose errors are kept."""
 PACE_WEIGHT = 0.4
-"""Weight of a new measurement in the pace of all steps, which other processes on the machine change
-within seconds."""
+"""Weight of a new measurement in the pace. It is large because other processes on the machine
+change the pace within seconds.
+"""
 KIND_WEIGHT = 0.05
-"""Weight of a new measurement in the correction of one kind of steps, which is stable."""
+"""Weight of a new measurement in the factor of a kind of steps, which is stable."""
 MERGE_WEIGHT = 0.1
-"""Weight of a new measurement in the correction of merges."""
+"""Weight of a new measurement in the factor of merges."""
 KIND_PRIOR = 2
-"""Number of measurements after which a kind of steps is trusted as much as all steps."""
+"""Number of measurements of ratio 1 with which the factor of each kind starts."""
 OVERHEAD_FORGETTING = 0.02
 """Forgetting factor of the step-overhead estimate."""
 OUTLIER_FACTOR, OUTLIER_SECONDS = 3.0, 1e-3
-"""An overhead above both this multiple of the expected one and this many seconds is counted as the
-larger of the two limits: the machine was busy with something else."""
+"""Limits of a measured overhead: this multiple of the expected overhead, or this many seconds if
+that is larger. A longer overhead counts as the limit, because the machine was busy with something
+else.
+"""
 
 StepKind = tuple[int, ...]
-"""Kind of steps whose predictions have similar errors."""
+"""Key of the steps whose predictions have similar errors."""
 
 
 @dataclass
 class RatioEstimate:
-    """Exponential moving average of measured over predicted time, as a geometric mean.
+    """Exponential moving average of measured time over predicted time, as a geometric mean.
 
-    weight: final weight of a new measurement.
-    samples: number of measurements so far. A start above 0 gives the ratio 1 that much trust.
+    weight: weight of a new measurement once there are at least 1/weight of them.
+    log: natural logarithm of the average.
+    samples: number of measurements so far. A start above 0 counts as that many of ratio 1.
     """
 
     weight: float
@@ -46,21 +50,24 @@ class RatioEstimate:
     samples: int = 0
 
     def learn(self, ratio: float) -> None:
-        """Add a measurement."""
+        """Add a measured time divided by its prediction."""
         self.samples += 1
         self.log += max(self.weight, 1 / self.samples) * (math.log(ratio) - self.log)
 
     @property
     def factor(self) -> float:
-        """Factor by which predictions are to be multiplied."""
+        """Factor to multiply predictions by."""
         return math.exp(self.log)
 
 
 @dataclass
 class StepOverhead:
-    """Time of a step outside its forward pass, as a line over the number of its requests.
+    """Time of a step outside its forward pass, as a linear function of its number of requests.
 
-    The line is fitted by least squares with exponential forgetting.
+    The line is fitted by least squares with exponential forgetting. Times are in seconds.
+
+    weight: sum of the weights of all measurements.
+    fixed, per_request: intercept and slope of the line.
     """
 
     weight: float = 0.0
@@ -74,7 +81,7 @@ class StepOverhead:
         return self.fixed + self.per_request * requests
 
     def learn(self, requests: int, seconds: float) -> None:
-        """Add the measured overhead of a step."""
+        """Add the measured overhead of a step, in seconds."""
         if self.weight > 0.0:
             limit = max(OUTLIER_SECONDS, OUTLIER_FACTOR * self.seconds(requests))
             seconds = min(seconds, limit)
@@ -91,7 +98,10 @@ class StepOverhead:
 
 @dataclass
 class Corrections:
-    """Everything that a cost model has learned from steps. A deep copy learns separately."""
+    """Everything that a cost model has learned from steps.
+
+    pace, merges: factors of all forward passes and of merges.
+    """
 
     pace: RatioEstimate = field(default_factory=lambda: RatioEstimate(PACE_WEIGHT))
     merges: RatioEstimate = field(default_factory=lambda: RatioEstimate(MERGE_WEIGHT))
@@ -101,12 +111,12 @@ class Corrections:
     _kinds: dict[StepKind, RatioEstimate] = field(default_factory=dict)
 
     def factor(self, kind: StepKind) -> float:
-        """Return the factor for the forward pass of a step of this kind."""
+        """Return the factor to multiply the predicted forward pass of a step of this kind by."""
         of_kind = self._kinds.get(kind)
         return self.pace.factor * (1.0 if of_kind is None else of_kind.factor)
 
     def learn_forward(self, kind: StepKind, ratio: float) -> None:
-        """Add the measured over the uncorrected time of a forward pass."""
+        """Add a measurement: the time of a forward pass divided by its uncorrected prediction."""
         of_kind = self._kinds.setdefault(kind, RatioEstimate(KIND_WEIGHT, samples=KIND_PRIOR))
         self.pace.learn(ratio / of_kind.factor)
         of_kind.learn(ratio / self.pace.factor)

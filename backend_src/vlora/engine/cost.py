@@ -1,10 +1,14 @@
-"""The cost model, which predicts the time of a step or a switch.
+"""The cost model, which predicts the time of a step or of a switch of the live adapter.
 
-Its profile is measured once per machine, and its predictions are corrected by measured steps. It
-knows sizes, seconds and slots; nothing of torch, requests or policies. A prediction is the sum of a
-step's parts: the matrix products (by rows), the LM head (by answers), attention (by positions, and
-by pairs of row and position), the operator's calls if there is any adapter, and for each adapter
-its weights once and its rows.
+A profile is measured once per machine and model. Measured steps correct its predictions. This
+module knows sizes, seconds and slots, but not torch, requests or policies. The predicted time of a
+forward pass is a sum:
+
+- the matrix products of all layers, by number of rows;
+- the LM head, by number of answers (rows whose logits are computed);
+- attention, by number of positions, and by number of pairs of row and position;
+- the calls of the LoRA operator, if any adapter is applied;
+- each applied adapter, once for reading its weights and once per row.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from vlora.ids import BASE
 
 
 class Part(NamedTuple):
-    """A step's part of one request: `rows` rows after `context` positions.
+    """One request's part of a step: `rows` new tokens after `context` earlier ones.
 
     answered: whether the step computes the logits of the last row.
     """
@@ -35,8 +39,8 @@ class Part(NamedTuple):
 class AdapterSize(NamedTuple):
     """Size of an adapter.
 
-    factors: elements of A and B over all matrices.
-    product: multiplications of B·A over all matrices.
+    factors: number of elements of A and B over all matrices.
+    product: number of multiplications of the product B·A over all matrices.
     """
 
     factors: int
@@ -45,18 +49,19 @@ class AdapterSize(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Measured times of one machine, model and dtype, in seconds.
+    """Measured times for one machine, model and dtype, in seconds.
 
-    products: (rows, seconds) by ascending rows: a step of this many rows with no adapter, no
+    products: (rows, seconds) by ascending rows, for a step with this many rows, no adapter, no
         context and one answer.
-    head: weights of the LM head over all other weights (a ratio).
-    answer: time per answer in addition to its share of the products.
+    head: number of weights of the LM head divided by that of all other weights.
+    answer: time per answer beyond its share of the products.
     position: time to read the keys and values of one position.
     pair: time per pair of a row and a position that it attends to.
-    lora_calls: fixed time of a step with any adapter: one call per group of matrices.
-    adapter_element: time per element of an adapter that a step reads.
-    adapter_element_row: time per element of an adapter and row that it is applied to.
-    merge: (fixed time of a merge, time per multiplication of B·A), also of subtracting one.
+    lora_calls: fixed time of a step with any adapter, for one call per group of matrices.
+    adapter_element: time to read one element of an adapter in a step.
+    adapter_element_row: time to apply one element of an adapter to one row.
+    merge: (fixed time, time per multiplication of B·A) of adding an adapter to the weights or of
+        subtracting one.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -72,13 +77,15 @@ class Profile:
 
 @dataclass
 class CostModel:
-    """Predictions for one engine, in seconds.
+    """Predicted durations of an engine's steps and switches, in seconds.
 
-    sizes: returns the size of the adapter in a slot.
-    merged_slot: returns the slot whose merged weights exist already, live or not; BASE for none.
+    profile: measured times of this machine and model.
+    sizes: function from slot to adapter size.
+    merged_slot: returns the slot whose merged weights exist already, active or not, or BASE.
     can_merge: returns whether the adapter in a slot may be merged.
     in_place: whether merging changes the base weights, so that each merge must be undone.
     calibrated: whether the profile was measured on this machine.
+    corrections: corrections of the profile, learned from the steps of this run.
     """
 
     profile: Profile
@@ -91,7 +98,7 @@ class CostModel:
     _product_seconds: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     def use(self, profile: Profile) -> None:
-        """Predict from this measured profile from now on."""
+        """Replace the profile by one that was measured on this machine."""
         self.profile = profile
         self.calibrated = True
         self._product_seconds.clear()
@@ -99,16 +106,20 @@ class CostModel:
     # -- steps and switches ------------------------------------------------------------------
 
     def predict(self, parts: Sequence[Part], live: int) -> float:
-        """Return the time of a step of these parts, from the end of the step before."""
+        """Return the predicted time of a step, from the end of the previous step to its own end.
+
+        live: slot whose adapter is merged into the active weights, or BASE.
+        """
         forward = self._uncorrected(parts, live) * self.corrections.factor(_kind(parts, live))
         return forward + self.corrections.overhead.seconds(len(parts))
 
     def record(
         self, parts: Sequence[Part], live: int, forward: float, overhead: float = 0.0
     ) -> float:
-        """Learn from a measured step and return its predicted time.
+        """Learn from a measured step, and return the time that was predicted for it.
 
-        forward: measured time of the forward pass. overhead: measured rest of the step's time.
+        forward: measured seconds of the forward pass.
+        overhead: measured seconds of the rest of the step.
         """
         uncorrected, kind = self._uncorrected(parts, live), _kind(parts, live)
         factor = self.corrections.factor(kind)
@@ -120,7 +131,7 @@ class CostModel:
         return predicted
 
     def record_switch(self, predicted: float, seconds: float) -> None:
-        """Learn from a measured switch that had to merge; `predicted` is its predicted time."""
+        """Learn from a measured switch that had to merge. Both times are in seconds."""
         if predicted > 0.0 and seconds > 0.0:
             merges = self.corrections.merges
             merges.learn(seconds / predicted * merges.factor)
@@ -131,13 +142,13 @@ class CostModel:
         errors = self.corrections.errors
         return statistics.median(errors) if errors else 0.0
 
-    # -- the protocols of the policies (`policies.base.Costs`, `predictive.StepCosts`) ----------
+    # -- methods of the protocols `policies.base.Costs` and `predictive.StepCosts` --------------
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
         factors: dict[StepKind, float] = {}
         adapters: dict[int, tuple[float, float]] = {}
-        """Seconds of a step and of each of its rows for the adapters of a slot's rows."""
+        """Seconds per step and per row for the adapters that are applied to a slot's rows."""
         seconds = []
         for r in ready:
             slot, rows = r.slot, r.missing
@@ -165,10 +176,10 @@ class CostModel:
         )
 
     def merges(self, live: int, to: int) -> set[int]:
-        """Return the adapters whose products a switch adds to the weights or subtracts from them.
+        """Return the slots whose products B·A a switch adds to the weights or subtracts from them.
 
-        Out of place, going back to the base or to the weights that are merged already takes none.
-        In place, the live adapter is subtracted first.
+        Out of place, a switch to the base or to weights that are merged already changes nothing. In
+        place, the live adapter is subtracted first.
         """
         if to == live:
             return set()
@@ -179,16 +190,19 @@ class CostModel:
         return slot == BASE or self.can_merge(slot)
 
     def products(self, rows: int, answers: int) -> float:
-        """Return the time of `rows` rows through all layers and `answers` rows through the head."""
+        """Return the time of `rows` rows through all layers and of `answers` rows through the LM
+        head.
+        """
         head_share = self.profile.head / (1.0 + self.profile.head)
         heads = head_share * self._products_at(answers) if answers else 0.0
         layers = self._products_at(rows) - head_share * self._products_at(1)
         return layers + heads + answers * self.profile.answer
 
     def overhead(self, requests: int) -> float:
-        """Return the overhead at the pace of the calibration.
+        """Return the overhead of a step, divided by the present pace.
 
-        On a machine that is slower now, the whole step is slower.
+        The other parts of a step are in the pace of the calibration. The caller multiplies all of
+        them by the present pace.
         """
         return self.corrections.overhead.seconds(requests) / self.corrections.pace.factor
 
@@ -222,7 +236,9 @@ class CostModel:
         )
 
     def _products_at(self, rows: int) -> float:
-        """Return the interpolated products; cached, since policies ask for every request."""
+        """Return the interpolated time of the products. Policies ask for every request, so it is
+        cached.
+        """
         seconds = self._product_seconds.get(rows)
         if seconds is None:
             seconds = self._product_seconds[rows] = _interpolate(self.profile.products, rows)
@@ -230,13 +246,16 @@ class CostModel:
 
 
 def applied_adapters(slot: int, live: int) -> set[int]:
-    """Return the adapters that are applied to rows of a slot: its own, and the live one to be
-    subtracted, unless they are the same."""
+    """Return the slots of the adapters that the operator applies to rows of `slot`.
+
+    These are the rows' own adapter and the live adapter, which is subtracted. There are none if
+    both are the same, and BASE is not among them.
+    """
     return set() if slot == live else {slot, live} - {BASE}
 
 
 def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
-    """Return the number of rows that each adapter is applied to."""
+    """Return the number of rows that the operator applies each adapter to, by slot."""
     rows: dict[int, int] = {}
     for part in parts:
         for slot in applied_adapters(part.slot, live):
@@ -245,7 +264,9 @@ def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
 
 
 def _kind(parts: Sequence[Part], live: int) -> StepKind:
-    """Return the kind of a step: rows (by powers of two), any prompt rows, any adapter applied."""
+    """Return the kind of a step: its number of rows (by powers of two), whether it has rows of a
+    prompt, and whether it applies an adapter.
+    """
     rows = sum(p.rows for p in parts)
     has_prompts = any(p.rows > 1 for p in parts)
     has_adapters = any(p.slot != live for p in parts)
@@ -253,7 +274,10 @@ def _kind(parts: Sequence[Part], live: int) -> StepKind:
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:
-    """Interpolate linearly between knots; extrapolate with the slope of the last two knots."""
+    """Return the seconds for this many rows, on straight lines between the knots.
+
+    Beyond the last knot, the line through the last two continues.
+    """
     i = min(max(bisect.bisect_left(knots, (rows,)), 1), len(knots) - 1)
     if i == 0:
         return knots[0][1] * max(1.0, rows / knots[0][0])
@@ -261,13 +285,15 @@ def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:
     return max(low + (high - low) * (rows - left) / (right - left), knots[0][1])
 
 
-def guess(elements: int, itemsize: int, head: int) -> Profile:
-    """Return a profile for use before anything is measured: a CPU of 10 GB/s and 50 GFLOP/s.
+def guess(elements: int, itemsize: int, head: int, *, stored: int = 0) -> Profile:
+    """Return a profile for a CPU with 10 GB/s and 50 GFLOP/s, for use before anything is measured.
 
-    elements: number of weights in the layers' matrices. itemsize: bytes of one weight.
+    elements: number of weights in the matrices of the layers.
+    itemsize: bytes per weight.
     head: number of weights of the LM head.
+    stored: bytes of the matrices of the layers, if they are quantized.
     """
-    read, compute = elements * itemsize / 1e10, 2 * elements / 5e10
+    read, compute = (stored or elements * itemsize) / 1e10, 2 * elements / 5e10
     rows = (1, 4, 16, 64, 256)
     return Profile(
         products=tuple((n, (1 + head / elements) * max(read, n * compute)) for n in rows),

@@ -1,4 +1,4 @@
-"""The engine: schedule → switch → forward → update, one step at a time, on the caller's thread."""
+"""The engine. Each step runs on the caller's thread: schedule → switch → forward → update."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from functools import partial
 
 from vlora.config import Options
 from vlora.engine.calibration import Calibration, SyntheticSteps
+from vlora.engine.held_rows import HeldRows
 from vlora.engine.in_flight import InFlightRequests
 from vlora.engine.parts import load_parts
 from vlora.engine.plan import StepPlan
@@ -26,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class Engine:
-    """One model with its adapters and pages.
+    """A model with its adapters and its page pool.
 
-    `prepare` and `stats` may be called from any thread; everything else belongs to one
-    thread.
+    `prepare`, `discard` and `stats` may be called from any thread. Everything else belongs to one
+    thread, the engine's.
     """
 
     def __init__(
@@ -41,6 +42,8 @@ class Engine:
         """Load the checkpoint and the adapters.
 
         adapter_names: name → folder, in addition to the folders in `options.adapters`.
+        clock: returns the present time in seconds; deadlines and arrivals are compared with it.
+
         Raises InvalidArgument for a checkpoint or options that cannot be served.
         """
         parts = load_parts(options, adapter_names or {})
@@ -61,15 +64,16 @@ class Engine:
         self._max_rows = options.max_num_batched_tokens
         self._clock = clock
         self._requests = InFlightRequests()
-        self._statistics = EngineStatistics(self.pool.total, options.block_size)
+        self._held_rows = HeldRows()
+        self._statistics = EngineStatistics(parts, options.block_size)
         self._busy_since: float | None = None
-        """End of the last step, if the engine has had work ever since."""
+        """Time at which the last step ended, or None if the engine has been idle since."""
         self._stalled = False
         """True if the last step had nothing to compute."""
         self.adapters.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:
-        """Load or measure the profile of the cost model; to be called before the first request.
+        """Load or measure the profile of the cost model. Call this before the first request.
 
         force: measure even if a profile of this machine is stored.
         """
@@ -85,20 +89,23 @@ class Engine:
             self.costs.profile.head,
             self.max_model_len,
         )
-        model = (self.config, self.slab.dtype, block, self.costs.in_place)
+        model = (self.config, self.slab.dtype, self.slab.format, block, self.costs.in_place)
         self.costs.use(calibration.load_or_measure(model, force=force))
         self.pool.release(pages)
 
     # -- requests ----------------------------------------------------------------------------
 
     def prepare(self, request: Request) -> RequestState:
-        """Check a request, on the caller's thread; raise a VLoraError if it is refused."""
+        """Check a request on the caller's thread. Raise a VLoraError if it is refused."""
         return self.admission.prepare(request)
 
     def add(self, state: RequestState, arrival: float) -> list[Output]:
         """Queue a prepared request; raise ValueError if its id is in use.
 
-        Returns the last outputs of older waiting requests of its stream, if it supersedes them.
+        arrival: time of arrival in seconds.
+
+        Returns the last outputs of the waiting requests that this request supersedes: older ones of
+        its stream.
         """
         sequence = state.sequence
         if self._requests.get(sequence.id) is not None:
@@ -113,9 +120,9 @@ class Engine:
         return ended
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> list[Output]:
-        """End a request and return its last output, which carries `reason` (default: Cancelled).
+        """End a request and return its last output, which carries `reason` (Cancelled by default).
 
-        An unknown id is no error: the request may just have finished.
+        An unknown id returns no output, because the request may just have finished.
         """
         state = self._requests.get(request_id)
         if state is None:
@@ -126,7 +133,7 @@ class Engine:
         return [state.ended(reason or Cancelled("the request was cancelled"), self._clock())]
 
     def _supersede(self, newer: Freshness) -> list[Output]:
-        """End waiting requests that a new request supersedes."""
+        """End the waiting requests that a new request supersedes; return their last outputs."""
         if not newer.supersede:
             return []
         older = [
@@ -139,15 +146,23 @@ class Engine:
         return [output for request_id in older for output in self.abort(request_id, reason)]
 
     def _expire(self, now: float) -> list[Output]:
-        """End the requests whose deadline is over."""
+        """End the requests whose deadline is over; return their last outputs."""
         outputs: list[Output] = []
         for state in self._requests.expired(now):
             self._statistics.count(expired=1)
             outputs += self.abort(state.sequence.id, state.sequence.freshness.late_error())
         return outputs
 
+    def discard(self, state: RequestState) -> None:
+        """Release a prepared request that is not queued, or no longer. Safe from any thread."""
+        structure = state.sequence.request.sampling.structured_outputs
+        if structure is not None and state.grammar is not None:
+            self.admission.grammars.release(structure, state.grammar)
+
     def _forget(self, state: RequestState) -> None:
         sequence = state.sequence
+        self._held_rows.end(state)
+        self.discard(state)
         self.scheduler.remove(sequence)
         if sequence.adapter is not None:
             sequence.adapter.last_used = self.pool.tick()
@@ -156,19 +171,21 @@ class Engine:
     # -- stepping ----------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Compute one step and return the new output of every request that has any.
+        """Compute one step, and return the new output of every request that has one.
 
-        A fault in the forward pass ends the requests of the step, and a fault in one row's answer
-        ends its request; the last outputs report both. An exception raised here is a fault of
-        scheduling or bookkeeping, after which the engine must not be used.
+        A fault in the forward pass ends the requests of the step. A fault in the answer of one row
+        ends its request. Both are reported in the requests' last outputs. If this method raises,
+        scheduling or bookkeeping is faulty, and the engine must not be used any more.
         """
         now = self._clock()
         started = now if self._busy_since is None else self._busy_since
         self._busy_since = None
-        ended = self._expire(now) + self._load_adapters(now)
+        ended = self._expire(now) + self._load_adapters(now) + self._answer_held(now)
         plan = self.scheduler.schedule(now, self.switcher.live, self.memory.arrival_cutoff)
-        self._stalled = not plan.chunks
-        if self._stalled:
+        self._stalled = not plan.chunks and not self._held_rows
+        if not plan.chunks:
+            if self._held_rows and not ended:
+                self._held_rows.sleep()
             return ended
         try:
             started += self._switch(plan.live)
@@ -181,12 +198,14 @@ class Engine:
         return ended + outputs
 
     def _load_adapters(self, now: float) -> list[Output]:
-        """Advance the loading of adapters; end requests whose adapter cannot be loaded."""
+        """Advance the loading of adapters. End the requests whose adapter cannot be loaded."""
         failed = self.memory.advance(self.scheduler.waiting, len(self.scheduler.running), now)
         return [output for name, error in failed for output in self.abort(name, error)]
 
     def _switch(self, live: int) -> float:
-        """Put adapter `live` (or BASE) into the active weights; return the seconds it took."""
+        """Make `live` (a slot or BASE) the adapter in the active weights; return the seconds this
+        took.
+        """
         if live == self.switcher.live:
             return 0.0
         merges = bool(self.costs.merges(self.switcher.live, live))
@@ -200,20 +219,27 @@ class Engine:
         return seconds
 
     def _forward(self, plan: StepPlan) -> tuple[StepResult, float]:
-        """Compute the plan; return its result and the seconds it took."""
+        """Compute the forward pass of a plan; return its result and the seconds it took."""
         started, mode = self._clock(), plan.mode
         for chunk in plan.chunks:
-            self._requests[chunk.sequence_id].scheduled(mode, started)
+            state = self._requests[chunk.sequence_id]
+            state.scheduled(mode, started)
+            self._held_rows.begin(state)
         result = self._runner.forward(plan.chunks)
         seconds = self._clock() - started
         self._statistics.count_mode(mode, seconds)
         return result, seconds
 
     def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
-        """Advance the sequences by the computed rows, draw tokens, and end finished requests."""
+        """Advance the sequences by the computed rows, draw tokens, and end complete requests."""
         now = self._clock()
-        drawing = [c.sequence_id for c in plan.chunks if c.completes and not c.use_head]
-        rows = iter(rows_of(result.logits, [self._requests[request_id] for request_id in drawing]))
+        drawing = [
+            self._requests[chunk.sequence_id]
+            for chunk in plan.chunks
+            if chunk.completes and not chunk.use_head
+        ]
+        self._held_rows.wait_for(drawing)
+        rows = iter(rows_of(result.logits, drawing))
         heads = iter(result.heads)
         outputs: list[Output] = []
         for chunk in plan.chunks:
@@ -222,22 +248,39 @@ class Engine:
             state.sequence.advance(chunk.length, mode)
             if not chunk.completes:
                 continue
-            answer = (
-                partial(state.scored, next(heads), now)
-                if chunk.use_head
-                else partial(state.drawn, next(rows), now)
-            )
-            outputs.append(_row_output(state, answer, now))
-            if outputs[-1].finished:
-                self._forget(state)
-        self._statistics.count_step(plan, len(result.logits), outputs)
+            if chunk.use_head:
+                answer = partial(state.scored, next(heads), now)
+            elif self._held_rows.hold(state, row := next(rows)):
+                self._statistics.count(rows_held=1)
+                continue
+            else:
+                answer = partial(state.drawn, row, now)
+            outputs.append(self._answer(state, answer, now))
+        self._statistics.count_step(plan, outputs)
+        return outputs
+
+    def _answer(self, state: RequestState, answer: Callable[[], Output], now: float) -> Output:
+        """Return the output of one row, and forget the request if this is its last output."""
+        output = _row_output(state, answer, now)
+        if output.finished:
+            self._forget(state)
+        return output
+
+    def _answer_held(self, now: float) -> list[Output]:
+        """Answer the requests whose token masks have arrived after their rows were computed."""
+        outputs = [
+            self._answer(state, partial(state.drawn, row, now), now)
+            for state, row in self._held_rows.answerable()
+        ]
+        if outputs:
+            self._statistics.count_outputs(outputs)
         return outputs
 
     def _record(self, plan: StepPlan, started: float, forward_seconds: float) -> None:
-        """Record the time of a step: its forward pass, and the rest since `started`.
+        """Record the time of a step since `started`, split into its forward pass and the rest.
 
-        The cost model learns from it only if its predictions are read: an uncalibrated model under
-        a policy without costs predicts nothing of use.
+        An uncalibrated model under a policy without costs is not corrected, because nothing reads
+        its predictions.
         """
         now = self._clock()
         if not self.idle:
@@ -257,7 +300,7 @@ class Engine:
         ]
 
     def _on_evict(self, slot: int, handle: AdapterHandle) -> None:
-        """Take an evicted adapter out of the weights, and evict its prefix blocks first."""
+        """Remove an evicted adapter from the weights, and mark its prefix blocks for eviction."""
         if self.switcher.live == slot:
             self._switch(BASE)
         self.switcher.forget(slot)
@@ -267,7 +310,9 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """True if all in-flight requests wait for adapters, and no result has come since."""
+        """True if all in-flight requests wait for adapters, and no result of loading one has come
+        since.
+        """
         return self._stalled and not self.adapters.has_results
 
     @property
@@ -278,12 +323,16 @@ class Engine:
     def request_ids(self) -> tuple[str, ...]:
         return self._requests.ids
 
+    def close(self) -> None:
+        """End the processes that compute token masks."""
+        self.admission.grammars.close()
+
     def stats(self) -> EngineStats:
         """Return a snapshot of the statistics; safe from any thread."""
-        return self._statistics.snapshot(self.scheduler, self.adapters, self.pool, self.costs)
+        return self._statistics.snapshot()
 
     def check_integrity(self) -> None:
-        """Raise AssertionError unless pages, sequences and in-flight requests agree."""
+        """Raise AssertionError unless pages, sequences and in-flight requests are consistent."""
         running, waiting = self.scheduler.running, self.scheduler.waiting
         self.memory.check_integrity(running)
         assert all(not sequence.table.pages for sequence in waiting)
@@ -291,7 +340,7 @@ class Engine:
 
 
 def _row_output(state: RequestState, answer: Callable[[], Output], now: float) -> Output:
-    """Return the output of one row; an error in it ends its request, not the step."""
+    """Return the output of one row. An error in it ends its request, not the step."""
     try:
         return answer()
     except VLoraError as error:

@@ -9,7 +9,7 @@ from vlora.engine.request_state import RequestState
 
 
 class InFlightRequests:
-    """Request states by id, and the ids in order of their deadlines."""
+    """Request states by id, and the requests' ids by deadline."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
@@ -20,7 +20,6 @@ class InFlightRequests:
         return self._states[request_id]
 
     def get(self, request_id: str) -> RequestState | None:
-        """Return the state of an in-flight request, or None."""
         return self._states.get(request_id)
 
     @property
@@ -37,7 +36,6 @@ class InFlightRequests:
             bisect.insort(self._by_deadline, (sequence.deadline, sequence.id))
 
     def remove(self, state: RequestState) -> None:
-        """Remove a request."""
         sequence = state.sequence
         del self._states[sequence.id]
         if sequence.deadline < math.inf:
@@ -50,7 +48,9 @@ class InFlightRequests:
         return [self._states[request_id] for _, request_id in self._by_deadline[:end]]
 
     def check_integrity(self, scheduled_ids: set[str]) -> None:
-        """Raise AssertionError unless these are the scheduler's requests and deadlines agree."""
+        """Raise AssertionError unless the ids equal the scheduler's and all deadlines are
+        listed.
+        """
         assert scheduled_ids == set(self._states), scheduled_ids ^ set(self._states)
         sequences = (state.sequence for state in self._states.values())
         with_deadline = ((s.deadline, s.id) for s in sequences if s.deadline < math.inf)

@@ -1,6 +1,6 @@
 """The engine's thread and the response thread.
 
-Requests come in from any thread, one thread steps the engine, and another one calls the sinks, so
+Any thread may submit requests. One thread runs the steps of the engine. Another calls the sinks, so
 that a slow client or server never delays a step.
 """
 
@@ -29,7 +29,7 @@ from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesc
 log = logging.getLogger(__name__)
 
 FATAL_EXIT = 70
-"""Exit code of a process whose engine cannot continue (EX_SOFTWARE of sysexits.h)."""
+"""Exit code of a process whose engine cannot continue (EX_SOFTWARE in sysexits.h)."""
 
 STALL_SECONDS = 0.05
 """Interval at which deadlines are checked while all requests wait for adapters."""
@@ -41,14 +41,16 @@ LAST_OUTPUTS_SECONDS = 5.0
 class EngineLoop:
     """Owner of the engine and its two threads, from construction until `shutdown`.
 
-    A request comes in by two calls: `admit` before any work on it, and `submit` when its images are
-    encoded. From the first call on it counts toward the limit of the queue and can be ended by
-    `abort` and `stop_client`; `withdraw` frees its position in the queue if it is not submitted.
+    A request takes two calls: `admit` before any work is done on it, and `submit` when its images
+    are encoded. From `admit` on, it counts toward the limit of the queue and can be ended by
+    `abort` and `stop_client`. If it is never submitted, `withdraw` frees its position in the
+    queue.
 
-    **Invariant:** each submitted request gets exactly one last output, whatever fails. A fault in
-    a row ends its request, and one in a forward pass ends the requests of the step. After any other
-    fault (scheduling, bookkeeping) the engine's state cannot be trusted: every request is answered
-    INTERNAL and the process ends with FATAL_EXIT, so that its supervisor can start another.
+    **Invariant:** each submitted request gets exactly one last output, whatever fails. A fault in a
+    row ends its request. A fault in a forward pass ends the requests of the step. After any other
+    fault (in scheduling or bookkeeping) the engine's state cannot be trusted. Every request is then
+    answered with INTERNAL, and the process ends with FATAL_EXIT, so that its supervisor can start
+    another.
     """
 
     def __init__(
@@ -57,9 +59,8 @@ class EngineLoop:
         max_waiting: int,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start the threads.
-
-        max_waiting: maximum number of requests that are admitted and not yet running.
+        """Start the threads. max_waiting: maximum number of requests that are admitted and not
+        running.
         """
         self._engine = engine
         self._max_waiting = max_waiting
@@ -86,9 +87,8 @@ class EngineLoop:
     def from_options(
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
-        """Load the checkpoint and the adapters, and start the loop.
-
-        adapter_names: the content of `multi_lora.json`, name → folder.
+        """Load the checkpoint and the adapters (name → folder, as in `multi_lora.json`); start the
+        loop.
         """
         torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
@@ -113,9 +113,10 @@ class EngineLoop:
     def admit(self, request_id: str, client_id: str = "") -> None:
         """Reserve a position in the queue for a request before any work is done on it.
 
-        The position is held until the request runs, is refused by `submit`, or is withdrawn.
-        Raises Unavailable if the queue is full (with its length) or the server is shutting down,
-        InvalidArgument for an id that is in use, and Cancelled if the client has cancelled it.
+        The request holds the position until it runs, is refused by `submit`, or is withdrawn.
+
+        Raises Unavailable if the queue is full or the server is shutting down, InvalidArgument if
+        an id is in use, and Cancelled if the client has cancelled the request already.
         """
         with self._wake:
             if not self._accepting:
@@ -126,7 +127,7 @@ class EngineLoop:
             self._clients.admit(request_id, client_id)
 
     def withdraw(self, request_id: str) -> None:
-        """Free the position of an admitted request; submitted or unknown ids are no error."""
+        """Free the position of an admitted request; ignore submitted and unknown ones."""
         with self._wake:
             client = self._clients.get(request_id)
             if client is not None and client.sink is None:
@@ -135,11 +136,13 @@ class EngineLoop:
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Check a request on the caller's thread and queue it; admit it first if necessary.
 
-        Raises a VLoraError if the request is refused; `sink` is then never called. Otherwise `sink`
-        gets every output, in order, on the response thread; the last has finish_reason or error.
+        Raises a VLoraError if the request is refused, and then never calls `sink`. Otherwise `sink`
+        receives every output in order, on the response thread. The last output has a
+        `finish_reason` or an `error`.
         """
         if request.id not in self._clients:
             self.admit(request.id, request.client_id)
+        state = None
         try:
             self._check_not_ended(request.id)
             state = self._engine.prepare(request)
@@ -150,6 +153,8 @@ class EngineLoop:
                 self._inbox.append(partial(self._add, state, request.arrival))
                 self._wake.notify_all()
         except BaseException:
+            if state is not None:
+                self._engine.discard(state)
             self.withdraw(request.id)
             raise
 
@@ -168,14 +173,14 @@ class EngineLoop:
         return Unavailable("the server is shutting down")
 
     def abort(self, request_id: str) -> None:
-        """End an in-flight or admitted request with Cancelled; an unknown id is no error."""
+        """End a request with Cancelled. An unknown id does nothing."""
         self._abort(request_id, Cancelled("the request was cancelled"))
 
     def stop_client(self, client_id: str) -> None:
-        """End the request of this client id with Cancelled.
+        """End the requests with this client id with Cancelled.
 
-        If none is in flight, the cancellation waits a while for the request, whose images may still
-        be in the encoder. Raises InvalidArgument for an id that is too short to be unique.
+        Without any, the cancellation is stored for a while: images of the request may still be in
+        the encoder. Raises InvalidArgument for an id that is too short to be unique.
         """
         if len(client_id) < MIN_STOPPABLE_ID:
             raise InvalidArgument(
@@ -199,11 +204,12 @@ class EngineLoop:
             self._wake.notify_all()
 
     def stats(self) -> EngineStats:
-        """Return a snapshot of the engine's statistics."""
         return self._engine.stats()
 
     def shutdown(self, drain_seconds: float) -> None:
-        """Refuse new requests, give admitted ones this many seconds to finish, cancel the rest."""
+        """Refuse new requests, wait up to `drain_seconds` for the admitted ones, then cancel the
+        rest.
+        """
         with self._wake:
             self._accepting = False
             self._wake.notify_all()
@@ -214,6 +220,7 @@ class EngineLoop:
         self._responses.join()
         self._engine.watch.close()
         self._engine.adapters.close()
+        self._engine.close()
 
     # -- the engine's thread -----------------------------------------------------------------
 
@@ -236,7 +243,7 @@ class EngineLoop:
                 self._end_process(FATAL_EXIT)
 
     def _run_once(self) -> None:
-        """Wait for work, apply what has come in, and compute one step."""
+        """Wait for work, apply what has arrived, and compute one step."""
         with self._wake:
             self._wake.wait_for(self._has_work)
             if not self._inbox and not self._stopping and self._engine.stalled:
@@ -255,7 +262,7 @@ class EngineLoop:
         return busy or bool(self._inbox) or self._engine.adapters.has_results
 
     def _on_adapters_changed(self) -> None:
-        """Wake the engine to apply what has been read, loaded or packed; called from any thread."""
+        """Wake the engine to apply new results of loading. Called from any thread."""
         with self._wake:
             self._wake.notify_all()
 
@@ -265,13 +272,16 @@ class EngineLoop:
             return self._engine.add(state, arrival)
         except Exception:
             log.exception("queueing request %s failed; it is ended", request_id)
+            self._engine.discard(state)
             return [Output(request_id, error=Internal("the engine failed on this request"))]
         finally:
             with self._wake:
                 self._to_add -= 1
 
     def _fail(self, thread: str) -> None:
-        """Stop accepting requests; the response thread then answers all and ends the process."""
+        """Stop accepting requests. The response thread then answers all of them and ends the
+        process.
+        """
         log.critical("%s failed; the process ends with code %d", thread, FATAL_EXIT, exc_info=True)
         with self._wake:
             self._failed = self._stopping = True
@@ -303,11 +313,11 @@ class EngineLoop:
             self._end_process(FATAL_EXIT)
 
     def _next_outputs(self) -> tuple[list[Output], bool]:
-        """Wait for outputs; return all that are there, and whether more will come.
+        """Wait for outputs; return all that are queued, and whether more will come.
 
-        If sending takes longer than a step (a response costs about a millisecond on a busy
-        machine), the outputs of several steps are merged into one response per request (decision
-        55). Otherwise the responses would fall further and further behind the engine.
+        If sending takes longer than a step, the outputs of several steps are merged into one
+        response per request (decision 55). Otherwise responses would fall further and further
+        behind the engine.
         """
         outputs: list[Output] = []
         of_step = self._outbox.get()
@@ -333,7 +343,7 @@ class EngineLoop:
             self.abort(output.request_id)
 
     def _remove(self, request_id: str) -> None:
-        """Remove a request, with the lock held; wake `shutdown` after the last one."""
+        """Remove a request while the lock is held. Wake `shutdown` after the last one."""
         self._clients.remove(request_id)
         if not self._clients:
             self._wake.notify_all()

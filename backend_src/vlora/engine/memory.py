@@ -1,12 +1,13 @@
-"""The engine's memory: one region of pages for keys and values, cached prefixes and adapters.
+"""The engine's memory: one pool of pages for keys and values, cached prefixes and adapters.
 
-Connects pool, KV storage, prefix cache and adapter store, and loads what waiting requests need.
-Knows sequences, not steps.
+This module connects the pool, the KV storage, the prefix cache and the adapter store. It loads the
+adapters that waiting requests need. It knows sequences, but not steps.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Iterable
 
 import torch
@@ -19,6 +20,7 @@ from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
 from vlora.lora.store import AdapterStore
 from vlora.memory.block_table import BlockTable
+from vlora.memory.device import HOST, Device
 from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import PrefixCache
@@ -26,17 +28,20 @@ from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
 
 MAX_AUTO_BYTES = 1 << 30
-"""Maximum size of the adapters' pages if `adapter_pool_bytes` is "auto"."""
+"""Maximum size in bytes of the adapters' pages if `adapter_pool_bytes` is "auto"."""
 
 PATIENCE_SECONDS = 2.0
-"""Time that a request waits for its adapter's pages before newer requests are held back too, until
-it begins: adapters of requests that run stay resident, and pages that these need evict others."""
+"""Seconds that a request may wait for pages for its adapter before newer requests are held back.
+
+They stay waiting until it begins. Otherwise they could take every page that becomes free.
+"""
 
 
 def pages_for_adapters(options: Options, page_bytes: int, needed: int) -> int:
-    """Return the number of pages that are added to the pool for adapters.
+    """Return the number of pages to add to the pool for adapters.
 
-    needed: pages of all known adapters.
+    page_bytes: bytes per page.
+    needed: number of pages that all known adapters need together.
     """
     if options.adapter_pool_bytes != AUTO:
         return -(-options.adapter_pool_bytes // page_bytes)
@@ -44,7 +49,7 @@ def pages_for_adapters(options: Options, page_bytes: int, needed: int) -> int:
 
 
 class EngineMemory:
-    """Owner of the pool and its bytes. Belongs to the engine's thread."""
+    """Owner of the page pool and its memory. Belongs to the engine's thread."""
 
     def __init__(
         self,
@@ -53,27 +58,28 @@ class EngineMemory:
         dtype: torch.dtype,
         adapters: AdapterStore,
         max_model_len: int,
+        device: Device = HOST,
     ) -> None:
-        """Allocate the pages. The adapters are loaded already; `attach` packs them.
+        """Allocate the pages on `device`. The adapters must have been read; `attach` packs them.
 
-        max_model_len: maximum number of tokens of a request of any adapter.
+        max_model_len: maximum number of tokens of a request, whatever its adapter.
         """
         self._adapters = adapters
         self._max_model_len = max_model_len
         self._stuck: Sequence | None = None
-        """Oldest waiting request whose adapter was found too few pages since it was queued."""
+        """Oldest waiting request that was ever found to lack pages for its adapter, or None."""
         self._stuck_since = 0.0
         self.block_size = options.block_size
         self.arrival_cutoff = math.inf
-        """Latest arrival of requests that may begin to run."""
+        """Latest time of arrival of the requests that may begin."""
         for matrices in lora_groups(config.layers):
             adapters.group(matrices)
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim
-        self._page_bytes = page_bytes(*layout, dtype)
+        self._page_bytes = page_bytes(*layout, dtype, device.page_layout)
         self._adapter_pages = self._pages_for_adapters(options)
         kv_pages = options.kv_cache_tokens // self.block_size
         self.pool = PagePool(kv_pages + self._adapter_pages)
-        self.kv_cache = KVCache(self.pool.total, *layout, dtype)
+        self.kv_cache = KVCache(self.pool.total, *layout, dtype, device)
         self.pool.movers.append(self.kv_cache.move)
         self.prefix = None
         if options.enable_prefix_caching:
@@ -89,7 +95,7 @@ class EngineMemory:
         return Run.length(self._adapters.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
-        """Pack the loaded adapters, as many as fit the adapters' pages."""
+        """Pack adapters into pages, as many as fit into the pages for adapters."""
         self._adapters.attach(self.pool, self.kv_cache, self._adapter_pages)
 
     def table(self) -> BlockTable:
@@ -99,7 +105,7 @@ class EngineMemory:
     def context(self, handle: AdapterHandle | None) -> int:
         """Return the maximum number of tokens of a request with this adapter.
 
-        It is reached when the pool holds this adapter and this request only. Raises
+        This many fit if the pool holds nothing but the adapter and the request. Raises
         InvalidArgument if the adapter leaves no page for keys and values.
         """
         pages = 0 if handle is None else self._run_length(handle)
@@ -107,7 +113,7 @@ class EngineMemory:
             name = "" if handle is None else handle.name
             raise InvalidArgument(
                 f"adapter '{name}' needs {pages} pages of {self._page_bytes} bytes;"
-                f" the pool has {self.pool.total}, for keys and values as well"
+                f" the pool has {self.pool.total} for adapters, keys and values"
             )
         return min(self._max_model_len, (self.pool.total - pages) * self.block_size)
 
@@ -118,8 +124,10 @@ class EngineMemory:
     ) -> list[tuple[str, VLoraError]]:
         """Load and pack the adapters of waiting requests, in order of arrival.
 
-        running: number of requests that hold pages. now: seconds on the engine's clock.
-        Returns (request id, reason) of requests whose adapter is gone or does not load.
+        running: number of requests that hold pages.
+        now: seconds on the engine's clock.
+
+        Returns (request id, error) of the requests whose adapter was removed or cannot be loaded.
         """
         self._adapters.protected_slot = BASE
         self._adapters.apply()
@@ -133,10 +141,10 @@ class EngineMemory:
         return failed
 
     def _update_cutoff(self, waiting: list[Sequence], stuck: Sequence | None, now: float) -> None:
-        """Hold newer requests back once the oldest stuck one has waited long enough.
+        """Hold newer requests back once the oldest stuck one has waited PATIENCE_SECONDS.
 
-        A run found for its adapter does not end that: others may evict it before the pages of the
-        prompt are free, again and again.
+        It stays stuck until it begins, even after its adapter got pages: before there are pages for
+        the prompt, other requests may evict the adapter again.
         """
         known = (s for s in (self._stuck, stuck) if s is not None and s in waiting)
         oldest = min(known, key=lambda s: s.arrival, default=None)
@@ -146,7 +154,11 @@ class EngineMemory:
         self.arrival_cutoff = math.inf if oldest is None or patient else oldest.arrival
 
     def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
-        """Point requests that have not started to the present version of their adapter."""
+        """Give waiting requests the present version of their adapter.
+
+        Yields (request id, error) of those for which this fails. A request that has started keeps
+        its version.
+        """
         for sequence in waiting:
             adapter = sequence.adapter
             if adapter is None:
@@ -160,7 +172,10 @@ class EngineMemory:
                 yield sequence.id, error
 
     def _use_present_version(self, sequence: Sequence, name: str) -> None:
-        """Raise a VLoraError if there is none, or none that the request can use."""
+        """Give a request the present version of its adapter.
+
+        Raises a VLoraError if there is none, or if the request cannot be served with it.
+        """
         handle = self._adapters.handle(name)
         sequence.max_tokens = admissible(
             sequence.request,
@@ -169,21 +184,21 @@ class EngineMemory:
             sequence.prompt_length,
             sequence.longest_choice,
         )
-        sequence.adapter = handle
+        sequence.use_adapter(handle)
 
     def evicted(self, handle: AdapterHandle) -> None:
-        """Make the prefix blocks of an evicted adapter the next to be evicted."""
+        """Mark the prefix blocks of an evicted adapter to be evicted before all others."""
         if self.prefix is not None:
             for scope in scopes_of(handle):
                 self.prefix.evict_first(scope)
 
     def move(self, running: Iterable[Sequence], moves: Moves) -> None:
-        """Update the block tables after pages were relocated."""
+        """Update the block tables after pages were moved."""
         for sequence in running:
             sequence.table.relocate(moves)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless the pages add up and belong to running sequences."""
+        """Raise AssertionError unless all pages are accounted for and held by running sequences."""
         self.pool.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()
@@ -192,11 +207,14 @@ class EngineMemory:
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)
 
 
-def _first_of_each_adapter(waiting: Iterable[Sequence]) -> dict[AdapterHandle, Sequence]:
-    """Return the first of these requests for each adapter, in their order."""
-    first_of: dict[AdapterHandle, Sequence] = {}
-    for sequence in waiting:
-        adapter = sequence.adapter
-        if adapter is not None and adapter not in first_of:
-            first_of[adapter] = sequence
-    return first_of
+def _first_of_each_adapter(waiting: list[Sequence]) -> dict[AdapterHandle, Sequence]:
+    """Return the first of these requests for each adapter, in their order.
+
+    Every step reads the whole queue here, so built-in functions run the loops instead of Python
+    code.
+    """
+    adapters = list(map(operator.attrgetter("adapter"), waiting))
+    first_of = dict(zip(reversed(adapters), reversed(waiting), strict=True))
+    return {
+        adapter: first_of[adapter] for adapter in dict.fromkeys(adapters) if adapter is not None
+    }

@@ -1,4 +1,4 @@
-"""Construction of an engine: loads the model and the adapters, and connects the parts."""
+"""Construction of an engine from its options."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from vlora import backends
-from vlora.config import Options
+from vlora.config import AUTO, Options
 from vlora.engine.admission import Admission
 from vlora.engine.calibration import AdapterSizes
 from vlora.engine.checks import served_context
@@ -20,11 +20,12 @@ from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.errors import InvalidArgument
 from vlora.lora.folders import FolderFinder, FolderWatch, find_folders
+from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import WeightSlab
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.memory.available import available_bytes
-from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config
+from vlora.memory.device import HOST, Device, open_device
+from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.runner import Runner
@@ -37,12 +38,12 @@ class EngineParts:
     """Everything that an engine is made of.
 
     sizes: sizes of adapters by slot.
-    max_model_len: context that is served, in tokens.
-    merge_is_lossy: whether merged weights are rounded, which is the case below float32.
+    max_model_len: maximum number of tokens of a request.
+    merge_is_lossy: whether merged weights are rounded, as they are in any dtype but float32.
     """
 
     config: DecoderConfig
-    slab: WeightSlab
+    slab: WeightSlab | QuantizedSlab
     adapters: AdapterStore
     watch: FolderWatch
     memory: EngineMemory
@@ -57,21 +58,24 @@ class EngineParts:
 
 
 def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EngineParts:
-    """Load the checkpoint and the adapters.
+    """Load the checkpoint and the adapters, and connect the parts of the engine.
 
     adapter_names: name → folder, in addition to the folders in `options.adapters`.
+
     Raises InvalidArgument for a checkpoint or options that cannot be served.
     """
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise InvalidArgument(
             f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
-            f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs a row a step"
+            f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs one row per step"
         )
-    backends.backend_of("kernels")  # An unknown name must fail here, not in each step.
+    backends.backend_of("kernels")  # An unknown backend must fail here, not in each step.
     config = load_config(options.model)
     dtype = dtype_of(options.dtype, options.model)
     merge_is_lossy = dtype != torch.float32
-    weights = load_weights(options.model, config, dtype)
+    quantization = quantization_of(options, config)
+    device = engine_device(options, quantized=quantization is not None)
+    weights = load_weights(options.model, config, dtype, quantization, device)
     adapters = AdapterStore(
         adapter_shape(options.model, config, weights.lm_head),
         options.limits.max_adapter_bytes,
@@ -83,14 +87,19 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     watch = FolderWatch(finder, adapters.update, retry=adapters.retry)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
-    memory = EngineMemory(options, config, dtype, adapters, max_model_len)
+    memory = EngineMemory(options, config, dtype, adapters, max_model_len, device)
     switcher = Switcher(weights.slab, adapters, options.merging)
     runner = Runner(config, weights, adapters, switcher, memory.kv_cache)
     memory.attach()
-    _limit_merging(options, switcher, memory)
+    _limit_merging(options, switcher, memory, device)
     sizes = AdapterSizes(adapters)
     costs = CostModel(
-        guess(weights.slab.base.numel(), dtype.itemsize, weights.lm_head.numel()),
+        guess(
+            weights.slab.elements,
+            dtype.itemsize,
+            weights.lm_head.numel(),
+            stored=weights.slab.nbytes,
+        ),
         sizes,
         merged_slot=lambda: switcher.merged,
         can_merge=lambda slot: not options.deterministic and switcher.can_merge(slot),
@@ -122,11 +131,37 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     )
 
 
-def _limit_merging(options: Options, switcher: Switcher, memory: EngineMemory) -> None:
-    """Set the memory for merged weights, and log if it suffices for none."""
+def engine_device(options: Options, *, quantized: bool = False) -> Device:
+    """Return the device of the options.
+
+    quantized: whether the decoder's weights are quantized.
+
+    Raises InvalidArgument if it cannot be used, or could not serve what the options ask for.
+    """
+    device = open_device(options.device)
+    if quantized and device is not HOST:
+        reason = "quantized weights are only served on the CPU so far"
+        if options.device != AUTO:
+            raise InvalidArgument(f"'device' = '{options.device}', but {reason}; use \"cpu\"")
+        log.warning("the GPU '%s' is not used: %s", device.name, reason)
+        device = HOST
+    log.info("device: %s", device.name)
+    return device
+
+
+def _limit_merging(
+    options: Options, switcher: Switcher, memory: EngineMemory, device: Device
+) -> None:
+    """Set the limit of memory for merged weights. Log a warning if it is too small for any
+    adapter.
+    """
     switcher.memory = options.merged_weights_bytes
-    if switcher.memory is None and (left := available_bytes()) is not None:
-        # The pages' memory is only taken from the system as the pages are first used.
+    if switcher.memory is None and (left := device.available_bytes()) is not None:
+        # The system counts the pages as available memory until they are first written.
         switcher.memory = max(0, left - memory.kv_cache.cache.nbytes)
-    if options.merging != "off" and (reason := switcher.refusal(0)) is not None:
-        log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)
+    if options.merging != "off" and (reason := switcher.refusal_of_all()) is not None:
+        # Quantized weights cannot be merged, so this is not a mistake in the options.
+        if isinstance(switcher.stored, QuantizedSlab):
+            log.info("no adapter is merged: %s", reason)
+        else:
+            log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)

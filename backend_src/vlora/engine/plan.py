@@ -1,4 +1,4 @@
-"""The plan of one step, decided before anything is computed."""
+"""The plan of one step, which is decided before anything is computed."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from vlora.model.chunk import Chunk
 
 
 class Mode(StrEnum):
-    """Inference mode of a step (§4.4); it follows from `live` and the rows."""
+    """Inference mode of a step (§4.4 of the paper). It follows from `live` and the adapters of the
+    rows.
+    """
 
     MERGED = "merged"
-    """All rows use the live adapter; nothing is added."""
+    """All rows use the live adapter, so the LoRA operator has nothing to add."""
     MIXTURE = "mixture"
-    """Some rows do not: the live adapter is subtracted there and their own added (deLoRA)."""
+    """Some rows do not use the live adapter. It is subtracted from them, and their own is added
+    (deLoRA).
+    """
     UNMERGED = "unmerged"
-    """Each row's own adapter is added, since no adapter is live."""
+    """Each row's own adapter is added, because no adapter is live."""
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """The decisions of one step.
 
-    chunks: in the order of their rows, which is that of `ids.order_of`.
-    preempted: ids of sequences whose pages were taken for older ones.
-    live: slot of the adapter merged into the active weights, or BASE for none.
-    cached: tokens of starting sequences whose keys and values came from the prefix cache.
+    chunks: one for each sequence in the step, in the order of `ids.order_of`.
+    preempted: ids of the sequences that lost their pages to others.
+    live: slot of the adapter that is merged into the active weights, or BASE.
+    cached: number of tokens whose keys and values came from the prefix cache for sequences that
+        begin.
     """
 
     chunks: tuple[Chunk, ...]
@@ -45,7 +50,7 @@ class StepPlan:
 
     @property
     def parts(self) -> list[Part]:
-        """The chunks in the terms of the cost model."""
+        """The chunks as the cost model takes them."""
         return [Part(c.slot, c.length, c.start, c.completes) for c in self.chunks]
 
     @property
@@ -54,5 +59,5 @@ class StepPlan:
 
     @property
     def decode_rows(self) -> int:
-        """Number of rows that continue an answer."""
+        """Number of rows that belong to an answer, not to a prompt."""
         return sum(chunk.decodes for chunk in self.chunks)

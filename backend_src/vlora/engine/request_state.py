@@ -1,4 +1,4 @@
-"""The state of one in-flight request: its sequence, its sampler, and its output so far."""
+"""The state of one in-flight request: its sequence, its sampler and its output so far."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from vlora.engine.sequence import Sequence
 from vlora.errors import Internal, InvalidArgument, VLoraError
 from vlora.kernels import ops
 from vlora.lora.adapter import AdapterInfo
-from vlora.model.sampler import TokenSampler, draw_rows
+from vlora.model.sampler import MASKED, TokenSampler, draw_rows
 from vlora.model.vocabulary import TextStream, Vocabulary
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
+from vlora.structured.grammar import Grammar, Matcher
 
 log = logging.getLogger(__name__)
 
 
 class LogitsRow(NamedTuple):
-    """Logits of one row.
+    """Logits of one row of a step.
 
-    finite: whether all of them are finite.
-    token: the token drawn from them, None if the request's sampler must draw it alone.
-    logits: [V] float32 if so, else None.
+    finite: whether all logits are finite.
+    token: token drawn from them; None if the request's own sampler must draw it.
+    logits: [vocabulary] float32 if `token` is None, else None.
     """
 
     finite: bool
@@ -34,22 +35,32 @@ class LogitsRow(NamedTuple):
 
 
 def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
-    """Split the logits of a step into rows and draw the tokens of all batchable samplers at once.
+    """Split the logits of a step into rows, and draw the tokens of all batchable samplers together.
 
-    If that fails, because of any of the rows, each of them is left to its own sampler.
+    If drawing together fails, each request's own sampler draws later. The same holds for structured
+    requests whose mask is not ready.
 
-    logits: [rows, V], one row per request of `states`.
+    logits: [rows, vocabulary] float32, one row per request of `states`. Rows of structured requests
+        whose mask is ready are masked in place.
     """
     largest, all_finite = (column.tolist() for column in ops.argmax(logits))
-    tokens: list[int | None] = [
-        token if state.sampler.batchable and state.sampler.greedy else None
-        for token, state in zip(largest, states, strict=True)
-    ]
-    together = [
-        (row, state.sampler, state.sequence.known)
-        for row, state in enumerate(states)
-        if all_finite[row] and state.sampler.batchable and not state.sampler.greedy
-    ]
+    tokens: list[int | None] = [None] * len(states)
+    together = []
+    for row, (state, token) in enumerate(zip(states, largest, strict=True)):
+        sampler, matcher = state.sampler, state.matcher
+        if not (all_finite[row] and sampler.batchable):
+            continue
+        if matcher is not None:
+            if not matcher.has_mask:
+                continue
+            barred = torch.from_numpy(~matcher.mask).to(logits.device)
+            with torch.inference_mode():
+                logits[row].masked_fill_(barred, float(MASKED))
+            token = int(logits[row].argmax()) if sampler.greedy else token
+        if sampler.greedy:
+            tokens[row] = token
+        else:
+            together.append((row, sampler, state.sequence.known))
     if together:
         try:
             for (row, _, _), token in zip(together, draw_rows(logits, together), strict=True):
@@ -57,16 +68,16 @@ def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]
         except Exception:
             log.exception("drawing %d rows together failed; each is drawn alone", len(together))
     return [
-        LogitsRow(finite, token, logits[row] if token is None else None)
+        LogitsRow(finite, token, logits[row].cpu() if token is None else None)
         for row, (finite, token) in enumerate(zip(all_finite, tokens, strict=True))
     ]
 
 
 class RequestState:
-    """Everything about one in-flight request; made once it has passed every check.
+    """Everything about one in-flight request that has passed all checks.
 
-    Owns the sequence that the scheduler sees, and the text and sampling state, which preemption
-    does not change.
+    It owns the sequence that the scheduler sees. It also holds the text and the sampling state,
+    which preemption does not change.
     """
 
     def __init__(
@@ -74,8 +85,16 @@ class RequestState:
         sequence: Sequence,
         sampler: TokenSampler,
         vocabulary: Vocabulary,
+        grammar: Grammar | None = None,
     ) -> None:
+        """Make the state of a request that is not queued yet.
+
+        grammar: grammar that the answer must follow, or None. The engine releases it.
+        """
         params = sequence.request.sampling
+        self.grammar = grammar
+        self.matcher: Matcher | None = None
+        """State of the grammar after the answer's tokens so far; None before the first step."""
         self.sequence = sequence
         self.sampler = sampler
         self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
@@ -85,12 +104,12 @@ class RequestState:
 
     @property
     def _adapter(self) -> AdapterInfo | None:
-        """The adapter version that the request runs with."""
+        """Version of the adapter that the request uses."""
         handle = self.sequence.adapter
         return None if handle is None else handle.info
 
     def scheduled(self, mode: Mode, now: float) -> None:
-        """Note that rows of the request are about to be computed in this mode."""
+        """Count a step of the request in this mode, and note the time of its first step."""
         self._modes[mode.value] += 1
         if self._first_scheduled is None:
             self._first_scheduled = now
@@ -98,8 +117,14 @@ class RequestState:
     def drawn(self, row: LogitsRow, now: float) -> Output:
         """Append the next token and return its output.
 
+        If a structured answer is complete already, no token is drawn, and the output ends the
+        request. Otherwise the mask of a structured request must be ready.
+
         Raises InvalidArgument or Internal if the logits are not finite.
         """
+        matcher = self.matcher
+        if matcher is not None and matcher.stopped:
+            return self._output(now, text=self._stream.flush(), finish_reason="stop")
         if not row.finite:
             raise self._not_finite()
         if self._first_token is None:
@@ -114,17 +139,20 @@ class RequestState:
                 sequence.tokens[: sequence.prompt_length],
                 sequence.output,
                 budget=sequence.max_tokens - sequence.output_length,
+                mask=None if matcher is None else matcher.mask,
             )
             token = draw.token
             logprobs = None if draw.logprobs is None else (draw.logprobs,)
         sequence.tokens.append(token)
         text, finish_reason = self._read(token)
+        if matcher is not None and finish_reason is None:
+            matcher.advance(token)
         return self._output(
             now, text=text, token_ids=(token,), logprobs=logprobs, finish_reason=finish_reason
         )
 
     def _read(self, token: int) -> tuple[str, str | None]:
-        """Return (new text, finish reason) after `token` was drawn."""
+        """Return (new text, finish reason or None) after `token` was drawn."""
         choices = self.sampler.choices
         if choices is not None:
             if token not in self.sampler.ends:
@@ -144,9 +172,12 @@ class RequestState:
         return text, None
 
     def scored(self, values: torch.Tensor, now: float) -> Output:
-        """Return the answer of the vision task head; no token is drawn.
+        """Return the final output of a request that the adapter's vision task head answers.
 
-        values: [classes] float32. Raises InvalidArgument if they are not finite.
+        values: [classes] float32, before softmax.
+        now: seconds on the engine's clock.
+
+        Raises InvalidArgument if the values are not finite.
         """
         if not bool(torch.isfinite(values).all()):
             raise self._not_finite()
@@ -157,10 +188,11 @@ class RequestState:
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
-        """Return the error for a row that is not finite, and let no other request get blocks that
-        led to it.
+        """Return the error for a row that is not finite, and stop sharing the request's prefix
+        blocks.
 
-        It names the adapter, else the request's image features, else the model as the cause.
+        The error names the cause: the adapter if there is one, else the image features if there are
+        any, else the model.
         """
         self.sequence.table.discard_shared()
         if self._adapter is not None:
@@ -173,7 +205,6 @@ class RequestState:
         return Internal("the model produces values that are not finite for this prompt")
 
     def ended(self, error: VLoraError, now: float) -> Output:
-        """Return the last output of a request that is ended with an error."""
         return self._output(now, error=error)
 
     def _output(
@@ -186,9 +217,9 @@ class RequestState:
         error: VLoraError | None = None,
         head: HeadScores | None = None,
     ) -> Output:
-        sequence = self.sequence
+        sequence, adapter = self.sequence, self._adapter
         arrival = sequence.arrival
-        return Output(
+        output = Output(
             request_id=sequence.id,
             text=text,
             token_ids=token_ids,
@@ -197,13 +228,14 @@ class RequestState:
             error=error,
             num_input_tokens=sequence.prompt_length,
             num_output_tokens=sequence.output_length,
+            num_cached_tokens=min(sequence.cached, sequence.prompt_length),
             head=head,
-            adapter=self._adapter.name if self._adapter else None,
-            adapter_digest=self._adapter.digest if self._adapter else None,
+            adapter=None if adapter is None else adapter.name,
+            adapter_digest=None if adapter is None else adapter.digest,
             timings=Timings(
                 queued=(now if self._first_scheduled is None else self._first_scheduled) - arrival,
                 first_token=0.0 if self._first_token is None else self._first_token - arrival,
                 total=now - arrival,
             ),
-            modes=dict(self._modes),
         )
+        return output._replace(modes=dict(self._modes)) if output.finished else output

@@ -1,8 +1,8 @@
-"""The scheduler, which decides which sequences the next step computes, and how much of each.
+"""The scheduler. It decides which sequences the next step computes, and how many tokens of each.
 
-A policy chooses the sequences, their order, and the adapter in the weights. The scheduler walks
-that order and allocates pages and rows. Except for the pages that it allocates and releases,
-the scheduler is pure: no torch, no clock but the one it is given.
+A policy chooses the sequences, their order and the live adapter. The scheduler then allocates pages
+and rows in that order. Apart from the pages that it allocates and releases it is pure: no torch,
+and no clock but the one it is given.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from vlora.ids import BASE
 class Budgets:
     """Limits of the scheduler.
 
-    sequences: maximum number of sequences that hold pages at once.
+    sequences: maximum number of sequences that hold pages at once, also called batch slots.
     rows: maximum number of tokens computed in one step.
-    candidates: number of waiting sequences that the policy is asked about in a step, in each of its
-        orders; the number of free slots if that is larger.
+    candidates: number of waiting sequences, in each order of the policy, that the policy sees; the
+        number of free batch slots if that is larger.
     """
 
     sequences: int
@@ -39,12 +39,14 @@ class Budgets:
 class Scheduler:
     """Iteration-level scheduling with chunked prefill, in the order of a policy.
 
-    A sequence is admitted when there are free pages for all its known tokens; from then on it grows
+    A sequence is admitted when there are free pages for all its known tokens. From then on it grows
     page by page. A running sequence that the policy does not choose is paused: it keeps its pages.
-    A chosen sequence that gets no slot or no pages pauses none: a running one takes its turn.
-    When pages are short, paused sequences are preempted first, lowest credit first, then the newest
-    of the chosen ones. A preempted sequence is recomputed later. The oldest sequence is never
-    preempted, so it always advances once chosen, and nothing starves.
+    If a chosen sequence gets no batch slot or no pages, a paused sequence is computed in its place.
+
+    When pages run out, sequences are preempted: paused ones first, lowest credit first, then the
+    newest of the chosen ones. A preempted sequence loses its pages and is recomputed later. The
+    oldest sequence is never preempted, so it advances each time it is chosen, and nothing
+    starves.
     """
 
     def __init__(
@@ -56,8 +58,8 @@ class Scheduler:
         """Make a scheduler without sequences.
 
         policy: first come, first served by default.
-        protect: called with the slot of the adapter that the step will have in the weights, before
-            pages are allocated, so that this adapter is not evicted for them.
+        protect: called with the slot of the step's live adapter before pages are allocated, so that
+            this adapter is not evicted for them.
         """
         self._protect = protect
         self._budgets = budgets
@@ -66,13 +68,13 @@ class Scheduler:
         self.running: list[Sequence] = []
         """Sequences that hold pages, in order of arrival."""
         self._last_step: Mapping[Sequence, int] = {}
-        """Number of rows of each sequence of the last step."""
+        """Number of rows of each sequence in the last step."""
         self.choice = Choice((), BASE)
         """The policy's last choice."""
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Sequences without pages, in order of arrival; to be read only."""
+        """Sequences without pages, in order of arrival. Do not modify the list."""
         return self._queue.by_arrival
 
     @property
@@ -86,11 +88,11 @@ class Scheduler:
         return sum(sequence not in last_step for sequence in list(self.running))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
+        """Queue a sequence that holds no pages."""
         self._queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """End a waiting or running sequence and release its pages."""
+        """Remove a waiting or running sequence and release its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
@@ -100,9 +102,10 @@ class Scheduler:
     def schedule(
         self, now: float = 0.0, live: int = BASE, arrival_cutoff: float = math.inf
     ) -> StepPlan:
-        """Return the plan of the next step; it has no chunks if nothing can be computed.
+        """Return the plan of the next step. It has no chunks if nothing can be computed.
 
-        live: slot of the adapter in the weights now.
+        now: seconds on the engine's clock.
+        live: slot of the adapter in the active weights now, or BASE.
         arrival_cutoff: waiting sequences that arrived later do not begin.
         """
         if self.idle:
@@ -119,12 +122,12 @@ class Scheduler:
         step = self._allocate(chosen, self.choice)
         preempted = step.preempted
         if not step.rows and self.running:
-            # None of the chosen gets pages: the sequences that hold pages continue.
-            running = self.running[: self.policy.max_batch]
+            # No chosen sequence got pages, so the sequences that hold pages continue.
+            running = self._computable()[: self.policy.max_batch]
             step = self._allocate(running, Choice((), self.choice.live))
             preempted += step.preempted
         if not step.rows:
-            # Nothing runs any more: begin the oldest, which may take the live adapter's pages.
+            # Nothing is running, so begin the oldest. It may take the live adapter's pages.
             self.choice = Choice((), BASE)
             self._protect(BASE)
             step = self._allocate([s for s in eligible if s.ready][:1], self.choice)
@@ -135,15 +138,23 @@ class Scheduler:
         return StepPlan(chunks_of(step.rows, live), tuple(preempted), live, step.cached)
 
     def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
-        """Return the sequences that the policy is asked about, in order of arrival.
+        """Return the sequences that the policy sees, in order of arrival.
 
-        These are all that run, and the first waiting ones in each of the policy's orders, so that
-        a step's work does not grow with the queue. No more of them than there are free slots can
-        begin, except in the slots of newer ones that are preempted.
+        These are all running sequences with tokens to compute, and the first waiting ones in each
+        of the policy's orders. The number of waiting ones is limited, so that the work per step
+        does not grow with the queue. More than there are free batch slots could not begin anyway,
+        unless newer sequences are preempted.
         """
         count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
         waiting = self._queue.candidates(self.policy.orders, count, arrival_cutoff)
-        return sorted([*self.running, *waiting], key=_arrival)
+        return sorted([*self._computable(), *waiting], key=_arrival)
+
+    def _computable(self) -> list[Sequence]:
+        """Return the running sequences that have tokens to compute, in order of arrival.
+
+        The others wait for the mask of their next token.
+        """
+        return [sequence for sequence in self.running if sequence.missing]
 
     def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
         """Give rows to decoding sequences first, so that no prompt delays them, then to prompts."""
@@ -153,8 +164,8 @@ class Scheduler:
             if sequence.table.pages and self._grow(sequence, step):
                 step.add(sequence)
         prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
-        # Once one prompt waits for pages, later ones must not take them. After a preemption no
-        # prompt is admitted: a sequence that was just preempted would take its pages back.
+        # Once one prompt has to wait for pages, later prompts must not take them. After a
+        # preemption, no prompt is admitted, or the preempted sequence would take its pages back.
         full = bool(step.preempted)
         for sequence in prompts:
             if step.free_rows == 0:
@@ -168,26 +179,27 @@ class Scheduler:
         return step
 
     def _continue_paused(self, chosen: list[Sequence], step: StepBuilder) -> None:
-        """Fill the batch with paused sequences, since chosen ones got no slot or lack pages.
+        """Fill the batch with paused sequences when chosen ones got no batch slot or no pages.
 
-        Decoding ones go first. They take pages from other paused sequences only.
+        Decoding sequences go first. They take pages only from other paused sequences.
         """
         chosen_ids = {s.id for s in chosen}
-        left_out = [s for s in self.running if s.id not in chosen_ids]
+        left_out = [s for s in self._computable() if s.id not in chosen_ids]
         for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival)):
             if step.free_rows == 0 or len(step.rows) >= self.policy.max_batch:
                 break
             if not sequence.table.pages:
-                continue  # Preempted for one before it.
+                continue  # It was preempted for a sequence before it.
             if sequence in step.paused:
                 step.paused.remove(sequence)
             if self._grow(sequence, step, only_paused=True):
                 step.add(sequence)
 
     def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
-        """Return the sequences with pages that are not chosen, in order of their preemption.
+        """Return the sequences with pages that are not chosen, in the order in which they are
+        preempted.
 
-        The oldest sequence of all is left out: it must end at some time.
+        The oldest of all sequences is left out, so that it ends at some time.
         """
         chosen_ids = {s.id for s in chosen}
         paused = [s for s in self.running if s.id not in chosen_ids]
@@ -200,9 +212,10 @@ class Scheduler:
         return sorted(preemptible, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
 
     def _admit(self, sequence: Sequence, step: StepBuilder) -> bool:
-        """Give a waiting sequence a batch slot and pages for all known tokens, if possible.
+        """Give a waiting sequence a batch slot and pages for all its known tokens, if possible.
 
-        The pages are free ones, or those of paused sequences that arrived later.
+        The pages are free ones or those of paused sequences that arrived later. Returns whether the
+        sequence is running now.
         """
         if not sequence.ready:
             return False  # Its adapter was evicted for the pages of another sequence.
@@ -210,7 +223,7 @@ class Scheduler:
             if not self._preempt_newer(sequence, step):
                 return False
         sequence.begin(self.choice.live)
-        # Preempt none unless this suffices: otherwise their work would be lost for nothing.
+        # Preempt only if that frees enough pages. Otherwise work would be lost for nothing.
         newer = (s for s in step.paused if s.arrival > sequence.arrival)
         fits = sequence.table.fits(sequence.known, sum(len(s.table.pages) for s in newer))
         while not (fits and sequence.table.grow(sequence.known)):
@@ -232,10 +245,13 @@ class Scheduler:
         return bool(newer)
 
     def _grow(self, sequence: Sequence, step: StepBuilder, *, only_paused: bool = False) -> bool:
-        """Allocate pages for the sequence's next row, preempting paused sequences, then the newest.
+        """Allocate pages for the sequence's next row. Preempt paused sequences for them, then the
+        newest.
 
-        only_paused: preempt no others.
-        Returns False if it got none: it was the newest and was preempted, or none are left.
+        only_paused: preempt no sequence that is not paused.
+
+        Returns False if it gets no page: no page can be taken, or the sequence is itself the newest
+        and was preempted.
         """
         while not sequence.table.grow(sequence.known):
             if only_paused and not step.paused:

@@ -1,12 +1,14 @@
 """A request as the scheduler sees it: two counters, tokens computed and tokens known.
 
-There is no prefill phase and no decode phase: a step computes some of the tokens that are known and
-not yet computed, and where it reaches the last one, one more token becomes known.
+There is no prefill phase and no decode phase. A step computes some of the known tokens that are not
+computed yet. When it computes the last of them, one more token becomes known.
 """
 
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Sequence as Tokens
 from typing import TYPE_CHECKING
 
 from vlora.engine.plan import Mode
@@ -23,20 +25,21 @@ if TYPE_CHECKING:
 
 
 SHAREABLE_MODES = ("", "merged")
-"""Weight modes under which prefix blocks are shared. Blocks of mixture rows, where the live adapter
-is subtracted again, are not."""
+"""Weight modes (see `mode_of`) whose prefix blocks are shared. Blocks of mixture rows are not
+shared, since the live adapter is subtracted from rounded weights.
+"""
 
 
 class Sequence:
     """The scheduling state of one request.
 
-    tokens: known token ids, the prompt's first.
+    tokens: ids of the known tokens, first those of the prompt.
     prompt_length: number of tokens of the prompt.
     computed: number of tokens whose keys and values are in `table`.
-    cached: how many of these came from the prefix cache when the sequence last began.
-    arrival: on the engine's clock in seconds; set when the request is queued.
-    started: whether it has ever been scheduled.
-    preemptions: how often the sequence has lost its pages.
+    cached: number of tokens taken from the prefix cache when the sequence last began.
+    arrival: seconds on the engine's clock; set when the request is queued.
+    started: whether the sequence was ever in a step.
+    preemptions: number of times that the sequence has lost its pages.
     """
 
     def __init__(
@@ -53,8 +56,9 @@ class Sequence:
     ) -> None:
         """Make a sequence that holds no pages.
 
-        digests: digests of its blocks, if they are to be shared.
-        longest_choice: number of tokens of the longest of its choices.
+        max_tokens: maximum number of tokens of the answer.
+        digests: digests of its blocks if they may be shared, else None.
+        longest_choice: number of tokens that the longest of `choices` can need.
         merge_is_lossy: whether merged weights are rounded.
         """
         self.request = request
@@ -67,13 +71,13 @@ class Sequence:
         self.prompt = prompt
         self.prompt_length = len(prompt.ids)
         self.tokens = list(prompt.ids)
-        self.adapter = adapter
+        self.use_adapter(adapter)
         self._pinned: AdapterHandle | None = None
         self._held: AdapterHandle | None = None
         self._digests = digests
         self._merge_is_lossy = merge_is_lossy
         self._mode: str | None = ""
-        """Weight mode of all computed tokens, or None if they were computed under several."""
+        """Weight mode of all computed tokens, or None if they were computed in several modes."""
         self.max_tokens = max_tokens
         self.longest_choice = longest_choice
         self.arrival = 0.0
@@ -83,15 +87,27 @@ class Sequence:
         self.preemptions = 0
         self.started = False
         self._waited = 0.0
-        """Seconds waited up to the last time that it was scheduled."""
+        """Value of `wait` when the sequence was last scheduled."""
         self._waiting_since: float | None = None
-        """See `waiting_since`; None before it is first scheduled."""
+        """Value of `waiting_since`, or None before the first step ended."""
 
     # -- adapter and pages -------------------------------------------------------------------
 
+    def use_adapter(self, adapter: AdapterHandle | None) -> None:
+        """Set the version of the adapter. The sequence must not have started."""
+        self.adapter = adapter
+        invocation = adapter.info.invocation if adapter else ()
+        self.base_tokens = 0
+        """Number of leading tokens that the base model computes alone. For an activated LoRA, these
+        are the tokens before the last invocation in the prompt, or all tokens if there is none.
+        """
+        if invocation:
+            start = last_occurrence(self.prompt.ids, invocation)
+            self.base_tokens = sys.maxsize if start is None else start
+
     @property
     def slot(self) -> int:
-        """Slot of its adapter, which must be resident; BASE without an adapter."""
+        """Slot of the adapter, which must be resident; BASE without an adapter."""
         if self.adapter is None:
             return BASE
         slot = self.adapter.slot
@@ -99,19 +115,33 @@ class Sequence:
         return slot
 
     @property
+    def next_slot(self) -> int:
+        """Slot of the adapter that the next row needs."""
+        return BASE if self.computed < self.base_tokens else self.slot
+
+    @property
+    def next_rows(self) -> int:
+        """Maximum number of rows in the next step, since all of them must need `next_slot`."""
+        missing = len(self.tokens) - self.computed
+        before = self.base_tokens - self.computed
+        return before if 0 < before < missing else missing
+
+    @property
     def ready(self) -> bool:
-        """True if a step could compute it: its adapter is resident, or it has none."""
+        """Return whether a step can compute the sequence: its adapter, if any, is resident."""
         return self.adapter is None or self.adapter.resident
 
     @property
     def holds_adapter(self) -> bool:
-        """True if it has started with this version of its adapter, and will end with it."""
+        """True if the sequence has started with this version of its adapter and keeps it to its
+        end.
+        """
         return self._held is not None
 
     def begin(self, live: int = BASE) -> None:
-        """Pin the adapter and take cached prefix blocks, before pages are allocated.
+        """Pin the adapter, and take cached prefix blocks before pages are allocated.
 
-        live: slot of the adapter in the weights of the next step. It decides which blocks match.
+        live: slot of the adapter in the weights of the next step. It determines which blocks match.
         """
         if self.adapter is not None:
             self.adapter.pin()
@@ -126,14 +156,17 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows and share the blocks that are full. mode: see `mode_of`."""
+        """Count computed rows, and share the blocks that became full.
+
+        mode: weight mode of the rows (see `mode_of`).
+        """
         self._mode = mode if self.computed == 0 or self._mode == mode else None
         self.computed += rows
         if self._mode in SHAREABLE_MODES and self.table.has_unshared_block(self.computed):
             self.table.share(self._keys(self._mode, self.computed))
 
     def leave(self) -> None:
-        """Release the pages, and unpin the adapter."""
+        """Release the pages and unpin the adapter."""
         self.table.clear()
         self.computed = 0
         if self._pinned is not None:
@@ -141,7 +174,7 @@ class Sequence:
             self._pinned = None
 
     def end(self) -> None:
-        """Release the pages and this version of the adapter."""
+        """Release the pages and the version of the adapter that the sequence holds."""
         self.leave()
         if self._held is not None:
             self._held.release()
@@ -151,14 +184,22 @@ class Sequence:
         """Return the keys of the full blocks among the first `length` tokens."""
         if self._digests is None:
             return []
-        scope = _scope(self.adapter, mode)
-        return [BlockKey(scope, digest) for digest in self._digests.up_to(self.tokens, length)]
+        digests = self._digests.up_to(self.tokens, length)
+        scope, start = _scope(self.adapter, mode), self.base_tokens
+        if not start:
+            return [BlockKey(scope, digest) for digest in digests]
+        # Blocks that end before the start of an activated LoRA are equal to those of the base
+        # model. The content of the others also depends on where it starts.
+        of_base, suffix = min(len(digests), start // self._digests.block), start.to_bytes(8)
+        return [
+            *(BlockKey(_scope(None, mode), digest) for digest in digests[:of_base]),
+            *(BlockKey(scope, digest + suffix) for digest in digests[of_base:]),
+        ]
 
     # -- counters ----------------------------------------------------------------------------
 
     @property
     def known(self) -> int:
-        """Number of known tokens."""
         return len(self.tokens)
 
     @property
@@ -176,9 +217,10 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     def candidate(self, now: float) -> Candidate:
-        """Return what a policy sees of the sequence, whose adapter must be resident.
+        """Return what a policy sees of the sequence. The adapter must be resident.
 
-        Every step asks this of each candidate, so it reads fields instead of properties.
+        Every step calls this for each candidate, so it reads fields, which is faster than
+        properties.
         """
         adapter, arrival, since = self.adapter, self.arrival, self._waiting_since
         tokens, computed = len(self.tokens), self.computed
@@ -207,36 +249,46 @@ class Sequence:
 
     @property
     def waiting_since(self) -> float:
-        """Time from which it would have waited as long without a break; constant while it waits."""
+        """Present time minus `wait`; constant while the sequence waits."""
         return self.arrival if self._waiting_since is None else self._waiting_since
 
     @property
     def freshness(self) -> Freshness:
-        """Arrival, deadline and stream of its request."""
         return self.request.freshness(self.arrival)
 
     def wait(self, now: float) -> float:
-        """Return the total seconds ready but not scheduled.
-
-        The wait does not grow while the sequence runs, and never resets.
+        """Return the seconds for which the sequence was ready but not in a step, in total. Never
+        reset.
         """
         return now - self.waiting_since
 
     def scheduled(self, now: float) -> None:
-        """Note that the sequence is part of the step that begins now."""
+        """Note that the sequence is in the step that begins now."""
         self.started = True
         self._waited = self.wait(now)
 
     def ran(self, now: float) -> None:
-        """Note that the sequence's step has ended."""
+        """Note that the step that the sequence was in has ended."""
         self._waiting_since = now - self._waited
 
 
-def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
-    """Return the weight mode of a row: which weights computed its keys and values.
+def last_occurrence(tokens: Tokens[int], wanted: Tokens[int]) -> int | None:
+    """Return the index at which `wanted` last occurs in `tokens`, or None."""
+    first, count = wanted[0], len(wanted)
+    for start in range(len(tokens) - count, -1, -1):
+        if tokens[start] == first and tuple(tokens[start : start + count]) == tuple(wanted):
+            return start
+    return None
 
-    slot: the row's adapter. live: the adapter in the weights. The mode is "" if it does not change
-    keys and values, as in fp32, and otherwise the name of the mode.
+
+def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
+    """Return the weight mode of a row, which says which weights computed its keys and values.
+
+    slot: slot of the row's adapter.
+    live: slot of the adapter in the weights.
+
+    The mode is "" if the result equals that of unmerged weights, as always in fp32. Otherwise it is
+    the name of a `Mode`.
     """
     if live == BASE or not merge_is_lossy:
         return ""
@@ -244,7 +296,9 @@ def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
 
 
 def scopes_of(adapter: AdapterHandle) -> list[str]:
-    """Return the scopes of all prefix blocks that are computed with an adapter."""
+    """Return the scopes of the prefix blocks that are computed with an adapter. Blocks are shared
+    only within a scope.
+    """
     return [_scope(adapter, mode) for mode in SHAREABLE_MODES]
 
 

@@ -1,4 +1,4 @@
-"""Counting what the engine does."""
+"""Statistics of the engine."""
 
 from __future__ import annotations
 
@@ -6,36 +6,32 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from vlora.engine.cost import CostModel
+from vlora.engine.parts import EngineParts
 from vlora.engine.plan import Mode, StepPlan
-from vlora.engine.scheduler import Scheduler
-from vlora.lora.store import AdapterStore
-from vlora.memory.pool import PagePool
 from vlora.metrics import EngineStats
 from vlora.request import Output
 
 
 class EngineStatistics:
-    """Owner of the totals. Updated on the engine's thread; `snapshot` may be called from any.
+    """Owner of the totals. The engine's thread updates them; any thread may call `snapshot`.
 
-    Each update and each copy of a dictionary is one operation of the interpreter, so that readers
-    need no lock.
+    Readers need no lock, because each update and each copy of a dictionary is atomic under the GIL.
     """
 
-    def __init__(self, pages_total: int, page_tokens: int) -> None:
-        self._constants = {"pages_total": pages_total, "page_tokens": page_tokens}
+    def __init__(self, parts: EngineParts, page_tokens: int) -> None:
+        self._parts = parts
+        self._constants = {"pages_total": parts.memory.pool.total, "page_tokens": page_tokens}
         self._totals: defaultdict[str, Any] = defaultdict(int)
         self._mode = ""
         self._mode_steps: Counter[str] = Counter()
         self._mode_seconds: defaultdict[str, float] = defaultdict(float)
 
     def count(self, **increments: float) -> None:
-        """Add to totals, by the names of the fields of `EngineStats`."""
+        """Add to the totals with these names, which are fields of `EngineStats`."""
         totals = self._totals
         totals.update({name: totals[name] + n for name, n in increments.items()})
 
-    def count_step(self, plan: StepPlan, generated: int, outputs: Sequence[Output]) -> None:
-        """Count a computed step. generated: tokens drawn in it."""
+    def count_step(self, plan: StepPlan, outputs: Sequence[Output]) -> None:
         rows, decode_rows = plan.rows, plan.decode_rows
         self.count(
             steps=1,
@@ -43,26 +39,32 @@ class EngineStatistics:
             decode_steps=decode_rows > 0,
             decode_rows=decode_rows,
             prompt_tokens=rows - decode_rows,
-            generated_tokens=generated,
-            finished=sum(output.finish_reason is not None for output in outputs),
-            failed=sum(output.error is not None for output in outputs),
             preemptions=len(plan.preempted),
             cached_tokens=plan.cached,
         )
+        self.count_outputs(outputs)
+
+    def count_outputs(self, outputs: Sequence[Output]) -> None:
+        """Count the tokens and the ended requests of these outputs."""
+        self.count(
+            generated_tokens=sum(len(output.token_ids) for output in outputs),
+            finished=sum(output.finish_reason is not None for output in outputs),
+            failed=sum(output.error is not None for output in outputs),
+        )
 
     def count_mode(self, mode: Mode, seconds: float) -> None:
-        """Count the forward pass of a step in this mode."""
+        """Count a forward pass in this mode."""
         self._mode = mode.value
         self._mode_steps[mode.value] += 1
         self._mode_seconds[mode.value] += seconds
 
-    def snapshot(
-        self, scheduler: Scheduler, adapters: AdapterStore, pool: PagePool, costs: CostModel
-    ) -> EngineStats:
-        """Return the totals with the present values of these parts."""
+    def snapshot(self) -> EngineStats:
+        """Return the totals together with the present values of the engine's parts."""
+        scheduler, adapters = self._parts.scheduler, self._parts.adapters
+        pool, grammars = self._parts.memory.pool, self._parts.admission.grammars
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         credits = sorted((scheduler.choice.credits or {}).values())
-        tiers = adapters.counters
+        tiers, structured = adapters.counters, grammars.counters
         return EngineStats(
             **self._constants,
             **dict(self._totals),
@@ -74,7 +76,7 @@ class EngineStatistics:
             median_credit=credits[len(credits) // 2] if credits else 0.0,
             running=len(running),
             waiting=len(waiting),
-            prediction_error=costs.median_error,
+            prediction_error=self._parts.costs.median_error,
             pages_used=pool.kv,
             pages_cached=pool.cached,
             pages_adapter=pool.adapter,
@@ -87,6 +89,13 @@ class EngineStatistics:
             adapter_misses=tiers.misses,
             adapter_loads=tiers.loads,
             adapter_evictions=tiers.evictions,
+            grammars=len(grammars),
+            grammars_compiled=structured.compiled,
+            grammars_refused=structured.refused,
+            grammar_seconds=structured.compile_seconds,
+            masks=structured.masks,
+            mask_seconds=structured.mask_seconds,
+            structured_failed=structured.failed,
             running_adapters=Counter(s.request.adapter or "" for s in running),
             waiting_adapters=Counter(s.request.adapter or "" for s in waiting),
         )

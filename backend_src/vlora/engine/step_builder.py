@@ -14,7 +14,9 @@ class StepBuilder:
     """A step under construction.
 
     rows: number of rows of each sequence.
-    paused: paused sequences in the order in which they are preempted.
+    paused: paused sequences, in the order in which they are preempted.
+    preempted: ids of the sequences that were preempted for this step.
+    cached: number of tokens taken from the prefix cache.
     """
 
     def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:
@@ -26,29 +28,30 @@ class StepBuilder:
         self._max_rows = choice.max_rows or {}
 
     def add(self, sequence: Sequence) -> None:
-        """Add the missing rows of a sequence, as far as the policy and the budget allow."""
-        missing = sequence.missing
+        """Add rows of a sequence, as many as it needs and the policy and the budget allow."""
+        missing = sequence.next_rows
         rows = min(missing, self._max_rows.get(sequence.id, missing), self.free_rows)
         if rows:
             self.rows[sequence] = rows
             self.free_rows -= rows
 
     def remove_preempted(self, sequence: Sequence) -> None:
-        """Remove the rows of a sequence that was preempted."""
+        """Remove the rows of a sequence that was preempted, and note its id."""
         self.free_rows += self.rows.pop(sequence, 0)
         self.preempted.append(sequence.id)
 
 
 def chunks_of(rows: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
-    """Return one chunk per sequence: its next positions, in the row order of the adapters."""
+    """Return one chunk per sequence with its next positions, in the order of `ids.order_of`."""
     chunks: list[Chunk] = []
     row = 0
-    for sequence, length in sorted(rows.items(), key=lambda item: order_of(item[0].slot, live)):
+    slots = {sequence: sequence.next_slot for sequence in rows}
+    for sequence, length in sorted(rows.items(), key=lambda item: order_of(slots[item[0]], live)):
         start = sequence.computed
         chunks.append(
             Chunk(
                 sequence_id=sequence.id,
-                slot=sequence.slot,
+                slot=slots[sequence],
                 row=row,
                 start=start,
                 tokens=tuple(sequence.tokens[start : start + length]),

@@ -1,4 +1,4 @@
-"""The waiting sequences of a scheduler, in each order that a policy reads."""
+"""The waiting sequences of a scheduler, sorted in each order that a policy may read."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _SortedSequences:
         self.items.insert(index, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence; raise ValueError if it is not there."""
+        """Remove a sequence; raise ValueError if it is missing."""
         first = bisect.bisect_left(self._keys, self._key(sequence))
         index = self.items.index(sequence, first)
         del self._keys[index], self.items[index]
@@ -39,8 +39,8 @@ class _SortedSequences:
     ) -> list[Sequence]:
         """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
 
-        resident: whether each adapter is resident, as far as known; it is extended. This is read
-            for the whole queue where few adapters are resident.
+        resident: known answers of `AdapterHandle.resident`, which this call extends. They are
+            cached because the search reads the whole queue if few adapters are resident.
         """
         found: list[Sequence] = []
         for sequence in self.items:
@@ -59,7 +59,7 @@ class _SortedSequences:
 
 
 class WaitingQueue:
-    """Sequences without pages, in every `Order`."""
+    """Sequences without pages, sorted in each `Order`."""
 
     def __init__(self) -> None:
         self._orders = {
@@ -71,23 +71,23 @@ class WaitingQueue:
 
     @property
     def by_arrival(self) -> list[Sequence]:
-        """All sequences in order of arrival; to be read only."""
+        """All sequences in order of arrival. Do not modify the list."""
         return self._orders[Order.ARRIVAL].items
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence."""
         for order in self._orders_of(sequence):
             order.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence; raise ValueError if it does not wait."""
+        """Remove a sequence; raise ValueError if it is not waiting."""
         for order in self._orders_of(sequence):
             order.remove(sequence)
 
     def candidates(
         self, orders: Iterable[Order], count: int, arrival_cutoff: float
     ) -> Iterable[Sequence]:
-        """Return the ready sequences that are among the first `count` of any of these orders.
+        """Return the ready sequences that are among the first `count` ready ones of any of these
+        orders.
 
         arrival_cutoff: sequences that arrived later are left out.
         """
@@ -99,7 +99,7 @@ class WaitingQueue:
         return found
 
     def _orders_of(self, sequence: Sequence) -> list[_SortedSequences]:
-        """Return the orders that hold this sequence."""
+        """Return the sorted lists that contain this sequence."""
         has_deadline = sequence.deadline < math.inf
         orders = self._orders.items()
         return [held for order, held in orders if has_deadline or order is not Order.DEADLINE]

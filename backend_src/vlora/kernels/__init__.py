@@ -1,5 +1,5 @@
-"""The step's kernels: products, paged attention, and the operations between them.
+"""Kernels of a step: products with the weights, embedding, norms, gate and argmax.
 
-`ops` is the interface and `reference` holds a plain-torch implementation of each operation;
-`vlora.backends` chooses between the compiled kernels and the reference.
+`ops` and `norms` are the interface. `reference` has an implementation of each kernel in plain
+torch. `vlora.backends` chooses between the compiled kernels and the reference.
 """

@@ -1,33 +1,36 @@
-"""Interface of the step's kernels: products with the weights, embedding, norm, gate, argmax.
+"""Interface of the step's kernels: products with the weights, embedding, gate, argmax.
 
-Activations are fp32 everywhere; weights are stored as fp32 or bf16. Every function takes `backend`
-to override the default for one call. Those that return rows take `out`, a contiguous [T, width]
-fp32 tensor for the result that does not overlap the inputs; None allocates it. Attention has its
-own interface (`model/attention.py`).
+Activations are fp32, except on a GPU (`on_gpu`). Weights are fp32 or bf16. The tensors' device
+decides the backend, unless `backend` overrides it for one call. Functions that return rows take
+`out`, a contiguous [T, width] fp32 tensor to write the result to. It must not overlap the inputs.
+If it is None, it is allocated.
+`norms.py` is the interface of the norms and `model/attention.py` that of attention.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from vlora import backends, native
 from vlora.backends import Backend
-from vlora.kernels import reference
+from vlora.kernels import on_gpu, reference
 
 Epilogue = Callable[[int, int, int, int, int], None]
-"""Adds to a product in place.
+"""Function that adds to a product in place.
 
-Called with the address of the product, its row stride in elements, the address of x, its row
+It is called with the address of the product, its row stride in elements, the address of x, its row
 stride in elements, and the number of rows.
 """
 
 
 class Matrix:
-    """A weight and its bias, checked once for all the steps that use them.
+    """A weight with its bias. They are checked once, for all steps that use them.
 
-    weight: [d_out, d_in], contiguous, fp32 or bf16. bias: [d_out] fp32, or None.
+    weight: [d_out, d_in], contiguous, fp32 or bf16.
+    bias: [d_out] fp32, or None.
 
     Raises ValueError for a wrong shape, type or layout.
     """
@@ -39,17 +42,14 @@ class Matrix:
             )
         if not weight.is_contiguous():
             raise ValueError(f"weight with strides {weight.stride()} must be contiguous")
-        if bias is not None and (bias.shape != weight.shape[:1] or bias.dtype != torch.float32):
-            raise ValueError(
-                f"bias {tuple(bias.shape)} {bias.dtype} must be [{len(weight)}] of fp32"
-            )
-        self.weight, self._bias = weight, bias
-        width, depth = weight.shape
+        self._check_bias(bias, len(weight), None if weight.is_cpu else weight.dtype)
+        self.weight: Any = weight
+        self.shape = (len(weight), weight.shape[1])
+        self._bias = bias
         self._native = (
             weight.data_ptr(),
             weight.dtype == torch.bfloat16,
-            width,
-            depth,
+            *self.shape,
             0 if bias is None else bias.data_ptr(),
         )
 
@@ -63,30 +63,28 @@ class Matrix:
     ) -> torch.Tensor:
         """Return x weightᵀ + bias, [T, d_out] fp32.
 
-        x: [T, d_in] fp32, whose rows may be strided.
+        x: [T, d_in] fp32. The rows may be strided.
         epilogue: called once the product is complete.
 
-        Where the CPU has an instruction for products of bf16 pairs, x is rounded to bf16 for a bf16
-        weight; elsewhere the weight is widened to fp32. Raises ValueError for a wrong shape, type
+        With a bf16 weight, x is rounded to bf16 if the CPU has an instruction for products of bf16
+        pairs. Otherwise the weight is converted to fp32. Raises ValueError for a wrong shape, type
         or layout.
         """
-        width = self._native[2]
+        width = self.shape[0]
+        chosen = backend or backends.backend_of("kernels", x.device.type)
+        if chosen == "gpu":
+            y = on_gpu.linear(x, self.weight, self._bias, out)
+            if epilogue is not None:
+                epilogue(y.data_ptr(), width, x.data_ptr(), x.stride(0), len(x))
+            return y
         x_address, x_stride, rows = self._check_rows(x)
-        if (backend or backends.backend_of("kernels")) == "reference":
-            y = copy_out(reference.linear(x, self.weight, self._bias), out)
+        if chosen == "reference":
+            y = copy_out(self._reference(x), out)
             y_address = y.data_ptr()
         else:
             y = alloc_out(out, rows, width)
             y_address = y.data_ptr()
-            native.kernels().gemm.multiply(
-                y_address,
-                width,
-                x_address,
-                x_stride,
-                rows,
-                *self._native,
-                torch.get_num_threads(),
-            )
+            self._multiply(y_address, x)
         if epilogue is not None:
             epilogue(y_address, width, x_address, x_stride, rows)
         return y
@@ -99,38 +97,70 @@ class Matrix:
         out: torch.Tensor | None = None,
         backend: Backend | None = None,
     ) -> torch.Tensor:
-        """Return `gate` of the product, [T, d_out / 2] fp32, in one pass where the CPU has one.
+        """Return `gate` of the product, [T, d_out / 2] fp32.
 
-        scratch: [T, d_out] fp32, contiguous, overwritten where the product is stored in between;
-            None allocates it.
+        scratch: [T, d_out] fp32, contiguous, overwritten. It stores the product if the CPU cannot
+            compute the result in one pass. If None, it is allocated.
+
+        Raises ValueError for a wrong shape, type or layout.
         """
-        width = self._native[2]
+        width = self.shape[0]
         if width % 2:
-            raise ValueError(
-                f"weight {tuple(self.weight.shape)} must have an even number of rows to be gated"
-            )
-        x_address, x_stride, rows = self._check_rows(x)
-        if (backend or backends.backend_of("kernels")) == "reference":
-            return copy_out(reference.gate(reference.linear(x, self.weight, self._bias)), out)
+            raise ValueError(f"weight {self.shape} must have an even number of rows to be gated")
+        chosen = backend or backends.backend_of("kernels", x.device.type)
+        if chosen == "gpu":
+            return on_gpu.gate(on_gpu.linear(x, self.weight, self._bias, scratch), out)
+        rows = self._check_rows(x)[2]
+        if chosen == "reference":
+            return copy_out(reference.gate(self._reference(x)), out)
         scratch, out = alloc_out(scratch, rows, width), alloc_out(out, rows, width // 2)
-        native.kernels().gemm.multiply_gated(
-            out.data_ptr(),
-            scratch.data_ptr(),
-            width,
-            x_address,
-            x_stride,
-            rows,
+        self._multiply_gated(out.data_ptr(), scratch.data_ptr(), x)
+        return out
+
+    def _reference(self, x: torch.Tensor) -> torch.Tensor:
+        return reference.linear(x, self.weight, self._bias)
+
+    def _multiply(self, y: int, x: torch.Tensor) -> None:
+        """Store the product at an address, [rows, d_out] fp32."""
+        native.kernels().gemm.multiply(
+            y,
+            self.shape[0],
+            x.data_ptr(),
+            x.stride(0),
+            len(x),
             *self._native,
             torch.get_num_threads(),
         )
-        return out
+
+    def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
+        """Store the gated product at an address; the product may be stored at `scratch`."""
+        native.kernels().gemm.multiply_gated(
+            out,
+            scratch,
+            self.shape[0],
+            x.data_ptr(),
+            x.stride(0),
+            len(x),
+            *self._native,
+            torch.get_num_threads(),
+        )
+
+    @staticmethod
+    def _check_bias(
+        bias: torch.Tensor | None, width: int, other: torch.dtype | None = None
+    ) -> None:
+        """Check a bias, which is fp32 or of the type `other`."""
+        if bias is not None and (
+            bias.shape != (width,) or bias.dtype not in (torch.float32, other)
+        ):
+            raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{width}] of fp32")
 
     def _check_rows(self, x: torch.Tensor) -> tuple[int, int, int]:
-        """Check the input and return its address, its row stride in elements and its rows."""
-        if x.dim() != 2 or x.shape[1] != self._native[3]:
+        """Check x; return its address, its row stride in elements and its number of rows."""
+        if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise ValueError(
-                f"x {tuple(x.shape)} does not fit weight {tuple(self.weight.shape)}"
-                f"; x must be [rows, {self._native[3]}]"
+                f"x {tuple(x.shape)} does not fit weight {self.shape}"
+                f"; x must be [rows, {self.shape[1]}]"
             )
         if x.dtype != torch.float32:
             raise ValueError(f"x is {x.dtype}; it must be fp32")
@@ -147,7 +177,9 @@ def linear(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Return x weightᵀ + bias, for a weight that is used once or rarely; see `Matrix`."""
+    """Return x weightᵀ + bias for a weight that is used rarely. `Matrix` describes the
+    arguments.
+    """
     return Matrix(weight, bias)(x, backend=backend)
 
 
@@ -159,18 +191,21 @@ def embed(
     out: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Return the embedding of each token, [T, width] fp32, or the image feature that replaces it.
+    """Return the embedding of each token, or the image feature that replaces it, [T, width] fp32.
 
     tokens: [T] int64.
     table: [vocabulary, width], contiguous, fp32 or bf16.
-    images: (first_row, feature_rows, features) of each image range. Row `first_row + i` becomes
-        `features[feature_rows[i]]` unless `feature_rows[i]` is negative. feature_rows: [n] int64;
-        features: [m, width] fp32, contiguous.
+    images: (first_row, feature_rows, features) of each range of rows with images. Row `first_row +
+        i` becomes `features[feature_rows[i]]`, unless `feature_rows[i]` is negative. feature_rows:
+        [n] int64. features: [m, width] fp32, contiguous.
 
-    Raises IndexError for a token outside the table or a feature row that does not exist, ValueError
-    for a wrong shape, type or layout.
+    Raises IndexError for a token that is not in the table or a feature row that does not exist, and
+    ValueError for a wrong shape, type or layout.
     """
-    if (backend or backends.backend_of("kernels")) == "reference":
+    chosen = backend or backends.backend_of("kernels", table.device.type)
+    if chosen == "gpu":
+        return on_gpu.embed(tokens, table, images, out)
+    if chosen == "reference":
         return copy_out(reference.embed(tokens, table, images), out)
     rows, (words, width) = len(tokens), table.shape
     if table.dtype not in (torch.float32, torch.bfloat16) or not table.is_contiguous():
@@ -181,7 +216,7 @@ def embed(
         raise ValueError(
             f"tokens {tuple(tokens.shape)} {tokens.dtype} must be a contiguous vector of int64"
         )
-    # Address of the image feature that each row shows, 0 where it shows its token.
+    # Address of the image feature of each row; 0 for a row with the embedding of its token.
     feature_addresses = torch.zeros(rows if images else 0, dtype=torch.int64)
     for first_row, feature_rows, features in images:
         fits = features.dim() == 2 and features.shape[1] == width and features.is_contiguous()
@@ -215,52 +250,19 @@ def embed(
     return out
 
 
-def add_norm(
-    hidden: torch.Tensor,
-    delta: torch.Tensor | None,
-    weight: torch.Tensor,
-    eps: float,
-    *,
-    out: torch.Tensor | None = None,
-    backend: Backend | None = None,
-) -> torch.Tensor:
-    """Add `delta` to `hidden` in place and return its RMS norm, [T, width] fp32.
-
-    Semantics: hidden += delta; hidden / sqrt(mean(hidden²) + eps) · weight, by row.
-
-    hidden: [T, width] fp32, contiguous. delta: of the same shape, or None to add nothing.
-    weight: [width] fp32. Raises ValueError for a wrong shape, type or layout.
-    """
-    if (backend or backends.backend_of("kernels")) == "reference":
-        return copy_out(reference.add_norm(hidden, delta, weight, eps), out)
-    _check_norm(hidden, weight)
-    if delta is not None:
-        _check_norm(delta, weight)
-        if delta.shape != hidden.shape:
-            raise ValueError(
-                f"delta {tuple(delta.shape)} must have the shape of hidden {tuple(hidden.shape)}"
-            )
-    out = alloc_out(out, *hidden.shape)
-    native.kernels().gemm.add_norm(
-        out.data_ptr(),
-        hidden.data_ptr(),
-        0 if delta is None else delta.data_ptr(),
-        weight.data_ptr(),
-        *hidden.shape,
-        eps,
-        torch.get_num_threads(),
-    )
-    return out
-
-
 def gate(
     x: torch.Tensor, *, out: torch.Tensor | None = None, backend: Backend | None = None
 ) -> torch.Tensor:
     """Return silu(left half of x) · right half of x, [T, width] fp32.
 
-    x: [T, 2 · width] fp32, contiguous. Raises ValueError for a wrong shape, type or layout.
+    x: [T, 2 · width] fp32, contiguous.
+
+    Raises ValueError for a wrong shape, type or layout.
     """
-    if (backend or backends.backend_of("kernels")) == "reference":
+    chosen = backend or backends.backend_of("kernels", x.device.type)
+    if chosen == "gpu":
+        return on_gpu.gate(x, out)
+    if chosen == "reference":
         return copy_out(reference.gate(x), out)
     if x.dim() != 2 or x.shape[1] % 2 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(
@@ -273,12 +275,19 @@ def gate(
 
 
 def argmax(x: torch.Tensor, *, backend: Backend | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each row's first largest value, and whether all its values are finite.
+    """Return the index of the first maximum of each row, and whether all values of the row are
+    finite.
 
-    x: [T, width] fp32, contiguous. Returns [T] int64 and [T] bool; the index of a row with a value
-    that is not finite is meaningless. Raises ValueError for a wrong shape, type or layout.
+    x: [T, width] fp32, contiguous.
+
+    Returns [T] int64 and [T] bool. The index of a row that is not finite has no meaning. Raises
+    ValueError for a wrong shape, type or layout.
     """
-    if (backend or backends.backend_of("kernels")) == "reference":
+    chosen = backend or backends.backend_of("kernels", x.device.type)
+    if chosen == "gpu":
+        indices, finite = on_gpu.draws().argmax(x)
+        return indices, finite
+    if chosen == "reference":
         return reference.argmax(x)
     if x.dim() != 2 or x.shape[1] < 1 or x.dtype != torch.float32 or not x.is_contiguous():
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} must be contiguous rows of fp32")
@@ -308,13 +317,3 @@ def alloc_out(out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
 def copy_out(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
     """Return `result`, copied into `out` unless that is None."""
     return result if out is None else alloc_out(out, *result.shape).copy_(result)
-
-
-def _check_norm(rows: torch.Tensor, weight: torch.Tensor) -> None:
-    fits = rows.dim() == 2 and rows.shape[1:] == weight.shape and rows.is_contiguous()
-    if not fits or rows.dtype != torch.float32 or weight.dtype != torch.float32:
-        raise ValueError(
-            f"rows {tuple(rows.shape)} {rows.dtype} do not fit a norm weight"
-            f" {tuple(weight.shape)} {weight.dtype}; both must be fp32 and the rows contiguous"
-            " [rows, width]"
-        )

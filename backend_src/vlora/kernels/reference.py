@@ -1,4 +1,6 @@
-"""Reference implementations of the kernels in plain torch: the oracle of all others."""
+"""Reference implementations of the kernels in plain torch. The compiled kernels are tested with
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,6 @@ import torch.nn.functional as F
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Return x weightᵀ + bias in fp32."""
     return F.linear(x, weight.float(), bias)
 
 
@@ -19,7 +20,7 @@ def embed(
     images: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
     """Do what `ops.embed` does."""
-    # A token under an image row may lie outside the table.
+    # A token that an image feature replaces need not be in the table.
     in_table = tokens.clone()
     for first_row, feature_rows, _ in images:
         in_table[first_row : first_row + len(feature_rows)][feature_rows >= 0] = 0
@@ -33,10 +34,25 @@ def embed(
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Do what `ops.add_norm` does."""
+    """Do what `norms.add_norm` does."""
     if delta is not None:
         hidden += delta
     return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
+
+
+def head_norm(
+    qkv: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    eps: float,
+) -> None:
+    """Do what `norms.head_norm` does."""
+    values = qkv.view(len(qkv), heads + 2 * kv_heads, len(query_weight))
+    queries, keys = values[:, :heads], values[:, heads : heads + kv_heads]
+    for part, weight in ((queries, query_weight), (keys, key_weight)):
+        part.copy_(F.rms_norm(part, weight.shape, weight, eps))
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:

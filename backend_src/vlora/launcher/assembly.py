@@ -1,7 +1,7 @@
-"""Finds a `tritonserver` and the files that it needs to run our models under this Python.
+"""Finds a `tritonserver` and the files that it needs to run our models with this Python.
 
-The server is either the one on PATH (NVIDIA's container), with its own backends, or the one in the
-`nvidia-pytriton` wheel, for which a backend directory is assembled from links.
+If a server is on PATH, as in NVIDIA's container, it is used with its own backends. Otherwise the
+server in the wheel `nvidia-pytriton` is used, with a backend directory that is made of links.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ import vlora
 
 
 class ServerError(Exception):
-    """The server cannot run; the message says why, and how to correct it."""
+    """The server cannot run. The message says why and how to correct it."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A server binary, with the arguments and environment variables for finding its parts."""
+    """A server's binary, with the arguments and environment variables by which it finds its
+    parts.
+    """
 
     binary: Path
     arguments: tuple[str, ...]
@@ -33,9 +35,9 @@ class Assembly:
 def assemble(folder: Path) -> Assembly:
     """Return the server to start.
 
-    folder: an existing folder, owned by the caller, in which the links to the backend are created.
+    folder: an existing folder of the caller, in which the links to the backend are created.
 
-    Raises ServerError with what is missing and the command that installs it.
+    Raises ServerError, which names what is missing and the command that installs it.
     """
     on_path = shutil.which("tritonserver")
     if on_path is not None:
@@ -68,7 +70,10 @@ def assemble(folder: Path) -> Assembly:
 
 
 def find_libpython() -> Path:
-    """Return the path of the running Python's shared library, which the backend's stub links."""
+    """Return the path of this Python's shared library, which the backend's stub is linked to.
+
+    Raises ServerError if there is none.
+    """
     name = sysconfig.get_config_var("INSTSONAME") or ""
     if not name.startswith("libpython") or ".so" not in name:
         name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
@@ -88,11 +93,10 @@ def find_libpython() -> Path:
 
 
 def _python_environment(libraries: list[Path]) -> dict[str, str]:
-    """Return the variables with which the backend's embedded Python finds the same packages.
+    """Return the variables by which the Python in the backend finds the packages of this Python.
 
-    The wheel's stub is isolated: it ignores PYTHONPATH, but uses the packages of the first
-    `python3` on PATH, which may belong to a virtual environment. The container's stub reads
-    PYTHONPATH.
+    The wheel's stub ignores PYTHONPATH. It uses the packages of the first `python3` on PATH, which
+    may belong to a virtual environment. The container's stub reads PYTHONPATH.
     """
     package = Path(vlora.__file__).resolve().parent.parent
     packages = [str(package)] + [entry for entry in sys.path if entry.endswith("-packages")]

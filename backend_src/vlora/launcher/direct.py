@@ -1,6 +1,6 @@
-"""Requests to this machine, which no proxy may carry.
+"""HTTP and gRPC requests to this machine, without a proxy.
 
-`http_proxy` and its relatives name proxies for other machines, but urllib and gRPC use them for
+`http_proxy` and similar variables name proxies for other machines. But urllib and gRPC use them for
 local addresses as well, unless `no_proxy` lists these.
 """
 
@@ -14,7 +14,10 @@ _BY_ENVIRONMENT = urllib.request.build_opener()
 
 
 def is_local(host: str) -> bool:
-    """Return whether a host, as in a URL, is this machine: `localhost` or a loopback address."""
+    """Return whether a host is this machine: `localhost` or a loopback address.
+
+    host: as in a URL, so an IPv6 address is in brackets.
+    """
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -22,16 +25,17 @@ def is_local(host: str) -> bool:
 
 
 def grpc_options(host: str) -> tuple[tuple[str, int], ...]:
-    """Return the options of a gRPC channel to `host`: without a proxy if it is local."""
+    """Return the options of a gRPC channel to `host`: no proxy if it is this machine."""
     return (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
 
 
 def get(url: str, seconds: float, direct: bool) -> bytes:
-    """Return the body of an HTTP answer.
+    """Return the body of the response to an HTTP GET.
 
-    seconds: time limit of each blocking operation. direct: use no proxy.
+    seconds: time limit of each blocking operation.
+    direct: use no proxy.
 
-    Raises OSError, which errors of HTTP are too.
+    Raises OSError, also for HTTP errors.
     """
     opener = _DIRECT if direct else _BY_ENVIRONMENT
     with opener.open(url, timeout=seconds) as answer:

@@ -1,9 +1,9 @@
-"""Signals between a server that stops and its models, through files of the run's folder.
+"""Signals between a server that is stopping and its models, as files in the run's folder.
 
-Triton 2.51 has no such signals: it continues to pass requests to the models while it waits for idle
-connections to close. A model that has requests to finish creates a file in `draining/`. To stop,
-`vlora serve` writes the file `drain`, which holds the time by which all models must have finished
-(seconds of CLOCK_MONOTONIC, which is the same in all processes). Each model then removes its file.
+Triton 2.51 has no such signals. It continues to pass requests to the models while it waits for idle
+connections to close. A model with requests to finish creates a file in `draining/`. To stop, `vlora
+serve` writes the file `drain` with the time by which all models must have finished, in seconds of
+CLOCK_MONOTONIC, which all processes share. Each model removes its file when it has finished.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from pathlib import Path
 
 
 def register(folder: Path, name: str) -> None:
-    """Make the server wait for the model of this name, which is unique in the run."""
+    """Make the server wait for this model. name: unique within the run."""
     models = folder / "draining"
     models.mkdir(exist_ok=True)
     (models / name).touch()
 
 
 def deregister(folder: Path, name: str) -> None:
-    """Report that the model of this name has finished."""
+    """Report that this model has finished."""
     (folder / "draining" / name).unlink(missing_ok=True)
 
 
@@ -32,7 +32,7 @@ def begin(folder: Path, seconds: float) -> None:
 
 
 def seconds_left(folder: Path) -> float | None:
-    """Return the seconds left to finish, at least 0, or None if the server is not stopping."""
+    """Return the seconds left to finish, at least 0; None if the server is not stopping."""
     try:
         deadline = float((folder / "drain").read_text())
     except FileNotFoundError:

@@ -6,19 +6,20 @@ import ipaddress
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from vlora.launcher.assembly import ServerError
 
 LOOPBACK = "127.0.0.1"
 
 CLOSED = ("model-repository", "trace", "logging")
-"""Triton's protocols that load models, write files and change the log, for any client."""
+"""Protocols of Triton that let any client load models, write files or change the log."""
 
 SHARED_MEMORY = "shared-memory"
-"""Triton's protocol with which clients register shared memory of the server's machine.
+"""Protocol of Triton by which clients register shared memory of the server's machine.
 
-It is closed unless an option opens it: a client that may register regions can read and write all
-that the server can open, also those with other clients' requests.
+It is closed unless an option opens it. Through a registered region, a client can read and write
+everything that the server can open, including other clients' requests.
 """
 
 RESTRICTIONS = ("--http-restricted-api", "--grpc-restricted-protocol")
@@ -28,7 +29,8 @@ HEADER = "vlora-closed"
 def check_host(host: str) -> None:
     """Raise ServerError unless `host` is an IP address.
 
-    For a name, Triton 2.51 opens the gRPC port on its address, but the others on 255.255.255.255.
+    With a host name, Triton 2.51 opens only the gRPC port on that host's address, and the other
+    ports on 255.255.255.255.
     """
     try:
         ipaddress.ip_address(host)
@@ -39,8 +41,24 @@ def check_host(host: str) -> None:
         ) from None
 
 
+def check_keys(host: str, keys: Path | None, option: str) -> None:
+    """Raise ServerError for a gateway that is open to a network and has no file of API keys.
+
+    host: IP address that the gateway listens on.
+    keys: file of API keys, or None.
+    option: option that names the file, for the message.
+    """
+    if keys is None and not ipaddress.ip_address(host).is_loopback:
+        raise ServerError(
+            f"--host {host} opens the gateway to a network, which needs API keys; name a file with"
+            f" {option} (one line TENANT KEY per key)"
+        )
+
+
 def reachable_host(host: str) -> str:
-    """Return the host, as in a URL, by which this machine reaches a server that listens there."""
+    """Return the host, as in a URL, at which this machine reaches a server that listens on
+    `host`.
+    """
     address = ipaddress.ip_address(host)
     if address.version == 4:
         return LOOPBACK if address.is_unspecified else host
@@ -50,7 +68,8 @@ def reachable_host(host: str) -> str:
 def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
     """Return Triton's arguments for its listeners.
 
-    host: an IP address. ports: by the listeners' names, `http`, `grpc` and `metrics`.
+    host: an IP address.
+    ports: port of each of the listeners `http`, `grpc` and `metrics`.
     """
     is_v6 = ":" in host
     addresses = dict.fromkeys(ports, f"ipv6:{host}" if is_v6 else host)
@@ -63,11 +82,12 @@ def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
 
 
 def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[str]:
-    """Return the arguments with which Triton closes protocols over HTTP and gRPC.
+    """Return the arguments by which Triton closes protocols over HTTP and gRPC.
 
-    A closed protocol would need a header with a random value, which is stored nowhere.
+    A closed protocol requires a header with a random value that is stored nowhere.
 
-    given: the operator's own arguments of Triton. A protocol that these restrict is left to them.
+    given: the operator's own arguments for Triton. A protocol that they restrict is not closed
+        here.
     """
     closed = CLOSED if allow_shared_memory else (SHARED_MEMORY, *CLOSED)
     arguments = []

@@ -1,7 +1,7 @@
-"""The gRPC messages and stub of Triton, loaded without numpy.
+"""Triton's gRPC messages and stub, imported without numpy.
 
-`tritonclient.grpc` imports numpy and ml_dtypes for its client, which take more CPU time than the
-rest of `vlora probe`. Its generated modules need neither of them.
+`tritonclient.grpc` imports numpy and ml_dtypes for its client, which takes more processor time than
+the rest of `vlora probe`. Its generated modules need neither.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ PACKAGE = "tritonclient.grpc"
 def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
     """Return the modules `service_pb2` and `service_pb2_grpc` of tritonclient.
 
-    If the package is not imported yet, an empty one with the same path stands in for it, so that
-    its `__init__` does not run; a later import of the package is not affected.
+    An empty package with the same path stands in for tritonclient.grpc meanwhile, so that its
+    `__init__` does not run. A later import of the package is not affected.
     """
     stand_in = None
     if PACKAGE not in sys.modules:

@@ -1,4 +1,4 @@
-"""The processes of a server's models, and what they do while they load."""
+"""The processes of a server's models."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ MIB = 1 << 20
 
 
 def model_processes(server: int) -> dict[psutil.Process, str]:
-    """Return the model processes that run below the server process, each with its model's name."""
+    """Return the model processes of a server, each with the name of its model.
+
+    server: process id of the server.
+    """
     return {process: _model_of(process) for process in children(server) if is_alive(process)}
 
 
 def describe_loading(server: int) -> str:
-    """Return the processor time and the memory of each model process, in words."""
+    """Return a text with the processor time and the memory of each model process."""
     parts = []
     for process, name in model_processes(server).items():
         with suppress(psutil.NoSuchProcess):

@@ -1,4 +1,4 @@
-"""Options of a server, as its starters give them: the command line, tests and benchmarks."""
+"""Options of a server, for the command line, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from vlora.launcher.exposure import LOOPBACK
 from vlora.paths import model_repository
 
 GRACE_SECONDS = 30.0
-"""Default of the seconds that running requests get to finish when the server stops."""
+"""Default number of seconds that running requests get to finish when the server stops."""
 
 STANDARD_OUTPUT = Path("-")
-"""Value of `ServerOptions.log` for no file."""
+"""Value of `ServerOptions.log` for standard output."""
 
 
 def default_repository() -> Path:
-    """Return the repository of the source tree, or of the installed package."""
+    """Return the folder of the model repository: that of the source tree, or else that of the
+    installed package.
+
+    Raises ServerError if there is none.
+    """
     folder = model_repository()
     if not folder.is_dir():
         raise ServerError(f"no model repository at {folder}; reinstall vlora")
@@ -28,19 +32,21 @@ def default_repository() -> Path:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Options of a server. A port of 0 means a free one.
+    """Options of a server. A port of 0 means any free port.
 
-    host: IP address on which the server listens.
+    repository: folder of the model repository.
+    host: IP address that the server listens on.
     allow_shared_memory: whether clients may register shared memory.
-    model, adapters: folders that override those of `model.json`. A model alone has no adapters.
+    model, adapters: folders that override those in `model.json`. With `model` alone, there are no
+        adapters.
     model_json: keys that replace those of `model.json`, in a copy of the repository.
     multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
     environment: variables that are added to the server's environment.
-    log: a file, `STANDARD_OUTPUT`, or None for a file of the run, which ends with it.
-    keep_log: with `log` None, write to the file `kept_log(http_port)` instead.
-    start_seconds: seconds within which the server must be ready; None: as long as it lives.
+    log: file for the log, or `STANDARD_OUTPUT`. None: a file that is removed at the end of the run.
+    keep_log: if `log` is None, write to the file `kept_log(http_port)`, which is not removed.
+    start_seconds: maximum number of seconds until the server is ready; None for no limit.
     grace_seconds: seconds that running requests get to finish when the server stops.
-    triton_arguments: additional arguments of tritonserver.
+    triton_arguments: additional arguments for tritonserver.
     """
 
     repository: Path = field(default_factory=default_repository)

@@ -1,4 +1,4 @@
-"""The choice of a server's ports, checked before anything is started."""
+"""Choice of a server's ports, before anything is started."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ MAX_PORT = 65535
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
-    """Return ports for these names (`http_port`, …), all different and free at this moment.
+    """Return different ports, by name (`http_port`, …), that are free at this moment.
 
-    requested: a port by name; 0 chooses a free one.
+    requested: port by name; 0 chooses a free one.
     host: IP address to listen on.
 
-    Raises ServerError with the address or the port, what is wrong with it, and the option that sets
-    another.
+    Raises ServerError, which names the address or the port, what is wrong with it, and the option
+    that changes it.
     """
     for name, port in requested.items():
         if not 0 <= port <= MAX_PORT:
@@ -32,7 +32,7 @@ def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[st
         if port and len(equal) > 1:
             raise ServerError(f"{' and '.join(equal)} are both {port}; choose different ports")
     with ExitStack() as stack:
-        # All sockets are open together, so that a free port is neither requested nor chosen twice.
+        # All sockets are open at the same time, so that no free port is chosen twice.
         return {name: _bind(stack, host, name, port) for name, port in requested.items()}
 
 
@@ -40,7 +40,7 @@ def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     probe = stack.enter_context(socket.socket(family))
     if port:
-        # Without this, the port of a listener that closed recently would count as taken.
+        # Otherwise, the port of a listener that was closed recently would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         probe.bind((host, port))

@@ -1,14 +1,18 @@
-"""Asks a running server for one short answer, the only way to notice that a model has died.
+"""Asks a running server for one short answer, which is the only way to notice that a model has
+died.
 
-Triton keeps reporting itself as live and ready after a model's process has ended. A request without
-an image to `video_analytics` passes through all four processes (the encoder with zero rows), and
-its answer is one token. Such a request leaves two cases open. A server that is starting has not
-opened a port yet, so a mark that `vlora serve` leaves on its own machine is looked up. A server
-with a long queue answers as late as a hung one, so the counts of forward passes and of encoded
-images in its metrics tell the two apart.
+Triton reports itself as live and ready even after a model's process has ended. A request without an
+image to `video_analytics` passes through all four model processes, and its answer is one token.
+A healthy server does not answer it in three cases:
 
-Kubernetes runs the probe every few seconds: it imports neither torch nor numpy, and every call has
-a deadline.
+- A server that is starting has not opened a port yet. On the same machine, `vlora serve` leaves a
+  file that shows this.
+- A server with a long queue does not answer within the deadline, and neither does a hung one. The
+  numbers of forward passes and of encoded images in its metrics tell the two apart.
+- A server that drains, or whose queue is full, refuses the request with an error that says so.
+
+Kubernetes runs the probe every few seconds. So it imports neither torch nor numpy, and every call
+has a deadline.
 """
 
 from __future__ import annotations
@@ -35,34 +39,37 @@ PROGRESS = {
     "vlora:engine_steps_total": "forward passes",
     "vlora:encoder_images_total": "encoded images",
 }
-"""Counters that grow while a server works, with what they count."""
+"""Counters that grow while a server works, with what each counts."""
 
 METRICS_SHARE = 0.25
-"""Share of the deadline reserved for reading the metrics after a request without an answer."""
+"""Share of the deadline that is reserved for reading the metrics if the request is not answered."""
 
 BUSY_MESSAGES = ("UNAVAILABLE: ", "stopped accepting")
-"""Parts of the messages of a healthy server that accepts no requests.
+"""Parts of the error messages of a healthy server that accepts no requests.
 
-The first is ours (queue full, draining), the second is Triton's while it drains. The status alone
-is not enough: gRPC uses the same one for a broken connection.
+The first is ours (queue full or draining), the second is Triton's while it drains. The status alone
+does not suffice, because gRPC uses the same status for a broken connection.
 """
 
 
 class Health(IntEnum):
-    """The state of a server; the exit status of `vlora probe`."""
+    """State of a server. The values are exit codes of `vlora probe`."""
 
     READY = 0
     """The server answers requests."""
     DEAD = 1
     """The server does not listen, a model's process has ended, or the deadline passed without an
-    answer, a forward pass or an encoded image."""
+    answer and without progress.
+    """
     ALIVE = 3
-    """The server runs but accepts no requests now: it starts, drains, or its queue is full."""
+    """The server runs but accepts no requests now: it is starting or draining, or its queue is
+    full.
+    """
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of a probe, the reason for it, and the seconds that it took."""
+    """Result of a probe: the health, the reason, and the seconds that the probe took."""
 
     health: Health
     reason: str
@@ -73,8 +80,9 @@ class Finding:
 class Tls:
     """PEM files for a connection with TLS.
 
-    name: the name in the server's certificate, if it differs from the host.
-    key, certificate: the client's, for mutual TLS.
+    ca: certificate authority.
+    name: name in the server's certificate, if it differs from the host.
+    key, certificate: those of the client, for mutual TLS.
     """
 
     ca: Path
@@ -105,10 +113,10 @@ def probe(
 ) -> Finding:
     """Probe the gRPC server at `address` (host:port) within `deadline` seconds.
 
-    metrics_port: port of the metrics on the same host. Without it, a request that is not answered
-        in time means a hung server, however long its queue is.
+    metrics_port: port of the metrics on the same host. Without it, a server that does not answer in
+        time counts as dead, even if it is working on a long queue.
 
-    Raises OSError for TLS files that cannot be read, and nothing for faults of the server.
+    Raises OSError for TLS files that cannot be read. Faults of the server are never raised.
     """
     started = clock()
 
@@ -146,7 +154,7 @@ def probe(
 
 
 def _judge(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:
-    """Return what the error of a request means for the server's health, with the reason."""
+    """Return what the error of a request says about the server's health, and the reason."""
     code = error.code()
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return Health.DEAD, f"{ENSEMBLE} did not answer within {deadline:g} s"
@@ -158,14 +166,14 @@ def _judge(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:
 
 
 def _is_starting(port: int) -> bool:
-    # Imported only when needed: psutil would take a tenth of the time of a probe.
+    # Imported only when needed, because importing psutil takes a tenth of the time of a probe.
     from vlora.launcher.run_folder import is_starting
 
     return is_starting(port)
 
 
 def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
-    """Return the counters of `PROGRESS` in the server's metrics, those that it exports."""
+    """Return the counters of `PROGRESS` that the server exports; {} if they cannot be read."""
     try:
         page = get(f"http://{host}:{port}/metrics", seconds, direct=is_local(host))
         lines = page.decode().splitlines()
@@ -180,13 +188,13 @@ def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def _work_done(before: Mapping[str, float] | None, after: Mapping[str, float]) -> str:
-    """Return the counts by which the counters have grown, in words; "" if none has."""
+    """Return a text that says how much the counters have grown; "" if none has."""
     grown = {name: count - (before or {}).get(name, count) for name, count in after.items()}
     return ", ".join(f"{count:.0f} {PROGRESS[name]}" for name, count in grown.items() if count > 0)
 
 
 def _request() -> Any:
-    """Return a request for one token, with an id of its own."""
+    """Return a request for one token, with a unique id."""
     request = service_pb2.ModelInferRequest(
         model_name=ENSEMBLE, id=f"vlora-probe-{uuid.uuid4().hex}"
     )

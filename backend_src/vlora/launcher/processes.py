@@ -1,6 +1,6 @@
 """Starting, watching and ending processes.
 
-Processes are psutil objects, which recognize a later process with a reused id.
+Processes are psutil objects, which do not confuse a process with a later one of the same id.
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ import psutil
 from vlora.launcher import tether
 
 KILL_SECONDS = 5.0
-"""Seconds within which a killed process ends, unless it hangs in the kernel."""
+"""Seconds within which a killed process should end. It takes longer only if it hangs in the
+kernel.
+"""
 
 
 def start_tied(
     command: list[str], environment: Mapping[str, str], log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that ends with this one, in a new session.
+    """Start a process that ends together with this one, in a new session.
 
-    log: file for its output, None to share this process's output.
+    log: file for its output; None to use this process's output.
 
-    The kernel ends it with the thread that started it, so it is started by a new thread that lives
-    as long as the process.
+    The kernel ends the process when the thread that started it ends. So a new thread starts it and
+    lives as long as the process.
     """
     started: Future[subprocess.Popen[bytes]] = Future()
 
@@ -61,7 +63,7 @@ def start_tied(
 
 
 def children(pid: int) -> set[psutil.Process]:
-    """Return the direct children of process `pid`, none if it has ended."""
+    """Return the direct children of process `pid`; none if it has ended."""
     try:
         return set(psutil.Process(pid).children())
     except psutil.NoSuchProcess:
@@ -69,10 +71,10 @@ def children(pid: int) -> set[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether this process runs.
+    """Return whether this process is running.
 
-    A process that reuses its id does not count, nor does a zombie: Triton does not collect the
-    processes of its models.
+    A later process with the same id does not count. Neither does a zombie, since Triton does not
+    collect the processes of its models.
     """
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -81,7 +83,9 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def end(processes: Iterable[psutil.Process], grace_seconds: float = 2.0) -> None:
-    """Wait for the processes to end, kill those that have not, and return when all have ended."""
+    """Wait up to `grace_seconds` for the processes to end, then kill the others and wait for
+    them.
+    """
     for process in _still_alive(processes, grace_seconds):
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -89,9 +93,9 @@ def end(processes: Iterable[psutil.Process], grace_seconds: float = 2.0) -> None
 
 
 def _still_alive(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Return the processes that have not ended after this many seconds.
+    """Return the processes that are still running after this many seconds.
 
-    psutil's own wait counts a zombie as alive.
+    psutil's own function for this counts a zombie as running.
     """
     deadline = time.monotonic() + seconds
     while True:
@@ -102,9 +106,9 @@ def _still_alive(processes: Iterable[psutil.Process], seconds: float) -> list[ps
 
 
 def how_it_ended(process: psutil.Process) -> str:
-    """Return `signal SIGKILL`, `status 3`, or "" if the system no longer has the status."""
+    """Return `signal SIGKILL` or `status 3`, for example; "" if the system no longer knows."""
     with suppress(OSError, psutil.NoSuchProcess):
-        # A zombie is "running" for psutil; its status is in the file until it is collected.
+        # psutil calls a zombie running. Its status is in this file until it is collected.
         if process.is_running():
             fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
             return ended_with(os.waitstatus_to_exitcode(int(fields[49])))

@@ -1,4 +1,4 @@
-"""Copies of the model repository: for the user to change, or with overrides for one run."""
+"""Copies of the model repository, for the user to change or with overrides for one run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
 def write_repository(folder: Path, model: Path | None = None, adapters: Path | None = None) -> Path:
-    """Copy the model repository to `folder`, which must be new or empty, and return it.
+    """Copy the model repository to `folder`, which must be new or empty, and return `folder`.
 
-    model, adapters: paths for its `model.json`, written as they are: a container's paths need not
-        exist here. Default: absolute paths of the demo's, but no adapters for another model.
+    model, adapters: paths to write into its `model.json`. They need not exist on this machine,
+        since a container may use the copy. By default, the copy has the absolute paths of the demo.
+        A given model has no adapters by default.
 
     Raises InvalidArgument if `folder` is a file or not empty.
     """
@@ -39,9 +40,10 @@ def write_repository(folder: Path, model: Path | None = None, adapters: Path | N
 def copy_with_overrides(
     source: Path, copy: Path, model_json: Mapping[str, Any], multi_lora: Mapping[str, str]
 ) -> None:
-    """Copy the repository `source` to `copy`, a new folder, with these keys replaced.
+    """Copy the repository `source` to a new folder `copy` and override keys there.
 
-    model_json: keys that replace those of `model.json`. Relative folders in it stay the same ones.
+    model_json: keys that replace those of `model.json`. Relative folders in the file become
+        absolute.
     multi_lora: entries that are added to `multi_lora.json`.
     """
     shutil.copytree(source, copy, ignore=IGNORED)

@@ -1,9 +1,9 @@
-"""The folder of one run of a server, and the removal of what killed runs have left.
+"""The folder of one run of a server, and the removal of what killed runs have left behind.
 
-A run owns `<temporary>/vlora-<user id>/<token>/` while it holds the lock of the file `lock` in it.
-The kernel releases the lock when the process ends, in whatever way. The token is random, and the
-names of a run's shared memory and the command lines of its server and models contain it. This
-identifies everything that a dead run left.
+A run owns the folder `<temporary>/vlora-<user id>/<token>/` while it holds a lock on the file
+`lock` in it. The kernel releases the lock when the process ends, however that happens. The token is
+random. It is part of the names of the run's shared memory, and of the command lines of its server
+and models. So everything that a dead run left behind can be identified.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from vlora.launcher.assembly import ServerError
 from vlora.launcher.processes import end
 
 RUN_VARIABLE = "VLORA_RUN"
-"""Environment variable with the folder's path, for the server and its models."""
+"""Environment variable with the path of the folder, for the server and its models."""
 
 PROGRAMS = ("tritonserver", "triton_python_backend_stub")
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,20 +38,22 @@ def root_of_runs() -> Path:
 
 
 def kept_log(http_port: int) -> Path:
-    """Return the path of a log that outlives its run, in the private folder of all runs."""
+    """Return the path of a log that is kept after its run."""
     return root_of_runs() / f"tritonserver-{http_port}.log"
 
 
 def starting_file(folder: Path, grpc_port: int) -> Path:
-    """Return the path of a file that exists while the run's server starts.
+    """Return the path of a file that exists while the run's server is starting.
 
-    Triton opens no port before its models are loaded.
+    Triton opens no port before its models are loaded, so a probe looks for this file.
     """
     return folder / f"starting-{grpc_port}"
 
 
 def is_starting(grpc_port: int) -> bool:
-    """Return whether a run of this user on this machine is starting a server on that port."""
+    """Return whether a run of this user on this machine is starting a server with this gRPC
+    port.
+    """
     starting = root_of_runs().glob(starting_file(Path("*"), grpc_port).as_posix())
     return any(_is_owned(mark.parent / "lock") for mark in starting)
 
@@ -59,23 +61,23 @@ def is_starting(grpc_port: int) -> bool:
 def shared_memory_prefix(folder: Path) -> str:
     """Return the prefix of the names of the run's shared memory.
 
-    It begins with the prefix that Triton from 25.07 on reserves: no client may register such a
-    region, even where clients may register others.
+    It begins with a prefix that Triton reserves from 25.07 on. No client may register such a
+    region, even if clients may register others.
     """
     return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
 
 def protect_shared_memory(folder: Path) -> None:
-    """Let only this user read the run's shared memory, which holds requests.
+    """Make the run's shared memory, which contains requests, readable by this user only.
 
-    The Python backend creates it readable by everybody, whatever the process's umask.
+    The Python backend makes it readable by everyone, whatever the umask.
     """
     for region in SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"):
         region.chmod(0o600)
 
 
 def release_shared_memory(folder: Path) -> int:
-    """Unlink the run's shared memory, which must not be in use, and return the number of files."""
+    """Unlink the run's shared memory, which must not be in use; return the number of files."""
     regions = list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"))
     for region in regions:
         region.unlink(missing_ok=True)
@@ -83,7 +85,7 @@ def release_shared_memory(folder: Path) -> int:
 
 
 def processes_of(folder: Path) -> list[psutil.Process]:
-    """Return the processes of the run's server and models, even if they have other parents now."""
+    """Return the processes of the run's server and models, even if their parents have ended."""
     prefix = shared_memory_prefix(folder)
     processes = []
     for process in psutil.process_iter(["cmdline"]):
@@ -95,15 +97,17 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def run_folder(root: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder, locked until the end of the block and removed then.
+    """Yield a new folder that is locked until the end of the block and then removed.
 
-    Remainders of dead runs of the same user are removed first.
+    What dead runs of the same user have left behind is removed first.
 
-    root: the folder of all runs. Raises ServerError if other users can write to it.
+    root: folder of all runs; `root_of_runs()` by default.
+
+    Raises ServerError if other users can write to it.
     """
     root = root or root_of_runs()
     _make_private(root)
-    # The lock of all runs keeps other runs from removing the folder before it is locked.
+    # The lock of the root keeps other runs from removing the folder before it is locked.
     with _locked(root / "lock"):
         _clear_dead(root)
         folder = root / secrets.token_hex(8)
@@ -152,7 +156,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _try_lock(path: Path) -> IO[str] | None:
-    """Return the file, locked until it is closed, or None if another process has the lock."""
+    """Return the file, locked until it is closed; None if another process holds the lock."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,7 +167,7 @@ def _try_lock(path: Path) -> IO[str] | None:
 
 
 def _is_owned(path: Path) -> bool:
-    """Return whether another process has the lock of this file."""
+    """Return whether another process holds the lock of this file."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,12 +1,13 @@
 """Starts, watches, drains and ends a Triton server with our model repository.
 
-`TritonServer` is a context manager; `vlora serve`, the tests and the benchmarks use the same one. A
-server is ready when it reports each model of the repository as ready: Triton ignores a model whose
-`config.pbtxt` has an unknown field, and only logs it.
+`TritonServer` is a context manager. `vlora serve`, the tests and the benchmarks use it. A server is
+ready when it reports each model of the repository as ready, one by one: Triton ignores a model
+whose `config.pbtxt` has an unknown field, and only logs this.
 
-**Invariant:** all processes that were started are ended, including the models' processes, which can
-outlive a crashed server: by this object or, if this process is killed, by the kernel (`tether.py`)
-and by the models themselves (`lifeline.py`). Remaining files are removed by the next start.
+**Invariant:** all started processes are ended, including those of the models, which can outlive a
+crashed server. This object ends them. If this process is killed, the kernel (`tether.py`) ends the
+server, and the models end themselves (`lifeline.py`). Files that remain are removed by the next
+start.
 """
 
 from __future__ import annotations
@@ -53,24 +54,24 @@ from vlora.launcher.run_folder import (
 __all__ = ["ServerError", "ServerOptions", "TritonServer", "default_repository"]
 
 REPORT_SECONDS = 30.0
-"""Interval at which a start that takes long is reported."""
+"""Interval at which progress is reported while the server starts."""
 
 CANCEL_SECONDS = 5.0
-"""Seconds for cancelling the requests that are left after the grace period."""
+"""Seconds for cancelling the requests that remain after the grace period."""
 
 EXIT_SECONDS = 5.0
-"""Seconds that Triton gets to unload its models when no request runs.
+"""Seconds that Triton gets to unload its models when no request is running.
 
-It also waits for idle HTTP connections that long: no option of Triton 2.51 closes them.
+Triton also waits this long for idle HTTP connections, since no option of Triton 2.51 closes them.
 """
 
 LISTENERS = ("http", "grpc", "metrics")
-"""Triton's listeners. Each has a port in the options, `http_port` and so on."""
+"""Names of Triton's listeners. Each has an option for its port, such as `http_port`."""
 
 PYTHON_BACKEND = {
-    # A week instead of 30 s, for large checkpoints: `start_seconds` bounds the start.
+    # A week instead of 30 s, for large checkpoints. `start_seconds` limits the start.
     "stub-timeout-seconds": "604800",
-    # Each blocking call between models (at most 128) holds a thread; sending answers needs more.
+    # Each of at most 128 blocking calls between models holds a thread. Sending answers needs more.
     "thread-pool-size": "160",
 }
 
@@ -79,9 +80,9 @@ Report = Callable[[str], None]
 
 
 class TritonServer:
-    """A server; `with TritonServer(options) as server:` starts it and waits until it is ready.
+    """A server. `with TritonServer(options) as server:` starts it and waits until it is ready.
 
-    Raises ServerError if a port is in use, a library is missing or a model fails to load.
+    Raises ServerError if a port is in use, a library is missing or a model cannot be loaded.
     """
 
     def __init__(self, options: ServerOptions | None = None) -> None:
@@ -112,7 +113,7 @@ class TritonServer:
 
     @property
     def names(self) -> list[str]:
-        """The names of all models of the repository, also of those without a process."""
+        """Names of all models in the repository, including those without a process."""
         configs = self.options.repository.glob("*/config.pbtxt")
         return sorted(config.parent.name for config in configs)
 
@@ -126,7 +127,7 @@ class TritonServer:
 
     @property
     def models(self) -> dict[str, int]:
-        """The process ids of the models that have a process, by name."""
+        """Process ids by model, for the models that have a process."""
         return {name: process.pid for process, name in self._models.items()}
 
     @property
@@ -148,9 +149,9 @@ class TritonServer:
         self.stop()
 
     def open(self, report: Report | None = None) -> None:
-        """Start the server and wait until it is ready; end its processes if that fails.
+        """Start the server and wait until it is ready. If that fails, end its processes.
 
-        report: as of `wait_ready`.
+        report: see `wait_ready`.
         """
         try:
             self.start()
@@ -179,9 +180,9 @@ class TritonServer:
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
 
-        report: gets a sentence about the progress every `REPORT_SECONDS`.
+        report: called with a sentence about the progress every `REPORT_SECONDS`.
 
-        Raises ServerError with the reason if the server ends, or if `start_seconds` pass.
+        Raises ServerError, with the reason, if the server ends or `start_seconds` pass before.
         """
         started = reported = time.monotonic()
         limit = self.options.start_seconds
@@ -213,14 +214,13 @@ class TritonServer:
         return self._running.wait()
 
     def poll(self) -> int | None:
-        """Return the exit status, or None while the process runs."""
+        """Return the exit status of the server's process; None while it is running."""
         return self._running.poll()
 
     def failure(self) -> str | None:
-        """Return which process has ended, in a sentence, or None while all of them run.
+        """Return a sentence that says which process has ended; None while all are running.
 
-        Triton neither restarts a model whose process has ended nor reports it: it continues to
-        report itself as live and ready.
+        Triton neither restarts a model whose process has ended nor reports it.
         """
         status = self.poll()
         if status is not None:
@@ -234,7 +234,7 @@ class TritonServer:
     def stop(self, grace_seconds: float | None = None) -> None:
         """Reject new requests, let running ones finish, cancel the rest, and end the server.
 
-        grace_seconds: seconds to finish; default: those of the options. Safe to call twice.
+        grace_seconds: seconds to finish; by default those of the options. Safe to call twice.
         """
         if self._process is not None and self.is_running:
             grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
@@ -246,7 +246,7 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes at once. Safe to call twice."""
+        """End all processes immediately. Safe to call twice."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -264,7 +264,10 @@ class TritonServer:
             time.sleep(0.02)
 
     def explain(self) -> str:
-        """Return the errors in the log, since the start or since the server was ready, or ""."""
+        """Return the errors in the log, "" if there are none.
+
+        Once the server was ready, only errors after that are returned.
+        """
         if self._ready_at is None:
             return server_log.why_it_did_not_start(server_log.read_end(self.log))
         return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
@@ -274,7 +277,7 @@ class TritonServer:
         return server_log.broken_adapters(server_log.read_end(self.log))
 
     def _repository(self, folder: Path) -> Path:
-        """Return the repository to serve: the configured one, or a copy with the overrides."""
+        """Return the repository to serve: that of the options, or a copy with the overrides."""
         options = self.options
         if not (options.model_json or options.multi_lora):
             return options.repository
@@ -293,7 +296,7 @@ class TritonServer:
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
-            # For a SIGTERM sent to Triton directly. Ours is sent when no request runs.
+            # This is for a SIGTERM from elsewhere. Ours is sent when no request is running.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
             *self.options.triton_arguments,

@@ -1,4 +1,4 @@
-"""Triton's log: its file, and the errors and broken adapters that it reports."""
+"""Triton's log: its file, and the errors and broken adapters in it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import IO
 from vlora.launcher.assembly import ServerError
 
 MAX_BYTES = 4 * 1024 * 1024
-"""Maximum number of bytes that are read of a log: a server may log for months."""
+"""Maximum number of bytes of a log that are read, because a server may log for months."""
 
 STACK = "\\n\\nAt:"
-"""Start of the Python stack in a line of Triton's log."""
+"""Text before a Python stack in a line of Triton's log."""
 
 TABLE = ("+", "|")
-"""First characters of lines in Triton's tables of options and models."""
+"""First characters of the lines of Triton's tables of options and models."""
 
 NOISE = (
     "CudaDriverHelper",
@@ -26,18 +26,17 @@ NOISE = (
     "pinned",
     "DCGM",
 )
-"""Parts of lines that also a healthy server without a GPU logs."""
+"""Parts of lines that a healthy server without a GPU also logs."""
 
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 
 
 def create(path: Path) -> IO[bytes]:
-    """Create or empty the log's file, and its folder, and open it for writing.
+    """Create the log's folder and its file, or empty the file, and open it for writing.
 
-    A symbolic link is refused: in a folder of several users, another one may have placed it.
-
-    Raises ServerError with the path and the reason.
+    A symbolic link is refused, because in a shared folder another user may have created it. Raises
+    ServerError with the path and the reason.
     """
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
@@ -53,7 +52,7 @@ def create(path: Path) -> IO[bytes]:
 
 
 def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the log from byte `start` on, but at most its last `limit` bytes in whole lines.
+    """Return the log from byte `start` on, but at most its last `limit` bytes, in whole lines.
 
     Returns "" if the log is not a file.
     """
@@ -70,7 +69,11 @@ def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
 
 
 def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of models that failed to load, else the errors, else the log's end."""
+    """Return the messages of models that failed to load. If there are none, return the errors. If
+    there are none either, return the end of the log.
+
+    lines: maximum number of lines.
+    """
     text = log.splitlines()
     unloaded = [line.split(STACK)[0] for line in text if "failed to load '" in line]
     errors = [line for line in text if line.startswith("E") or "error:" in line.lower()]
@@ -79,13 +82,13 @@ def why_it_did_not_start(log: str, lines: int = 12) -> str:
 
 
 def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
-    """Return the last warnings and errors since the server was ready, "" if there are none."""
+    """Return the last warnings and errors since the server was ready; "" if there are none."""
     problems = [line for line in log_since_ready.splitlines() if not _INFORMATION.match(line)]
     return "\n".join(_without_noise(problems)[-lines:])
 
 
 def broken_adapters(log: str) -> list[str]:
-    """Return the names of adapters that failed to load, in the order of the log."""
+    """Return the names of adapters that could not be loaded, in the order of the log."""
     matches = (_BROKEN.match(line) for line in log.splitlines())
     return list(dict.fromkeys(match[1] for match in matches if match))
 

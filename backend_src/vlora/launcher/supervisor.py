@@ -1,6 +1,6 @@
 """Runs a server in the foreground: watches it, stops it on signals, and restarts it.
 
-Messages for the user go to a callback, so this is independent of terminals.
+Messages for the user are passed to a callback, so this module does not depend on a terminal.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from vlora.launcher.options import ServerOptions
 from vlora.launcher.server import TritonServer
 
 WATCH_SECONDS = 0.5
-"""Interval at which the server is checked."""
+"""Interval at which the server's processes are checked."""
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
-    """The conditions and delays for restarting a server that failed.
+    """Conditions and delays for restarting a server that has failed.
 
-    Failures within `quick_seconds` after the start are counted; after `max_failures` of them in a
-    row the server is not restarted. Before the n-th restart in a row, the supervisor waits
-    first_wait · 2ⁿ⁻¹ seconds, at most `max_wait`.
+    A failure within `quick_seconds` after the start continues a row of failures; any other begins a
+    new row. After `max_failures` in a row the server is not restarted. Before the n-th restart in a
+    row, the supervisor waits first_wait · 2ⁿ⁻¹ seconds, but at most `max_wait`.
     """
 
     max_failures: int = 5
@@ -41,15 +41,15 @@ class RestartPolicy:
 
 
 Announce = Callable[[TritonServer, float], None]
-"""Called with a server whenever it becomes ready, and with the seconds that this took."""
+"""Called with a server when it becomes ready, and with the seconds that this took."""
 
 
 class Supervisor:
     """Serves with these options until a signal or a failure ends it.
 
     say: prints a message for the user.
-    restart: when to restart a server that failed; None never restarts one.
-    make: creates a server that has not been started.
+    restart: when to restart a server that has failed; None never restarts.
+    make: creates a server without starting it.
     """
 
     def __init__(
@@ -68,8 +68,8 @@ class Supervisor:
     def run(self, announce: Announce) -> None:
         """Serve until a signal or a failure.
 
-        Returns after SIGINT, SIGTERM or SIGHUP, when the running requests have ended; a second
-        signal ends them at once. Raises ServerError if the first server does not start, or if a
+        Returns after SIGINT, SIGTERM or SIGHUP, once the running requests have ended. A second
+        signal ends them immediately. Raises ServerError if the first server does not start, or if a
         server fails and is not restarted.
         """
         failures = 0
@@ -98,13 +98,13 @@ class Supervisor:
                     return
 
     def _serve(self, announce: Announce) -> None:
-        """Run one server until a signal. Raises ServerError if it fails before that."""
+        """Run one server until a signal. Raise ServerError if it fails before."""
         server = self._make(self._options)
         self._say("starting the server …")
         started = time.monotonic()
         try:
             server.open(self._say)
-            # A restarted server gets the same ports, also those that were chosen.
+            # A restarted server gets the same ports, including those that were chosen.
             self._options = server.options
             self._ready = True
             announce(server, time.monotonic() - started)
@@ -135,7 +135,7 @@ class Supervisor:
         self._say("stopped")
 
     def _log_of(self, server: TritonServer) -> Path:
-        """Return the log's path; rename it first if a restarted server would overwrite it."""
+        """Return the path of the log. If a restarted server would overwrite it, rename it first."""
         if self._restart is None or not server.log.is_file():
             return server.log
         return server.log.replace(server.log.with_name(f"{server.log.name}.before"))
@@ -143,11 +143,11 @@ class Supervisor:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt on the first and the second signal within the block.
+    """Raise KeyboardInterrupt on the first and on the second signal within the block.
 
     Later signals are ignored, so that what the second one started can finish. SIGINT needs a
-    handler too: `vlora serve &` in a script inherits it as ignored. SIGHUP stays ignored if it was
-    (nohup).
+    handler, because `vlora serve &` in a script inherits it as ignored. SIGHUP stays ignored if it
+    was ignored before (nohup).
     """
     left = 2
 

@@ -1,8 +1,8 @@
-"""`python tether.py PARENT PROGRAM …`: replaces itself by PROGRAM, which ends with its parent.
+"""`python tether.py PARENT PROGRAM …`: becomes PROGRAM, which the kernel ends with its parent.
 
-This is a separate script because only the new process can ask the kernel for this, and because
-between a fork and `exec` no other code is safe. It runs without site packages. It affects only this
-process: the server's models watch the server themselves (`lifeline.py`).
+This is a separate script for two reasons. Only the new process itself can ask the kernel for this.
+And no other code is safe between a fork and `exec`. The script runs without site packages. It
+affects only its own process, so the server's models watch the server themselves (`lifeline.py`).
 """
 
 import ctypes
@@ -16,7 +16,7 @@ SERVER_VARIABLE = "VLORA_SERVER"
 if __name__ == "__main__":
     parent, *command = sys.argv[1:]
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A parent with another id means that ours ended before the kernel was asked.
+    # If the parent has another id, the original one ended before the kernel was asked.
     if os.getppid() == int(parent):
         os.environ[SERVER_VARIABLE] = str(os.getpid())
         os.execv(command[0], command)

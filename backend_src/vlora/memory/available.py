@@ -13,8 +13,11 @@ MEMINFO = Path("/proc/meminfo")
 def available_bytes(
     meminfo: Path = MEMINFO, process: Path = PROCESS, root: Path = CGROUPS
 ) -> int | None:
-    """Return the smaller of the machine's available memory and what the tightest control group
-    leaves, in bytes; None if neither is known."""
+    """Return the number of bytes that this process can still allocate; None if that is unknown.
+
+    This is the smaller of the machine's available memory and what the tightest control group
+    leaves.
+    """
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
     except OSError:
@@ -26,20 +29,21 @@ def available_bytes(
 
 
 def _version_2(folder: Path) -> float | None:
-    """Return the bytes left in a group of control groups version 2, or None without a limit
-    (`memory.max` is "max")."""
+    """Return the bytes left in a control group of version 2; None if it has no limit."""
     return _bytes_left(folder, "memory.max", "memory.current", "inactive_file")
 
 
 def _version_1(folder: Path) -> float | None:
-    """Return the bytes left in a group of version 1; without a limit it reports a huge number."""
+    """Return the bytes left in a control group of version 1, a huge number if it has no limit."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return _bytes_left(folder, *names)
 
 
 def _bytes_left(folder: Path, limit: str, usage: str, inactive: str) -> float | None:
-    """Return limit - usage, plus inactive file pages, which the kernel drops before an allocation
-    fails; None if there is no limit."""
+    """Return limit - usage + inactive file pages, in bytes; None if there is no limit.
+
+    The kernel drops inactive file pages before an allocation fails.
+    """
     try:
         allowed = int((folder / limit).read_text())
         used = int((folder / usage).read_text())

@@ -1,4 +1,4 @@
-"""Block tables: the pages that hold a sequence's keys and values, in order of position."""
+"""Block table of a sequence: the pages that hold its keys and values, in order of position."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from vlora.memory.prefix import BlockKey, PrefixCache
 
 
 class BlockTable:
-    """Pages of one sequence; position p is in `pages[p // block_size]`, at `p % block_size`.
+    """Pages of one sequence. Position p is in `pages[p // block_size]`, at index `p % block_size`.
 
-    Holds its pages until `clear`. Whole blocks that are in `prefix` are shared with other tables.
+    The table holds its pages until `clear`. Whole blocks in `prefix` are shared with other tables.
     """
 
     def __init__(self, pool: PagePool, block_size: int, prefix: PrefixCache | None = None) -> None:
@@ -24,9 +24,9 @@ class BlockTable:
     def reuse_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Fill an empty table with the cached pages of its first blocks.
 
-        keys: of the sequence's whole blocks, in order.
+        keys: keys of the sequence's whole blocks, in order.
 
-        Returns the number of positions whose keys and values are thereby computed.
+        Returns the number of positions whose keys and values these pages contain.
         """
         assert not self.pages, "the table is not empty"
         if self._prefix is not None:
@@ -39,8 +39,11 @@ class BlockTable:
         return self._prefix is not None and computed // self._block_size > self._shared_blocks
 
     def share(self, keys: Sequence[BlockKey]) -> None:
-        """Add the first `len(keys)` blocks, which are computed, to the prefix cache, unless one
-        that is not in it yet holds values that are not finite."""
+        """Add the first `len(keys)` blocks to the prefix cache. They must be computed.
+
+        Nothing is added if a block that is not in the cache yet contains a value that is not
+        finite.
+        """
         if self._prefix is None:
             return
         if self._prefix.is_finite(self.pages[self._shared_blocks : len(keys)]):
@@ -54,13 +57,15 @@ class BlockTable:
             self._prefix.discard(self.pages)
 
     def fits(self, tokens: int, released: int) -> bool:
-        """Return whether `grow` could succeed once other tables had released so many pages."""
+        """Return whether `grow` could succeed after other tables have released this many pages."""
         missing = pages_for(tokens, self._block_size) - len(self.pages)
         return self._pool.can_allocate(missing - released)
 
     def grow(self, tokens: int) -> bool:
-        """Allocate pages for `tokens` tokens in all; return False (and allocate nothing) if pages
-        are short."""
+        """Allocate pages until the table has enough for `tokens` tokens.
+
+        Returns False, and allocates nothing, if there are too few pages.
+        """
         missing = pages_for(tokens, self._block_size) - len(self.pages)
         if missing <= 0:
             return True
@@ -71,11 +76,10 @@ class BlockTable:
         return True
 
     def relocate(self, moves: Moves) -> None:
-        """Update page numbers after a relocation."""
+        """Replace the numbers of pages whose content has moved."""
         self.pages = [moves.get(page, page) for page in self.pages]
 
     def clear(self) -> None:
-        """Release all pages."""
         if self._prefix is None:
             self._pool.release(self.pages)
         else:

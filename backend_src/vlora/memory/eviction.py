@@ -1,21 +1,21 @@
-"""Order of eviction, for cached blocks, resident adapters and their copies in host memory.
+"""Order of eviction of cached blocks, resident adapters and host copies.
 
 The page pool evicts cached blocks (`memory/prefix.py`) and resident adapters (`lora/residents.py`).
 The host tier evicts fp32 copies (`lora/host.py`). All of them follow these rules:
 
-1. Only an item that nothing uses is evicted. Its owner decides that: a block without a sequence; a
-   resident adapter that is neither pinned nor protected, and that no older waiting request needs; a
-   host copy whose adapter is neither resident, nor being loaded, nor held by a request.
+1. Only an item that nothing uses is evicted: a block that no sequence holds; a resident adapter
+that is neither pinned nor protected, and that no older waiting request needs; a host copy whose
+adapter is not resident, not being packed and not held by a request.
 2. The least recently used item goes first. The time of a use is a tick of the pool's clock
-   (`PagePool.tick`), which blocks and adapters share. Of two items of one age, a block goes before
-   an adapter, since the prefix cache is the pool's first evictor.
-3. An item marked EVICT_FIRST goes before all others: the blocks of an evicted adapter, and a
-   version of an adapter that its name no longer means, once no request has started with it.
-4. Of blocks released together, the end of a chain goes before its beginning, so that the remaining
-   blocks are still a prefix.
-5. Contiguous pages for an adapter are searched before anything is evicted for them. Where idle
-   adapters lie in every window, those in one window are evicted, as old ones as possible
-   (`memory/windows.py`).
+(`PagePool.tick`), which blocks and adapters share. If a block and an adapter were used at the same
+time, the block goes first.
+3. An item marked EVICT_FIRST goes before all others. These are the blocks of an evicted adapter,
+and a version of an adapter that its name no longer means and that no request has started with.
+4. Of blocks that are released together, the later ones in the sequence go first, so that the
+remaining blocks are still a prefix.
+5. To make room for an adapter, contiguous pages without adapters are searched before an adapter is
+evicted. If there are none, the adapters in one window of pages are evicted, chosen so that the most
+recent use among them is as old as possible (`memory/windows.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from itertools import count
 from typing import Generic, Protocol, TypeVar
 
 EVICT_FIRST = 0
-"""Time of last use of items that go before all others; the clock's first tick is 1."""
+"""Time of last use of items that are evicted before all others. The clock's first tick is 1."""
 
 
 class HasLastUse(Protocol):
-    """Item with the time of its last use, on the pool's clock."""
+    """Item with the time of its last use on the pool's clock."""
 
     @property
     def last_used(self) -> int: ...
@@ -41,23 +41,23 @@ Item = TypeVar("Item", bound=HasLastUse)
 
 
 class Evictor(Protocol):
-    """Holder of pages that it can free: cached blocks, or idle adapters."""
+    """Holder of pages that it can free by evicting cached blocks or idle adapters."""
 
     @property
     def holds_runs(self) -> bool:
-        """True if it holds adapters, in runs of contiguous pages."""
+        """True if it holds adapters, which are in runs of contiguous pages."""
         ...
 
     def evictable_pages(self, enough: int) -> int:
-        """Return the number of pages that it could free; counting may stop at `enough`."""
+        """Return the number of pages that eviction could free. Counting may stop at `enough`."""
         ...
 
     def oldest_use(self) -> int | None:
-        """Return when the item that it would evict next was last used; None if it has none."""
+        """Return the time of last use of the item to evict next; None if there is none."""
         ...
 
     def evict_oldest(self) -> None:
-        """Evict that item and free its pages."""
+        """Evict the item to evict next and free its pages."""
         ...
 
 
@@ -65,7 +65,7 @@ class RunEvictor(Evictor, Protocol):
     """Holder of adapters that it can evict."""
 
     def idle_runs(self) -> list[range]:
-        """Return the pages of each run that it could free, the least recently used first."""
+        """Return the pages of each adapter that may be evicted, the least recently used first."""
         ...
 
     def evict_run(self, first: int) -> None:
@@ -79,7 +79,7 @@ def least_recently_used(items: Iterable[Item]) -> Item | None:
 
 
 def evict_oldest(evictors: Sequence[Evictor]) -> bool:
-    """Evict the least recently used item of all evictors; return False if none has any."""
+    """Evict the least recently used item of all evictors; return False if there is none."""
     uses = ((evictor.oldest_use(), index) for index, evictor in enumerate(evictors))
     candidates = [(last_used, index) for last_used, index in uses if last_used is not None]
     if not candidates:
@@ -89,8 +89,9 @@ def evict_oldest(evictors: Sequence[Evictor]) -> bool:
 
 
 class UseOrder(Generic[Item]):
-    """Items in the order of their last use, by time. A use only changes the item's time; its
-    position is corrected when it is next looked at."""
+    """Items in the order of their last use. A use changes only the item's time. Its position is
+    corrected when `oldest_first` reaches it.
+    """
 
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Item]] = []
@@ -106,7 +107,9 @@ class UseOrder(Generic[Item]):
         del self._entries[bisect_left(self._entries, entry)]
 
     def oldest_first(self) -> Iterator[Item]:
-        """Return the items, which must not change meanwhile, the least recently used first."""
+        """Yield the items, the least recently used first. No item may be added or removed
+        meanwhile.
+        """
         index = 0
         while index < len(self._entries):
             last_used, _, item = self._entries[index]
@@ -139,7 +142,7 @@ class IdlePages:
             self._last_used[page] = now
 
     def remove(self, page: int) -> None:
-        """Remove a page that is in use again; do nothing for another page."""
+        """Remove a page that is in use again. Do nothing if it is missing."""
         self._last_used.pop(page, None)
 
     def evict_first(self, pages: Iterable[int]) -> None:
@@ -157,7 +160,7 @@ class IdlePages:
         return self._last_used.popitem(last=False)[0]
 
     def relocate(self, moves: Mapping[int, int]) -> None:
-        """Rename pages whose content has moved: page → new page."""
+        """Replace the numbers of pages whose content has moved: page → new page."""
         if any(page in self._last_used for page in moves):
             renamed = ((moves.get(page, page), used) for page, used in self._last_used.items())
             self._last_used = OrderedDict(renamed)

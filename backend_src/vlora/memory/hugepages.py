@@ -1,7 +1,6 @@
-"""Memory that the kernel may back with huge pages, for data that each step reads in full.
+"""Memory in huge pages, for data that each step reads completely.
 
-A core reads it 1.5 times as fast as memory in pages of 4 KiB, which need far more page table
-walks.
+A core reads it 1.5 times as fast as memory in pages of 4 KiB, which need far more page table walks.
 """
 
 from __future__ import annotations
@@ -17,8 +16,10 @@ PAGE = 2 << 20
 
 
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros that starts on a huge page; it takes memory only where it is
-    written."""
+    """Return a tensor of zeros that begins at the start of a huge page.
+
+    The kernel uses huge pages if it has them. Memory is taken from the system as it is written.
+    """
     count = math.prod(shape)
     size = count * dtype.itemsize
     memory = mmap.mmap(-1, size + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -1,12 +1,13 @@
-"""Page pool: one region of pages of one size, and the owner of each page.
+"""Page pool: the pages of one region of memory, and the owner of each page.
 
-A page is free, holds keys and values of running sequences (KV, counted by the sequences that share
-it), holds keys and values that a later prompt may reuse (CACHE), or is part of an adapter
-(ADAPTER). KV pages are allocated from the region's end and adapters, as runs of contiguous pages,
-from its beginning, which keeps them from fragmenting each other.
+A page has one of four owners. FREE pages have no content. KV pages hold keys and values of running
+sequences; their holders, the sequences that share the page, are counted. CACHE pages hold keys and
+values that a later prompt may reuse. ADAPTER pages are part of an adapter. KV pages are allocated
+from the end of the region. Adapters need contiguous pages, called a run, and are allocated from its
+start. So the two do not fragment each other.
 
-The pool only does the bookkeeping; `memory/kv_cache.py` holds the bytes and `memory/eviction.py`
-says what is evicted.
+The pool only counts pages. `memory/kv_cache.py` holds their memory, and `memory/eviction.py`
+describes the order of eviction.
 
 **Invariant:** free + KV + adapter + cached = total, and each page has one owner.
 """
@@ -38,7 +39,7 @@ class Run:
 
     @staticmethod
     def length(packed_bytes: int, page_bytes: int) -> int:
-        """Return the number of pages of `page_bytes` that `packed_bytes` need, at least 1."""
+        """Return the number of pages that `packed_bytes` need, at least 1."""
         return max(1, -(-packed_bytes // page_bytes))
 
     @property
@@ -47,37 +48,38 @@ class Run:
 
 
 class PageMemory(Protocol):
-    """Memory of a pool's pages, as `memory/kv_cache.py` implements it."""
+    """Memory of a pool's pages, such as `memory.kv_cache.KVCache`."""
 
     @property
     def page_bytes(self) -> int: ...
-    def address(self, page: int) -> int: ...
+    def address(self, page: int) -> int | None: ...
     def clear(self, pages: range) -> None: ...
 
 
 Moves = Mapping[int, int]
-"""Relocation of pages: page → page that its content moves to."""
+"""Pages whose content moves: page → new page."""
 
 
 class PagePool:
     """Pages 0 … total-1. An allocated page belongs to the caller until it is released.
 
-    evictors: evict from these, the least recently used item first, when free pages are short.
-    run_evictor: the one of them that holds adapters.
-    movers: called in order with every relocation, before the pages change owners; each of them
-        copies the content or rewrites page numbers that it holds.
+    evictors: holders from which items are evicted when there are too few free pages, the least
+        recently used item first.
+    run_evictor: the evictor that holds adapters.
+    movers: functions that are called in order whenever content moves, before the pages change
+        owners. Each copies the content, or replaces page numbers that it stores.
     """
 
     def __init__(self, total: int) -> None:
         if total < 1:
-            raise ValueError(f"a pool of {total} pages; it needs at least one")
+            raise ValueError(f"a pool has {total} pages; it needs at least one")
         self.total = total
         self._owner = bytearray(total)
         self._refs = [0] * total
         self._counts = {Owner.FREE: total, Owner.KV: 0, Owner.CACHE: 0, Owner.ADAPTER: 0}
         self._ticks = 0
         self.pages_moved = 0
-        """Number of pages relocated so far."""
+        """Number of pages whose content was moved so far."""
         self._runs: set[Run] = set()
         self.evictors: list[Evictor] = []
         self.run_evictor: RunEvictor | None = None
@@ -110,19 +112,23 @@ class PagePool:
         return missing <= 0
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether `count` pages for an adapter leave `kv_pages` for keys and values."""
+        """Return whether an adapter of `count` pages would leave `kv_pages` pages for keys and
+        values.
+        """
         return self.can_allocate(count + kv_pages)
 
     def tick(self) -> int:
-        """Advance the clock of uses and return its new time."""
+        """Advance the clock by which uses are ordered, and return its new time."""
         self._ticks += 1
         return self._ticks
 
     # -- keys and values -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` pages for keys and values with one holder each, or None (and allocate
-        nothing) if eviction cannot free that many."""
+        """Return `count` pages for keys and values, each with one holder.
+
+        Returns None, and allocates nothing, if eviction cannot free enough pages.
+        """
         if not self._evict_until_free(count):
             return None
         pages = []
@@ -141,8 +147,10 @@ class PagePool:
         self._refs[page] += 1
 
     def release(self, pages: Iterable[int], keep: Container[int] = ()) -> list[int]:
-        """Remove one holder of each page. A page without holders becomes cached if it is in `keep`
-        and free otherwise. Return the pages that became cached."""
+        """Remove one holder of each page, and return the pages that became cached.
+
+        A page without holders becomes cached if it is in `keep`, and free otherwise.
+        """
         cached = []
         for page in pages:
             assert self._refs[page] > 0, f"page {page} has no holder"
@@ -167,13 +175,13 @@ class PagePool:
     # -- adapters --------------------------------------------------------------------------------
 
     def allocate_run(self, count: int) -> Run | None:
-        """Return contiguous pages for an adapter, or None (and evict nothing) if other adapters
-        leave too few.
+        """Return contiguous pages for an adapter. If free pages are scattered, keys and values are
+        moved.
 
-        Where enough pages are free but not contiguous, keys and values are moved away.
+        Returns None, and evicts nothing, if there are too few pages.
         """
         if count < 1:
-            raise ValueError(f"a run of {count} pages; it needs at least one")
+            raise ValueError(f"a run has {count} pages; it needs at least one")
         if not self.can_allocate(count) or not self._evict_runs_for(count):
             return None
         self._evict_until_free(count)
@@ -191,8 +199,10 @@ class PagePool:
         return run
 
     def _evict_runs_for(self, count: int) -> bool:
-        """Evict the adapters without which `count` contiguous pages hold no adapter; return False
-        (and evict none) if that is impossible."""
+        """Evict adapters until some `count` contiguous pages hold no adapter.
+
+        Returns False, and evicts none, if that is impossible.
+        """
         if self._owner.find(bytes(count)) >= 0:
             return True
         idle = [] if self.run_evictor is None else self.run_evictor.idle_runs()
@@ -212,8 +222,7 @@ class PagePool:
             self._set_owner(page, Owner.FREE)
 
     def _vacate(self, window: range) -> None:
-        """Move the content of the window's pages to free pages outside, of which there must be
-        enough."""
+        """Move the content of the window's pages to free pages outside it. There must be enough."""
         moves: dict[int, int] = {}
         end = self.total
         for page in window:
@@ -248,7 +257,7 @@ class PagePool:
         self._owner[page] = owner
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if counts, owners and holders disagree."""
+        """Raise AssertionError if counts, owners and holders are inconsistent."""
         for owner, count in self._counts.items():
             assert self._owner.count(owner) == count, f"{owner.name}: counted as {count}"
         assert self.free + self.kv + self.adapter + self.cached == self.total

@@ -1,8 +1,8 @@
-"""Prefix cache: keys and values of whole blocks that later prompts may begin with.
+"""Prefix cache: keys and values of whole blocks, which later prompts with the same beginning reuse.
 
-A block's key names its content: its scope (which weights computed it) and a chained SHA-256 of all
-tokens and image features up to its end. A cached block is therefore never stale. This module knows
-no requests.
+The key of a block names its content. It consists of the scope, which says what weights computed the
+block, and a chained SHA-256 of all tokens and image features up to the end of the block. So a
+cached block is never stale. This module knows no requests.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 class BlockKey(NamedTuple):
     """Key of one block.
 
-    scope: the adapter's language-model digest, "" for the base model, with the mode where that
-        changes keys and values.
+    scope: digest of the adapter's weights, "" for the base model, followed by the weight mode if
+        that changes keys and values.
     content: digest of the tokens and image features of this block and of those before it.
     """
 
@@ -35,28 +35,29 @@ class BlockKey(NamedTuple):
 
 
 class BlockDigests:
-    """Content digests of a sequence's whole blocks, extended as tokens become known.
+    """Content digests of a sequence's whole blocks. More are computed as tokens become known.
 
+    block: number of tokens per block.
     feature_row: [n] row of `features` at each position of the prompt, or NO_IMAGE.
-    features: [rows, hidden], or None. Positions after the prompt hold tokens only.
+    features: [rows, hidden] image features of the prompt, or None.
     """
 
     def __init__(
         self, block: int, feature_row: torch.Tensor, features: torch.Tensor | None
     ) -> None:
-        self._block = block
+        self.block = block
         self._feature_row = feature_row.numpy()
         self._features = None if features is None else features.contiguous().numpy()
         self._digests: list[bytes] = []
 
     def up_to(self, tokens: Sequence[int], length: int) -> list[bytes]:
-        """Return the digests of the whole blocks among the first `length` tokens."""
-        blocks = length // self._block
+        """Return the digests of the whole blocks within the first `length` tokens."""
+        blocks = length // self.block
         while len(self._digests) < blocks:
-            start = len(self._digests) * self._block
+            start = len(self._digests) * self.block
             state = hashlib.sha256(self._digests[-1] if start else b"")
-            state.update(np.asarray(tokens[start : start + self._block], np.int64).tobytes())
-            rows = self._feature_row[start : start + self._block]
+            state.update(np.asarray(tokens[start : start + self.block], np.int64).tobytes())
+            rows = self._feature_row[start : start + self.block]
             image_rows = rows[rows != NO_IMAGE]
             if self._features is not None and len(image_rows):
                 state.update(np.flatnonzero(rows != NO_IMAGE).tobytes())
@@ -68,10 +69,9 @@ class BlockDigests:
 class PrefixCache:
     """Blocks by key, in pages of the pool.
 
-    A block that sequences hold is shared among them (KV); one without holders is CACHE and can be
-    evicted.
+    Sequences that hold a block share it (KV). A block without holders (CACHE) can be evicted.
 
-    is_finite: returns whether the content of pages is finite; other blocks are not recorded.
+    is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """
 
     holds_runs = False
@@ -99,8 +99,9 @@ class PrefixCache:
         return next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the pages of the leading blocks that are in the cache, and add a holder to each
-        of them."""
+        """Return the pages of the leading blocks that are in the cache, and add a holder to
+        each.
+        """
         pages = [self._pages[key] for key in keys[: self.count_matching(keys)]]
         for page in pages:
             self._idle.remove(page)
@@ -108,15 +109,14 @@ class PrefixCache:
         return pages
 
     def add(self, key: BlockKey, page: int) -> None:
-        """Record that a held page contains this block; do nothing if another page has it."""
+        """Record that a held page contains this block. Do nothing if another page contains it."""
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
             self._scopes[key.scope].add(page)
 
     def discard(self, pages: Sequence[int]) -> None:
-        """Remove the blocks in these pages, if there are any, so that no other sequence gets
-        them."""
+        """Remove the blocks in these pages from the cache, so that no other sequence gets them."""
         for page in pages:
             if page in self._keys:
                 self._forget(page)
@@ -132,12 +132,16 @@ class PrefixCache:
             del self._scopes[key.scope]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one holder of each page; recorded blocks stay cached until they are evicted."""
+        """Remove one holder of each page. Recorded blocks stay in the cache until they are
+        evicted.
+        """
         now = self._pool.tick()
         self._idle.add(self._pool.release(pages, keep=self._keys), now)
 
     def evict_first(self, scope: str) -> None:
-        """Mark the idle blocks of this scope as the first to evict: their adapter was evicted."""
+        """Mark the idle blocks of a scope as the first to evict, since their adapter was
+        evicted.
+        """
         self._idle.evict_first(self._scopes.get(scope, ()))
 
     # -- called by the pool ----------------------------------------------------------------------
@@ -155,7 +159,7 @@ class PrefixCache:
         self.evictions += 1
 
     def relocate(self, moves: Moves) -> None:
-        """Update page numbers after a relocation."""
+        """Replace the numbers of pages whose content has moved."""
         for page, to in moves.items():
             if (key := self._keys.pop(page, None)) is not None:
                 self._keys[to] = key
@@ -164,7 +168,7 @@ class PrefixCache:
         self._idle.relocate(moves)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the tables disagree with each other or with the pool."""
+        """Raise AssertionError if the tables are inconsistent with each other or with the pool."""
         assert {page: key for key, page in self._pages.items()} == self._keys
         assert len(self._idle) == self._pool.cached, (len(self._idle), self._pool.cached)
         assert all(self._pool.is_cached(page) and page in self._keys for page in self._idle)

@@ -1,4 +1,4 @@
-"""Search for contiguous pages between the runs of adapters. Pure functions of ranges of pages."""
+"""Search for contiguous pages between the runs of adapters. All functions are pure."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = NDArray[Any]
 
 
 def gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
-    """Return the stretches of 0 … total-1 that no run overlaps, in order."""
+    """Yield the ranges within 0 … total-1 that no run overlaps, in order."""
     start = 0
     for run in sorted(runs, key=lambda run: run.start):
         if start < run.start:
@@ -26,13 +26,15 @@ def gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
 def runs_to_evict(
     total: int, busy: Sequence[range], idle: Sequence[range], count: int
 ) -> list[range] | None:
-    """Return the idle runs whose eviction leaves a window of `count` pages without any run.
+    """Return the idle runs to evict so that some `count` contiguous pages contain no run.
 
-    No run is more recently used than necessary; among the windows that this leaves, one with the
-    fewest pages to evict is chosen. The list is empty if there is a window already.
+    The most recent use among them is as old as possible. Among the remaining choices, the one with
+    the fewest pages is taken. The list is empty if there is such a window already.
 
-    busy: runs that stay. idle: runs that can be evicted, the least recently used first.
-    Returns None if even all of them would not suffice.
+    busy: runs that stay.
+    idle: runs that may be evicted, the least recently used first.
+
+    Returns None if evicting all idle runs would not suffice.
     """
 
     def window_exists(evicted: int) -> bool:
@@ -57,10 +59,12 @@ def runs_to_evict(
 
 
 def cheapest_window(owners: bytearray, free: int, adapter: int, count: int) -> int:
-    """Return the first page of the window of `count` pages without an adapter's page that has the
-    most free pages. There must be such a window.
+    """Return the first page of the window of `count` pages with the most free pages and no adapter.
 
-    owners: of each page; `free` and `adapter` are two of its values.
+    There must be a window without an adapter.
+
+    owners: owner of each page.
+    free, adapter: values of free pages and of adapters' pages in `owners`.
     """
     pages = np.frombuffer(owners, np.uint8)
     used = _sums(pages != free, count)

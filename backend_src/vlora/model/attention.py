@@ -1,4 +1,4 @@
-"""Paged attention: keys and values are stored in pages, with one block table per sequence."""
+"""Paged attention: keys and values are stored in pages, and each sequence has a block table."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ from vlora.atmm.types import DTYPES
 from vlora.backends import Backend
 from vlora.kernels import ops
 from vlora.memory.kv_cache import KVCache
+from vlora.model.attention_gpu import GpuPlan
 from vlora.model.attention_reference import ReferencePlan
 from vlora.model.chunk import Chunk
+from vlora.model.positions import row_positions
 from vlora.model.rotary import Rotary
 
 
 class AttentionPlan:
-    """Pages that the rows of a step write and read. Made once per step and used by every layer.
+    """Pages that the rows of a step write and read. Made once per step for all layers.
 
-    chunks: in the order of their rows.
-    heads: number of query heads; each `heads / kv_heads` adjacent ones share a head of keys and
-        values.
+    chunks: chunks of the step, in the order of their rows.
+    heads: number of query heads; `heads / kv_heads` adjacent ones share a key and value head.
 
-    Raises ValueError, at the first use, for chunks that do not fit their pages.
+    `attend` raises ValueError if the chunks do not fit their pages.
     """
 
     def __init__(
@@ -39,13 +40,15 @@ class AttentionPlan:
         self._chunks = chunks
         self._kv_cache = kv_cache
         self._heads = heads
-        self._backend = backend or backends.backend_of("kernels")
-        self.positions = torch.tensor(
-            [position for chunk in chunks for position in range(chunk.start, chunk.end)]
-        )
-        # Read once per step: reading them from a tensor in every layer would cost a tenth of the
-        # attention of a row with a short context.
-        self._shape = len(self.positions), (heads + 2 * kv_cache.kv_heads) * kv_cache.head_dim
+        self._backend = backend or backends.backend_of("kernels", kv_cache.cache.device.type)
+        self.positions = row_positions(chunks)
+        """Positions of the rows, in host memory."""
+        self.uploaded_positions: torch.Tensor | None = None
+        """Positions of the rows on the device, None if that is the CPU."""
+        self._gpu = GpuPlan(chunks, kv_cache) if self._backend == "gpu" else None
+        # Computed once per step. Reading them from a tensor in every layer would take a tenth of
+        # the time of attention for a row with a short context.
+        self._shape = self.positions.shape[-1], (heads + 2 * kv_cache.kv_heads) * kv_cache.head_dim
         self._layer_bytes = kv_cache.cache.stride(1) * kv_cache.cache.itemsize
 
     @cached_property
@@ -73,23 +76,38 @@ class AttentionPlan:
     def _reference(self) -> ReferencePlan:
         return ReferencePlan(self._chunks, self._kv_cache)
 
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Tensors in host memory that the device reads in each layer; none on the CPU."""
+        return [] if self._gpu is None else [self.positions, *self._gpu.inputs]
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Set the copies of `inputs` on the device, before the first `attend`."""
+        if self._gpu is not None:
+            self.uploaded_positions, *tables = uploaded
+            self._gpu.place(tables)
+
     def attend(
         self, layer: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Write the rows' keys and values to their pages and return each row's causal attention.
+        """Write the keys and values of all rows to their pages, and return each row's causal
+        attention.
 
         Semantics: softmax(q kᵀ / √dim) v over the positions of the row's sequence up to its own.
 
-        qkv: [T, (heads + 2 kv_heads) · dim] fp32, contiguous, not yet rotated.
-        out: [T, heads · dim] fp32 for the result; None allocates it.
+        qkv: [T, (heads + 2 · kv_heads) · dim] fp32, contiguous, before rotation.
+        rotary: angles by which queries and keys are rotated.
+        out: [T, heads · dim] fp32 to write the result to; allocated if None.
         """
         kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():
             rows, width = self._shape
             raise ValueError(
                 f"qkv {tuple(qkv.shape)} with strides {qkv.stride()} must be contiguous"
-                f" [{rows}, {width}], as the plan's chunks say"
+                f" [{rows}, {width}] for the chunks of this plan"
             )
+        if self._gpu is not None:
+            return self._gpu.attend(layer, self._heads, qkv, rotary, out)
         if self._backend == "reference":
             attended = self._reference.attend(layer, self._heads, qkv, rotary)
             return ops.copy_out(attended, out)

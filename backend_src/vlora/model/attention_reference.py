@@ -1,8 +1,9 @@
 """Reference implementation of paged attention in plain torch: gather the pages, then attend.
 
-A masked position must not be multiplied, not even by a weight of zero, since 0 · NaN is NaN: slots
-behind a sequence's end hold values of the page's previous owner, and a later row of the same
-sequence may not be finite. Such keys and values are replaced by zeros before the product.
+Masked positions may contain values that are not finite: the rest of a page has values of its
+previous owner, and a later row of the same sequence may not be finite. Since 0 · NaN is NaN, a
+weight of zero does not suffice to mask them. So such keys and values are replaced by zeros
+first.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from vlora.model.rotary import Rotary
 class ReferencePlan:
     """Indices of the pages that the rows of a step write and read.
 
-    Chunks of one row are attended together, padded to the longest context; others one by one.
+    Chunks of one row are attended together, padded to the longest context. Other chunks are
+    attended one by one.
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
@@ -107,11 +109,12 @@ class ReferencePlan:
         return out.flatten(1)
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Return keys or values of the first `length` positions, [batch, kv_heads, length, dim].
+        """Return the keys or values of the first `length` positions, [batch, kv_heads, length,
+        dim].
 
-        view: [pages, kv_heads, panels, …], where the last axes hold LANES · dim values, lane by
-            lane.
-        pages: [batch, n] page indices of each sequence.
+        view: [pages, kv_heads, panels, …]; the last axes hold LANES · dim values, one lane after
+            another.
+        pages: [batch, n] pages of each sequence.
         """
         kv_cache = self._kv_cache
         gathered = view[pages].transpose(1, 2)
@@ -120,10 +123,12 @@ class ReferencePlan:
 
 
 def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Zero the keys and values of positions where any of them is not finite.
+    """Set the keys and values of positions to zero where any of them is not finite.
 
-    keys, values: [batch, kv_heads, positions, dim]. Returns [batch, positions]: whether a position
-    is finite. A row that sees one that is not has no finite attention.
+    keys, values: [batch, kv_heads, positions, dim].
+
+    Returns [batch, positions] bool: whether a position was finite. The caller sets the attention of
+    rows that see any other position to NaN.
     """
     finite = (keys.isfinite() & values.isfinite()).all(3).all(1)
     if not bool(finite.all()):
@@ -133,7 +138,7 @@ def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _causal(chunk: Chunk) -> torch.Tensor | None:
-    """Return a chunk's mask, [length, end] bool; None if it starts its sequence (causal)."""
+    """Return a chunk's mask, [length, end] bool; None if the chunk begins its sequence."""
     if chunk.start == 0:
         return None
     rows = torch.arange(chunk.start, chunk.end)

@@ -1,9 +1,8 @@
-"""Constrained answers: the tokens that may follow so that the answer is one of some choices.
+"""Constrained answers: the tokens that may come next so that the answer is one of some choices.
 
-Works on bytes instead of one fixed tokenisation, so the model may spell a choice with any tokens. A
-leading space is allowed and does not become part of the answer.
-
-Requests with the same choices share a `ChoiceSet`, which caches the allowed tokens of each state.
+The comparison is by bytes, so the model may spell a choice with any tokens. A leading space is
+allowed and is not part of the answer. Requests with the same choices share a `ChoiceSet`, which
+caches the allowed tokens of each state.
 """
 
 from __future__ import annotations
@@ -19,28 +18,30 @@ from vlora.model.vocabulary import Vocabulary
 from vlora.request import IndexArray
 
 MAX_CACHED_SETS = 64
-"""Maximum number of choice sets in the cache; applications use few sets, but repeatedly."""
+"""Maximum number of choice sets in the cache. Applications use few different sets."""
 
 MAX_CACHED_STATES = 1024
-"""Maximum number of states of one set whose allowed tokens are cached."""
+"""Maximum number of states per set whose allowed tokens are cached."""
 
 UNREACHABLE = 1 << 30
-"""Number of tokens to the end of a spelling that no tokens can reach."""
+"""Number of tokens that counts as infinite, for an end that no tokens can reach."""
 
 AFTER_ALL = b"\xff"
-"""Byte that sorts after every continuation: no UTF-8 text contains it."""
+"""Byte that sorts after every byte of UTF-8 text."""
 
 
 class ChoiceSet:
     """Spellings of some choices, each with and without a leading space.
 
-    spellings: sorted, so that those with a common prefix are adjacent.
-    choices: the choice of each spelling.
-    required_tokens: maximum over the choices of the minimum number of tokens that spell it.
+    spellings: sorted, so that spellings with a common prefix are adjacent.
+    choices: the choice that each spelling spells.
+    required_tokens: minimum number of tokens that suffices for every choice.
     """
 
     def __init__(self, choices: Sequence[str], vocabulary: Vocabulary) -> None:
-        """Compute all spellings. Raises InvalidArgument for a choice that no tokens spell."""
+        """Compute all spellings. Raise InvalidArgument for a choice that the vocabulary cannot
+        spell.
+        """
         self._vocabulary = vocabulary
         self.required_tokens = 0
         needed: dict[bytes, list[int]] = {}
@@ -63,14 +64,17 @@ class ChoiceSet:
         self._cache: dict[tuple[int, int, int], tuple[IndexArray, IndexArray]] = {}
 
     def _tokens_needed(self, spelling: bytes) -> list[int]:
-        """Return, for each offset, the minimum number of tokens that spell the rest."""
+        """Return for each offset the minimum number of tokens that spell the rest."""
         needed = [0] * (len(spelling) + 1)
         for start in range(len(spelling) - 1, -1, -1):
             needed[start] = self._min_tokens(spelling, start, needed)
         return needed
 
     def _min_tokens(self, spelling: bytes, start: int, needed: list[int]) -> int:
-        """Return the minimum number of tokens from `start`; needed: the same for later offsets."""
+        """Return the minimum number of tokens that spell the rest from `start`.
+
+        needed: these numbers for all later offsets.
+        """
         minimum = UNREACHABLE
         for end in self._token_ends(spelling, start):
             if needed[end] < minimum:
@@ -88,10 +92,12 @@ class ChoiceSet:
                 yield end
 
     def following(self, low: int, high: int, done: int) -> tuple[IndexArray, IndexArray]:
-        """Return the tokens that may follow the first `done` bytes of a range of spellings.
+        """Return the tokens that may come after the first `done` bytes of a range of spellings.
 
-        low, high: range of `spellings` whose first `done` bytes are equal, without `high`.
-        Returns the token ids, ascending, and the minimum number of tokens needed after each.
+        low, high: the range `spellings[low:high]`, whose first `done` bytes are equal.
+
+        Returns the token ids in ascending order, and the minimum number of tokens that must follow
+        each.
         """
         key = (low, high, done)
         if key not in self._cache:
@@ -112,12 +118,12 @@ class ChoiceSet:
 
 @lru_cache(MAX_CACHED_SETS)
 def choice_set(choices: tuple[str, ...], vocabulary: Vocabulary) -> ChoiceSet:
-    """Return the set of some choices, shared by all requests with the same choices."""
+    """Return the choice set that all requests with these choices share."""
     return ChoiceSet(choices, vocabulary)
 
 
 class ChoiceMatcher:
-    """State of one answer: the spellings that are still possible and the bytes spelled so far.
+    """State of one answer: the spellings that are still possible, and the bytes spelled so far.
 
     required_tokens: as in `ChoiceSet`.
     """
@@ -131,23 +137,23 @@ class ChoiceMatcher:
 
     @property
     def finished(self) -> str | None:
-        """The choice that is spelled out, if it cannot be continued to another one."""
+        """The complete choice, if no other choice begins with it; else None."""
         return self.complete if self._high - self._low == 1 else None
 
     @property
     def complete(self) -> str | None:
-        """The choice that is spelled out so far, if any; end of text may follow it."""
+        """The choice that the answer spells so far, or None. End of text may follow it."""
         shortest = self._set.spellings[self._low]
         return self._set.choices[self._low] if len(shortest) == self._done else None
 
     def allowed(self, eos_tokens: Sequence[int], budget: int) -> IndexArray:
-        """Return the ids, ascending, of the tokens that may come next.
+        """Return the ids of the tokens that may come next, in ascending order.
 
-        budget: tokens left for the answer, including this one; tokens after which no choice can be
-            completed within it are excluded.
+        budget: number of tokens left for the answer, including this one. A token is excluded if no
+            choice could then be completed within the budget.
 
-        The result is not empty until `finished`, if the first budget was at least
-        `required_tokens`.
+        If the first budget was at least `required_tokens`, the result is not empty until
+        `finished`.
         """
         tokens, needed_after = self._set.following(self._low, self._high, self._done)
         allowed = tokens[needed_after < budget]

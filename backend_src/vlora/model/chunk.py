@@ -1,27 +1,25 @@
-"""A chunk: what one step computes of one sequence.
+"""A chunk: the part of a step that belongs to one sequence.
 
-The scheduler makes chunks; the runner and the attention read them, without copies in between.
+The scheduler makes chunks. The runner and attention read them without copying.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from vlora.model.inputs import Prompt
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Rows `row … row + length - 1` of a step: positions `start … end - 1` of one sequence.
 
-    slot: slot of the sequence's adapter, or BASE.
+    slot: slot of the adapter of these rows, or BASE.
     tokens: token ids at these positions.
     prompt: the sequence's prompt, with its image features.
     pages: the sequence's block table, which covers at least `end` positions.
-    completes: whether all known tokens are computed afterwards, so that the step returns logits for
-        the last row, or the scores of the adapter's head where `use_head` is set.
+    completes: whether all known tokens are computed afterwards. The step then returns the logits of
+        the last row, or with `use_head` the scores of the adapter's head.
     """
 
     sequence_id: str
@@ -36,7 +34,6 @@ class Chunk:
 
     @property
     def length(self) -> int:
-        """Number of rows."""
         return len(self.tokens)
 
     @property
@@ -46,7 +43,7 @@ class Chunk:
 
     @property
     def last_row(self) -> int:
-        """Row of the step that holds the chunk's last position."""
+        """Row of the chunk's last position in the step."""
         return self.row + self.length - 1
 
     @property

@@ -1,19 +1,21 @@
-"""The decoder: one small implementation of the Llama family over paged KV and LoRA segments.
+"""The decoder: one implementation of the Llama family over paged KV and LoRA segments.
 
-Biased or unbiased projections, grouped-query attention, rotary positions, RMS norms, SwiGLU. The
-decoder does not see requests, only rows, positions and signed segments.
+It has projections with or without bias, grouped-query attention, rotary positions, RMS norms and
+SwiGLU. It sees no requests, but rows, positions and signed segments.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
-from vlora.kernels import ops
+from vlora.kernels import norms, ops
 from vlora.lora.layers import LoraLinear
 from vlora.lora.model_shape import LM_HEAD
 from vlora.lora.slab import GROUPS
@@ -26,8 +28,20 @@ from vlora.model.rotary import Rotary, RotaryTable
 from vlora.model.workspace import StepBuffers, Workspace
 
 
+@dataclass(frozen=True)
+class LevelFeatures:
+    """Image features that are added to the outputs of the first layers (DeepStack).
+
+    rows: [n] int64, rows of the step with images.
+    features: [levels, n, hidden] fp32.
+    """
+
+    rows: torch.Tensor
+    features: torch.Tensor
+
+
 class Decoder:
-    """All layers, the embedding and the LM head, and the forward pass over the rows of one step."""
+    """The embedding, all layers and the LM head."""
 
     def __init__(
         self,
@@ -38,8 +52,11 @@ class Decoder:
     ) -> None:
         self._config = config
         self._weights = weights
-        self._rotary = RotaryTable(weights.inverse_frequencies, weights.rope_scale)
-        self._workspace = Workspace(config)
+        device = weights.slab.device
+        self._rotary = RotaryTable(
+            weights.inverse_frequencies, weights.rope_scale, config.rope_axes, device.torch_device
+        )
+        self._workspace = Workspace(config, device, weights.slab.dtype)
         self._lm_head = ops.Matrix(weights.lm_head)
         self._lm_head_lora = adapters.group([(-1, LM_HEAD)])
         self._layers = [
@@ -52,7 +69,8 @@ class Decoder:
     ) -> torch.Tensor:
         """Return the embeddings of a step's rows, [T, hidden] fp32, valid until the next call.
 
-        tokens: [T] int64. images: as in `ops.embed`.
+        tokens: [T] int64.
+        images: as in `ops.embed`.
         """
         hidden = self._workspace.buffers(len(tokens)).hidden
         return ops.embed(tokens, self._weights.embedding, images, out=hidden)
@@ -64,36 +82,43 @@ class Decoder:
         segments: Segments,
         output_rows: Sequence[int],
         output_segments: Segments,
+        levels: LevelFeatures | None = None,
     ) -> torch.Tensor:
-        """Return the final-norm hidden states of `output_rows`, [len(output_rows), hidden].
+        """Return the hidden states of `output_rows` after the final norm, [len(output_rows),
+        hidden].
 
-        hidden: [T, hidden] embeddings, overwritten.
-        segments: over the T rows. output_segments: over the output rows, in their order.
+        hidden: [T, hidden] embeddings; overwritten.
+        segments: segments of the T rows.
+        output_segments: segments of the output rows, in their order.
+        levels: image features for the first layers, or None.
 
-        Only the output rows pass through what follows the last layer's attention (decision 63).
+        After the attention of the last layer, only the output rows are computed (decision 63).
         """
-        rotary = self._rotary.lookup(attention.positions)
+        rotary = self._rotary.lookup(attention.positions, attention.uploaded_positions)
         buffers = self._workspace.buffers(len(hidden))
         all_rows = list(output_rows) == list(range(len(hidden)))
         delta: torch.Tensor | None = None
-        for layer in self._layers:
+        for number, layer in enumerate(self._layers):
             attended = layer.attend(hidden, delta, attention, rotary, segments, buffers)
             if layer is self._layers[-1] and not all_rows:
                 hidden, attended = hidden[output_rows], attended[output_rows]
                 segments = output_segments
                 buffers = self._workspace.buffers(len(hidden))
             delta = layer.finish(hidden, attended, segments, buffers)
-        return ops.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
+            if levels is not None and number < len(levels.features):
+                hidden.index_add_(0, levels.rows, levels.features[number])
+        return norms.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
 
     def logits(self, hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
-        """Return the logits, [rows, V] fp32, of final-norm hidden states, [rows, hidden].
+        """Return logits, [rows, vocabulary] fp32.
 
-        segments: over these rows.
+        hidden: [rows, hidden] after the final norm.
+        segments: segments of these rows.
         """
         logits = self._lm_head(hidden)
         if segments:
             op.apply(logits, hidden, segments, self._lm_head_lora)
-        return logits
+        return logits.float()
 
 
 def lora_groups(layers: int) -> list[list[MatrixId]]:
@@ -103,9 +128,9 @@ def lora_groups(layers: int) -> list[list[MatrixId]]:
 
 
 class DecoderLayer:
-    """Attention and MLP of one layer, pre-norm, with residuals.
+    """Attention and MLP of one layer, with norms before them and residual connections.
 
-    Both outputs are returned as `delta`, which the next norm adds to the residual stream.
+    The output of each is kept apart as `delta`. The next norm adds it to the residual stream.
     """
 
     def __init__(
@@ -121,6 +146,7 @@ class DecoderLayer:
         self._input_norm, self._post_norm = (
             weights.norms[layer, norm] for norm in config.names.norms
         )
+        self._head_norms = [weights.norms[layer, norm] for norm in config.names.head_norms]
         self._qkv, self._o, self._gate_up, self._down = (
             LoraLinear(
                 switcher,
@@ -140,15 +166,20 @@ class DecoderLayer:
         segments: Segments,
         buffers: StepBuffers,
     ) -> torch.Tensor:
-        """Add `delta` to `hidden` in place and return the attention of each row to its sequence.
+        """Add `delta` to `hidden` in place, and return the attention of each row to its sequence.
 
-        hidden: [T, hidden]. delta: [T, hidden], output of the layer before, None for the first.
+        hidden: [T, hidden].
+        delta: [T, hidden], output of the previous layer; None for the first layer.
+
         Returns `buffers.attended`, [T, heads · dim], before the output projection.
         """
-        normed = ops.add_norm(
+        normed = norms.add_norm(
             hidden, delta, self._input_norm, self._config.norm_eps, out=buffers.normed
         )
         qkv = self._qkv(normed, segments, buffers.qkv)
+        if self._head_norms:
+            query, key = self._head_norms
+            norms.head_norm(qkv, query, key, self._config.heads, self._config.norm_eps)
         return attention.attend(self._layer, qkv, rotary, buffers.attended)
 
     def finish(
@@ -160,11 +191,13 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Project the attention, add it to `hidden` in place, and return the output of the MLP.
 
-        hidden: [T, hidden]. attended: [T, heads · dim]. Returns `buffers.delta`, [T, hidden], which
-        the next layer adds.
+        hidden: [T, hidden].
+        attended: [T, heads · dim].
+
+        Returns `buffers.delta`, [T, hidden], which the next layer adds.
         """
         projected = self._o(attended, segments, buffers.delta)
-        normed = ops.add_norm(
+        normed = norms.add_norm(
             hidden, projected, self._post_norm, self._config.norm_eps, out=buffers.normed
         )
         gated = self._gate_up.gated(normed, segments, buffers.gate_up, buffers.gated)
@@ -174,12 +207,18 @@ class DecoderLayer:
 def _fused_bias(
     group: tuple[str, ...], layer: int, config: DecoderConfig, weights: DecoderWeights
 ) -> torch.Tensor | None:
-    """Return a group's concatenated biases, zeros where a target has none; None without any."""
+    """Return the concatenated biases of a group, or None if no target has a bias.
+
+    A target without a bias counts as zeros.
+    """
     if not any((layer, target) in weights.biases for target in group):
         return None
-    return torch.cat(
+    device = weights.slab.device
+    zeros = partial(torch.zeros, device=device.torch_device)
+    biases = torch.cat(
         [
-            weights.biases.get((layer, target), torch.zeros(config.target_shapes[target][0]))
+            weights.biases.get((layer, target), zeros(config.target_shapes[target][0]))
             for target in group
         ]
     )
+    return biases.to(device.row_dtype(weights.slab.dtype))

@@ -1,7 +1,8 @@
-"""Decoder sizes from a checkpoint's `config.json`; unsupported checkpoints are rejected by name."""
+"""Sizes of the decoder, read from a checkpoint's `config.json`. Unsupported ones are rejected."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,11 +10,16 @@ from typing import Any
 import torch
 from transformers import AutoConfig, GenerationConfig
 
-from vlora.config import AUTO
+from vlora.config import AUTO, Options
 from vlora.errors import InvalidArgument
+from vlora.kernels.quantized import Format
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES
 from vlora.model.rotary import rope_frequencies, unsupported_rope
+from vlora.model.stored_quantization import StoredQuantization, stored_quantization
+
+FRAMES_PER_SECOND = 24.0
+"""Frame rate that transformers assumes for clips without a frame rate."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +27,17 @@ class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
     context: maximum number of positions of a sequence.
-    prefix: part before `layers` in the module names of the transformers model.
+    prefix: prefix of `layers` in the module names of the transformers model.
     biased: targets with a bias.
     tied: whether the LM head is the embedding matrix.
-    image_token: id of the image placeholder, None for a checkpoint without images.
+    image_token: id of the image placeholder; None for a checkpoint without images.
     eos_tokens: ids of the end-of-text tokens.
     names: names of the weights in the checkpoint.
+    rope_axes: axis of each rotary frequency, as described at `DecoderFamily.rope_axes`.
+    image_merge: number of patches that become one token, along each side of an image.
+    clip_interval: distance in time positions of two pairs of frames of a clip.
+    image_levels: number of first layers to whose outputs image features are added (DeepStack).
+    quantization: layout of the target matrices in the checkpoint; None if they are floats.
     """
 
     layers: int
@@ -44,6 +55,18 @@ class DecoderConfig:
     image_token: int | None
     eos_tokens: tuple[int, ...]
     names: WeightNames
+    rope_axes: tuple[int, ...] = ()
+    image_merge: int = 1
+    image_levels: int = 0
+    clip_interval: float = 1.0
+    quantization: StoredQuantization | None = None
+
+    @property
+    def feature_width(self) -> int:
+        """Width of a row of image features: the embedding, followed by the features of each
+        level.
+        """
+        return self.hidden * (1 + self.image_levels)
 
     @property
     def target_shapes(self) -> dict[str, tuple[int, int]]:
@@ -61,7 +84,9 @@ class DecoderConfig:
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight that a checkpoint must hold, by name without the layout's prefix."""
+        """Shape of each weight that a checkpoint must contain, by name without the layout's
+        prefix.
+        """
         names = self.names
         shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocabulary, self.hidden)}
         if not self.tied:
@@ -70,6 +95,8 @@ class DecoderConfig:
         for layer in range(self.layers):
             for norm in names.norms:
                 shapes[names.norm(layer, norm)] = (self.hidden,)
+            for norm in names.head_norms:
+                shapes[names.norm(layer, norm)] = (self.head_dim,)
             for target, shape in self.target_shapes.items():
                 shapes[names.matrix(layer, target)] = shape
                 if target in self.biased:
@@ -80,8 +107,8 @@ class DecoderConfig:
 def dtype_of(requested: str, folder: Path) -> torch.dtype:
     """Return the type in which the weights of a checkpoint are stored in memory.
 
-    requested: option `dtype`. `auto` is bf16 for a checkpoint stored in bf16 and fp32, which holds
-    every other stored type exactly, for all others.
+    requested: option `dtype`. `auto` means bf16 for a checkpoint stored in bf16, and fp32 for all
+        others.
     """
     if requested == AUTO:
         config = _read_config(folder)
@@ -90,8 +117,26 @@ def dtype_of(requested: str, folder: Path) -> torch.dtype:
     return torch.bfloat16 if requested == "bfloat16" else torch.float32
 
 
+def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
+    """Return the format in which the target matrices are kept, None for floats.
+
+    Raises InvalidArgument if the options quantize a checkpoint that is stored quantized.
+    """
+    stored = config.quantization
+    if options.quantization is None:
+        return None if stored is None else stored.form
+    if stored is not None:
+        raise InvalidArgument(
+            f"'quantization' = '{options.quantization}', but the checkpoint is stored by"
+            f" {stored.method} as {stored.form.name}; remove the option"
+        )
+    if options.quantization == "int8":
+        return Format(8, None)
+    return Format(4, options.quantization_group_size)
+
+
 def load_config(folder: Path) -> DecoderConfig:
-    """Read the decoder's sizes from a checkpoint folder.
+    """Read the decoder's architecture from a checkpoint folder.
 
     Raises InvalidArgument for a folder without a checkpoint and for an unsupported checkpoint.
     """
@@ -99,9 +144,12 @@ def load_config(folder: Path) -> DecoderConfig:
         raise InvalidArgument(f"model: {folder} holds no checkpoint (config.json is missing)")
     config = _read_config(folder)
     text = config.get_text_config()
-    problem = _unsupported(text) or _quantized(config) or _quantized(text)
-    if problem:
+    if problem := _unsupported(config, text):
         raise InvalidArgument(f"model: {folder}: {problem}")
+    try:
+        quantization = stored_quantization(_quantization(config) or _quantization(text))
+    except InvalidArgument as error:
+        raise InvalidArgument(f"model: {folder}: {error}") from None
     family = FAMILIES[text.model_type]
     heads = text.num_attention_heads
     return DecoderConfig(
@@ -120,11 +168,32 @@ def load_config(folder: Path) -> DecoderConfig:
         image_token=getattr(config, "image_token_id", getattr(config, "image_token_index", None)),
         eos_tokens=_eos_tokens(folder, text),
         names=family.names,
+        rope_axes=family.rope_axes(text),
+        image_merge=getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1),
+        image_levels=image_levels(config),
+        clip_interval=_clip_interval(getattr(config, "vision_config", None)),
+        quantization=quantization,
     )
 
 
+def _clip_interval(vision: Any) -> float:
+    """Return the distance between two steps of a clip, in positions of time (Qwen2.5-VL); 1 for
+    others.
+    """
+    per_second = getattr(vision, "tokens_per_second", None)
+    if per_second is None:
+        return 1.0
+    return float(per_second) * float(vision.temporal_patch_size) / FRAMES_PER_SECOND
+
+
+def image_levels(config: Any) -> int:
+    """Return the number of first layers to whose outputs image features are added."""
+    vision = getattr(config, "vision_config", None)
+    return len(getattr(vision, "deepstack_visual_indexes", None) or ())
+
+
 def load_rope_frequencies(folder: Path) -> tuple[torch.Tensor, float]:
-    """Read a checkpoint's rope configuration and return what `rope_frequencies` makes of it."""
+    """Return the result of `rope_frequencies` for a checkpoint folder."""
     return rope_frequencies(_read_config(folder).get_text_config())
 
 
@@ -135,31 +204,33 @@ def _read_config(folder: Path) -> Any:
         raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
 
 
-def _unsupported(text: Any) -> str | None:
-    """Return why our decoder cannot compute this text configuration, None if it can."""
+def _unsupported(config: Any, text: Any) -> str | None:
+    """Return why the decoder cannot compute this configuration, or None.
+
+    text: part of the configuration that describes the decoder.
+    """
     family = FAMILIES.get(text.model_type)
     if family is None:
         return f"model type '{text.model_type}' is not supported; supported: {', '.join(FAMILIES)}"
+    levels = image_levels(config)
+    if levels >= text.num_hidden_layers:
+        return f"{levels} levels of image features need more than {levels} layers"
     return family.unsupported(text) or unsupported_rope(text)
 
 
-def _quantized(config: Any) -> str | None:
-    """Return why a checkpoint with quantized weights is rejected, None if it has none."""
-    quantization = getattr(config, "quantization_config", None)
-    if not quantization:
-        return None
-    read = quantization.get if isinstance(quantization, dict) else vars(quantization).get
-    method = read("quant_method") or "unknown"
-    return (
-        f"config.json has a 'quantization_config' (method '{method}'); quantized checkpoints are"
-        " not supported, store the weights as float16, bfloat16 or float32"
-    )
+def _quantization(config: Any) -> Mapping[str, Any] | None:
+    """Return the `quantization_config` of a configuration, None if it has none."""
+    found = getattr(config, "quantization_config", None)
+    if found is None or isinstance(found, Mapping):
+        return found
+    described: Mapping[str, Any] = found.to_dict()
+    return described
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    """Return the ids of the end-of-text tokens, from generation_config.json where it exists.
+    """Return the ids of the end-of-text tokens, from generation_config.json if it exists.
 
-    Ids beyond the vocabulary are omitted: the model cannot generate them.
+    Ids beyond the vocabulary are omitted, because the model cannot generate them.
     """
     eos = text.eos_token_id
     if (folder / "generation_config.json").is_file():

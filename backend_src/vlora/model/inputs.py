@@ -1,9 +1,10 @@
-"""Tokenise a prompt and assign image features to its positions."""
+"""Tokenization of prompts, and assignment of image features to their positions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoTokenizer
 from vlora.errors import InvalidArgument
 from vlora.ids import NO_IMAGE
 from vlora.model.decoder_config import DecoderConfig
+from vlora.model.positions import image_grids, prompt_positions
 from vlora.model.token_length import TokenLength
 from vlora.request import ImageFeatures
 
@@ -20,15 +22,26 @@ from vlora.request import ImageFeatures
 class Prompt:
     """Tokens of a prompt and its image features.
 
-    ids: token ids, each image placeholder expanded to one token per feature row.
-    feature_row: [len(ids)] int64, row of `features` that replaces the token's embedding at this
-        position, or NO_IMAGE.
-    features: [rows, hidden] fp32, or None without images.
+    ids: token ids. Each image placeholder is expanded to one token per feature row.
+    feature_row: [len(ids)] int64, row of `features` that replaces the embedding of the token at
+        this position, or NO_IMAGE.
+    features: [rows, hidden] fp32; None without images.
+    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers; None if
+        the model has no such levels or the prompt no images.
+    positions: [3, len(ids)] int64, rotary positions by time, height and width; None if the position
+        of each token is its index.
     """
 
     ids: tuple[int, ...]
     feature_row: torch.Tensor
     features: torch.Tensor | None
+    positions: torch.Tensor | None = None
+    level_features: torch.Tensor | None = None
+
+    @cached_property
+    def position_shift(self) -> int:
+        """Rotary position minus index, for generated tokens."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.ids)
 
     @classmethod
     def of_text(cls, ids: Iterable[int]) -> Prompt:
@@ -40,8 +53,8 @@ class Prompt:
 class PromptReader:
     """Tokenizer of a checkpoint, which also expands image placeholders.
 
-    Safe to use from several threads at once: the tokenizer is not changed after construction, and
-    it does not hold Python's lock while it works.
+    Any thread may use it: the tokenizer is not changed after construction and releases the GIL
+    while it works.
     """
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
@@ -53,9 +66,10 @@ class PromptReader:
         self._token_length = TokenLength(self.tokenizer)
 
     def check_length(self, text: str, context: int) -> None:
-        """Raise InvalidArgument if `text` cannot fit a context of this many tokens.
+        """Raise InvalidArgument if `text` has too many bytes for a context of this many tokens.
 
-        Costs no time. A text that passes may still be too long, which its tokens then show.
+        This takes almost no time. A text that passes may still be too long, which is known after
+        tokenizing it.
         """
         size, limit = (
             len(text.encode(errors="replace")),
@@ -68,13 +82,13 @@ class PromptReader:
             )
 
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
-        """Return the prompt of a text with one placeholder per image.
+        """Return the prompt of a text that has one placeholder per image.
 
-        Raises InvalidArgument if the numbers of placeholders and images differ, the features do not
-        fit the model, or the text has a token that the embedding lacks.
+        Raises InvalidArgument if the numbers of placeholders and images differ, if the features do
+        not fit the model, or if a token has no embedding.
         """
         if images is not None:
-            images.check(self._config.hidden)
+            images.check(self._config.feature_width)
         tokens = self._tokenize(text)
         image_token = self._config.image_token
         placeholders = tokens.count(image_token) if image_token is not None else 0
@@ -99,12 +113,24 @@ class PromptReader:
             ids.extend([token] * rows)
             feature_row.extend(range(first, first + rows))
             image += 1
-        return Prompt(tuple(ids), torch.tensor(feature_row), torch.from_numpy(images.features))
+        positions = None
+        if self._config.rope_axes:
+            grids = image_grids(images, self._config.image_merge)
+            positions = prompt_positions(feature_row, images, grids, self._config.clip_interval)
+        features, levels = self._by_level(torch.from_numpy(images.features))
+        return Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
+
+    def _by_level(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Split the columns of features into those for the embedding and those for the levels."""
+        if not self._config.image_levels:
+            return features, None
+        parts = features.view(len(features), -1, self._config.hidden).transpose(0, 1).contiguous()
+        return parts[0], parts[1:]
 
     def _check_embedded(self, tokens: list[int]) -> None:
-        """Raise InvalidArgument if a token has no embedding and is no image placeholder.
+        """Raise InvalidArgument if a token other than the image placeholder has no embedding.
 
-        A tokenizer may have more tokens than the model: they are added for other models.
+        A tokenizer may have more tokens than the model, because several models share it.
         """
         size = self._config.vocabulary
         if max(tokens, default=0) < size:
@@ -120,12 +146,11 @@ class PromptReader:
     def _tokenize(self, text: str) -> list[int]:
         """Return the token ids of `text`, with at most one begin-of-text token.
 
-        A text that already begins with this token gets no other; any other text gets it if the
-        tokenizer adds one.
+        The tokenizer adds this token only if the text does not begin with it already.
         """
         bos = self.tokenizer.bos_token
         has_bos = bool(bos) and text.startswith(bos)
-        # Unlike `encode` it releases Python's lock; unlike the tokenizer itself it changes nothing
-        # and computes no offsets, which takes longer than the tokens.
+        # `encode` would hold the GIL. Calling the tokenizer itself would change its state and
+        # compute offsets, which takes longer than computing the tokens.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=not has_bos)
         return list(encoded.ids)

@@ -1,8 +1,8 @@
-"""Load the decoder's weights from a checkpoint folder.
+"""Loading of the decoder's weights from a checkpoint folder.
 
-Reads the language model of any checkpoint of a supported decoder family, alone or inside a
-multimodal one; `vision/encoder.py` reads vision towers and connectors. Weight names are recognised
-by their endings, so the layouts of transformers 4 and 5 and bare decoders all load.
+The checkpoint may be of any supported decoder family, alone or inside a multimodal model.
+`vision/encoder.py` reads vision towers and connectors. Weights are recognized by the ends of their
+names, so the layouts of transformers 4 and 5 and bare decoders can all be loaded.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vlora.errors import InvalidArgument
-from vlora.lora.model_shape import ModelShape
+from vlora.ids import MatrixId
+from vlora.kernels.quantized import Format, QuantizedWeight, quantize
+from vlora.lora.model_shape import ModelShape, vision_path
+from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import TARGETS, WeightSlab
-from vlora.memory import hugepages
+from vlora.memory.device import HOST, Device
 from vlora.model.decoder_config import DecoderConfig, load_rope_frequencies
+from vlora.model.quantized_checkpoint import Parts, read_quantized
 
 log = logging.getLogger(__name__)
 
@@ -35,19 +39,20 @@ INDEX = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class DecoderWeights:
-    """Weights of the decoder: the target matrices in the slab, all others as separate tensors.
+    """Weights of the decoder. The target matrices are in the slab; all others are separate tensors.
 
-    Matrices are all fp32 or all bf16; norms and biases are fp32.
+    Matrices are all fp32 or all bf16, but those in the slab may be quantized. Norms and biases are
+    fp32.
 
-    embedding, lm_head: [vocabulary, hidden], the same tensor where they are tied.
+    embedding, lm_head: [vocabulary, hidden]; the same tensor if they are tied.
     final_norm: [hidden].
-    norms: (layer, name) → [hidden].
+    norms: (layer, name) → [hidden], or [head_dim] for the norms of heads.
     biases: (layer, target) → [d_out].
-    inverse_frequencies: [head_dim / 2] fp32, of the rotary embedding.
+    inverse_frequencies: [head_dim / 2] fp32, frequencies of the rotary embedding.
     rope_scale: factor of its cosines and sines.
     """
 
-    slab: WeightSlab
+    slab: WeightSlab | QuantizedSlab
     embedding: torch.Tensor
     lm_head: torch.Tensor
     final_norm: torch.Tensor
@@ -58,29 +63,40 @@ class DecoderWeights:
 
 
 def load_weights(
-    folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
+    folder: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype = torch.float32,
+    quantization: Format | None = None,
+    device: Device = HOST,
 ) -> DecoderWeights:
-    """Read the folder's safetensors files; matrices are stored in `dtype`.
+    """Read the folder's safetensors files, and store matrices as `dtype` on `device`.
 
-    Each tensor is copied straight to its final location, so loading needs the memory of the model
-    plus that of its largest tensor.
+    quantization: format of the target matrices. If None, they are stored as `dtype`, too.
 
-    Raises InvalidArgument naming the file and the tensor that is missing or does not fit.
+    Each tensor is copied directly to its final location. So loading needs as much memory as the
+    model and its largest tensor. Quantizing also needs some copies of one matrix in fp32.
+
+    Raises InvalidArgument, which names the file and the tensor, if a tensor is missing or does not
+    fit.
     """
     names = config.names
-    stored = find_weights(folder, config)
-    slab = WeightSlab(config.layers, config.target_shapes, dtype)
-    tensors = {
-        names.matrix(layer, target): slab.region(layer, target).view(slab.base)
+    stored = find_weights(folder, config, matrices=config.quantization is None)
+    slab: WeightSlab | QuantizedSlab
+    if quantization is None:
+        slab = WeightSlab(config.layers, config.target_shapes, dtype, device)
+    else:
+        slab = QuantizedSlab(config.layers, config.target_shapes, quantization, dtype)
+    matrices = {
+        names.matrix(layer, target): slab.target(layer, target)
         for layer in range(config.layers)
         for target in TARGETS
     }
-    tensors |= {
-        name: hugepages.hugepage_zeros(*shape, dtype=dtype)
+    tensors = {
+        name: device.zeros(*shape, dtype=dtype)
         if len(shape) == 2
-        else torch.empty(shape)
+        else torch.empty(shape, device=device.torch_device)
         for name, shape in config.weight_shapes.items()
-        if name not in tensors
+        if name not in matrices
     }
     by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
     for name, (file, key) in stored.items():
@@ -90,6 +106,10 @@ def load_weights(
             for name, key in entries:
                 if name in tensors:
                     _copy_into(tensors[name], _read(opened, file, key), f"{file} holds '{key}'")
+                elif name in matrices and config.quantization is None:
+                    _store(matrices[name], _read(opened, file, key), f"{file} holds '{key}'")
+    if config.quantization is not None and isinstance(slab, QuantizedSlab):
+        read_quantized(quantized_parts(folder, config), config.quantization, slab)
     if config.tied and names.lm_head in stored:
         _warn_of_stale_head(tensors[names.embedding], *stored[names.lm_head])
     frequencies, scale = load_rope_frequencies(folder)
@@ -101,7 +121,7 @@ def load_weights(
         norms={
             (layer, norm): tensors[names.norm(layer, norm)]
             for layer in range(config.layers)
-            for norm in names.norms
+            for norm in (*names.norms, *names.head_norms)
         },
         biases={
             (layer, target): tensors[names.bias(layer, target)]
@@ -114,7 +134,7 @@ def load_weights(
 
 
 def check_files(folder: Path) -> None:
-    """Raise InvalidArgument naming the first weights file that is missing, truncated or corrupt."""
+    """Raise InvalidArgument for the first weights file that is missing, truncated or corrupt."""
     for file in weight_files(folder):
         open_weights(file)
 
@@ -124,8 +144,8 @@ def adapter_shape(
 ) -> ModelShape:
     """Return the shapes that adapters of this checkpoint must fit.
 
-    lm_head: the loaded LM head. Without it, the LM head is read from the folder when the first
-    adapter needs it; no other weight is ever read.
+    lm_head: the loaded LM head. If None, the LM head is read from the folder when the first adapter
+        needs it.
     """
     return ModelShape(
         layers=config.layers,
@@ -135,17 +155,25 @@ def adapter_shape(
         prefix=config.prefix,
         lm_head=cache(lambda: load_lm_head(folder, config) if lm_head is None else lm_head),
         other_modules=cache(lambda: _module_paths(folder)),
+        vision=cache(lambda: _vision_shapes(folder)),
     )
 
 
 def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
     """Read the LM head alone, [vocabulary, hidden] fp32. Raises as `load_weights` does."""
     names = config.names
-    file, key = find_weights(folder, config)[names.embedding if config.tied else names.lm_head]
+    stored = find_weights(folder, config, matrices=config.quantization is None)
+    file, key = stored[names.embedding if config.tied else names.lm_head]
     head = torch.empty(config.vocabulary, config.hidden, dtype=torch.float32)
     with open_weights(file) as opened:
         _copy_into(head, _read(opened, file, key), f"{file} holds '{key}'")
     return head
+
+
+def read_weight(file: Path, key: str) -> torch.Tensor:
+    """Return a stored weight in fp32. Raise InvalidArgument if it cannot be read."""
+    with open_weights(file) as opened:
+        return _read(opened, file, key).to(torch.float32)
 
 
 def _module_paths(folder: Path) -> frozenset[str]:
@@ -154,26 +182,56 @@ def _module_paths(folder: Path) -> frozenset[str]:
     return frozenset(key.rpartition(".")[0] for key in keys)
 
 
+def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin: str) -> None:
+    """Copy a stored matrix to its final location. Quantize it if that location is quantized."""
+    if isinstance(target, QuantizedWeight):
+        _check(target.shape, tensor, origin)
+        quantize(tensor, target)
+    else:
+        _copy_into(target, tensor, origin)
+
+
+def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return (d_out, d_in) of the matrices of the vision tower and the connector, by `vision_path`.
+
+    The encoder checks that they belong to linear layers.
+    """
+    shapes = {}
+    for file in weight_files(folder):
+        with open_weights(file) as opened:
+            for key in opened.keys():  # noqa: SIM118
+                path = vision_path(key.removesuffix(".weight"))
+                if path is not None and key.endswith(".weight"):
+                    shape = opened.get_slice(key).get_shape()
+                    if len(shape) == 2:
+                        shapes[path] = (int(shape[0]), int(shape[1]))
+    return shapes
+
+
 def _copy_into(target: torch.Tensor, tensor: torch.Tensor, origin: str) -> None:
     """Copy a stored tensor to its final location, converting its type.
 
     origin: file and key of the tensor, for error messages.
     """
-    if tensor.dtype not in STORED_DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
-        raise InvalidArgument(f"model: {origin} as {tensor.dtype}; supported: {supported}")
-    if tensor.shape != target.shape:
-        raise InvalidArgument(
-            f"model: {origin} of shape {tuple(tensor.shape)}; by config.json it must be"
-            f" {tuple(target.shape)}"
-        )
+    _check(tuple(target.shape), tensor, origin)
     target.copy_(tensor)
 
 
-def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
-    """Warn if a stored LM head differs from the embeddings that config.json ties it to.
+def _check(shape: tuple[int, ...], tensor: torch.Tensor, origin: str) -> None:
+    """Raise InvalidArgument if a stored tensor has another shape or an unsupported type."""
+    if tensor.dtype not in STORED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        raise InvalidArgument(f"model: {origin} as {tensor.dtype}; supported: {supported}")
+    if tensor.shape != shape:
+        raise InvalidArgument(
+            f"model: {origin} of shape {tuple(tensor.shape)}; by config.json it must be {shape}"
+        )
 
-    config.json decides: a head stored in spite of tied embeddings is not used (decision 20).
+
+def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
+    """Log a warning if a stored LM head differs from the embeddings that config.json ties it to.
+
+    The stored head is then not used, because config.json decides (decision 20).
     """
     with open_weights(file) as opened:
         head = _read(opened, file, key)
@@ -186,12 +244,21 @@ def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
         )
 
 
-def find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, str]]:
-    """Return the file and the key of every decoder weight in the folder, by name without prefix.
+def find_weights(
+    folder: Path, config: DecoderConfig, *, matrices: bool = True
+) -> dict[str, tuple[Path, str]]:
+    """Return (file, key) of every decoder weight in the folder, by name without prefix.
 
-    As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument for a
-    weight that is missing or stored twice.
+    matrices: whether the target matrices are needed.
+
+    As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument if a
+    weight is missing or is stored twice, or if matrices are needed but are stored quantized.
     """
+    if matrices and config.quantization is not None:
+        raise InvalidArgument(
+            f"model: {folder} is quantized by {config.quantization.method}; this needs weights"
+            " stored as float32, float16 or bfloat16"
+        )
     names = config.names
     locations: dict[str, tuple[Path, str]] = {}
     files, index = _indexed_weight_files(folder)
@@ -209,8 +276,9 @@ def find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, s
             locations[name] = (file, key)
     if config.tied and names.embedding not in locations and names.lm_head in locations:
         locations[names.embedding] = locations.pop(names.lm_head)
+    targets = {names.matrix(n, target) for n in range(config.layers) for target in TARGETS}
     for name in config.weight_shapes:
-        if name not in locations:
+        if name not in locations and (matrices or name not in targets):
             untied = " (config.json does not tie it to the embeddings)" * (name == names.lm_head)
             listed = (file for key, file in index.items() if names.without_prefix(key) == name)
             where = next(listed, files[0] if len(files) == 1 else folder)
@@ -221,7 +289,7 @@ def find_weights(folder: Path, config: DecoderConfig) -> dict[str, tuple[Path, s
 def weight_files(folder: Path) -> list[Path]:
     """Return the folder's weight files, chosen as transformers does.
 
-    Raises InvalidArgument if there are none, or if their index cannot be read.
+    Raises InvalidArgument if there are none or their index cannot be read.
     """
     return _indexed_weight_files(folder)[0]
 
@@ -246,10 +314,28 @@ def _indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     return sorted(set(listed.values())), listed
 
 
+def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts]:
+    """Return functions that read the parts of each quantized matrix, by the part's name."""
+    matrices = {
+        config.names.matrix(layer, target): (layer, target)
+        for layer in range(config.layers)
+        for target in TARGETS
+    }
+    parts: dict[MatrixId, Parts] = {matrix: {} for matrix in matrices.values()}
+    for file in weight_files(folder):
+        opened = open_weights(file)
+        for key in opened.keys():  # noqa: SIM118
+            module, _, part = key.rpartition(".")
+            matrix = matrices.get(config.names.without_prefix(f"{module}.weight") or "")
+            if matrix is not None:
+                parts[matrix][part] = partial(_read, opened, file, key)
+    return parts
+
+
 def open_weights(file: Path) -> Any:
-    """Open a safetensors file and return it. Raises InvalidArgument if it cannot be read."""
-    # Read, not mapped: a mapped file would count as memory in addition to the slab, and a file
-    # truncated while it is read would end the process.
+    """Open a safetensors file and return it. Raise InvalidArgument if it cannot be read."""
+    # The file is not mapped. A mapped file would take memory in addition to the slab, and
+    # truncating it would end the process.
     try:
         return safe_open(file, framework="pt", backend="pread")
     except (SafetensorError, OSError) as error:

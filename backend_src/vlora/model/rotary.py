@@ -1,7 +1,8 @@
-"""Rotary position embeddings: supported rope types, their frequencies and a table of angles."""
+"""Rotary position embeddings: supported rope types, their frequencies, and a table of angles."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,9 +10,9 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported rope types: those whose frequencies do not depend on the length of the sequence.
+"""Supported rope types. transformers computes their frequencies.
 
-transformers computes the frequencies of each, so a further type of this kind is one entry here.
+Another type can be added here if its frequencies do not depend on the length of the sequence.
 """
 
 INITIAL_POSITIONS = 1024
@@ -19,7 +20,7 @@ INITIAL_POSITIONS = 1024
 
 
 def unsupported_rope(text: Any) -> str | None:
-    """Return why the rope type of a text configuration is not supported, None if it is."""
+    """Return why the rope type of a text configuration is not supported; None if it is."""
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ROPE_TYPES:
         return None
@@ -29,7 +30,7 @@ def unsupported_rope(text: Any) -> str | None:
 def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
     """Return the inverse frequencies, [head_dim / 2] fp32, and the scale of cosines and sines.
 
-    text: transformers' text configuration, whose rules are followed.
+    text: transformers' text configuration.
     """
     embedding = LlamaRotaryEmbedding(text)
     return embedding.inv_freq.float(), float(embedding.attention_scaling)
@@ -37,7 +38,7 @@ def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of every row's angles, each [T, dim / 2] fp32, the same in every layer."""
+    """Cosines and sines of each row's angles, each [T, dim / 2] fp32. All layers use the same."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -49,22 +50,51 @@ class Rotary:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions up to a limit, which doubles when a position exceeds it.
+    """Cosines and sines of all positions up to a limit. The limit doubles when a position exceeds
+    it.
 
-    Computing the cosines of a few rows in each step would cost more than one layer's norms.
+    The table exists because computing the cosines of a few rows in each step would take longer than
+    the norms of a layer.
     """
 
-    def __init__(self, frequencies: torch.Tensor, scale: float) -> None:
-        """frequencies: [dim / 2] fp32, in radians per position. scale: of cosines and sines."""
+    def __init__(
+        self,
+        frequencies: torch.Tensor,
+        scale: float,
+        axes: Sequence[int] = (),
+        device: torch.device | None = None,
+    ) -> None:
+        """Compute the table.
+
+        frequencies: [dim / 2] fp32, in radians per position.
+        scale: factor of cosines and sines.
+        axes: axis of each frequency if positions have three axes.
+        device: device of the table; None for the CPU.
+        """
         self._frequencies = frequencies
+        self._device = device
+        self._axes = torch.tensor(axes, device=device)
+        self._columns = torch.arange(len(axes), device=device)
         self._scale = scale
         self._table = self._compute(INITIAL_POSITIONS)
 
-    def lookup(self, positions: torch.Tensor) -> Rotary:
-        """Return the cosines and sines of `positions`, [T] int64, none negative."""
-        if len(positions) and (last := int(positions.max())) >= len(self._table.cosines):
+    def lookup(self, positions: torch.Tensor, uploaded: torch.Tensor | None = None) -> Rotary:
+        """Return the cosines and sines of `positions`, [T] or [3, T] int64, at least 0.
+
+        uploaded: the positions on the table's device, if that is not the CPU.
+        """
+        if positions.numel() and (last := int(positions.max())) >= len(self._table.cosines):
             self._table = self._compute(1 << last.bit_length())
-        return Rotary(self._table.cosines[positions], self._table.sines[positions])
+        positions = positions if uploaded is None else uploaded
+        if positions.ndim == 1:
+            return Rotary(self._table.cosines[positions], self._table.sines[positions])
+        of_frequency = positions[self._axes].T.contiguous()
+        return Rotary(
+            self._table.cosines[of_frequency, self._columns],
+            self._table.sines[of_frequency, self._columns],
+        )
 
     def _compute(self, count: int) -> Rotary:
-        return Rotary.from_angles(torch.arange(count)[:, None] * self._frequencies, self._scale)
+        angles = torch.arange(count)[:, None] * self._frequencies
+        table = Rotary.from_angles(angles, self._scale)
+        return Rotary(table.cosines.to(self._device), table.sines.to(self._device))

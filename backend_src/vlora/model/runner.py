@@ -18,7 +18,7 @@ from vlora.lora.switcher import Switcher
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
-from vlora.model.decoder import Decoder
+from vlora.model.decoder import Decoder, LevelFeatures
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
 
@@ -27,8 +27,8 @@ from vlora.model.loader import DecoderWeights
 class StepResult:
     """Outputs of the chunks that complete, in the order of the chunks.
 
-    logits: [rows, V] fp32, one row per chunk that does not use a head.
-    heads: one [classes] fp32 tensor per chunk that does, before softmax.
+    logits: [rows, vocabulary] fp32, one row per chunk that does not use a head.
+    heads: one [classes] fp32 tensor per chunk that uses a head, before softmax.
     """
 
     logits: torch.Tensor
@@ -46,35 +46,41 @@ class Runner:
         switcher: Switcher,
         kv_cache: KVCache,
     ) -> None:
-        """kv_cache: the KV pages, which the engine owns."""
+        """Create the decoder. kv_cache: the KV pages, which the engine owns."""
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
         self._query_heads = config.heads
         self._kv_cache = kv_cache
+        self._device = weights.slab.device
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> StepResult:
-        """Run the step's chunks with the switcher's active weights.
+        """Compute the step's chunks with the switcher's active weights.
 
-        chunks: in the order of their rows. Sorted by `ids.order_of`, they make the fewest segments.
+        chunks: in the order of their rows. There are the fewest segments if they are sorted by
+            `ids.order_of`.
         """
         attention = AttentionPlan(chunks, self._kv_cache, self._query_heads)
+        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
+        tokens, *tables = self._device.upload([tokens, *attention.inputs])
+        attention.place(tables)
         live = self._switcher.live
         rows = [(chunk.slot, chunk.length) for chunk in chunks]
         segments = signed_segments(rows, live)
         sampled = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
         scored = [chunk for chunk in chunks if chunk.completes and chunk.use_head]
         completed = sampled + scored
-        # A step of decode rows uses the same segments everywhere, converted for the core once.
+        # In a step of decode rows only, both are equal, and are converted for the core only once.
         answers = [(chunk.slot, 1) for chunk in completed]
         answer_segments = segments if answers == rows else signed_segments(answers, live)
         hidden = self._decoder.forward(
-            self._embed(chunks),
+            self._embed(tokens, chunks),
             attention,
             segments,
             [chunk.last_row for chunk in completed],
             answer_segments,
+            self._level_features(chunks),
         )
         # The LM head is never merged, so its segments do not depend on the live adapter.
         lm_head_segments = answer_segments
@@ -85,8 +91,7 @@ class Runner:
             self._head_scores(hidden[len(sampled) :], [chunk.slot for chunk in scored]),
         )
 
-    def _embed(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
+    def _embed(self, tokens: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
         images = [
             (chunk.row, chunk.prompt.feature_row[chunk.start : chunk.end], chunk.prompt.features)
             for chunk in chunks
@@ -97,10 +102,27 @@ class Runner:
     def _head_scores(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the adapters' heads, computed in one call.
 
-        hidden: [len(slots), hidden]. slots: slot of the adapter of each row.
+        hidden: [len(slots), hidden].
+        slots: slot of the adapter of each row.
         """
         if not slots:
             return ()
         heads = self._adapters.heads
-        values = op.heads(hidden, signed_segments((slot, 1) for slot in slots), heads)
+        segments = signed_segments((slot, 1) for slot in slots)
+        values = op.heads(hidden.float(), segments, heads).cpu()
         return tuple(row[: heads.classes(slot)] for row, slot in zip(values, slots, strict=True))
+
+    def _level_features(self, chunks: Sequence[Chunk]) -> LevelFeatures | None:
+        """Return the image features to add to the outputs of the first layers, or None."""
+        rows, features = [], []
+        for chunk in chunks:
+            levels = chunk.prompt.level_features
+            if levels is None or chunk.decodes:
+                continue
+            of_rows = chunk.prompt.feature_row[chunk.start : chunk.end]
+            shown = torch.nonzero(of_rows >= 0).flatten()
+            rows.append(chunk.row + shown)
+            features.append(levels[:, of_rows[shown]])
+        if not rows:
+            return None
+        return LevelFeatures(*self._device.upload([torch.cat(rows), torch.cat(features, dim=1)]))

@@ -1,7 +1,7 @@
-"""Draw the next token of a request from its logits.
+"""Drawing of a request's next token from its logits.
 
-Random numbers are counter-based, keyed by (seed, position): batch, preemption and mode never
-change a draw.
+Random numbers are counter-based: they depend on a seed and a position only. So a draw does not
+depend on the batch, on preemption or on the inference mode.
 """
 
 from __future__ import annotations
@@ -20,59 +20,68 @@ import torch
 from vlora import backends, native
 from vlora.backends import Backend
 from vlora.model.choices import ChoiceMatcher
+from vlora.model.draws_gpu import draw_on_gpu
 from vlora.model.vocabulary import Vocabulary
-from vlora.request import DoubleArray, FloatArray, IndexArray, TokenLogprob
+from vlora.request import BoolArray, DoubleArray, FloatArray, IndexArray, TokenLogprob
 from vlora.sampling import SamplingParams
 
 MASKED = np.float32(-np.inf)
 
-WEIGHT_FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
-"""Minimum weights (the maximum weight is 1) at which the search for the top-p set is tried in turn.
+UNIFORMS_AHEAD = 16
+"""Number of positions whose random numbers are computed in one call."""
 
-Of a vocabulary of 152k tokens only a few hundred lie above such a floor, and only they are sorted.
+WEIGHT_FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
+"""Weights at which the search for the top-p set stops in turn. The maximum weight is 1. Of a
+vocabulary of 152k tokens, usually only a few hundred lie above such a floor, and only they are
+sorted.
 """
 
 MIN_FP32_TEMPERATURE = 1e-30
-"""Minimum temperature that fp32 can divide by; it already draws the largest logit."""
+"""Minimum temperature that fp32 can divide by. It already draws the largest logit."""
 
 SUM_TOLERANCE = 1e-9
-"""Upper bound on the relative difference between sums of the same weights in different orders."""
+"""Upper bound of the relative difference between sums of the same weights in different orders."""
 
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn token and the log probabilities of it and the alternatives, None unless requested."""
+    """A drawn token. logprobs: of the token and of the alternatives; None unless requested."""
 
     token: int
     logprobs: tuple[TokenLogprob, ...] | None
 
 
 class Uniforms:
-    """Random numbers in [0, 1) that depend on a seed and a position alone.
+    """Random numbers in [0, 1) that depend only on a seed and a position.
 
-    Each is the first number of a block of Philox4x64-10 whose counter is the position. A generator
-    is kept because it steps to the next block in a twentieth of the time that a new one takes.
+    Each is the first number of a block of Philox4x64-10 whose counter is the position. One call
+    computes UNIFORMS_AHEAD of them, as it takes little longer than one. The generator is kept,
+    because making one takes twenty times as long.
     """
 
     def __init__(self, seed: int) -> None:
-        """seed: in [0, 2**64)."""
+        """Create the generator. seed: in [0, 2**64)."""
         self._seed = seed
         self._generator: np.random.Philox | None = None
-        self._next_position = 0
+        self._first = 0
+        self._numbers: list[float] = []
 
     def at(self, position: int) -> float:
-        """Return the number of a position, which is at least 0."""
-        if self._generator is None or position != self._next_position:
-            self._generator = np.random.Philox(key=self._seed, counter=[position, 0, 0, 0])
-        self._next_position = position + 1
-        block = self._generator.random_raw(4)
-        return float(block[0] >> np.uint64(11)) * 2.0**-53
+        """Return the random number of a position, which is at least 0."""
+        index = position - self._first
+        if not 0 <= index < len(self._numbers):
+            if self._generator is None or index != len(self._numbers):
+                self._generator = np.random.Philox(key=self._seed, counter=[position, 0, 0, 0])
+            blocks = self._generator.random_raw(4 * UNIFORMS_AHEAD)[::4]
+            self._numbers = ((blocks >> np.uint64(11)) * 2.0**-53).tolist()
+            self._first, index = position, 0
+        return self._numbers[index]
 
 
 class TokenSampler:
-    """Sampling state of one request, which survives preemption unchanged.
+    """Sampling state of one request. Preemption does not change it.
 
-    choices: state of a constrained answer, None for a free one.
+    choices: state of an answer that must be one of `choices`, else None.
     ends: ids of the tokens that end the answer.
     """
 
@@ -94,7 +103,7 @@ class TokenSampler:
     def batchable(self) -> bool:
         """True if the next token depends on the logits alone, so that rows can be drawn together.
 
-        Penalties, `min_tokens`, `choices` and `logprobs` need a separate call of `draw`.
+        The logits of a structured request must be masked first.
         """
         params = self._params
         return (
@@ -112,16 +121,26 @@ class TokenSampler:
         return self._params.greedy
 
     def draw(
-        self, logits: FloatArray, prompt: Sequence[int], output: Sequence[int], budget: int
+        self,
+        logits: FloatArray,
+        prompt: Sequence[int],
+        output: Sequence[int],
+        budget: int,
+        mask: BoolArray | None = None,
     ) -> Draw:
         """Draw the token that follows `prompt` and `output`.
 
-        logits: [V] fp32 of that position. budget: number of tokens left for the answer.
+        logits: [vocabulary] fp32 of that position.
+        budget: number of tokens left for the answer.
+        mask: [vocabulary] bool, True for each token that may be drawn, at least one; None allows
+            all.
         """
         params = self._params
         scores = _penalised(logits, params, prompt, output)
         if len(output) < params.min_tokens:
             scores[[*self._eos, *params.stop_token_ids]] = MASKED
+        if mask is not None:
+            scores[~mask] = MASKED
         if self.choices is not None:
             allowed = self.choices.allowed(self._eos, budget)
             token = int(allowed[self._pick(scores[allowed], len(prompt) + len(output))])
@@ -140,7 +159,7 @@ class TokenSampler:
         return self._uniforms.at(position)
 
     def _logprobs(self, logits: FloatArray, token: int) -> tuple[TokenLogprob, ...] | None:
-        """Return the log probabilities of `token` and the best tokens, before any filter."""
+        """Return the log probabilities of `token` and of the best tokens, before any filter."""
         count = self._params.logprobs
         if count is None:
             return None
@@ -156,7 +175,7 @@ class TokenSampler:
                 text=self._vocabulary.text(index),
             )
             for index in dict.fromkeys([token, *alternatives])
-            # Every logit above one of the alternatives is one of them itself.
+            # Every logit above that of an alternative belongs to another alternative.
             for rivals in (logits[best] if index in alternatives else logits,)
         )
 
@@ -169,28 +188,27 @@ def draw_rows(
 ) -> list[int]:
     """Draw the tokens of several requests in one call, as `draw` does for each.
 
-    The compiled kernel computes weights in fp32, so that about one draw in some millions gives a
-    token adjacent in the cumulative distribution.
+    In fp32, one draw in some millions may give an adjacent token of the cumulative distribution.
 
-    logits: [T, V] fp32, contiguous.
+    logits: [T, vocabulary] fp32, contiguous. A logit of minus infinity is never drawn.
     rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The
         samplers must be batchable and not greedy.
     """
-    if (backend or backends.backend_of("kernels")) == "reference":
+    chosen = backend or backends.backend_of("kernels", logits.device.type)
+    if chosen == "reference":
         return [
             draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
             for row, sampler, position in rows
         ]
-    width, threads = logits.shape[1], torch.get_num_threads()
-    draws = []
+    draws, width = [], logits.shape[1]
     for row, sampler, position in rows:
-        params = sampler._params
-        uniform = sampler._uniform(position)
-        temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
-        top_k = min(params.top_k, width)
-        draws.append((row, top_k, temperature, params.min_p, params.top_p, uniform))
-    tokens: list[int] = native.kernels().gemm.sample(logits.data_ptr(), width, draws, threads)
-    return tokens
+        params, uniform = sampler._params, sampler._uniform(position)
+        scale = min(params.top_k, width), max(params.temperature, MIN_FP32_TEMPERATURE)
+        draws.append((row, *scale, params.min_p, params.top_p, uniform))
+    if chosen == "gpu":
+        return draw_on_gpu(logits, draws)
+    gemm, threads = native.kernels().gemm, torch.get_num_threads()
+    return list(gemm.sample(logits.data_ptr(), width, draws, threads))
 
 
 def _seed(seed: int | None, request_id: str) -> int:
@@ -204,13 +222,13 @@ def _penalised(
 ) -> FloatArray:
     """Return a copy of the logits, which must be finite, with the penalties applied.
 
-    The repetition penalty counts tokens of prompt and output, the others those of the output. The
-    results are limited to finite values: a difference of infinities would be NaN.
+    The repetition penalty counts the tokens of prompt and output, the other penalties those of the
+    output. Results stay finite, because a difference of infinities would be NaN.
     """
     scores = logits.astype(np.float32, copy=True)
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.asarray([*prompt, *output], dtype=np.int64))
-        # A placeholder of images may lie beyond the embedding.
+        # The image placeholder may have no embedding and no logit.
         seen = seen[seen < scores.size]
         values = scores[seen].astype(np.float64)
         penalty = np.float32(params.repetition_penalty)
@@ -223,15 +241,14 @@ def _penalised(
 
 
 def _finite(values: DoubleArray) -> FloatArray:
-    """Return `values` in fp32, the nearest finite value for those beyond its range."""
+    """Return `values` in fp32. Values beyond its range become the nearest finite value."""
     limits = np.finfo(np.float32)
     return values.clip(limits.min, limits.max).astype(np.float32)
 
 
 def _largest(values: FloatArray, count: int) -> IndexArray:
-    """Return the indices of the `count` largest values, largest first; equal ones in order.
-
-    Values are selected first, so that no more than `count` are sorted.
+    """Return the indices of the `count` largest values, largest first. Equal values keep their
+    order.
     """
     if count == 0:
         return np.empty(0, dtype=np.int64)
@@ -242,16 +259,16 @@ def _largest(values: FloatArray, count: int) -> IndexArray:
 
 
 def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
-    """Return exp((scores - maximum) / temperature), [V] float64, for [V] fp32 scores."""
+    """Return exp((scores - maximum) / temperature), [vocabulary] float64. scores: fp32."""
     wide = torch.from_numpy(scores).double()
     weights: DoubleArray = wide.sub_(wide.max()).div_(temperature).exp_().numpy()
     return weights
 
 
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
-    """Return the distribution after temperature, min-p, top-k and top-p, [V] float64.
+    """Return the distribution after temperature, min-p, top-k and top-p, [vocabulary] float64.
 
-    scores: [V] fp32. This is the reference of `draw`: it sorts the entire vocabulary.
+    The reference of `draw`, which sorts the entire vocabulary. scores: [vocabulary] fp32.
     """
     weights = weights_of(scores, params.temperature)
     # Whether the exponential returns subnormal numbers or zero depends on the CPU.
@@ -262,7 +279,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     if params.top_p < 1.0:
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order]) / weights.sum()
-        # The smallest set that holds top_p: a token stays while the mass before it is smaller.
+        # The smallest set with a mass of top_p: a token stays if the mass before it is smaller.
         weights[order[1:][mass[:-1] >= params.top_p]] = 0.0
     return np.asarray(weights / weights.sum())
 
@@ -270,8 +287,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
 def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
     """Return the token at `uniform` in [0, 1) of the distribution `probabilities(scores, params)`.
 
-    The result is bitwise that of the full distribution, but only those tokens are sorted that the
-    result can depend on. scores: [V] fp32.
+    It is exactly that of the full distribution, but only tokens that can affect it are sorted.
     """
     weights = weights_of(scores, params.temperature)
     candidates = np.flatnonzero(weights >= max(params.min_p, sys.float_info.min))
@@ -291,7 +307,9 @@ def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
 def _nucleus(
     weights: DoubleArray, candidates: IndexArray, total: np.float64, top_p: float
 ) -> IndexArray:
-    """Return the smallest set of candidates (ascending) that holds `top_p` of their `total`."""
+    """Return the smallest set of candidates with a share of `top_p` of their `total`, in ascending
+    order.
+    """
     values = weights[candidates]
     large_values = values
     for floor in WEIGHT_FLOORS:
@@ -299,7 +317,7 @@ def _nucleus(
         if above.sum() > top_p * total * (1 + SUM_TOLERANCE):
             large_values = above
             break
-    # Only the order of the values matters to the sums; of equal values the first are taken.
+    # The sums depend only on the order of the values. Of equal values, the first are taken.
     descending = np.sort(large_values)[::-1]
     last = int(np.searchsorted(np.cumsum(descending) / total, top_p, side="left"))
     if last >= descending.size:
@@ -310,9 +328,9 @@ def _nucleus(
 def _largest_ascending(
     values: FloatArray | DoubleArray, count: int, smallest: np.floating[Any]
 ) -> IndexArray:
-    """Return the indices, ascending, of the `count` largest values.
+    """Return the indices of the `count` largest values, in ascending order.
 
-    smallest: the smallest of these values; of several equal to it the lower indices are taken.
+    smallest: the smallest of these values. Among values equal to it, lower indices are taken.
     """
     above = np.flatnonzero(values > smallest)
     equal = np.flatnonzero(values == smallest)
@@ -320,9 +338,10 @@ def _largest_ascending(
 
 
 def _zero_others(weights: DoubleArray, candidates: IndexArray) -> DoubleArray:
-    """Return the weights with zeros for all but the candidates.
+    """Return the weights with zeros for all tokens but the candidates.
 
-    A sum over them equals that of the full distribution bitwise, since the zeros stay in position.
+    Their sum is bitwise that of the full distribution, because the zeros keep the order of
+    summation.
     """
     if candidates.size == weights.size:
         return weights

@@ -1,9 +1,7 @@
-"""Upper bound on the text that one token covers, by which a long prompt is refused unread.
+"""Upper bound of the bytes that one token covers, to refuse a long prompt without tokenizing it.
 
-Tokenizing a megabyte takes seconds. If no token covers more than a number of bytes, a text of more
-bytes than that for every token of the context cannot fit, and need not be tokenized.
-
-This module does not tokenize. It reads the description of a tokenizer.
+Tokenizing a megabyte takes seconds. If no token covers more than n bytes, a text of more than n
+bytes per token of the context cannot fit. This module only reads the description of a tokenizer.
 """
 
 from __future__ import annotations
@@ -16,20 +14,20 @@ from typing import Any
 from vlora.model.vocabulary import BYTE_ALPHABET
 
 Spec = Mapping[str, Any]
-"""A part of a tokenizer, as in `tokenizer.json`."""
+"""Part of the content of `tokenizer.json`."""
 
 NFC_SHRINKAGE = 4
-"""Maximum ratio of the bytes of a text to those of its NFC form; ASCII text does not change."""
+"""Maximum ratio of a text's bytes to those of its NFC form. ASCII text does not change."""
 
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
-"""Pre-tokenizers that drop no text, the last two unless their behavior is "Removed"."""
+"""Pre-tokenizers that drop no text. `Split` and `Punctuation` do if their behavior is "Removed"."""
 
 
 class TokenLength:
-    """Bound on the bytes of text that one token of a tokenizer covers.
+    """Upper bound of the bytes of text that one token of a tokenizer covers.
 
-    longest: bytes of the longest token; infinite if a token may cover text of any length, such as
-        white space that is stripped or an unknown word.
+    longest: number of bytes of the longest token. It is infinite if a token may cover text of any
+        length, such as stripped white space or an unknown word.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -50,12 +48,15 @@ class TokenLength:
             self.longest = max(*sizes, *(len(token["content"].encode()) for token in added))
 
     def max_bytes(self, text: str, tokens: int) -> float:
-        """Return the maximum size of a text like this one that this many tokens can cover."""
+        """Return the maximum number of bytes that this many tokens can cover in a text like `text`.
+
+        The bound is larger if `text` is not ASCII.
+        """
         return tokens * self.longest * (1 if text.isascii() else self._shrinkage)
 
 
 def _has_all_bytes(model: Spec, byte_level: bool) -> bool:
-    """Return whether the model has a token for each byte, so that none is unknown."""
+    """Return whether the model has a token for each byte, so that no text is unknown."""
     if model["type"] != "BPE":
         return False
     if byte_level:
@@ -72,7 +73,7 @@ def _drops_text(split: Spec) -> bool:
 def _shrinkage(normalizer: Spec | None) -> float:
     """Return the maximum ratio of a text's bytes to those of its normalized form.
 
-    ASCII text must not shrink at all, or the ratio is infinite.
+    The result is infinite if ASCII text may shrink.
     """
     ratio = 1.0
     for step in _flat(normalizer, "normalizers"):
@@ -88,7 +89,9 @@ def _shrinkage(normalizer: Spec | None) -> float:
 
 
 def _flat(part: Spec | None, key: str) -> list[Spec]:
-    """Return the steps of a part of a tokenizer, which may be a sequence. key: its steps' key."""
+    """Return the steps of a part of a tokenizer. key: key of the steps if the part is a
+    sequence.
+    """
     if part is None:
         return []
     if part["type"] != "Sequence":

@@ -1,4 +1,4 @@
-"""Bytes of each token, and the conversion of a stream of tokens to text."""
+"""The bytes of each token, and the conversion of a stream of tokens to text."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, size: int | None = None) -> None:
-        """size: rows of the LM head, if the tokenizer may have more tokens than that."""
+        """Read the tokens. size: number of tokens of the model, if the tokenizer may have more."""
         added = tokenizer.added_tokens_decoder
-        # Byte-level tokenizers write bytes as printable characters. SentencePiece-like ones write a
-        # space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind it is.
+        # Byte-level tokenizers write bytes as printable characters. Tokenizers like SentencePiece
+        # write a space as "▁" and single bytes as <0x..>. The decoder shows which kind it is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         special = set(tokenizer.all_special_ids)
         size = len(tokenizer) if size is None else size
@@ -52,7 +52,9 @@ class Vocabulary:
 
     @cached_property
     def tokens_of(self) -> dict[bytes, list[int]]:
-        """Tokens by their bytes, without tokens of no bytes; several may have the same bytes."""
+        """Token ids by their bytes. Several tokens may have the same bytes; those of no bytes are
+        left out.
+        """
         index: dict[bytes, list[int]] = {}
         for token, token_bytes in enumerate(self.bytes_of):
             if token_bytes:
@@ -60,7 +62,8 @@ class Vocabulary:
         return index
 
     def token_lengths(self, prefix: bytes) -> tuple[int, ...]:
-        """Return the possible lengths in bytes, ascending, of tokens at the start of some text.
+        """Return the possible lengths in bytes of tokens at the start of a text, in ascending
+        order.
 
         prefix: first two bytes of the text, or its only byte. Length 1 is always included.
         """
@@ -82,9 +85,9 @@ class Vocabulary:
 class TextStream:
     """Converts tokens to text deltas without splitting characters, and stops at stop strings.
 
-    Text that may begin a stop string is held back until further tokens decide. All deltas together
-    equal the text of the tokenizer's `decode`, including an incomplete character at the end (as
-    U+FFFD), which the `DecodeStream` of tokenizers never returns.
+    Text that may be the start of a stop string is held back until it is decided by later tokens.
+    All deltas together equal the text of the tokenizer's `decode`. This includes an incomplete
+    character at the end (as U+FFFD), which the `DecodeStream` of tokenizers never returns.
     """
 
     def __init__(
@@ -97,9 +100,9 @@ class TextStream:
         self._held = ""
 
     def push(self, token: int, check_stop: bool = True) -> tuple[str, bool]:
-        """Add a token; return the text to send now and whether a stop string ended the answer.
+        """Add a token; return the text to send now, and whether a stop string ended the answer.
 
-        check_stop: False sends all text and ignores stop strings.
+        check_stop: if False, stop strings are ignored and nothing is held back.
         """
         bytes_of = self._vocabulary.bytes_of
         self._held += self._decoder.decode(bytes_of[token] if token < len(bytes_of) else b"")
@@ -112,7 +115,7 @@ class TextStream:
         return self._release(len(self._held) - self._undecided_length()), False
 
     def flush(self) -> str:
-        """Return the text held back, once the answer has ended for another reason."""
+        """Return the text that was held back, after the answer has ended for another reason."""
         self._held += self._decoder.decode(b"", final=True)
         return self._release(len(self._held))
 

@@ -1,7 +1,8 @@
-"""Intermediate results of a forward pass, in memory that every layer and every step reuses.
+"""Memory for the intermediate results of a forward pass, which every layer and step reuses.
 
-Freshly allocated tensors of some megabytes are returned to the system when they are freed, and each
-page of the next ones is a page fault: a third of the time of a prefill of 1024 rows.
+Without it, tensors of some megabytes would be returned to the system when they are freed. Each page
+of the next tensors would then cause a page fault, which took a third of the time of a prefill of
+1024 rows.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.memory import hugepages
+from vlora.memory.device import HOST, Device
 from vlora.model.decoder_config import DecoderConfig
 
 FP32_BYTES = 4
@@ -18,11 +19,14 @@ FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Intermediate results of a step, each [T, width] fp32, contiguous, initially of any values.
+    """Intermediate results of a step, each [T, width], contiguous, not initialized.
 
-    qkv and gate_up share their memory, as do normed, attended and gated: each is read for the last
-    time before the next is written.
-    delta: output of a layer's attention or MLP, to be added to `hidden`.
+    `hidden` is fp32. The others are fp32 on the CPU, and on a GPU of the weights' type.
+
+    qkv and gate_up share their memory, and so do normed, attended and gated. Each is read for the
+    last time before the next is written.
+
+    delta: output of a layer's attention or MLP, which is added to `hidden` later.
     hidden: the residual stream.
     """
 
@@ -36,7 +40,7 @@ class StepBuffers:
 
 
 def _groups(config: DecoderConfig) -> tuple[dict[str, int], ...]:
-    """Return the widths of the buffers by name; those of one group share their memory."""
+    """Return the widths of the buffers by name, in groups that share their memory."""
     attended, inner = config.heads * config.head_dim, config.intermediate
     qkv = attended + 2 * config.kv_heads * config.head_dim
     return (
@@ -48,14 +52,19 @@ def _groups(config: DecoderConfig) -> tuple[dict[str, int], ...]:
 
 
 def workspace_bytes(config: DecoderConfig, rows: int) -> int:
-    """Return the size of the buffers of a step with this many rows."""
+    """Return the number of bytes of the buffers of a step with this many rows."""
     return sum(max(group.values()) * rows * FP32_BYTES for group in _groups(config))
 
 
 class Workspace:
-    """Buffers of one forward pass at a time. Holds memory for the largest step so far."""
+    """Buffers of one forward pass at a time, in memory for the largest step so far."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(
+        self, config: DecoderConfig, device: Device = HOST, weights: torch.dtype = torch.float32
+    ) -> None:
+        """weights: type of the decoder's weights."""
+        self._device = device
+        self._row_dtype = device.row_dtype(weights)
         self._groups = _groups(config)
         self._memory: list[torch.Tensor] = []
         self._max_rows = -1
@@ -67,7 +76,11 @@ class Workspace:
             return self._buffers
         if rows > self._max_rows:
             self._memory = [
-                hugepages.hugepage_zeros(max(1, rows), max(group.values()), dtype=torch.float32)
+                self._device.zeros(
+                    max(1, rows),
+                    max(group.values()),
+                    dtype=torch.float32 if "hidden" in group else self._row_dtype,
+                )
                 for group in self._groups
             ]
             self._max_rows = rows

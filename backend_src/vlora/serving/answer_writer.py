@@ -1,6 +1,6 @@
-"""Conversion of engine outputs to response tensors, in the vLLM backend's format.
+"""Conversion of engine outputs to response tensors, in the format of the vLLM backend.
 
-Independent of Triton and of when a response is sent.
+It does not depend on Triton or on when a response is sent.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
 
 MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON does not have; the same value as in vLLM's server."""
+"""Replaces minus infinity, which JSON lacks. vLLM's server uses the same value."""
 
 
 class AnswerWriter:
     """Converts the outputs of one request to its responses.
 
     If the request streams, every output becomes a response with the new text and tokens. Otherwise
-    there is one response with everything, after the last output.
+    there is one response with everything after the last output.
     """
 
     def __init__(self, call: Call, task: str) -> None:
@@ -32,12 +32,14 @@ class AnswerWriter:
         self._num_tokens = 0
         self._logprobs: list[dict[str, dict[str, object]]] | None = None
         self._cumulative = 0.0
-        # As in vLLM, log probabilities are listed only if the request asks for them, although
-        # `cumulative_logprob` needs them too.
+        # `cumulative_logprob` needs log probabilities, too. As in vLLM, they are listed in the
+        # response only if the request asks for them.
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """Return the response for `output`, which has no error, or None if there is none yet."""
+        """Return the response for `output`, or None if there is none yet. `output` must have no
+        error.
+        """
         self._collect(output)
         if not (self._call.outputs.stream or output.finished):
             return None
@@ -92,6 +94,7 @@ class AnswerWriter:
             {
                 "task": self._task,
                 "adapter": adapter,
+                "num_cached_tokens": output.num_cached_tokens,
                 "timings": _timings(output.timings),
                 "modes": dict(output.modes),
             },
@@ -104,7 +107,7 @@ def _finite(logprob: float) -> float:
 
 
 def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
-    """Return the alternatives of one token by their ids."""
+    """Return the alternatives of one token, by token id."""
     return {
         str(entry.token_id): {
             "logprob": _finite(entry.logprob),

@@ -1,10 +1,11 @@
-"""The time at which a request arrived, passed from model to model as a stamp.
+"""The time of a request's arrival, which is passed from model to model as a stamp.
 
 The first of our models that a request reaches stamps it. Times are of CLOCK_MONOTONIC, which all
 processes of a host share.
 
-**Invariant:** a client cannot choose an arrival: a stamp is authenticated with a key that only the
-models of one server know, is accepted by a model once, and only shortly after it was made.
+**Invariant:** a client cannot choose the arrival of its request. A stamp is authenticated by a key
+that only the models of one server know. A model accepts it once, and only shortly after it was
+made.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from vlora.launcher.run_folder import RUN_VARIABLE
 from vlora.serving.tensors import Array, Inputs, Tensors, strings
 
 ARRIVAL_INPUT = "arrival_stamp"
-"""Name of the tensor, an output of `vision_encoder` and an input of the models after it."""
+"""Name of the tensor. It is an output of `vision_encoder` and an input of the models after it."""
 
 MAX_AGE_SECONDS = 10.0
-"""Age at which a stamp is no longer used: it takes milliseconds from one model to the next."""
+"""Age at which a stamp is no longer accepted. It takes milliseconds from one model to the next."""
 
 KEY_BYTES = 32
 _CONTENT = struct.Struct("<dd8s")
-"""Arrival, time at which the stamp was made, and a random number."""
+"""Arrival, time at which the stamp was made, and random bytes that make it unique."""
 _BYTES = _CONTENT.size + hashlib.sha256().digest_size
 
 
 class ArrivalStamps:
     """Maker and reader of arrival stamps. Thread-safe.
 
-    key: shared by the models of a server; empty to make none, and to accept none.
+    key: key that the models of a server share. If it is empty, no stamp is made or accepted.
     """
 
     def __init__(self, key: bytes, clock: Callable[[], float] = time.monotonic) -> None:
@@ -48,29 +49,33 @@ class ArrivalStamps:
         self._clock = clock
         self._lock = threading.Lock()
         self._used: OrderedDict[bytes, float] = OrderedDict()
-        """Stamps that were read, with the times at which they were made; old ones are removed."""
+        """Stamps that were read, with the time at which each was read; old ones are removed."""
 
     @staticmethod
     def of_this_server() -> ArrivalStamps:
         """Return the stamps of the server that runs this process.
 
-        Only a server of `vlora serve` has a private folder for the key. On another one, each model
-        takes the time at which it received a request for the arrival.
+        Only a server of `vlora serve` has a private folder with the key. On any other server, the
+        arrival of a request at a model is the time at which that model received it.
         """
         run = os.environ.get(RUN_VARIABLE)
         return ArrivalStamps(shared_key(Path(run)) if run else b"")
 
     def make(self, arrival: float) -> Array:
-        """Return a stamp for one call of another model: STRING[1], empty without a key."""
+        """Return a stamp for one call of another model: STRING[1], empty without a key.
+
+        arrival: seconds of CLOCK_MONOTONIC.
+        """
         if not self._key:
             return strings([b""])
         content = _CONTENT.pack(arrival, self._clock(), secrets.token_bytes(8))
         return strings([content + self._tag(content)])
 
     def read(self, tensors: Tensors) -> float:
-        """Return the arrival of a request: that of its stamp, or now if it has none that counts.
+        """Return the arrival of a request: that in its stamp, or the present time without an
+        accepted stamp.
 
-        Raises InvalidArgument for a stamp that was not made by this server.
+        Raises InvalidArgument for a stamp that this server did not make.
         """
         now = self._clock()
         stamp = Inputs(tensors).blob(ARRIVAL_INPUT, _BYTES)
@@ -99,7 +104,7 @@ class ArrivalStamps:
 
 
 def shared_key(folder: Path) -> bytes:
-    """Return the key in the private folder of a run; the first caller makes it."""
+    """Return the key in the private folder of a server's run. The first caller makes it."""
     path = folder / "arrival.key"
     draft = folder / f"arrival.key.{secrets.token_hex(8)}"
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:

@@ -1,10 +1,10 @@
 """Conversion of a request's tensors and parameters to a request of the engine.
 
-Names, shapes and defaults follow the vLLM backend, so that its clients work unchanged. A request
-with `image_layout` came through the vision encoder (the ensembles' first step always sends it) and
-gets the ensembles' defaults instead.
+Names, shapes and defaults are those of the vLLM backend, so that its clients work unchanged. A
+request with `image_layout` came through an ensemble, whose first step, the vision encoder, always
+sends it. Such a request gets the defaults of the ensembles instead.
 
-All functions are pure. Independent of Triton, threads and the engine.
+All functions are pure. They do not depend on Triton, threads or the engine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import numpy as np
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.request import Freshness, ImageFeatures, IntArray, Request
-from vlora.sampling import KNOWN_KEYS, SamplingParams, is_known
+from vlora.request import Freshness, ImageFeatures, Request
+from vlora.sampling import ADAPTER_KEY, KNOWN_KEYS, SamplingParams, is_known
 from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
+from vlora.structured.structure import MAX_DEPTH, STRUCTURE_KEYS
 from vlora.vision.images import check_count
-from vlora.vision.prompts import TASKS, ChatTemplate, render
+from vlora.vision.prompts import ChatTemplate, max_tokens_of, render
 
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
@@ -44,27 +45,36 @@ TRITON_PARAMETERS = frozenset(
         "timeout",
     }
 )
-"""Request parameters that Triton's protocols define. They are not sampling keys."""
+"""Request parameters that Triton's protocols define. They are not sampling parameters."""
+
+MAX_SAMPLING_DEPTH = MAX_DEPTH + 2
+"""Maximum nesting depth of `sampling_parameters`, which may contain a JSON schema."""
 
 TRITON_PREFIXES = ("triton_", "x-")
 """Prefixes of parameters that Triton reserves or forwards from HTTP headers."""
 
 IMAGE_INPUTS = ("image", "frames", "frames_raw")
 INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
-"""Inputs of every model that answers."""
+"""Inputs of every model that answers requests."""
 
-FEATURE_INPUTS = ("image_features", "image_layout", "image_size")
+ADAPTER_VERSION = "image_adapter"
+"""Name of the tensor with the version of the adapter whose vision part made the features."""
+
+FEATURE_INPUTS = ("image_features", "image_layout", "image_size", ADAPTER_VERSION)
 
 FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")
-"""Sampling keys that count from a request's arrival, before it reaches the engine."""
+"""Sampling keys that have an effect before the request reaches the engine."""
 
 DEFAULT_TASK = "vqa"
-"""Task of a request to an ensemble if neither the request nor its adapter sets one."""
+"""Task of a request to an ensemble if neither the request nor its adapter determines one."""
+
+AUTO_TASK = "auto"
+"""Value of `task` with which `lmm` chooses the task as for an ensemble."""
 
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """The outputs that the client requests in addition to the text, and their form."""
+    """Outputs that the client requests besides the text, and the form of the text."""
 
     stream: bool
     prepend_input: bool
@@ -79,11 +89,12 @@ class OutputOptions:
 
 @dataclass(frozen=True)
 class Call:
-    """One `lmm` request as it was received, before adapter, task and template are applied.
+    """One `lmm` request as received, before adapter, task and template are applied.
 
-    images: features that the request brought; None if it has no images, or if `raw_images` have
-        not been encoded yet.
-    counts: number of images and of frames.
+    images: features that the request brought; None without images, or while `raw_images` are not
+        encoded.
+    counts: (number of images, number of frames).
+    raw_images: image inputs that are still to be encoded.
     ensemble: True if the request came through an ensemble.
     freshness: its arrival, deadline and stream.
     """
@@ -102,12 +113,17 @@ class Call:
 
     def with_images(self, images: ImageFeatures) -> Call:
         """Return this call with its images encoded."""
-        return replace(self, images=images, counts=count_images(images.layout), raw_images={})
+        return replace(self, images=images, counts=images.counts, raw_images={})
 
 
 def is_cancel(tensors: Tensors) -> bool:
     """Return whether the request cancels another one (`cancel: true`)."""
     return bool(Inputs(tensors).flag("cancel"))
+
+
+def is_describe(tensors: Tensors) -> bool:
+    """Return whether the request asks for the description of the server (`describe: true`)."""
+    return bool(Inputs(tensors).flag("describe"))
 
 
 def read_call(
@@ -117,11 +133,11 @@ def read_call(
     limits: Limits,
     arrival: float,
 ) -> Call:
-    """Read a request, and check every field that can be checked without the engine.
+    """Read a request and check every field that can be checked without the engine.
 
     arrival: time at which the request reached the first of our models.
 
-    Raises InvalidArgument or Unsupported, with the name of the field and its valid values.
+    Raises InvalidArgument or Unsupported, which name the field and its valid values.
     """
     inputs = Inputs(tensors)
     ensemble = "image_layout" in tensors
@@ -142,7 +158,7 @@ def read_call(
         outputs=_read_output_options(inputs, ensemble),
         client_id=client_id,
         images=images,
-        counts=(0, 0) if images is None else count_images(images.layout),
+        counts=(0, 0) if images is None else images.counts,
         raw_images=raw_images,
         metadata=inputs.blob("metadata", limits.max_metadata_bytes),
         ensemble=ensemble,
@@ -151,9 +167,9 @@ def read_call(
 
 
 def freshness_of(sampling: Mapping[str, Any], arrival: float) -> Freshness:
-    """Return the freshness of a request with these sampling keys, of which it reads only its own.
+    """Return the freshness of a request with these sampling parameters. Raises InvalidArgument.
 
-    Raises InvalidArgument.
+    Only the keys in FRESHNESS_KEYS are read.
     """
     params = SamplingParams.parse(freshness_keys(sampling))
     return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
@@ -167,19 +183,22 @@ def freshness_keys(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def read_sampling(
     inputs: Inputs, parameters: Mapping[str, Any], limits: Limits
 ) -> Mapping[str, Any]:
-    """Return the keys in `sampling_parameters`, or the request's parameters if that is absent."""
+    """Return the content of `sampling_parameters`, or without it the request's own parameters.
+
+    Raises InvalidArgument.
+    """
     content = inputs.blob("sampling_parameters", limits.max_json_bytes)
     if content is not None:
         text = inputs.decode("sampling_parameters", content)
-        return load_object(text, "'sampling_parameters'")
+        return load_object(text, "'sampling_parameters'", MAX_SAMPLING_DEPTH)
     return sampling_keys(parameters)
 
 
 def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request's parameters without Triton's.
 
-    Raises InvalidArgument for a key that is not a sampling key. In a request to `generate`, which
-    has inputs and parameters in one object, it may be meant as either.
+    Raises InvalidArgument for a key that is not a sampling key. In a request to `generate`, inputs
+    and parameters are in one object, so the message names both.
     """
     keys = {
         key: value
@@ -224,12 +243,6 @@ def _read_output_options(inputs: Inputs, ensemble: bool) -> OutputOptions:
     )
 
 
-def count_images(layout: IntArray) -> tuple[int, int]:
-    """Return the number of images and of frames in a layout; frames are its video rows."""
-    frames = int((layout[:, 5] != 0).sum())
-    return int(layout.shape[0]) - frames, frames
-
-
 def _read_features(inputs: Inputs) -> ImageFeatures | None:
     layout = inputs.array("image_layout", np.int32, (None, 6))
     features = inputs.array("image_features", np.float32, (None, None))
@@ -251,12 +264,14 @@ def _read_features(inputs: Inputs) -> ImageFeatures | None:
             f"'image_size' has {sizes.shape[0]} rows but 'image_layout' has {layout.shape[0]};"
             " send one row per image in both"
         )
-    return ImageFeatures(features, layout) if layout.shape[0] else None
+    if not layout.shape[0]:
+        return None
+    return ImageFeatures(features, layout, inputs.text(ADAPTER_VERSION))
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request for the engine, with the task that was chosen for it."""
+    """A request for the engine, with its task."""
 
     request: Request
     task: str
@@ -267,13 +282,15 @@ def prepare(
 ) -> Prepared:
     """Choose the task, render the prompt and parse the sampling parameters.
 
-    info: the adapter that `call` names, None for the base model.
+    info: description of the adapter that the request uses; None for the base model.
+
+    Raises InvalidArgument or Unsupported.
     """
-    task = call.task or _default_task(call, info)
+    task = _task_of(call, info)
     prompt = render(task, call.text, *call.counts, template)
     defaults = SamplingParams()
     if call.ensemble:
-        defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)
+        defaults = SamplingParams(temperature=0.0, max_tokens=max_tokens_of(task))
     sampling = SamplingParams.parse(call.sampling, defaults)
     if call.outputs.cumulative_logprob and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)
@@ -290,17 +307,36 @@ def prepare(
     return Prepared(request, task)
 
 
-def adapter_name(call: Call) -> str | None:
-    """Return the name of the request's adapter, None for the base model. Raises InvalidArgument."""
-    name = call.sampling.get("lora_name")
+def adapter_name(sampling: Mapping[str, Any]) -> str | None:
+    """Return the adapter's name in a request's sampling keys; None for the base model.
+
+    Raises InvalidArgument.
+    """
+    name = sampling.get(ADAPTER_KEY)
     if name is not None and not isinstance(name, str):
-        raise InvalidArgument(f"'lora_name' must be a string, not {json.dumps(name)}")
+        raise InvalidArgument(f"'{ADAPTER_KEY}' must be a string, not {json.dumps(name)}")
     return name
 
 
-def _default_task(call: Call, info: AdapterInfo | None) -> str:
-    if not call.ensemble:
+def names_no_adapter(call: Call) -> bool:
+    """Return whether a request of an ensemble leaves the choice of its adapter to the server.
+
+    A `lora_name` of null is a choice: it means the base model.
+    """
+    return call.ensemble and ADAPTER_KEY not in call.sampling
+
+
+def is_structured(call: Call) -> bool:
+    """Return whether the answer must follow a structure, which takes time to compile."""
+    return any(call.sampling.get(key) is not None for key in STRUCTURE_KEYS)
+
+
+def _task_of(call: Call, info: AdapterInfo | None) -> str:
+    """Return the request's task, or the default of the model that received it."""
+    if call.task is None and not call.ensemble:
         return "raw"
+    if call.task is not None and call.task != AUTO_TASK:
+        return call.task
     if info is not None and len(info.tasks) == 1:
         return info.tasks[0]
     return DEFAULT_TASK

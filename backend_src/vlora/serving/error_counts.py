@@ -1,7 +1,7 @@
 """Counts of the errors that a model's process sends, by code, and their metric.
 
 An error may pass through several models on its way to the client (encoder → `lmm` → `lmm_unary`).
-Only the model that raised it counts it, so the sum over all models is the number of failed
+Only the model that raised it counts it. So the sum over all models is the number of failed
 requests.
 """
 
@@ -19,7 +19,7 @@ HELP = "Requests ended by an error that this model raised, by the error's code."
 
 
 class ErrorCounts:
-    """Number of errors of each code that a process has sent. Thread-safe."""
+    """Number of errors that a process has sent, by code. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -37,7 +37,9 @@ class ErrorCounts:
 
 
 class ErrorExporter(Exporter):
-    """Exports one counter per code, from the start: the first error then shows as an increase."""
+    """Exports one counter per code. All exist from the start, so that the first error is an
+    increase.
+    """
 
     def __init__(self, registry: Registry, labels: Mapping[str, str], counts: ErrorCounts) -> None:
         super().__init__()

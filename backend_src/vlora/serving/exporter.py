@@ -1,11 +1,11 @@
 """Statistics of the engine and the encoder as Prometheus metrics, refreshed once a second.
 
-A metric that another tool reads has the name that this tool expects: the names of the vLLM backend,
-of TRT-LLM's cache blocks (read for the ORCA header) and of the Gateway API's LoRA metric. The name
-of any other metric starts with `vlora:`. The engine's thread calls nothing in this module.
+A metric that another tool reads has the name which that tool expects. These are the names of the
+vLLM backend, of TRT-LLM's cache blocks (for the ORCA header) and of the Gateway API's LoRA metric.
+All other names start with `vlora:`. The engine's thread calls nothing in this module.
 
-**Invariant:** the number of label sets is bounded, because the server stores each one as long as
-its family.
+**Invariant:** the number of label sets is bounded, because the server keeps each one until its
+metric family is removed.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from vlora.serving.registry import Exporter, Level, Metric, Registry
 from vlora.vision.features import EncoderCounters
 
 CATCH_UP_SECONDS = 0.1
-"""Age of the written statistics from which `catch_up` writes them again."""
+"""Age of the written statistics above which `catch_up` writes them again."""
 
 MAX_LORA_SERIES = 128
 """Maximum number of series of `vllm:lora_requests_info`."""
 
 MAX_LORA_TEXT = 256 * 1024
-"""Characters in the labels of these series from which they are replaced."""
+"""Number of characters in the labels of these series above which all of them are removed."""
 
 MAX_OBSERVED = 65536
-"""Maximum number of stored observations; the oldest are dropped."""
+"""Maximum number of stored observations. The oldest are dropped."""
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Bounds of the histogram buckets of a request's latencies."""
+"""Bounds of the histogram buckets for the latencies of a request."""
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
-"""Bounds of the histogram buckets of the time per output token."""
+"""Bounds of the histogram buckets for the time per output token."""
 
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
-"""Kinds of `nv_trt_llm_kv_cache_block_metrics`, with the attribute of `EngineStats`."""
+"""Values of the label `kv_cache_block_type`, each with the field of `EngineStats` that it shows."""
 
 
 class EngineExporter(Exporter):
     """Exports the metrics of the engine.
 
-    Metrics are written between rounds of answers, once a second, and before the last response of an
-    answer is sent, so that a client with an answer finds it counted.
+    Metrics are written once a second, between rounds of responses, and before the last response of
+    a request is sent. So a client that has its answer finds it counted.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class EngineExporter(Exporter):
     ) -> None:
         """Create all metrics.
 
-        max_tokens: maximum length of a sequence, the last bound of the histograms of tokens.
+        stats: returns the present statistics of the engine.
+        max_tokens: maximum number of tokens of a request, up to which the histograms of tokens have
+            buckets.
         """
         super().__init__()
         self._stats = stats
@@ -120,7 +122,7 @@ class EngineExporter(Exporter):
         )
 
     def request(self) -> Callable[[Output], None]:
-        """Return an observer to call with each output of one request, in order; it never raises."""
+        """Return a function to call with each output of one request, in order. It never raises."""
         last: float | None = None
 
         def observe(output: Output) -> None:
@@ -143,10 +145,11 @@ class EngineExporter(Exporter):
         return observe
 
     def catch_up(self) -> None:
-        """Write metrics between two rounds of answers.
+        """Write metrics between two rounds of responses.
 
         Observations are always written, so that they do not accumulate. Statistics are written only
-        if the last ones are older than `CATCH_UP_SECONDS`: each value is a message to the server.
+        if they were last written more than `CATCH_UP_SECONDS` ago, because each value is a message
+        to the server.
         """
         fresh = time.monotonic() < self._written + CATCH_UP_SECONDS
         self._safely(self._write_observed if fresh else self._write)
@@ -168,7 +171,9 @@ class EngineExporter(Exporter):
         self._write_observed()
 
     def _write_once(self) -> None:
-        """Write all metrics once per round: all requests that end in it are already counted."""
+        """Write all metrics, at most once per round. This includes all requests that end in the
+        round.
+        """
         self._write()
         self._stats_written = True
 
@@ -209,11 +214,12 @@ def _one_two_five(limit: int) -> list[float]:
 
 
 class _LoraInfo:
-    """The metric `vllm:lora_requests_info`: adapters of running and waiting requests as labels.
+    """The metric `vllm:lora_requests_info`, whose labels name the adapters of the present requests.
 
-    Its value is the time; readers use the series with the latest time. Every combination of
-    adapters is a label set. A server removes a label set only with its family, so the family is
-    replaced when it has as many series, or as much text in their labels, as it may.
+    Its value is the time of the last update. Readers use the series with the latest time. Every
+    combination of adapters is a new label set, and the server removes label sets only together with
+    their family. So the family is replaced when it has MAX_LORA_SERIES series, or more than
+    MAX_LORA_TEXT characters in their labels.
     """
 
     NAME = "vllm:lora_requests_info"
@@ -223,7 +229,7 @@ class _LoraInfo:
         self._registry = registry
         self._series: dict[tuple[str, ...], Metric] = {}
         self._text = 0
-        """Characters in the labels of all series."""
+        """Number of characters in the labels of all series."""
 
     def update(self, stats: EngineStats, now: float) -> None:
         labels = {
@@ -243,14 +249,14 @@ class _LoraInfo:
 
 
 def _named(adapters: Mapping[str, int]) -> str:
-    """Return the names with requests, without the base model's, separated by commas."""
+    """Return the names of adapters with requests, without the base model, separated by commas."""
     return ",".join(sorted(name for name, count in adapters.items() if name and count))
 
 
 class ProgressExporter(Exporter):
-    """Exports one counter by which `vlora probe` distinguishes a busy server from a hung one.
+    """Exports one counter, by which `vlora probe` distinguishes a busy server from a hung one.
 
-    It takes the place of a model's other metrics where `disable_log_stats` turns them off.
+    It replaces a model's other metrics if `disable_log_stats` turns them off.
     """
 
     def __init__(
@@ -287,7 +293,7 @@ class EncoderExporter(Exporter):
             "vlora:encoder_requests_total": ("requests", "Requests with images."),
             "vlora:encoder_groups_total": (
                 "groups",
-                "Groups of requests that met here.",
+                "Groups of requests that were encoded together.",
             ),
             "vlora:encoder_batches_total": ("batches", "Calls of the vision tower."),
             "vlora:feature_cache_hits_total": ("hits", "Images whose features were cached."),

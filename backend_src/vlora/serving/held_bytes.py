@@ -1,4 +1,4 @@
-"""The bytes that requests hold until they end: encoded images, features, text and metadata."""
+"""Bytes that requests hold until they end: encoded images, features, text and metadata."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vlora.errors import InvalidArgument, Unavailable
 from vlora.serving.tensors import Array, Tensors, as_bytes
 
 ELEMENT_BYTES = 48
-"""Memory that an element of a STRING tensor takes in addition to its content."""
+"""Bytes that an element of a STRING tensor takes besides its content."""
 
 
 class HeldBytes:
-    """The bytes of all requests in flight, at most `limit`. Thread-safe."""
+    """Bytes of all requests in flight, limited to `limit` in total. Thread-safe."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -32,10 +32,10 @@ class HeldBytes:
         return self._total
 
     def hold(self, request_id: str, size: int) -> None:
-        """Set the bytes that a request holds, in place of what it has held.
+        """Set the number of bytes that a request holds, replacing its previous number.
 
-        Raises Unavailable if there is no space for them now, and InvalidArgument if there never is;
-        the request then holds what it has held.
+        Raises Unavailable if there is no space at the moment, and InvalidArgument if the request
+        can never fit. Its number then stays as before.
         """
         if size > self._limit:
             raise InvalidArgument(
@@ -53,13 +53,13 @@ class HeldBytes:
             self._total = others + size
 
     def release(self, request_id: str) -> None:
-        """Free what a request holds; an unknown id is no error."""
+        """Release everything that a request holds. An unknown id does nothing."""
         with self._lock:
             self._total -= self._held.pop(request_id, 0)
 
 
 def bytes_of(tensors: Tensors) -> int:
-    """Return the memory of all tensors."""
+    """Return the number of bytes of all tensors in memory."""
     return sum(map(_size, tensors.values()))
 
 

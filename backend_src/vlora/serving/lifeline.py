@@ -1,6 +1,7 @@
-"""A model process's watch over its server: whether the server still runs, and whether it stops.
+"""Watch of a model process over its server: whether the server is alive, and whether it is
+stopping.
 
-Triton 2.51 reports neither to its models, so this works without Triton.
+Triton 2.51 tells its models neither, so this works without Triton.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from vlora.launcher.tether import SERVER_VARIABLE
 POLL_SECONDS = 0.1
 
 Drain = Callable[[float], None]
-"""Rejects new requests, lets running ones finish within this many seconds, and cancels the rest."""
+"""Rejects new requests, gives running ones this many seconds to finish, and cancels the rest."""
 
 
 class Lifeline:
     """Watches the server on its own thread, from construction until `close`.
 
-    **Invariant:** this process ends within moments after its server, whatever it is doing. It then
-    unlinks the shared memory that a killed server leaves.
+    **Invariant:** this process ends shortly after its server, whatever it is doing. It then unlinks
+    the shared memory that a killed server leaves behind.
     """
 
     def __init__(self, model: str) -> None:
@@ -40,17 +41,19 @@ class Lifeline:
 
     @property
     def draining(self) -> bool:
-        """True once the server has started to stop: new requests must then be rejected."""
+        """True once the server has started to stop. New requests must then be rejected."""
         return self._draining.is_set()
 
     def on_drain(self, drain: Drain) -> None:
-        """Have `drain` called once, when the server starts to stop; the server waits for it."""
+        """Set a function to be called once, when the server starts to stop. The server waits for
+        it.
+        """
         self._drain = drain
         if self._folder is not None:
             draining.register(self._folder, self._name)
 
     def close(self) -> None:
-        """Stop watching; the server is unloading the model."""
+        """Stop watching, because the server is unloading the model."""
         self._closed.set()
         self._thread.join()
         self._drain = None
@@ -68,7 +71,7 @@ class Lifeline:
                     self._finish(seconds)
 
     def _finish(self, seconds: float) -> None:
-        """Drain on a new thread, while this one continues to watch."""
+        """Drain on a new thread, while this thread continues to watch."""
 
         def finish(drain: Drain, folder: Path) -> None:
             try:

@@ -1,11 +1,11 @@
-"""The `lmm` model without Triton: passes requests to the engine, and its outputs to the client.
+"""The `lmm` model without Triton: passes requests to the engine and its outputs to the clients.
 
-`handle` reads a request, submits it to the engine and returns. A request with images or a long
-prompt continues on a pool thread, which has the images encoded before it submits the request. The
-engine's response thread then calls the request's sink, which sends. A watcher thread checks every
-live responder for a client that has disconnected.
+`handle` reads a request, submits it to the engine and returns. If the request has images, a long
+prompt or a structure, it continues on a pool thread. There its images are encoded before it is
+submitted. The engine's response thread then calls the request's sink, which sends. A watcher thread
+asks every live responder whether its client has disconnected.
 
-Independent of Triton and of how an answer is computed.
+This module does not depend on Triton or on how an answer is computed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,21 @@ import numpy as np
 from vlora.config import Limits
 from vlora.errors import Cancelled, Unavailable
 from vlora.request import MIN_STOPPABLE_ID, ImageFeatures, Output, OutputSink, Request
+from vlora.sampling import ADAPTER_KEY
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
-from vlora.serving.codec import Call, adapter_name, freshness_keys, is_cancel, prepare, read_call
+from vlora.serving.codec import (
+    DEFAULT_TASK,
+    Call,
+    adapter_name,
+    freshness_keys,
+    is_cancel,
+    is_describe,
+    is_structured,
+    names_no_adapter,
+    prepare,
+    read_call,
+)
 from vlora.serving.held_bytes import HeldBytes, bytes_of
 from vlora.serving.responder import Responder, as_vlora_error, fail
 from vlora.serving.tensors import Tensors, strings
@@ -40,23 +52,31 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WATCH_SECONDS = 0.1
-"""Interval at which responders are checked for cancellation."""
+"""Interval at which responders are asked whether their client has disconnected."""
 
 LONG_PROMPT = 8192
 """Number of characters above which a prompt is tokenized on a pool thread.
 
-Triton hands all requests over on one thread, where this many take a few milliseconds.
+Triton hands over all requests on one thread. Tokenizing this many characters there takes a few
+milliseconds.
+"""
+
+STRUCTURED_THREADS = 16
+"""Number of threads for requests whose structure is compiled, which may take seconds.
+
+Other requests do not use these threads, so they do not wait for a compilation.
 """
 
 Encode = Callable[[Tensors], ImageFeatures]
-"""Calls the vision encoder: its inputs in, features out."""
+"""Function that calls the vision encoder: it takes the encoder's inputs and returns features."""
 
 Observe = Callable[[Output], None]
-"""Called with every output of one request, its error included, before it is sent; never raises."""
+"""Function that is called with every output of one request before it is sent. It never raises."""
 
 
 class Adapters(Protocol):
     def info(self, name: str) -> AdapterInfo: ...
+    def route(self, task: str, question: str) -> str | None: ...
 
 
 class Engine(Protocol):
@@ -73,7 +93,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class _Encoding:
-    """A request that continues on a pool thread. images: its inputs of the encoder, if any."""
+    """A request that continues on a pool thread. images: its inputs for the encoder; may be
+    empty.
+    """
 
     call: Call
     images: Tensors
@@ -85,16 +107,18 @@ class LmmService:
 
     The service owns the responders of live requests: a responder is in `_live` from `handle` until
     its final response, and at no other time. A request that is also in `waiting` belongs to the
-    thread that removes it from there: the pool thread that continues with it, or the thread that
-    ends it first.
+    thread that removes it from there. This is the pool thread that continues with it, or the
+    thread that ends it first.
 
-    stamps: reads the arrival of a request, and passes it on to the encoder.
-    waiting: the requests that wait for a pool thread, or whose images are being encoded.
     pool: runs the calls of `encode`, which block, and submits long prompts. The engine has admitted
-        the requests that wait there, so they count as part of its queue.
-    observe: makes the observer of one request.
-    cancel_elsewhere: passes the id of a cancelled request on to where it may still wait. It blocks,
-        and may fail.
+        the requests that wait for a thread, so they count as part of its queue.
+    stamps: reads the arrival of a request, and makes stamps for the encoder.
+    waiting: requests that wait for a pool thread, or whose images are being encoded.
+    observe: returns the observer for a new request.
+    cancel_elsewhere: passes the id of a cancelled request to the other model where it may still
+        wait. It blocks, and may fail.
+    routes: whether to choose an adapter for requests that name none.
+    describe: returns the answer to a request with `describe`.
     """
 
     def __init__(
@@ -108,7 +132,11 @@ class LmmService:
         waiting: WaitingRequests,
         observe: Callable[[], Observe] = lambda: lambda output: None,
         cancel_elsewhere: Callable[[str], None] = lambda client_id: None,
+        routes: bool = False,
+        describe: Callable[[], str] = lambda: "{}",
     ) -> None:
+        self._routes = routes
+        self._describe = describe
         self._observe = observe
         self._cancel_elsewhere = cancel_elsewhere
         self._engine = engine
@@ -124,23 +152,27 @@ class LmmService:
         self._lock = threading.Lock()
         self._closed = threading.Event()
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
+        self._structured = ThreadPoolExecutor(STRUCTURED_THREADS, thread_name_prefix="structured")
         self._watcher = threading.Thread(target=self._watch, name="cancel-watch", daemon=True)
         self._watcher.start()
 
     @property
     def live(self) -> int:
-        """Number of requests without a final response yet."""
+        """Number of requests without a final response."""
         return len(self._live)
 
     def handle(
         self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
     ) -> None:
-        """Answer one request; never raises. The tensors may become invalid when this returns."""
+        """Answer one request; never raises. The tensors may become invalid after this returns."""
         request_id = uuid.uuid4().hex
         try:
             if is_cancel(tensors):
                 self._cancel(client_id)
                 responder.send({}, final=True)
+                return
+            if is_describe(tensors):
+                responder.send({"details": strings([self._describe()])}, final=True)
                 return
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
@@ -150,12 +182,13 @@ class LmmService:
             call = read_call(tensors, parameters, client_id, self._limits, arrival)
             with self._lock:
                 self._live[request_id] = responder
-            if call.raw_images or len(call.text) > LONG_PROMPT:
+            if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
                 images = {name: np.array(value) for name, value in call.raw_images.items()}
                 self._encoding[request_id] = _Encoding(call, images, responder)
                 end = partial(self._fail, request_id, responder)
                 self._waiting.add(request_id, call.freshness, end, client_id)
-                self._pool.submit(self._encode_then_submit, request_id)
+                pool = self._structured if is_structured(call) else self._pool
+                pool.submit(self._encode_then_submit, request_id)
             else:
                 self._submit(call, request_id, responder)
         except Exception as error:
@@ -163,14 +196,15 @@ class LmmService:
                 self._fail(request_id, responder, error)
 
     def close(self) -> None:
-        """Reject new requests and those that wait for the encoder; the engine drains the rest."""
+        """Reject new requests and those that wait for the encoder. The engine drains all others."""
         self._closed.set()
         self._watcher.join()
         self._waiting.end_all(Unavailable("the server is shutting down"))
         self._cancels.shutdown()
+        self._structured.shutdown(cancel_futures=True)
 
     def _cancel(self, client_id: str) -> None:
-        """End the request of a client id, or store the cancellation until the request comes."""
+        """End the request with a client id, or store the cancellation until the request arrives."""
         reason = Cancelled(f"the request '{client_id}' was cancelled")
         stoppable = len(client_id) >= MIN_STOPPABLE_ID
         if not (stoppable and self._waiting.end_client(client_id, reason)):
@@ -197,7 +231,7 @@ class LmmService:
                 call = call.with_images(features)
             taken = self._waiting.take(request_id)
             if taken:
-                # This thread owns the request now, so nothing releases the bytes meanwhile.
+                # This thread owns the request now, so no other thread releases its bytes.
                 if held is not None:
                     self._held.hold(request_id, held)
                 self._submit(call, request_id, encoding.responder)
@@ -211,13 +245,17 @@ class LmmService:
         call = encoding.call
         inputs = {"text_input": strings([call.text]), **encoding.images}
         keys = freshness_keys(call.sampling)
+        if (name := adapter_name(call.sampling)) is not None:
+            keys[ADAPTER_KEY] = name
         if keys:
             inputs["sampling_parameters"] = strings([json.dumps(keys)])
         inputs[ARRIVAL_INPUT] = self._stamps.make(call.freshness.arrival)
         return inputs
 
     def _submit(self, call: Call, request_id: str, responder: Responder) -> None:
-        name = adapter_name(call)
+        name = adapter_name(call.sampling)
+        if self._routes and names_no_adapter(call):
+            name = self._engine.adapters.route(call.task or DEFAULT_TASK, call.text)
         info = None if name is None else self._engine.adapters.info(name)
         prepared = prepare(call, request_id, info, self._template)
         writer = AnswerWriter(call, prepared.task)

@@ -1,8 +1,8 @@
 """The `lmm_unary` model without Triton: answers a request with one response, by calling `lmm`.
 
-A decoupled model can neither be called by unary gRPC nor be part of an ensemble with one response.
-The inner request has the client's id if that is long enough to be cancelled (16 characters), else a
-new id, so that it can be ended when the client disconnects.
+It exists because `lmm` is a decoupled model, which unary gRPC and ensembles with one response
+cannot call. The call of `lmm` has the client's id if that is long enough to be cancelled (16
+characters), otherwise a new id. So it can be ended when the client disconnects.
 """
 
 from __future__ import annotations
@@ -34,15 +34,20 @@ log = logging.getLogger(__name__)
 WATCH_SECONDS = 0.2
 
 Ask = Callable[[Tensors, str], list[Tensors]]
-"""Calls `lmm`: takes inputs and a request id, returns its responses, raises VLoraError."""
+"""Function that calls `lmm` with inputs and a request id, and returns its responses.
+
+It raises VLoraError.
+"""
 
 
 @dataclass(eq=False)
 class _Relayed:
-    """One request without a response yet.
+    """One request without a response.
 
-    inner: inputs of the inner request, until `lmm` is called. arrival: its arrival.
-    cancelled: whether `lmm` has been asked to cancel it because its client disconnected.
+    inner_id: id of the call of `lmm`.
+    inner: inputs of that call, until it is made.
+    arrival: arrival of the request.
+    cancelled: whether `lmm` was asked to cancel the call because the client has disconnected.
     """
 
     responder: Responder
@@ -53,17 +58,19 @@ class _Relayed:
 
 
 class LmmUnaryService:
-    """Answers `lmm_unary` requests; `pool` runs the calls of `ask`, which block.
-
-    limits: `max_in_flight_bytes` bounds the copies of requests that wait here.
-    stamps: reads the arrival of a request, and passes it on to `lmm`.
-    waiting: the requests that wait for a thread.
-    max_requests: maximum number of requests here, including those that wait for a thread. Further
-        requests are rejected before any of their tensors is copied.
-    max_running: number of these that the engine runs at the same time.
+    """Answers `lmm_unary` requests.
 
     A request is in `_live` until its response. The thread that takes it from `waiting`, or ends it
-    there, sends that.
+    there, sends the response.
+
+    ask: calls `lmm`.
+    pool: runs the calls of `ask`, which block.
+    limits: `max_in_flight_bytes` limits the copies of requests that wait here.
+    stamps: reads the arrival of a request, and makes stamps for `lmm`.
+    waiting: requests that wait for a thread.
+    max_requests: maximum number of requests in this model, including those that wait for a thread.
+        Further requests are rejected before their tensors are copied.
+    max_running: number of requests that the engine runs at the same time.
     """
 
     def __init__(
@@ -92,13 +99,13 @@ class LmmUnaryService:
 
     @property
     def live(self) -> int:
-        """Number of requests without a response yet."""
+        """Number of requests without a response."""
         return len(self._live)
 
     def handle(
         self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
     ) -> None:
-        """Answer one request; never raises. The tensors may become invalid when this returns."""
+        """Answer one request; never raises. The tensors may become invalid after this returns."""
         key = uuid.uuid4().hex
         relayed = _Relayed(
             responder, inner_id=client_id if len(client_id) >= MIN_STOPPABLE_ID else key
@@ -123,7 +130,7 @@ class LmmUnaryService:
                 self._fail(key, responder, error)
 
     def close(self) -> None:
-        """Reject new requests and those that still wait."""
+        """Reject new requests and those that still wait for a thread."""
         self._closed.set()
         self._watcher.join()
         self._waiting.end_all(Unavailable("the server is shutting down"))
@@ -182,9 +189,11 @@ class LmmUnaryService:
 
 
 def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the inputs of the call of `lmm`: without streaming, with parameters as a tensor.
+    """Return the inputs for the call of `lmm`: without streaming, and with parameters as a tensor.
 
-    sampling: the sampling keys of the request. Raises InvalidArgument.
+    sampling: the sampling parameters of the request.
+
+    Raises InvalidArgument.
     """
     inputs = Inputs(tensors)
     if inputs.flag("stream"):
@@ -192,7 +201,7 @@ def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Ar
             "'stream' = true is not possible for 'lmm_unary', which sends one response; use 'lmm'"
         )
     if "image_layout" in tensors:
-        # `task_head` will put the metadata into JSON, so they must be valid UTF-8.
+        # `task_head` puts the metadata into JSON, so they must be valid UTF-8.
         inputs.text("metadata")
     inner = {name: np.array(tensor) for name, tensor in tensors.items()}
     inner["stream"] = flag(False)

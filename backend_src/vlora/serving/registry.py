@@ -1,7 +1,7 @@
-"""The base of all exporters of metrics: the server's registry, and refreshing once a second.
+"""Base of all exporters of metrics: the interface of the server's registry, and regular refreshing.
 
-Every change of a value is a message to the server, so unchanged values are not sent. Independent of
-Triton, which is behind `Registry`.
+Every change of a value is a message to the server, so unchanged values are not sent. This module
+does not depend on Triton, whose metrics implement `Registry`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ REFRESH_SECONDS = 1.0
 
 
 class Metric(Protocol):
-    """One time series: a gauge has `set`, a counter `increment`, a histogram `observe`."""
+    """One time series: a gauge has `set`, a counter `increment`, and a histogram `observe`."""
 
     def set(self, value: float) -> None: ...
     def increment(self, value: float) -> None: ...
@@ -26,7 +26,7 @@ class Metric(Protocol):
 
 
 class Registry(Protocol):
-    """Creates metrics: one family per name, one metric per label set."""
+    """Factory of metrics. A name is a metric family, and each label set in it is one metric."""
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
     def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
@@ -34,7 +34,7 @@ class Registry(Protocol):
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> Metric: ...
     def drop(self, name: str) -> None:
-        """Remove a family with all its metrics, which can then no longer be used."""
+        """Remove a family. Its metrics must not be used any more."""
 
 
 class Exporter(ABC):
@@ -45,9 +45,9 @@ class Exporter(ABC):
         self._failing = False
 
     def flush(self) -> None:
-        """Bring the server's values up to date; never raises.
+        """Write the present values to the server; never raises.
 
-        A failure is logged, once until writing works again, and the next call tries again.
+        The first of consecutive failures is logged. The next call tries again.
         """
         self._safely(self._write)
 
@@ -85,7 +85,7 @@ class Refresher:
 
 
 class Level:
-    """A gauge or a counter that is set to a value; only changes are sent to the server."""
+    """A gauge or counter whose value is set. Only changes are sent to the server."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

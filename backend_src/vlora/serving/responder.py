@@ -1,7 +1,7 @@
-"""The interface through which services answer, and the form of errors on the wire.
+"""Interface through which services answer requests, and the form in which errors are sent.
 
-An error's message begins with its code (`NOT_FOUND: …`), because gRPC streams and calls between
-models lose the separate code that Triton stores with the message.
+The message of an error begins with its code (`NOT_FOUND: …`). Triton also stores the code
+separately, but gRPC streams and calls between models lose it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
 
 MAX_MESSAGE_BYTES = 4096
-"""Maximum size of an error message as gRPC encodes it.
+"""Maximum size in bytes of an error message as gRPC encodes it.
 
-gRPC sends errors in its trailers, which hold 8 KiB by default; a byte of a character that is not
-ASCII takes three bytes there.
+gRPC sends errors in its trailers, which may have 8 KiB by default. Each byte of a character that is
+not ASCII takes three bytes there.
 """
 
 
 class Responder(Protocol):
     """Answers one request. The service owns it until it has sent the final response.
 
-    All methods may be called from any thread. Responses are sent in the order of the calls; nothing
-    is sent after a final one.
+    All methods may be called from any thread. Responses are sent in the order of the calls. After a
+    final response, nothing more is sent.
     """
 
     def send(self, tensors: Tensors, final: bool) -> None: ...
@@ -41,7 +41,7 @@ class Responder(Protocol):
 
 
 def answer(responder: Responder, content: Tensors | VLoraError) -> None:
-    """Send the only response of a request, or an error if that cannot be sent; never raises."""
+    """Send the only response of a request, or an error if it cannot be sent; never raises."""
     try:
         if isinstance(content, VLoraError):
             responder.fail(content)
@@ -60,12 +60,12 @@ def fail(responder: Responder, error: VLoraError) -> None:
 
 
 def to_message(error: VLoraError) -> str:
-    """Return the error's message for the wire, `CODE: sentence`. Any text can be sent."""
+    """Return the error's message in the form in which it is sent: `CODE: sentence`."""
     return f"{error.code}: {as_sendable(error.message)}"
 
 
 def as_sendable(text: str) -> str:
-    """Return `text` as a message for Triton and gRPC: printable UTF-8 of bounded length.
+    """Return `text` as printable UTF-8 of at most MAX_MESSAGE_BYTES, for Triton and gRPC.
 
     Characters that cannot be printed (lone surrogates, control and direction marks) are escaped.
     """
@@ -82,12 +82,12 @@ def as_sendable(text: str) -> str:
 
 
 def is_coded(message: str) -> bool:
-    """Return whether a message has one of our codes, and is not Triton's own."""
+    """Return whether a message contains one of our codes. Triton's own messages do not."""
     return _CODED.search(message) is not None
 
 
 def from_message(message: str) -> VLoraError:
-    """Return the error of a message from the wire: Internal if the message has no code."""
+    """Return the error that a message stands for; Internal if it has no code."""
     match = _CODED.search(message)
     if match is None:
         return Internal(message)
@@ -95,10 +95,11 @@ def from_message(message: str) -> VLoraError:
 
 
 def as_vlora_error(error: BaseException, what: str) -> VLoraError:
-    """Return `error` itself if it is typed, else an Internal error without details.
+    """Return `error` itself if it is a VLoraError, else an Internal error without details.
 
-    what: the action that failed. An error that is not typed is a bug: it is logged with its
-        traceback.
+    An exception of any other type is a bug, so it is logged with its traceback.
+
+    what: the action that failed.
     """
     if isinstance(error, VLoraError):
         return error

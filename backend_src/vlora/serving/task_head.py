@@ -11,7 +11,7 @@ from vlora.vision.results import build_result
 
 
 def to_result(tensors: Tensors, limits: Limits) -> Tensors:
-    """Return the `result` of one answer. Raises InvalidArgument for an input that does not fit."""
+    """Return the `result` of one answer. Raises InvalidArgument for an invalid input."""
     inputs = Inputs(tensors)
     layout = inputs.array("image_layout", np.int32, (None, 6))
     size = inputs.array("image_size", np.int32, (None, 2))

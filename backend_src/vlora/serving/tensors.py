@@ -1,4 +1,4 @@
-"""Named tensors: reading them with checks, and creating them."""
+"""Named tensors: checked reading, and making."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Tensors = Mapping[str, Array]
 
 
 class Inputs:
-    """The input tensors of one request. Its methods raise InvalidArgument for a wrong tensor."""
+    """Input tensors of one request. The methods raise InvalidArgument for an invalid tensor."""
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -25,19 +25,19 @@ class Inputs:
         return tensor is not None and tensor.size > 0
 
     def required_text(self, name: str, limit: int) -> str:
-        """Return the text of a required STRING[1] of at most `limit` bytes."""
+        """Return the text of a STRING[1] that must be present and have at most `limit` bytes."""
         content = self.blob(name, limit)
         if content is None:
             raise InvalidArgument(f"'{name}' is missing; send it as STRING of shape [1]")
         return self.decode(name, content)
 
     def text(self, name: str) -> str | None:
-        """Return the text of a STRING[1], or None if it is absent."""
+        """Return the text of a STRING[1]; None if it is missing."""
         value = self._one(name, "STRING")
         return None if value is None else self.decode(name, as_bytes(value))
 
     def blob(self, name: str, limit: int) -> bytes | None:
-        """Return the bytes of a STRING[1], at most `limit`, or None if it is absent."""
+        """Return the bytes of a STRING[1], at most `limit` of them; None if it is missing."""
         value = self._one(name, "STRING")
         if value is None:
             return None
@@ -47,7 +47,7 @@ class Inputs:
         return content
 
     def flag(self, name: str) -> bool | None:
-        """Return the value of a BOOL[1], or None if it is absent."""
+        """Return the value of a BOOL[1]; None if it is missing."""
         value = self._one(name, "BOOL")
         if value is None:
             return None
@@ -56,16 +56,16 @@ class Inputs:
         return bool(value)
 
     def strings(self, name: str) -> list[bytes]:
-        """Return all elements of a STRING tensor of any shape, none if it is absent."""
+        """Return all elements of a STRING tensor of any shape; [] if it is missing."""
         tensor = self._tensors.get(name)
         return [] if tensor is None else [as_bytes(item) for item in tensor.reshape(-1)]
 
     def array(
         self, name: str, dtype: type[np.generic], shape: tuple[int | None, ...]
     ) -> Array | None:
-        """Return a copy of a tensor, or None if it is absent.
+        """Return a copy of a tensor; None if it is missing.
 
-        shape: the required shape, with None for a dimension of any size.
+        shape: required shape, with None for a dimension of any size.
         """
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -86,7 +86,9 @@ class Inputs:
         return np.array(tensor)
 
     def decode(self, name: str, content: bytes) -> str:
-        """Return `content`, which belongs to the tensor `name`, decoded from UTF-8."""
+        """Return `content` decoded from UTF-8. name: tensor that contains it, for the error
+        message.
+        """
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:

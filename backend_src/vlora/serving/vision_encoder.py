@@ -1,11 +1,11 @@
-"""The `vision_encoder` model without Triton: a queue of requests that are decoded, then encoded.
+"""The `vision_encoder` model without Triton: a queue of requests whose images are decoded and
+encoded.
 
-Requests are decoded in parallel and encoded in the order in which their pixels are ready, so a
-corrupt or slow image delays its request only. What is ready goes through the tower in parts that
-take a short time each, and the requests of a part are answered while the next part is encoded.
-
-The queue is bounded in requests and bytes. A request whose deadline passes in it, or that a newer
-one of its stream supersedes, is ended at once, and is neither decoded nor encoded after that.
+Requests are decoded in parallel. They are encoded in the order in which their pixels are ready, so
+a corrupt or slow image delays only its own request. Requests that are ready go through the vision
+tower in parts that take a short time each. The requests of a part are answered while the next part
+is encoded. The queue is limited in requests and in bytes. A request in it ends at once if its
+deadline passes or a newer request of its stream supersedes it.
 """
 
 from __future__ import annotations
@@ -25,37 +25,53 @@ from vlora.config import Limits
 from vlora.errors import Cancelled, InvalidArgument, Unavailable, VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
-from vlora.serving.codec import IMAGE_INPUTS, freshness_of, read_sampling
+from vlora.serving.codec import (
+    ADAPTER_VERSION,
+    IMAGE_INPUTS,
+    adapter_name,
+    freshness_of,
+    read_sampling,
+)
 from vlora.serving.held_bytes import HeldBytes, bytes_of
 from vlora.serving.responder import Responder, answer, as_vlora_error
 from vlora.serving.tensors import Inputs, Tensors, strings
 from vlora.serving.waiting import WaitingRequests
+from vlora.vision.adapters import VisionPart
 from vlora.vision.decoder import DecodedRequest, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 
-OUTPUTS = ("image_features", "image_layout", "image_size", "image_digest", ARRIVAL_INPUT)
+OUTPUTS = (
+    "image_features",
+    "image_layout",
+    "image_size",
+    "image_digest",
+    ADAPTER_VERSION,
+    ARRIVAL_INPUT,
+)
 
 COLLECT_SECONDS = 0.025
-"""Age of a request until which an idle encoder waits for others to share its part (decision 13)."""
+"""Age of a request up to which an idle encoder waits for others to join its part (decision 13)."""
 
 WATCH_SECONDS = 0.05
 """Interval at which deadlines are checked."""
 
 
 class BatchEncoder(Protocol):
-    """The part of `vision.features.EncoderService` that is used here."""
+    """The part of `vision.features.EncoderService` that this module uses."""
 
     @property
     def images_per_batch(self) -> int:
-        """Number of images that the tower encodes in one part."""
+        """Number of images that the tower should encode in one part."""
 
     def count_group(self, requests: int) -> None: ...
-    def run(self, batch: Sequence[Sequence[DecodedImage]]) -> list[EncodedImages]: ...
+    def run(
+        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
+    ) -> list[EncodedImages]: ...
 
 
 class Decoder(Protocol):
-    """The part of `vision.decoder.ImageDecoder` that is used here."""
+    """The part of `vision.decoder.ImageDecoder` that this module uses."""
 
     def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None: ...
     def close(self) -> None: ...
@@ -63,9 +79,10 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class _Queued:
-    """A request in the queue."""
+    """A request in the queue. adapter: its name, None for the base model."""
 
     key: str
+    adapter: str | None
     arrival: float
     responder: Responder
 
@@ -74,11 +91,13 @@ Decoded = list[tuple[_Queued, DecodedRequest]]
 
 
 class VisionService:
-    """Answers requests, those without images at once. Owns the decoder, and two threads.
+    """Answers requests. Those without images are answered at once. Owns the decoder and two
+    threads.
 
-    waiting: the requests of the queue, until they are encoded.
+    waiting: requests in the queue, until they are encoded.
     max_requests: maximum number of requests in the queue.
     before_answers: called before the answers of a part are sent.
+    part_of: returns the vision part of an adapter, or None; may raise a VLoraError.
     """
 
     def __init__(
@@ -90,6 +109,7 @@ class VisionService:
         waiting: WaitingRequests,
         max_requests: int,
         before_answers: Callable[[], None] = lambda: None,
+        part_of: Callable[[str | None], VisionPart | None] = lambda name: None,
     ) -> None:
         self._decoder = decoder
         self._encoder = encoder
@@ -98,9 +118,11 @@ class VisionService:
         self._waiting = waiting
         self._max_requests = max_requests
         self._before_answers = before_answers
+        self._part_of = part_of
         self._held = HeldBytes(limits.max_in_flight_bytes)
-        """Images in the queue. A request that has ended holds its images until the decoder drops
-        them."""
+        """Bytes of the images in the queue. They are held until the decoder drops the images, even
+        if the request has ended before.
+        """
         self._decoded: queue.SimpleQueue[tuple[_Queued, DecodedRequest] | None]
         self._decoded = queue.SimpleQueue()
         """Requests whose images are decoded; None to stop."""
@@ -119,12 +141,12 @@ class VisionService:
         parameters: Mapping[str, Any],
         make_responder: Callable[[], Responder],
     ) -> Tensors | VLoraError | None:
-        """Return the answer to a request without images, or an error; queue any other request.
+        """Return the answer to a request without images, or an error. Queue any other request.
 
-        tensors: inputs with a leading batch dimension of 1, as Triton passes them, so that image
-            and frames are [1, n]. Answers have this dimension too. The tensors may become invalid
-            when this returns.
-        make_responder: called if the request is queued; the responder gets the answer later.
+        tensors: inputs with a batch dimension of 1 in front, as Triton passes them: image and
+            frames are [1, n]. Answers have this dimension as well. The tensors may become invalid
+            after this returns.
+        make_responder: called if the request is queued. The responder gets the answer later.
         """
         try:
             if self._closed.is_set():
@@ -135,7 +157,7 @@ class VisionService:
                 read_images(tensors, self._limits)
                 (encoded,) = self._encoder.run([[]])
                 return self._to_tensors(encoded, arrival)
-            # Triton runs `execute` on one thread, so nothing is added in between.
+            # Triton runs `execute` on one thread, so no request is added after this check.
             if len(self._held) >= self._max_requests:
                 raise Unavailable(f"the queue is full: {len(self._held)} requests are waiting")
             key = uuid.uuid4().hex
@@ -148,7 +170,7 @@ class VisionService:
             except BaseException:
                 self._held.release(key)
                 raise
-            queued = _Queued(key, arrival, responder)
+            queued = _Queued(key, adapter_name(sampling), arrival, responder)
             self._waiting.add(key, freshness, partial(self._fail, queued))
             self._decode(queued, request)
         except Exception as error:
@@ -156,7 +178,7 @@ class VisionService:
         return None
 
     def close(self) -> None:
-        """End the decoder and the threads; requests in the queue are answered with Unavailable."""
+        """Stop the decoder and the threads. Requests in the queue are answered with Unavailable."""
         self._closed.set()
         self._waiting.end_all(Unavailable("the server is shutting down"))
         self._decoder.close()
@@ -195,7 +217,9 @@ class VisionService:
                 self._encode_part(part)
 
     def _collect(self, first: tuple[_Queued, DecodedRequest]) -> Decoded:
-        """Return `first` with the requests that are ready, too, or soon will be."""
+        """Return `first` together with the requests that are ready now or within
+        COLLECT_SECONDS.
+        """
         group = [first]
         until = first[0].arrival + COLLECT_SECONDS
         while True:
@@ -209,18 +233,33 @@ class VisionService:
             group.append(following)
 
     def _split(self, group: Decoded) -> tuple[Decoded, Decoded]:
-        """Return the first part of a group, of at least `images_per_batch` images, and the rest."""
+        """Return the first part of a group and the rest.
+
+        A part has just enough requests for `images_per_batch` images.
+        """
         images = itertools.accumulate(len(decoded.images) for _, decoded in group)
         size = 1 + sum(count < self._encoder.images_per_batch for count in images)
         return group[:size], group[size:]
 
     def _encode_part(self, part: Decoded) -> None:
-        """Encode and answer the requests of a part that still wait, and free all pixels."""
-        wanted = [(queued, decoded) for queued, decoded in part if self._waiting.take(queued.key)]
+        """Encode the requests of a part that have not ended, answer them, and free all pixels."""
+        wanted: list[_Queued] = []
+        images: list[Sequence[DecodedImage]] = []
+        adapters: list[VisionPart | None] = []
         encoded: list[EncodedImages] | VLoraError = []
         try:
+            for queued, decoded in part:
+                if not self._waiting.take(queued.key):
+                    continue
+                try:
+                    adapters.append(self._part_of(queued.adapter))
+                except Exception as error:
+                    self._answers.submit(self._fail, queued, error)
+                    continue
+                wanted.append(queued)
+                images.append(decoded.images)
             if wanted:
-                encoded = self._encoder.run([decoded.images for _, decoded in wanted])
+                encoded = self._encoder.run(images, adapters)
         except Exception as error:
             encoded = as_vlora_error(error, "encoding images")
         finally:
@@ -228,7 +267,7 @@ class VisionService:
                 self._held.release(queued.key)
                 decoded.release()
         if wanted:
-            self._answers.submit(self._answer, [queued for queued, _ in wanted], encoded)
+            self._answers.submit(self._answer, wanted, encoded)
 
     def _answer(
         self, requests: Sequence[_Queued], encoded: Sequence[EncodedImages] | VLoraError
@@ -251,6 +290,7 @@ class VisionService:
             "image_layout": encoded.layout,
             "image_size": encoded.size,
             "image_digest": strings(encoded.digests),
+            ADAPTER_VERSION: strings([encoded.adapter_version]),
             ARRIVAL_INPUT: self._stamps.make(arrival),
         }
         return {name: tensor[None] for name, tensor in tensors.items()}
@@ -263,11 +303,12 @@ def read_images(tensors: Tensors, limits: Limits) -> ImageRequest:
     inputs = Inputs(tensors)
     inputs.required_text("text_input", limits.max_prompt_bytes)
     raw = tensors.get("frames_raw")
-    # The request waits in the queue after Triton's tensor has become invalid.
+    # Triton's tensor becomes invalid while the request is in the queue.
     raw = None if raw is None else raw[0].copy()
     return check_images(inputs.strings("image"), inputs.strings("frames"), raw, limits)
 
 
 def features_from(tensors: Tensors) -> ImageFeatures:
-    """Return the features in the model's outputs for one request."""
-    return ImageFeatures(tensors["image_features"][0], tensors["image_layout"][0])
+    """Return the features in the outputs of `vision_encoder` for one request."""
+    (version,) = tensors[ADAPTER_VERSION][0]
+    return ImageFeatures(tensors["image_features"][0], tensors["image_layout"][0], version.decode())

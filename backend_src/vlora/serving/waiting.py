@@ -1,7 +1,7 @@
-"""Requests that wait in a model, and the end of those whose answers have become useless.
+"""Requests that wait in a model. Those whose answers have become useless are ended.
 
 An answer is useless when its deadline has passed, or when a newer request of its stream has
-superseded it. Independent of what the requests wait for.
+superseded it. This module does not depend on what the requests wait for.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vlora.request import Freshness
 from vlora.serving.registry import Exporter, Level, Registry
 
 EndRequest = Callable[[Exception], None]
-"""Answers a request with an error; never raises."""
+"""Function that answers a request with an error. It never raises."""
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class _Entry:
 
 
 class WaitingRequests:
-    """The requests that wait in one model, by keys of the model. Thread-safe.
+    """Requests that wait in one model, by keys of the model. Thread-safe.
 
-    **Invariant:** a request leaves once: by `take`, for the caller to continue with it, or by being
-    ended, which answers it with an error.
+    **Invariant:** a request leaves exactly once. Either `take` removes it for the caller to
+    continue with, or it is ended, which answers it with an error.
 
-    superseded, expired: totals of the requests that were ended for these reasons.
+    superseded, expired: number of requests that were ended for these reasons.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -54,7 +54,7 @@ class WaitingRequests:
         return list(self._entries)
 
     def add(self, key: str, freshness: Freshness, end: EndRequest, client_id: str = "") -> None:
-        """Add a request, and end the older ones of its stream if it supersedes them."""
+        """Add a request. End the older ones of its stream if it supersedes them."""
         with self._lock:
             older = [
                 one
@@ -68,37 +68,38 @@ class WaitingRequests:
                     self.superseded += 1
 
     def take(self, key: str) -> bool:
-        """Remove a request to continue with it; return False if it has ended, or is late now."""
+        """Remove a request to continue with it; return False if it has ended or its deadline has
+        passed.
+        """
         entry = self._remove(key)
         return entry is not None and not self._end_if_late(entry)
 
     def end(self, key: str, reason: Exception) -> bool:
-        """End a request; return False if it does not wait here."""
+        """End a request; return False if it is not waiting here."""
         entry = self._remove(key)
         if entry is not None:
             entry.end(reason)
         return entry is not None
 
     def end_client(self, client_id: str, reason: VLoraError) -> bool:
-        """End the requests of a client's id; return whether there were any."""
+        """End the requests with a client id; return whether there were any."""
         keys = [key for key, entry in list(self._entries.items()) if entry.client_id == client_id]
         ended = [self.end(key, reason) for key in keys]
         return any(ended)
 
     def end_all(self, reason: VLoraError) -> None:
-        """End all requests."""
         for key in self.keys:
             self.end(key, reason)
 
     def end_late(self) -> None:
-        """End the requests whose deadline has passed; to be called regularly."""
+        """End the requests whose deadline has passed. Call this regularly."""
         now = self._clock()
         for key, entry in list(self._entries.items()):
             if entry.freshness.deadline <= now and self._remove(key) is entry:
                 self._end_if_late(entry)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """Return statistics that also count the requests that were ended here."""
+        """Return `stats` with the requests that were ended here added."""
         return replace(
             stats,
             superseded=stats.superseded + self.superseded,
@@ -120,7 +121,9 @@ class WaitingRequests:
 
 
 class WaitingExporter(Exporter):
-    """Exports the requests that wait in a model before the engine, and those that end there."""
+    """Exports the number of requests that wait in a model before the engine, and of those ended
+    there.
+    """
 
     def __init__(
         self, registry: Registry, labels: Mapping[str, str], waiting: WaitingRequests

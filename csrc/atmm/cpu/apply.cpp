@@ -1,4 +1,4 @@
-// The operator: divides segments into blocks of rows and shares these among threads.
+// The operator: divides segments into blocks of rows and distributes the blocks over threads.
 #include <deque>
 #include <optional>
 #include <vector>
@@ -13,26 +13,26 @@
 namespace vlora::atmm {
 namespace {
 
-// Minimum seconds of work for a second thread: with less, waking it costs more than it saves.
+// Minimum seconds of work that repay a second thread; waking it takes time.
 constexpr double kMinParallelSeconds = 8e-6;
 
-// How much faster adapters are read from cache than from memory; used only to estimate work.
+// Assumed ratio of the rates of reading adapters from cache and from memory, for estimates of work.
 constexpr double kCachedRate = 3;
 
-// Minimum rows of a block that is divided for balance: a decode step of 16 rows is then two blocks,
+// Minimum rows of a block that is halved for balance. A decode step of 16 rows then has two blocks,
 // whose tiles of 4 rows still fill the pipeline.
 constexpr int64_t kMinBlockRows = 8;
 
-// Maximum ratio of the longest thread's share to the mean for which the shares count as balanced.
+// Maximum ratio of the longest thread's share to the mean share at which shares count as balanced.
 constexpr double kBalanced = 1.08;
 
 // Maximum number of times that blocks are halved for balance.
 constexpr int kMaxHalvings = 5;
 
-// Maximum number of blocks per thread for which the balance is computed. More blocks even out.
+// Maximum number of blocks per thread for which the balance is computed. More blocks are balanced.
 constexpr int64_t kManyBlocks = 32;
 
-// Maximum rows per thread for which all threads work on each segment together (SharedWave), where
+// Maximum rows per thread for which all threads work on each segment together (SharedWave) if
 // blocks of rows cannot be balanced.
 constexpr int64_t kMaxSharedRows = 24;
 
@@ -66,7 +66,7 @@ void apply_block(const Call& c, const TileConfig& config, const Segment& s, int6
   }
 }
 
-// Returns the longest thread's share in seconds if each free thread takes the next block.
+// Returns the longest thread's share in seconds if each thread that is free takes the next block.
 double longest_share(const std::vector<SegmentWork>& segments, int threads) {
   thread_local std::vector<double> reused;
   std::vector<double>& busy = reused;
@@ -77,12 +77,12 @@ double longest_share(const std::vector<SegmentWork>& segments, int threads) {
   return *std::max_element(busy.begin(), busy.end());
 }
 
-// Divides and orders the blocks so that the threads' shares are balanced. Returns false if that is
-// impossible.
+// Divides and orders the blocks so that the shares of the threads are balanced. Returns false if
+// that is impossible.
 bool balance(std::vector<SegmentWork>& segments, int threads, double seconds) {
   const double limit = kBalanced * seconds / threads;
   for (int halvings = 0;; ++halvings) {
-    // Large blocks come first: the small ones then fill the gaps at the end.
+    // Large blocks come first, so that small ones fill the gaps at the end.
     std::sort(segments.begin(), segments.end(), [](const SegmentWork& a, const SegmentWork& b) {
       const double first = a.block_seconds(), second = b.block_seconds();
       return first != second ? first > second : a.segment < b.segment;
@@ -113,8 +113,8 @@ Shape shape_of(const Call& c, const Segment& s, const SegmentList& segments, int
   return shape;
 }
 
-// Estimates the seconds that a segment takes on one thread: the larger of compute and data
-// movement.
+// Estimates the seconds that a segment takes on one thread: the larger of the times for computing
+// and for moving data.
 double estimated_seconds(const Call& c, const Segment& s) {
   double adapter_elements = 0;
   double columns = double(c.p.d_in);  // elements moved per row; those of y are read and written
@@ -130,9 +130,9 @@ double estimated_seconds(const Call& c, const Segment& s) {
   return std::max(2 * rows * adapter_elements / machine.peak[int(c.p.dtype)], bytes / rate);
 }
 
-// Whether vdpbf16ps is slower than fp32 multiply-adds or missing. Blocks of a few rows are then
-// multiplied as fp32, since this instruction would limit them. Memory limits a single row, and from
-// kMinTileUnitRows on other kernels are used.
+// Whether vdpbf16ps is missing or slower than fp32 multiply-adds. It would then limit blocks of a
+// few rows, so they are multiplied as fp32. A single row is limited by memory, and kMinTileUnitRows
+// or more rows use other kernels.
 bool pairs_are_slow() {
   static const bool slow = !runtime::runs_here(runtime::Isa::kAvx512Bf16) ||
                            runtime::core_peak(runtime::Isa::kAvx512Bf16, Dtype::kBf16) <
@@ -140,8 +140,8 @@ bool pairs_are_slow() {
   return slow;
 }
 
-// Computes blocks of rows until all are done. small: the call for blocks of more than one and fewer
-// than kMinTileUnitRows rows, or null if they use the same kernels.
+// Computes blocks of rows until all are done. small: the call for blocks of 2 to kMinTileUnitRows -
+// 1 rows, or null if they use the same kernels.
 void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWork>& segments,
                   runtime::Pieces& pieces) {
   size_t i = 0;
@@ -159,10 +159,10 @@ void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWor
 
 }  // namespace
 
-// Segments that can run concurrently: shared by blocks of rows, or inside the segments.
+// Segments that can run concurrently. Threads share them by blocks of rows, or inside each segment.
 struct Apply::Wave {
   std::vector<SegmentWork> segments;
-  int threads = 1;  // number of threads that its work repays
+  int threads = 1;  // maximum number of threads that its work repays
   std::optional<runtime::Pieces> blocks;
   std::optional<SharedWave> shared;
 

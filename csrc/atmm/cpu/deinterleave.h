@@ -1,14 +1,13 @@
-// The bf16 merge epilogue for vectors that take two registers. A generated unit includes it instead
-// of tile.h.
+// The epilogue of a bf16 merge for vectors that take two registers. A generated unit includes it
+// instead of tile.h.
 #pragma once
 
 #include "tile.h"
 
 namespace vlora::atmm::VLORA_ISA {
 
-// out = in + sign * tile in bf16, for panels whose even columns come first: the even and the odd
-// columns of a line of `in` and `out` are then extracted by a shift or a mask, without crossing
-// lanes.
+// out = in + sign * tile in bf16, for panels whose even columns come first. A shift or a mask then
+// extracts the even or the odd columns of a line of `in` and `out`, without crossing lanes.
 struct AddedDeinterleaved : Added<uint16_t, false> {
   template <int M, int N>
   static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,

@@ -12,24 +12,24 @@
 namespace vlora::atmm {
 namespace {
 
-// Tasks per thread: enough of them that little time is idle while the last ones finish.
+// Tasks per thread: so many that threads are idle only briefly while the last tasks finish.
 constexpr int64_t kTasksPerThread = 8;
 
-// Rows of a task; a multiple of 6, 8 and 32, the rows of the tiles. Where stores bypass the caches,
-// all of them are computed at a time, and their part of B stays in L1.
+// Rows of a task: a multiple of 6, 8 and 32, the rows of the tiles. If stores bypass the caches,
+// all rows of a task are computed together, and their part of B stays in L1.
 constexpr int64_t kTaskRows = 96;
 
-// Minimum rank for which AMX tiles are faster than vectors. A tile's depth is 32, and memory limits
-// smaller ranks. Measured in bf16 on one thread with vectors and with tiles: rank 64 takes 52 and
-// 30 ms, rank 32 18 and 13 ms, rank 16 17 and 20 ms.
+// Minimum rank for which AMX tiles are faster than vectors. A tile is 32 deep, and memory limits
+// smaller ranks. Measured in bf16 on one thread, vectors against tiles: rank 64 takes 52 and 30 ms,
+// rank 32 18 and 13 ms, rank 16 17 and 20 ms.
 constexpr int64_t kMinLimbRank = 17;
 
-// Minimum bytes of a row's part for which prefetching the next rows is left to the hardware, which
-// follows one stream in each page. With software prefetch, 896 columns of fp32 by tiles on one
-// thread take 3.3 ms instead of 4.5 ms, and 4096 columns 52 ms instead of 49 ms.
+// Minimum bytes of a row's part for which the hardware prefetches the next rows well: it follows
+// one stream in each page. Measured in fp32 with tiles on one thread, software against hardware
+// prefetch: 896 columns take 3.3 and 4.5 ms, 4096 columns 52 and 49 ms.
 constexpr int64_t kHardwarePrefetchBytes = 4096;
 
-// Whether the tiles read panels whose even columns come first.
+// Whether the tiles need panels whose even columns come first.
 bool wants_deinterleaved(const Kernels& kernels, Dtype dtype) {
   return dtype == Dtype::kBf16 && kernels.merge_deinterleaved[0][0];
 }
@@ -42,8 +42,8 @@ void copy_deinterleaved(float* to, const float* from) {
   }
 }
 
-// Packs columns [first, first + columns) of A as panels. A line of A is a line of a bundle, so
-// whole lines are copied. The last panel is padded with zeros.
+// Packs columns [first, first + columns) of A as panels. Whole lines are copied, because a line of
+// A becomes a line of a bundle. The last panel is padded with zeros.
 void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int bundle,
                   bool deinterleave) {
   for (int64_t column = 0; column < columns; column += bundle * kPanel) {
@@ -66,7 +66,7 @@ void pack_columns(float* to, const Merge& m, int64_t first, int64_t columns, int
   }
 }
 
-// Copies M = W with stores that bypass the caches: only a later forward pass reads M.
+// Copies M = W with stores that bypass the caches, because only a later forward pass reads M.
 void copy_block(char* out, const char* in, int64_t bytes) {
   const int64_t head = std::min<int64_t>(bytes, -reinterpret_cast<uintptr_t>(out) & 63);
   std::memcpy(out, in, size_t(head));
@@ -79,7 +79,7 @@ void copy_block(char* out, const char* in, int64_t bytes) {
   _mm_sfence();
 }
 
-// A block of one matrix, within columns whose part of A is packed at once.
+// A block of one matrix. Its columns are among those whose part of A is packed together.
 struct Task {
   const Merge* merge;
   TileConfig config;
@@ -87,7 +87,7 @@ struct Task {
   int64_t first_row, rows;
 };
 
-// Whether the merge is out of place and rows of M begin and end with a cache line.
+// Whether the merge is out of place, and the rows of M begin and end on cache-line boundaries.
 bool writes_whole_lines(const Merge& m, ptrdiff_t size, const char* out, const char* in) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(out + m.offset * size);
   return in != out && m.d_in * size % 64 == 0 && begin % 64 == 0;
@@ -100,9 +100,9 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   const Panels panels{reinterpret_cast<const char*>(packed), ceil_div(task.columns, kPanel), m.rank,
                       kernels.bundle, false};
   // Stores bypass the caches if a tile writes several whole lines of a row one after another. With
-  // AVX2 it writes a line or half a line and then continues in the next row, which reaches only a
-  // half to a fifth of the memory's rate (Zen 3). A merge in place has just read these lines, so it
-  // writes them in the cache.
+  // AVX2 it writes at most one line before it continues in the next row. Streaming stores then
+  // reach only a half to a fifth of the memory's rate (Zen 3). A merge in place has just read these
+  // lines, so it writes them in the cache.
   const bool wide_tiles = kernels.bundle > 1;
   const bool bypasses = wide_tiles && writes_whole_lines(m, size, out, in);
   Tile t{};
@@ -124,8 +124,8 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   loop.out_panel = loop.in_panel = kPanel * size;
   loop.tail = int32_t(task.columns - (panels.count - 1) * kPanel);
   loop.fetch_rows = true;
-  // With narrow tiles, the rows of one tile are computed from end to end before the next ones: the
-  // hardware prefetches that many streams.
+  // With narrow tiles, the rows of one tile are computed from end to end before the next rows. The
+  // hardware prefetches as many streams as a tile has rows.
   const int64_t rows =
       wide_tiles ? kTaskRows
                  : std::min<int64_t>(kMaxDirectRows, kernels.max_rows[loop.columns - 1]);
@@ -147,12 +147,12 @@ bool uses_limbs(const Kernels& kernels, const Merge& m) {
 
 int64_t limb_depth(int64_t rank) { return ceil_div(rank, kLimbDepth) * kLimbDepth; }
 
-// Returns the floats that columns of A take as limbs, which replace the panels of pack_columns.
+// Returns the floats that the limbs of columns of A take. They replace the panels of pack_columns.
 int64_t limb_floats(int64_t rank, int64_t columns) {
   return ceil_div(columns, kLimbColumns) * kLimbColumns * limb_depth(rank) * kLimbs / 2;
 }
 
-// Does the work of merge_block with AMX tiles.
+// Does the same as merge_block, with AMX tiles.
 void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const char* in,
                           float sign, const Task& task, const uint16_t* right) {
   const Merge& m = *task.merge;

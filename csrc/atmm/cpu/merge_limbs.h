@@ -1,5 +1,5 @@
-// A merge's products by a tile unit, both factors split into limbs (runtime/fp32_limbs.h). Included
-// after the unit's tile registers and runtime/tile_product.h.
+// The products of a merge on a tile unit, with both factors split into limbs
+// (runtime/fp32_limbs.h). Included after the unit's tile registers and runtime/tile_product.h.
 #pragma once
 
 #include "atmm/kernels.h"
@@ -13,7 +13,7 @@ using Block = isa::TileBlock<2, 2>;
 
 constexpr int64_t kTileBytes = runtime::kAmxRows * 64;
 constexpr int kBlockFloats = kLimbRows * kLimbColumns;
-// Number of products of limbs for a chunk of the depth, which is one tile deep.
+// Number of products of limbs per chunk of the depth. A chunk is one tile deep.
 constexpr int kLimbProducts = 6;
 
 // Splits rows of B, `rank` values each, into [limb][row][depth]. Values from `rank` on are zero.
@@ -28,9 +28,9 @@ inline void limbs_of_rows(const float* b, int64_t rank, int rows, int64_t depth,
     }
 }
 
-// Splits columns of A, in blocks of two panels, into [block][limb][chunk of the depth][panel], a
-// tile each, whose lines are pairs of depth. Values from `rank` on, and columns beyond the last one
-// of a block, are zero.
+// Splits columns of A, in blocks of two panels, into [block][limb][chunk of the depth][panel]. Each
+// element is a tile, whose lines are pairs of depth. Values from `rank` on, and columns of a block
+// beyond the last one, are zero.
 inline void limbs_of_columns(const float* a, ptrdiff_t stride, int64_t rank, int64_t columns,
                              int64_t depth, uint16_t* to) {
   const int64_t chunks = depth / kLimbDepth, limb_bytes = depth * kLimbColumns * 2;
@@ -53,8 +53,8 @@ inline void limbs_of_columns(const float* a, ptrdiff_t stride, int64_t rank, int
   }
 }
 
-// out = in + sign * sums, for one row of kLimbGroup blocks, whose sums are kBlockFloats apart, or
-// its first `columns`.
+// out = in + sign * sums, for one row of kLimbGroup blocks or its first `columns` columns. The sums
+// of the blocks are kBlockFloats apart.
 template <class T, bool kStream>
 VLORA_INLINE void add_row(const float* sums, const T* in, T* out, V::Scalar sign, int64_t columns) {
   constexpr int kBlocks = kLimbGroup;
@@ -84,10 +84,10 @@ VLORA_INLINE void add_row(const float* sums, const T* in, T* out, V::Scalar sign
   }
 }
 
-// Merges up to 32 rows. Sums go through scratch, two blocks at a time, and are added to W between
-// the products of the next two, so that the tile unit and the vectors work at the same time. Two
-// blocks make two cache lines of a row, which memory accepts best as streaming stores (one
-// block: 16.6 ms instead of 10.6; two threads, rank 16, bf16). Four blocks evict the factors from
+// Merges up to 32 rows. The sums of two blocks go through scratch. They are added to W between the
+// products of the next two blocks, so that tile unit and vectors work at the same time. Two blocks
+// make two cache lines of a row, which memory accepts best as streaming stores: one block takes
+// 16.6 ms instead of 10.6 ms (two threads, rank 16, bf16). Four blocks would evict the factors from
 // L1.
 template <class T, bool kStream>
 void merge_limbs(const LimbRows& p) {
@@ -103,18 +103,18 @@ void merge_limbs(const LimbRows& p) {
   const char* const rows = reinterpret_cast<const char*>(p.left);
   const char* right = reinterpret_cast<const char*>(p.right);
   const T* next = static_cast<const T*>(p.next);
-  int64_t prefetched = 0;  // columns of a row of `next`
+  int64_t prefetched = 0;  // number of prefetched columns of a row of `next`
   isa::configure(runtime::kAmxRows, runtime::kAmxRows, runtime::kAmxRows);
-  int64_t ready = 0;  // columns whose sums are in scratch
+  int64_t ready = 0;  // number of columns whose sums are in scratch
   for (int64_t column = 0, group = 0; column < p.columns || ready; ++group) {
     const float* const ready_sums = sums[group % 2 ^ 1];
-    int added = 0;  // rows of `ready_sums` that have been added
+    int added = 0;  // number of rows of `ready_sums` that have been added
     const auto add_rows = [&](int until) {
       for (; added < until; ++added) {
         add_row<T, kStream>(ready_sums + added * kLimbColumns, in + added * p.stride,
                             out + added * p.stride, sign, ready);
         if (!next) continue;
-        // Prefetches as much of the next rows to L2.
+        // Prefetches an equal part of the next rows to L2.
         for (int64_t n = 0; n < kColumns; n += 64 / int64_t(sizeof(T)))
           __builtin_prefetch(next + prefetched + n, 0, 2);
         prefetched += kColumns;
@@ -138,8 +138,9 @@ void merge_limbs(const LimbRows& p) {
     };
     for (int block = 0; block < blocks; ++block, right += kLimbs * right_limb) {
       Block::zero();
-      // Small products come first, so that the sum is rounded as often as one of fp32 is; among
-      // them the order needs few loads. (A gemm orders them by loads alone: gemm/gemm_amx_limbs.h.)
+      // Small products come first, so that the sum is rounded as often as an fp32 sum. Among those
+      // of equal size, the order needs few loads. (A gemm orders all of them by loads:
+      // gemm/gemm_amx_limbs.h.)
       for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         load_left(2, chunk), load_right(0, chunk), multiply();
         load_left(0, chunk), load_right(2, chunk), multiply();
@@ -152,7 +153,7 @@ void merge_limbs(const LimbRows& p) {
       Block::store(sums[group % 2] + block * kBlockFloats, kLimbColumns);
     }
     if (ready) {
-      add_rows(p.rows);  // those that the products left
+      add_rows(p.rows);  // the rows that remain
       in += ready;
       out += ready;
     }

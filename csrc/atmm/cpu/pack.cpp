@@ -7,7 +7,7 @@
 namespace vlora::atmm {
 namespace {
 
-// step_values: values of the depth in one step.
+// step_values: number of values of the depth in one step.
 template <class T>
 void pack_as(T* to, const T* matrix, int64_t n, int64_t k, ptrdiff_t n_stride, ptrdiff_t k_stride,
              int step_values, int bundle, bool narrow) {

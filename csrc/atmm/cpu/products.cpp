@@ -11,8 +11,8 @@ float* row_scratch(int64_t floats) {
 
 namespace {
 
-// Covers panels [first, last), none of them narrow, with products of the tile unit. `use` gets each
-// product (without its left operand and its sums), its first row and its first panel.
+// Covers panels [first, last), none of them narrow, with products of the tile unit. Calls `use`
+// with each product, its first row and its first panel; `use` sets the left operand and the sums.
 template <class Use>
 void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step, int64_t rows,
                 const Use& use) {
@@ -34,19 +34,19 @@ void over_tiles(const Panels& panels, int64_t first, int64_t last, int64_t step,
   }
 }
 
-// Steps of a bundle that are prefetched while the same number of steps before them is multiplied.
+// Number of steps of a bundle that are prefetched while as many steps before them are multiplied.
 // The loads of the tiles alone would keep too few cache lines in flight.
 constexpr int64_t kFetchedSteps = 2 * runtime::kAmxRows;
 
-// Whether an adapter is read once, from memory. With more rows it is read again, from L2.
+// Whether an adapter is read only once, from memory. With more rows it is read again, from L2.
 bool reads_once(int64_t rows) { return rows <= runtime::kAmxRows; }
 
 void prefetch(const char* from, int64_t bytes) {
   for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(from + at, 0, 3);
 }
 
-// Computes panels [first, last) of x A^T, none of them narrow. The end of a bundle prefetches what
-// follows in memory: the next bundle, or B.
+// Computes panels [first, last) of x A^T, none of them narrow. While it computes the end of a
+// bundle, it prefetches what follows in memory: the next bundle, or B.
 void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to,
                      int64_t first, int64_t last) {
   const int64_t begin = c.steps(x.k), total_steps = c.steps(x.count);
@@ -75,9 +75,9 @@ void shrink_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Ro
   }
 }
 
-// Computes the narrow panel. Its steps are placed one after another, 8 columns each: a tile of 16
-// columns that begins at a step has the next step in its right half, whose sums go to columns that
-// are not read.
+// Computes the narrow panel. Its steps follow one another, 8 columns each. A tile of 16 columns
+// that begins at a step has the next step in its right half. The sums of that half go to columns
+// that are not read.
 void narrow_by_tiles(const Call& c, const Panels& panels, int64_t rows, const Rows& x, float* to) {
   constexpr int64_t kStepFloats = kPanel / 2;
   thread_local runtime::Scratch scratch;
@@ -223,7 +223,8 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
     if (c.p.rows_dtype == Dtype::kFp32) {
       loop.fp32_kernels = c.kernels.expand[int(Dtype::kFp32)][int(Dtype::kFp32)].packed;
     } else {
-      // The tiles of the merge add fp32 products to bf16 rows. They have at most kMaxDirectRows.
+      // The tiles of the merge add fp32 products to bf16 rows. They have at most kMaxDirectRows
+      // rows.
       loop.fp32_kernels = c.kernels.merge[int(Dtype::kBf16)];
       loop.max_rows = int(kMaxDirectRows);
     }

@@ -1,5 +1,5 @@
-// The two products of a block of rows: low = x A^T, to scratch, and y += sign * low B^T. "low" is
-// the low-rank intermediate.
+// The two products of a block of rows: low = x A^T, stored in scratch, and y += sign * low B^T.
+// "low" is the low-rank intermediate.
 #pragma once
 
 #include "atmm/operator.h"
@@ -10,7 +10,7 @@ namespace vlora::atmm {
 // Ranks whose intermediate fits a row of scratch. Larger ranks take several blocks of ranks.
 constexpr int64_t kRankBlock = kScratchDepth;
 
-// What is constant during a call of the operator.
+// Constants of one call of the operator.
 struct Call {
   const Kernels& kernels;
   const Problem& p;
@@ -19,12 +19,12 @@ struct Call {
   // Whether bf16 matrices are multiplied as pairs, or their panels converted to fp32.
   bool multiplies_pairs() const { return p.dtype == Dtype::kBf16 && kernels.pairs_in_registers; }
   bool widens() const { return p.dtype == Dtype::kBf16 && !kernels.pairs_in_registers; }
-  // Steps of depth in this many elements, and elements in this many steps.
+  // Returns the number of steps of depth that this many elements take.
   int64_t steps(int64_t elements) const {
     return p.dtype == Dtype::kBf16 ? ceil_div(elements, 2) : elements;
   }
   int64_t elements(int64_t steps) const { return p.dtype == Dtype::kBf16 ? steps * 2 : steps; }
-  // Words that this many elements take in a row of scratch.
+  // Returns the number of words that this many elements take in a row of scratch.
   int64_t scratch_words(int64_t elements) const {
     if (multiplies_pairs()) return ceil_div(elements, 2);
     return widens() ? ceil_div(elements, 2) * 2 : elements;
@@ -37,7 +37,7 @@ struct Call {
     return static_cast<const char*>(p.x) +
            (row * p.x_stride + k) * ptrdiff_t(size_of(p.rows_dtype));
   }
-  // Whether kernels can read rows of x in place: whole words, without conversion.
+  // Whether kernels can read rows of x in place: they are whole words and need no conversion.
   bool readable() const {
     if (p.dtype == Dtype::kFp32) return true;
     if (p.d_in % 2 || (p.rows_dtype == Dtype::kFp32) == multiplies_pairs()) return false;
@@ -58,29 +58,30 @@ struct Call {
 };
 
 inline int64_t rank_blocks(const Pair& pair) { return ceil_div(pair.rank, kRankBlock); }
-// Floats of the intermediate of this many rows: a block of rows of scratch for each block of ranks.
+// Returns the floats of the intermediate of `rows` rows: a block of scratch rows per block of
+// ranks.
 inline int64_t low_floats(const Pair& pair, int64_t rows) {
   return rank_blocks(pair) * rows * kScratchStride;
 }
 
-// Rows of the first product's left operand: elements [k, k + count) of each.
+// Left operand of the first product: elements [k, k + count) of some rows.
 struct Rows {
   const float* data;
   ptrdiff_t stride;  // words
   RowSource source;
   int64_t k, count;
-  bool first_part, last_part;  // of the depth that the product sums up
+  bool first_part, last_part;  // whether these elements begin or end the depth of the product
 };
 
-// Computes panels [first, last) of x A^T, all in one block of ranks, to rows of scratch.
+// Computes panels [first, last) of x A^T, which belong to one block of ranks, to rows of scratch.
 void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows,
                   const Rows& x, float* to, int64_t first, int64_t last);
 
-// Computes all panels of x A^T to an intermediate of low_floats() floats.
+// Computes all panels of x A^T to an intermediate that has low_floats() floats.
 void shrink(const Call& c, const TileConfig& config, const Pair& pair, int64_t rows, const Rows& x,
             float* low);
 
-// Converts the intermediate to the type that the second product reads.
+// Converts the intermediate to the type that the second product takes.
 void finish_low(const Call& c, const Pair& pair, int64_t rows, float* low);
 
 // Computes panels [first, last) of one output's columns: y += sign * low B^T.
@@ -90,14 +91,14 @@ void expand(const Call& c, const TileConfig& config, const Segment& s, int outpu
 // Returns this thread's scratch for rows that cannot be read in place.
 float* row_scratch(int64_t floats);
 
-// Prepares elements [from, to) of the depth block by block and calls `use(Rows)` for each block.
+// Prepares elements [from, to) of the depth in blocks, and calls `use(Rows)` for each block.
 template <class Use>
 void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t rows, int64_t from,
                 int64_t to, const Use& use) {
   const bool one_pass = config.shrink_columns >= c.p.bundle * kPanel &&
                         rows <= c.kernels.max_rows[c.p.bundle - 1];
-  // A configuration without a depth block reads the panels as one stream if they are read once. If
-  // they are read several times, it reads pieces that stay in L2 meanwhile.
+  // Without a depth block in the configuration, panels that are read once are read as one stream.
+  // Panels that are read several times are read in pieces, which stay in L2 meanwhile.
   const int64_t steps = config.depth_block ? config.depth_block
                         : one_pass         ? c.steps(to - from)
                                            : panel_bytes() / (c.p.bundle * 64);

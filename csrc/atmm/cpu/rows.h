@@ -50,7 +50,7 @@ inline void round_rows(float* scratch, int64_t rows, int64_t count) {
     if (count % 2) from[count] = 0;
     if (!kPairs) continue;
     uint16_t* pairs = reinterpret_cast<uint16_t*>(from);
-    // This is safe in place: writes stay behind the reads.
+    // In place this is safe, because the writes stay behind the reads.
     for (int64_t i = 0; i < count; i += kPanel) V::load(from + i).store(pairs + i);
     if (count % 2) pairs[count] = 0;
   }

@@ -1,4 +1,4 @@
-// A wave that blocks of rows do not balance: all threads share the work inside its segments.
+// A wave whose blocks of rows cannot be balanced: all threads share the work inside its segments.
 #pragma once
 
 #include <vector>
@@ -8,7 +8,8 @@
 
 namespace vlora::atmm {
 
-// Minimum depth of a part of a panel. A shorter part does not repay the extra addition of its sums.
+// Minimum depth of a part of a panel. The sums of parts must be added, which shorter parts would
+// not repay.
 constexpr int64_t kMinPartDepth = 64;
 
 // A segment with its tile configuration and its division into blocks of rows.
@@ -22,8 +23,8 @@ struct SegmentWork {
   double block_seconds() const { return seconds / double(blocks); }
 };
 
-// Computes a wave with all threads: first they share the bundles of A (and parts of their depth),
-// then, after a barrier, the columns of y.
+// Computes a wave on all threads. They first share the bundles of A (and parts of their depth).
+// After a barrier they share the columns of y.
 class SharedWave {
  public:
   SharedWave(const Call& c, const std::vector<SegmentWork>& segments, int threads) : c_(c) {
@@ -46,8 +47,8 @@ class SharedWave {
     divides_depth_ = !c.fixed_order && bundles < 8 * threads;
   }
 
-  // Floats of memory for the intermediate; use() must be called with it before the first thread
-  // starts.
+  // Returns the floats of memory for the intermediate. use() must be called with this memory before
+  // the first thread starts.
   int64_t floats() const { return floats_; }
   void use(float* memory) {
     for (Item& item : items_) {
@@ -57,7 +58,7 @@ class SharedWave {
     parts_ = memory;
   }
 
-  // Called once by every thread of a region of at most `threads` threads.
+  // Does one thread's share. Each thread of a region of at most `threads` threads calls it once.
   void operator()(const runtime::Team& team) const {
     const int thread = team.thread, threads = team.threads;
     first_product(share_begin(thread, threads), share_begin(thread + 1, threads), part(thread));
@@ -65,7 +66,7 @@ class SharedWave {
     bool has_parts = false;
     for (int other = 1; other < threads; ++other) has_parts |= share_begin(other, threads).k != 0;
     if (has_parts || c_.p.dtype == Dtype::kBf16) {
-      // So little work that one thread does it before the others continue.
+      // This is so little work that one thread does it before the others continue.
       if (thread == 0) {
         for (int other = 1; other < threads; ++other)
           if (const Position from = share_begin(other, threads);
@@ -87,7 +88,7 @@ class SharedWave {
     int64_t expand_before;  // work of the second product in the items before this one
   };
 
-  // Where a thread's share of the first product begins: at a bundle of an item, or inside it at
+  // Beginning of a thread's share of the first product: a bundle of an item and, within the bundle,
   // element k of the depth.
   struct Position {
     size_t item;
@@ -101,7 +102,7 @@ class SharedWave {
   static int64_t rows(const Item& item) { return item.work->segment->length; }
   float* part(int thread) const { return parts_ + thread * part_floats_; }
 
-  // Half cache lines that a step of a bundle takes: a narrow panel has one, others two.
+  // Returns the half cache lines in a step of a bundle: one for a narrow panel, two for each other.
   static int64_t half_lines(const Panels& a, int64_t bundle) {
     return a.first_of(bundle) == a.wide() ? 1 : 2 * (a.first_of(bundle + 1) - a.first_of(bundle));
   }
@@ -125,8 +126,8 @@ class SharedWave {
     return {items_.size(), 0, 0};
   }
 
-  // Where a share begins inside a bundle, that bundle's sums go to `part`, because another thread
-  // computes the bundle's first part.
+  // If a share begins inside a bundle, that bundle's sums go to `part`, because another thread
+  // computes the first part of its depth.
   void first_product(const Position& from, const Position& to, float* part) const {
     for (size_t i = from.item; i <= to.item && i < items_.size(); ++i) {
       const Panels a = c_.a(pair(items_[i]));
@@ -143,7 +144,7 @@ class SharedWave {
     }
   }
 
-  // Returns where the columns of a panel begin in an item's intermediate.
+  // Returns the address at which the columns of a panel begin in an item's intermediate.
   static float* low_of(const Item& item, int64_t panel) {
     constexpr int64_t kBlockPanels = kRankBlock / kPanel;
     return item.low + panel / kBlockPanels * rows(item) * kScratchStride +
@@ -186,7 +187,7 @@ class SharedWave {
         low[row * kScratchStride + i] += part[row * kScratchStride + i];
   }
 
-  // Computes the work [from, to) of the second product, counted in bundles of B times rank.
+  // Computes the part [from, to) of the second product's work. Its unit is a bundle of B per rank.
   void second_product(int64_t from, int64_t to) const {
     for (const Item& item : items_) {
       const Panels b = c_.b(pair(item), item.output);
@@ -207,7 +208,7 @@ class SharedWave {
   float* parts_ = nullptr;  // one for each thread, part_floats_ apart
   int64_t part_floats_ = 0;
   int64_t floats_ = 0;
-  bool divides_depth_ = false;  // shares may begin inside a bundle
+  bool divides_depth_ = false;  // whether shares may begin inside a bundle
 };
 
 }  // namespace vlora::atmm

@@ -1,8 +1,8 @@
 // The register tile: one template for every instruction set, product and storage type.
 //
 // Each generated translation unit includes it once, after the instruction set's vector type. The
-// units are compiled with different flags, so they must not share code: everything here is in the
-// instruction set's namespace (VLORA_ISA), and no standard container is used.
+// units are compiled with different flags, so they must not share code. Everything here is
+// therefore in the instruction set's namespace (VLORA_ISA), and no standard container is used.
 #pragma once
 
 #include "atmm/kernels.h"
@@ -30,7 +30,7 @@ struct Fp32 {
   }
 };
 
-// fp32 rows times bf16 panels converted to fp32 in registers: two values of depth a step.
+// fp32 rows times bf16 panels converted to fp32 in registers. A step has two values of depth.
 struct Bf16Widened {
   static constexpr int kWords = 2;
   static constexpr bool kTwoStepLines = false;
@@ -53,7 +53,7 @@ struct Bf16Widened {
 };
 
 #ifdef VLORA_HAS_BF16_PRODUCTS
-// Pairs of bf16 times panels of pairs, with the instruction that adds both products to an fp32 sum.
+// Pairs of bf16 times panels of pairs. One instruction adds both products to an fp32 sum.
 struct Bf16Pairs {
   static constexpr int kWords = 1;
   static constexpr bool kTwoStepLines = false;
@@ -74,8 +74,8 @@ struct Bf16Pairs {
 #endif
 
 // Narrow panels: eight columns, with two steps interleaved in a line. A register then holds two
-// sums for each column, over the even and over the odd steps. So does scratch until the last part
-// of the depth adds them.
+// sums for each column: over the even steps and over the odd steps. Scratch holds both as well,
+// until the last part of the depth adds them.
 struct NarrowFp32 {
   static constexpr int kWords = 2;
   static constexpr bool kTwoStepLines = true;
@@ -120,7 +120,7 @@ struct NarrowPairs {
 };
 #endif
 
-// Epilogue of the first product: stores the tile to scratch.
+// Epilogue of the first product. It stores the tile to scratch.
 struct ToScratch {
   template <int M, int N>
   static inline __attribute__((always_inline)) void begin(V (&acc)[M][N], const Tile& t,
@@ -156,7 +156,7 @@ struct NarrowToScratch : ToScratch {
 };
 
 // Epilogue of the second product and of the merge: out = in + sign * tile. T is the storage type.
-// kBypass: whether stores bypass the caches.
+// kBypass: whether the stores bypass the caches.
 template <class T, bool kBypass>
 struct Added {
   template <int M, int N>
@@ -186,7 +186,7 @@ struct Added {
         const T* from = in + m * t.in_stride + n * kPanel;
         T* to = out + m * t.out_stride + n * kPanel;
         if constexpr (V::kFullLines && sizeof(T) == 2 && N % 2 == 0) {
-          // Store a whole line at a time: half as many stores.
+          // Store whole lines, which takes half as many stores.
           if (n < N - 2 || !cut) {
             if (n % 2) continue;
             V first = V::load(from), second = V::load(from + kPanel);
@@ -214,9 +214,9 @@ struct Added {
   }
 };
 
-// Computes M rows by N panels with kChains partial sums over the depth: where M * N is small, one
-// chain of dependent multiply-adds per accumulator does not fill the pipeline. kStride: words
-// between rows, or 0 for t.x_stride. kPrefetch: whether panels are prefetched.
+// Computes M rows by N panels, with kChains partial sums over the depth. If M * N is small, a
+// single chain of dependent multiply-adds per accumulator does not fill the pipeline. kStride:
+// words between rows, or 0 for t.x_stride. kPrefetch: whether panels are prefetched.
 template <class Product, class End, int M, int N, int kChains, int kStride, bool kPrefetch>
 void tile(const Tile& t) {
   const char* panels = t.panels;
@@ -255,8 +255,8 @@ void tile(const Tile& t) {
     }
     if constexpr (Product::kTwoStepLines) {
       if (t.steps % 2) {
-        // The last line holds one step only. The rows may end there, so they are copied: nothing is
-        // read past their end.
+        // The last line holds only one step. The rows may end there. They are copied, so that
+        // nothing is read beyond their end.
         float last[M][4] = {};
 #pragma GCC unroll 24
         for (int m = 0; m < M; ++m)

@@ -10,7 +10,7 @@
 
 namespace vlora::atmm {
 
-// Bytes of panels that several register tiles of rows read one after another: a quarter of L2.
+// Bytes of panels, a quarter of L2, that several register tiles of rows read one after another.
 inline int64_t panel_bytes() {
   static const int64_t bytes = runtime::machine().l2 / 4;
   return bytes;
@@ -19,7 +19,7 @@ inline int64_t panel_bytes() {
 // Assumed latency of memory, in seconds.
 constexpr double kLatency = 100e-9;
 
-// Bytes of panels to prefetch ahead: what one core reads from memory during its latency.
+// Bytes of panels to prefetch ahead: the amount that one core reads during the latency of memory.
 inline ptrdiff_t prefetch_bytes() {
   static const ptrdiff_t bytes = ptrdiff_t(runtime::machine().memory * kLatency) / 64 * 64;
   return bytes;
@@ -51,8 +51,8 @@ struct Panels {
 // `step` is even.
 struct TileLoop {
   const TileKernel (*kernels)[kMaxTileRows];
-  // For the first of several register tiles of rows, which loads the panels into L2: kernels that
-  // prefetch, or null.
+  // Kernels for the first of several register tiles of rows, which loads the panels into L2. They
+  // prefetch, or the pointer is null.
   const TileKernel (*first_kernels)[kMaxTileRows];
   const int* kernel_rows;  // Kernels::max_rows
   int max_rows;            // upper bound of a register tile's rows
@@ -61,15 +61,15 @@ struct TileLoop {
   ptrdiff_t x_row, out_row, in_row;  // bytes between rows
   ptrdiff_t out_panel, in_panel;     // bytes between panels
   int32_t tail;                      // valid columns in the matrix's last panel
-  // Kernels for fp32 panels, or null. If set, bf16 panels that several register tiles of rows read
-  // are converted once by `widen`, not by each tile.
+  // Kernels for fp32 panels, or null. If set, `widen` converts bf16 panels once for all the
+  // register tiles of rows that read them.
   const TileKernel (*fp32_kernels)[kMaxTileRows];
   void (*widen)(const Tile&, int columns, float* to);
-  bool fetch_rows;  // rows are in memory: the next register tile's rows are prefetched
+  bool fetch_rows;  // whether rows are in memory, so that those of the next tile are prefetched
 };
 
-// Runs the register tiles. `t` holds what they have in common, with rows and results of the part's
-// first row and panel.
+// Runs the register tiles. `t` holds what they have in common. Its rows and results are those of
+// the part's first row and panel.
 inline void run_tiles(const TileLoop& loop, const Panels& p, Tile t) {
   const char* const x = static_cast<const char*>(t.x);
   char* const out = static_cast<char*>(t.out);
@@ -90,7 +90,7 @@ inline void run_tiles(const TileLoop& loop, const Panels& p, Tile t) {
     t.groups = 1;
     if (columns == p.bundle && !narrow)
       t.groups = (std::min(loop.last, p.wide()) - panel) / columns;
-    // Several register tiles of rows read the same panels: take as many panels as stay in L2.
+    // Several register tiles of rows read the same panels, so take only panels that stay in L2.
     if (tiles > 1)
       t.groups = std::clamp<int64_t>(panel_bytes() / (columns * loop.steps * 64), 1, t.groups);
     const int index = narrow ? kNarrowIndex : columns - 1;

@@ -1,27 +1,27 @@
-// Which kernel variant computes a block of rows: one pure function.
+// The choice of the kernel variant for a block of rows, as one pure function.
 #pragma once
 
 #include <cstdint>
 
 namespace vlora::atmm {
 
-// Maximum number of rows that a tile reads in place: each needs a general register for its address.
+// Maximum number of rows that a tile reads in place. Each row's address takes a general register.
 constexpr int64_t kMaxDirectRows = 8;
 
 // Minimum number of rows for which AMX tiles are faster than vectors. Fewer rows are one register
-// tile, which reads an adapter in one prefetched stream at the rate of memory. Measured with rank
-// 64, adapters not in cache, 2 threads, vectors against AMX tiles: 4 rows 95 and 104 µs, 6 rows 95
-// and 103 µs; 8 rows, which are two register tiles, 153 and 100 µs.
+// tile, which reads an adapter as one prefetched stream at the rate of memory. Measured with rank
+// 64, adapters in memory and 2 threads, vectors against AMX tiles: 4 rows 95 and 104 µs, 6 rows 95
+// and 103 µs, 8 rows (two register tiles) 153 and 100 µs.
 constexpr int64_t kMinTileUnitRows = 7;
 
-// Where the first product reads its rows.
+// The place from which the first product reads its rows.
 enum class RowSource {
   kInPlace,         // the caller's memory
   kCopied,          // scratch, to which they are copied once
   kCopiedByPieces,  // scratch, kScratchStride apart, to which the depth is copied piece by piece
 };
 
-// How a product reads its panels.
+// The way in which a product reads its panels.
 enum class Variant {
   kPrefetching,  // once, with software prefetch and several chains of sums
   kDirect,       // once for each register tile of rows, which are any stride apart
@@ -30,7 +30,7 @@ enum class Variant {
   kTileUnit,     // by AMX tiles or their plain C++ equivalent
 };
 
-// What the choice depends on.
+// The properties on which the choice depends.
 struct BlockTraits {
   int64_t rows;
   bool bf16;
@@ -54,7 +54,7 @@ constexpr Variants variants_of(const BlockTraits& t) {
   if (t.bf16 && t.tiles && (t.fixed_order || t.rows >= kMinTileUnitRows))
     return {rows, Variant::kTileUnit, Variant::kTileUnit};
   const Variant packed = widens ? Variant::kWidened : Variant::kPacked;
-  // A single panel has too few sums to fill the pipeline, whatever the number of rows.
+  // A single panel has too few sums to fill the pipeline, for any number of rows.
   const Variant shrink = rows == RowSource::kCopiedByPieces         ? packed
                          : !t.fixed_order && (few || t.one_panel) ? Variant::kPrefetching
                                                                   : Variant::kDirect;

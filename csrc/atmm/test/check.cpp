@@ -1,6 +1,6 @@
-// Runs random problems on every instruction set of this CPU against double precision, and the
-// thread pool. Meant for builds with sanitizers (sanitize.py): every buffer is exactly as large as
-// its contents.
+// Compares random problems on every instruction set of this CPU with double precision, and checks
+// the thread pool. It is meant for builds with sanitizers (sanitize.py): every buffer is exactly as
+// large as its contents.
 //
 //     check [rounds] [own | openmp]
 #include <atomic>
@@ -25,7 +25,7 @@ using namespace vlora::atmm;
 
 namespace {
 
-// Runs parallel regions of changing size from two callers at once; some of the regions throw.
+// Runs parallel regions of varying size from two callers at once. Some of the regions throw.
 void check_threads(int rounds) {
   const auto caller = [rounds] {
     for (int round = 0; round < rounds; ++round) {
@@ -57,8 +57,8 @@ void check_threads(int rounds) {
   other.join();
 }
 
-// Allocates and frees pieces from two threads: each piece must keep what its owner wrote, and no
-// piece may be left at the end.
+// Allocates and frees pieces in two threads. Each piece must keep its contents, and no piece may
+// remain at the end.
 void check_large_pages(int rounds) {
   const auto owner = [rounds](int seed) {
     std::mt19937 bits(static_cast<unsigned>(seed));
@@ -118,7 +118,7 @@ int main(int argc, char** argv) {
           check_elementwise(runtime::Isa(i));
         }
     };
-    std::thread(run).join();  // a thread's scratch must be freed with it, or the leak check fails
+    std::thread(run).join();  // the leak check fails if the thread does not free its scratch
     std::printf("%s: %d rounds on %s threads\n", current.name, rounds,
                 uses_openmp ? "OpenMP's" : "own");
   }

@@ -87,7 +87,7 @@ void check_attention(runtime::Isa isa) {
   std::shuffle(table.begin(), table.end(), random_bits());
   attention::Layout layout{dtype, block, kv_heads, dim, 0, pages};
   layout.page = 2 * layout.values();
-  // NaN where nothing is written, or zeros if heads are padded.
+  // NaN marks memory that is never written; if heads are padded, zeros do.
   const int64_t count = pages * layout.page;
   std::vector<char> cache(static_cast<size_t>(count) * size_of(dtype));
   const bool padded = layout.padded() != dim;
@@ -163,7 +163,7 @@ void check_attention(runtime::Isa isa) {
           for (int64_t p = 0; p < seen; ++p)
             want += weights[size_t(p)] / sum * values[i][size_t((p * kv_heads + own) * dim + d)];
           const double got = y[size_t((row * heads + head) * dim + d)];
-          // A key rounded differently in bf16 changes its weight slightly.
+          // A key that bf16 rounds differently changes its weight slightly.
           const double tolerance = dtype == Dtype::kFp32 ? 1e-4 : 2e-2;
           if (!(std::abs(got - want) < tolerance)) fail("attention", got, want);
         }
@@ -184,7 +184,7 @@ void check_product(runtime::Isa isa) {
   for (int64_t i = 0; i < n * k; ++i)
     put(stored.get(), i, w[size_t(i)] = rounded(w[size_t(i)], dtype), dtype);
   const bool biased = draw(0, 1);
-  // Tiles of AMX where it runs, otherwise of its plain C++ equivalent.
+  // Tiles of AMX if it runs here, otherwise its plain C++ equivalent.
   const gemm::AmxGemm* tiles =
       gemm::amx_gemm(isa == runtime::Isa::kAvx512Bf16 ? runtime::Isa::kAmx : runtime::Isa::kTwin);
   if (draw(0, 1)) tiles = nullptr;

@@ -48,7 +48,7 @@ RandomChooser chooser(Operation operation) {
   std::exit(1);
 }
 
-// Whether a block of rows is computed by these variants.
+// Whether these variants compute a block of rows.
 constexpr bool chooses(const BlockTraits& traits, RowSource rows, Variant shrink, Variant expand) {
   const Variants variants = variants_of(traits);
   return variants.rows == rows && variants.shrink == shrink && variants.expand == expand;
@@ -119,7 +119,7 @@ void check_apply(const Kernels& kernels, Dtype dtype, Dtype rows_dtype, bool lar
     rows += length;
   }
   const int64_t x_stride = d_in + pad, y_stride = width + pad;
-  // The last row ends with its last column: nothing may be read or written beyond it.
+  // Memory ends with the last column of the last row: nothing may be read or written beyond it.
   const Values x(rows_dtype, rows ? (rows - 1) * x_stride + d_in : 0, 1);
   Values y(rows_dtype, rows ? (rows - 1) * y_stride + width : 0, 1);
   std::vector<double> want(y.count);

@@ -1,4 +1,4 @@
-// Random values for the checks, shared by all of them.
+// Random values for all checks.
 #pragma once
 
 #include <algorithm>

@@ -2,9 +2,9 @@
 
     python csrc/atmm/test/sanitize.py [--build FOLDER] [--rounds N] [--only memory|threads]
 
-memory: the address and undefined-behaviour sanitizers with leak detection, on our own threads and
-on OpenMP's. threads: the thread sanitizer, on our own threads only, because it cannot follow how
-OpenMP's runtime passes work between threads.
+memory: the address, leak and undefined-behaviour sanitizers, on our own threads and on OpenMP's.
+threads: the thread sanitizer, on our own threads only, because it cannot follow how OpenMP's
+runtime passes work between threads.
 
 The exit status is 0 if no sanitizer reports an error. g++ and its sanitizer libraries are required.
 """
@@ -32,7 +32,7 @@ RUNS = {"memory": ("own", "openmp"), "threads": ("own",)}
 
 
 def build(folder: Path, sanitize: list[str]) -> Path:
-    """Build the program, reusing objects newer than all sources, and return its path."""
+    """Build the program, reuse objects newer than all sources, and return the program's path."""
     compiler = os.environ.get("CXX", "g++")
     kernels.REDUCED_TILES = True
     units = [

@@ -1,7 +1,7 @@
-// What a parallel region leaves behind when an allocation fails in it. The first allocation of a
+// Checks the state after an allocation has failed in a parallel region. The first allocation of a
 // thread that sets `fails` throws std::bad_alloc.
 //
-// Prints each check that failed; the exit status is their number.
+// Prints each check that failed. The exit status is their number.
 #define VLORA_ISA twin
 #include <xmmintrin.h>
 
@@ -14,7 +14,7 @@
 #include "runtime/threads.h"
 #include "runtime/tile_twin.h"
 
-// After the registers that it uses.
+// This follows the registers that it uses.
 #include "runtime/tile_product.h"
 
 static thread_local bool fails = false;
@@ -39,7 +39,7 @@ void check(bool holds, const char* what) {
   if (!holds) std::printf("%s\n", what), ++failed;
 }
 
-// Runs `work` on some threads while an allocation of its caller fails.
+// Runs `work` on some threads while an allocation by the caller fails.
 template <class Work>
 bool throws(int threads, Work& work) {
   const KernelScope scope;
@@ -53,7 +53,7 @@ bool throws(int threads, Work& work) {
   return false;
 }
 
-// The pool itself cannot be allocated, then each of its threads in turn.
+// First the pool itself cannot be allocated, then each of its threads.
 void check_start() {
   for (int threads = 2; threads <= kThreads; ++threads) {
     int team_size = 0;

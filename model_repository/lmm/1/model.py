@@ -1,4 +1,4 @@
-"""`lmm`: hosts the engine. Decoupled: `execute` hands requests over and returns at once."""
+"""`lmm` hosts the engine. It is decoupled: `execute` passes requests on and returns at once."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 from vlora.engine.loop import EngineLoop
 from vlora.serving.arrivals import ArrivalStamps
+from vlora.serving.description import Description
 from vlora.serving.exporter import ENGINE_PROGRESS, EngineExporter, ProgressExporter
 from vlora.serving.lmm import LmmService
 from vlora.serving.triton.process import TritonProcess
@@ -44,8 +45,9 @@ class TritonPythonModel:
             ),
         )
         if exporter is not None:
-            # Metrics are written while the next step is computed, not before a request's last
-            # response: requests that end in one step should come back, and be encoded, together.
+            # Metrics are written while the next step is computed. Writing them before the last
+            # responses of a step would spread these, and requests that end together should also
+            # be followed by requests that are encoded together.
             self._loop.after_outputs = exporter.catch_up
         self._service = LmmService(
             self._loop,
@@ -57,6 +59,10 @@ class TritonPythonModel:
             waiting,
             observe=(lambda: lambda output: None) if exporter is None else exporter.request,
             cancel_elsewhere=self._process.calls.cancel_unary,
+            routes=options.route_adapters,
+            describe=Description(
+                lambda: self._loop.adapters.table, self._loop.max_model_len
+            ).as_json,
         )
         self._process.lifeline.on_drain(self._loop.shutdown)
 
@@ -66,7 +72,7 @@ class TritonPythonModel:
     def finalize(self) -> None:
         self._process.close_metrics()
         self._service.close()
-        # Nothing is left to drain: Triton unloads a model only when none of its requests runs.
+        # No request is running: Triton unloads a model only after its last request.
         self._loop.shutdown(0)
         self._pool.shutdown(cancel_futures=True)
         self._process.release(self)

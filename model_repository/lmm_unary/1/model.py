@@ -1,4 +1,4 @@
-"""`lmm_unary`: `lmm` with one response per request."""
+"""`lmm_unary` answers like `lmm`, with one response per request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlora.serving.triton.process import TritonProcess
 from vlora.serving.waiting import WaitingExporter, WaitingRequests
 
 MAX_CALLS = 128
-"""Maximum number of simultaneous calls of `lmm`; further requests wait for a thread."""
+"""Maximum number of simultaneous calls of `lmm`. Further requests wait for a thread."""
 
 
 class TritonPythonModel:

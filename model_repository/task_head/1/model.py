@@ -1,4 +1,4 @@
-"""`task_head`: converts answers of the LMM to labels, boxes and counts."""
+"""`task_head` converts answers of the LMM into labels, boxes and counts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`vision_encoder`: images and frames to features; encodes each distinct image once.
+"""`vision_encoder` converts images and frames into features. It encodes each distinct image once.
 
-`execute` queues requests and returns at once, so requests wait in our queue and not in Triton's.
+`execute` queues requests and returns at once, so requests wait in our queue instead of Triton's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,10 @@ from typing import Any
 
 from vlora import cores
 from vlora.errors import Unavailable, VLoraError
-from vlora.model.decoder_config import dtype_of
+from vlora.lora.folders import FolderFinder
+from vlora.memory.device import open_device
+from vlora.model.decoder_config import dtype_of, load_config
+from vlora.model.loader import adapter_shape
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.exporter import ENCODER_PROGRESS, EncoderExporter, ProgressExporter
 from vlora.serving.responder import as_vlora_error
@@ -19,12 +22,13 @@ from vlora.serving.triton.process import TritonProcess
 from vlora.serving.triton.tensors import inputs_of, parameters_of
 from vlora.serving.vision_encoder import VisionService
 from vlora.serving.waiting import WaitingExporter, WaitingRequests
+from vlora.vision.adapters import VisionAdapters
 from vlora.vision.decoder import ImageDecoder
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 
 MIN_DECODERS = 2
-"""Minimum number of requests that are decoded at a time."""
+"""Minimum number of requests that are decoded at the same time."""
 
 
 class TritonPythonModel:
@@ -37,6 +41,7 @@ class TritonPythonModel:
             options.model,
             threads,
             dtype_of(options.dtype, options.model),
+            open_device(options.device),
         )
         service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
         exporter = self._process.export(
@@ -50,6 +55,12 @@ class TritonPythonModel:
                 lambda: service.counters.images,
             ),
         )
+        self._adapters = VisionAdapters(
+            adapter_shape(options.model, load_config(options.model)),
+            FolderFinder(options.adapters, self._process.adapter_names()),
+            options.limits.max_adapter_bytes,
+            options.adapter_host_bytes,
+        )
         waiting = WaitingRequests()
         self._process.export(
             lambda registry: WaitingExporter(registry, self._process.labels, waiting)
@@ -61,15 +72,14 @@ class TritonPythonModel:
             ArrivalStamps.of_this_server(),
             waiting,
             max_requests=options.max_num_seqs + options.max_num_waiting,
-            # So that a client with an answer finds it counted.
+            # A client that has its answer must find it counted.
             before_answers=(lambda: None) if exporter is None else exporter.flush,
+            part_of=self._adapters.part,
         )
-        logging.getLogger("vlora").info(
-            "features per image: %d rows of width %d", encoder.rows, encoder.hidden
-        )
+        logging.getLogger("vlora").info("image features have a width of %d", encoder.hidden)
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer the requests without images, and queue the others, for which None stands."""
+        """Answer the requests without images. Queue the others, and return None in their place."""
         answers = [self._answer(request) for request in requests]
         return [None if one is None else self._process.response(one) for one in answers]
 
@@ -85,5 +95,6 @@ class TritonPythonModel:
 
     def finalize(self) -> None:
         self._service.close()
+        self._adapters.close()
         self._process.close_metrics()
         self._process.release(self)

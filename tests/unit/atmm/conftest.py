@@ -1,4 +1,4 @@
-"""Fixtures of the operator's tests: each implementation, and fresh random numbers."""
+"""Fixtures of the operator's tests: each implementation, and a new random seed for each test."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ def emulated() -> Operator:
 
 @pytest.fixture(params=implementations())
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Yield each implementation (`implementations`); new tensors are on the GPU for that of a
-    GPU."""
+    """Yield each implementation. For one on a GPU, new tensors are on the GPU by default."""
     if request.param == "reference":
         yield "reference"
     elif request.param == EMULATED:

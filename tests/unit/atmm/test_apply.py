@@ -1,4 +1,4 @@
-"""The operator against float64, in every implementation, on fresh random data."""
+"""Tests of the LoRA operator against float64, in every implementation and on new random data."""
 
 from __future__ import annotations
 

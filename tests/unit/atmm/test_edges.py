@@ -1,4 +1,4 @@
-"""Invalid arguments of the operator, and changes of groups while calls run."""
+"""Tests of invalid arguments of the operator, and of groups that change while calls run."""
 
 from __future__ import annotations
 
@@ -57,6 +57,26 @@ def test_tensors_on_another_device_are_rejected() -> None:
     heads.append(HeadMatrix(torch.randn(3, 16), torch.randn(3)))
     with pytest.raises(ValueError, match="on meta"):
         op.heads(x.to("meta"), segments, heads, backend="cpu")
+
+
+def test_a_slot_that_is_filled_again_is_served_with_its_new_weights(backend: Backend) -> None:
+    group = group_of(64, [32, 48], [8, 16])
+    others = group_of(64, [32, 48], [40, 5])
+    x, segments = torch.randn(9, 64), [Segment(0, 4, 0), Segment(4, 5, 1)]
+    check(torch.randn(9, 80), x, segments, group, backend)
+    group.put(0, [column[0] for column in others.pairs])
+    check(torch.randn(9, 80), x, segments, group, backend)
+    group.clear(1)
+    check(torch.randn(9, 80), x, segments, group, backend)
+    group.put(1, [column[1] for column in others.pairs])
+    group.append([column[0] for column in others.pairs])
+    check(torch.randn(9, 80), x, [*segments, Segment(2, 3, 2, -1)], group, backend)
+    heads = HeadGroup(64)
+    for classes in (3, 5, 7):
+        head = HeadMatrix(torch.randn(classes, 64), torch.randn(classes))
+        heads.put(0, head)
+        scores = op.heads(x, [Segment(0, 9, 0)], heads, backend=backend)
+        torch.testing.assert_close(scores, x @ head.weight.T + head.bias, rtol=1e-4, atol=1e-4)
 
 
 def test_setting_and_clearing_a_slot_affects_later_calls() -> None:
@@ -230,9 +250,9 @@ def test_an_epilogue_adds_what_apply_adds(dtype: torch.dtype, backend: Backend) 
     desired = matrix(x, backend=backend)
     op.apply(desired, x, segments, group)
     with timed_parts() as spent:
-        actual = matrix(x, epilogue=op.bind_epilogue(segments, group), backend=backend)
+        actual = matrix(x, epilogue=op.bind_epilogue(segments, group, x), backend=backend)
     assert torch.equal(actual, desired)
     assert spent[LORA] > 0
     assert spent[PRODUCTS] > 0
     with pytest.raises(ValueError, match="outside"):
-        matrix(x[:5], epilogue=op.bind_epilogue(segments, group), backend=backend)
+        matrix(x[:5], epilogue=op.bind_epilogue(segments, group, x), backend=backend)

@@ -1,4 +1,4 @@
-"""Instruction sets: ordered by their measured peaks, forced by name, and AMX by its twin."""
+"""Tests of instruction sets: their order by measured peaks, choice by name, and AMX's twin."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tests.support.atmm_problems import compiled
 from vlora import native
 from vlora.atmm import tiles
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 
 MIN_GAIN = 1.1
 """Factor by which a peak must exceed another to be ordered before it: kRequiredSpeedup of
@@ -87,7 +87,7 @@ def test_a_change_of_the_environment_has_no_effect_once_the_kernels_are_loaded()
 
 @compiled
 def test_the_core_sees_the_caches_that_tables_are_named_after() -> None:
-    machine, device = native.kernels().runtime.machine(), Device.here()
+    machine, device = native.kernels().runtime.machine(), Cpu.here()
     sizes = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
     assert sizes == (device.l1, device.l2, device.l3)
     assert machine["memory"] > 0

@@ -1,4 +1,4 @@
-"""The compiled core under the address and undefined-behaviour sanitizers, including leaks."""
+"""Run of the compiled core under the address, leak and undefined-behaviour sanitizers."""
 
 from __future__ import annotations
 

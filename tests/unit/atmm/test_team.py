@@ -1,4 +1,4 @@
-"""The team of threads that all kernels share: sizes, barriers, failures, forked children."""
+"""Tests of the thread team that all kernels share: sizes, barriers, failures, forked children."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_teams_of_changing_size_keep_their_threads(cpu: Any) -> None:
     before = tasks()
     for threads in (2, 6, 3, 5, 2, 6):
         cpu.count_barriers(threads, 1, -1)
-    assert tasks() == before
+    assert tasks() <= before  # Threads of earlier tests may end meanwhile.
 
 
 CHILD = """

@@ -1,4 +1,4 @@
-"""Division of work among threads: by blocks of rows, and within segments."""
+"""Tests of the division of work among threads, by blocks of rows and within segments."""
 
 from __future__ import annotations
 

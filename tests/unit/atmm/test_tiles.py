@@ -1,4 +1,4 @@
-"""Choice of a shape's tile: pinned, from a table, or built in."""
+"""Tests of the choice of a shape's tile: pinned, from a table, or built in."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
-from vlora.atmm.device import Device
+from vlora.atmm.cpu import Cpu
 from vlora.atmm.types import Segment
 
 
@@ -135,7 +135,7 @@ def test_built_in_tiles_depend_on_cache_sizes_and_memory_bandwidth(
 
 
 def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
-    device = Device("AuthenticAMD", 25, 1, 32, 512, 32768)
+    device = Cpu("AuthenticAMD", 25, 1, 32, 512, 32768)
     assert device.is_near("amd-f25-m97-32-512-480000")
     for other in ("amd-f26-m1-32-512-32768", "amd-f25-m1-32-1024-32768", "amd-f25"):
         assert not device.is_near(other)
@@ -147,7 +147,7 @@ def test_a_device_is_near_with_the_same_vendor_family_and_l2() -> None:
 def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_path: Path) -> None:
     name = tiles.configs("apply", "fp32")[0]["name"]
     shape = {"rows": 1, "d_in": 64, "d_out": 32, "rank": 16, "segments": 1}
-    start = f"{Device.here().name}-{tiles.isas()[0]}-"
+    start = f"{Cpu.here().name}-{tiles.isas()[0]}-"
     for dtype in ("fp32", "bf16"):
         entries = {f"{tiles.key('apply', dtype, **shape):032x}": name}
         text = json.dumps({"version": tiles.VERSION, "entries": entries})
@@ -160,7 +160,7 @@ def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_pa
             x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
             op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu", threads=1)
         assert tiles.counters()["hits"] == 2
-        here = Device.here()
+        here = Cpu.here()
         virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
         (tmp_path / f"{start}bf16.json").rename(
             tmp_path / f"{virtual.name}-{tiles.isas()[0]}-bf16.json"

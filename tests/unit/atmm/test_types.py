@@ -1,4 +1,4 @@
-"""Segments of a step."""
+"""Tests of the segments of a step."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from vlora.backends import Backend
 
 def implementations() -> list[str]:
     """Return the names of the implementations: the reference in plain torch, every instruction set
-    of this CPU, and "twin", AMX emulated in plain C++.
+    of this CPU, and "twin", a plain C++ version of AMX.
     """
     try:
         return ["reference", *native.kernels().runtime.isas(), "twin"]
@@ -23,7 +23,7 @@ def implementations() -> list[str]:
 
 @pytest.fixture(params=implementations())
 def backend(request: pytest.FixtureRequest) -> Iterator[Backend]:
-    """Yield the backend of each implementation, with its instruction set in use."""
+    """Yield the backend of each implementation, and use its instruction set meanwhile."""
     if request.param == "reference":
         yield "reference"
         return

@@ -1,4 +1,4 @@
-"""Paged attention, compared with double precision for every implementation."""
+"""Tests of paged attention against double precision, in every implementation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parallel regions in which an allocation fails: the failure is injected in a program in C++."""
+"""Test of parallel regions in which an allocation fails. A C++ program injects the failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The height of a product's register tile: the lines that it reads at once stay in L1."""
+"""Tests of the height of a product's register tile: the lines that it reads together fit in L1."""
 
 from __future__ import annotations
 

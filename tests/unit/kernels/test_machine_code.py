@@ -1,4 +1,4 @@
-"""The machine code of the compiled kernels, disassembled: instruction sets and exit handlers."""
+"""Tests of the disassembled compiled kernels: instruction sets and exit handlers."""
 
 from __future__ import annotations
 

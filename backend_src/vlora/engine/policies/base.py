@@ -1,7 +1,8 @@
-"""The interface of scheduling policies: which requests run next, and which adapter is merged.
+"""The interface of scheduling policies. A policy chooses the next step's requests and live adapter.
 
-A policy is pure: values in, a `Choice` out. It uses no torch, no clock but the one it is given, and
-no pages. The scheduler then walks the order and allocates pages and rows (`engine/scheduler.py`).
+A policy is pure: it receives values and returns a `Choice`. It uses no torch, no pages, and no
+clock but the one it is given. The scheduler (`engine/scheduler.py`) then allocates pages and
+rows in the chosen order.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ class Order(Enum):
     WAIT = auto()
     """Longest wait first."""
     PRIORITY = auto()
-    """Lowest value of the priority first, then first come, first served."""
+    """Lowest value of `priority` first; equal values first come, first served."""
     DEADLINE = auto()
     """Earliest deadline first; requests without a deadline are left out."""
 
 
 class Candidate(NamedTuple):
-    """A request that the next step could compute: waiting or running, with its adapter resident.
+    """A waiting or running request that the next step could compute. Its adapter is resident.
 
-    wait: total seconds ready but not scheduled. It does not grow while running and never resets.
-    missing: tokens whose keys and values are still to be computed.
-    context: tokens already computed.
+    wait: seconds for which the request was ready but not in a step, in total. Never reset.
+    missing: number of known tokens whose keys and values are still to be computed.
+    context: number of tokens that are computed already.
     remaining: maximum number of tokens that the answer may still get.
     holds_pages: whether the request holds KV pages.
-    deadline: on the engine's clock, in seconds.
+    deadline: seconds on the engine's clock.
     priority: lower values go first.
-    adapter: name of the adapter, or None. Unlike the slot, it never passes to another adapter.
+    adapter: name of the adapter, or None. A slot can pass to another adapter, a name cannot.
     """
 
     id: str
@@ -54,9 +55,9 @@ class Candidate(NamedTuple):
 class Choice(NamedTuple):
     """Decision of a policy for one step.
 
-    order: requests to run. Pages and rows are allocated in this order.
-    live: slot of the adapter to be merged into the active weights, or BASE for none.
-    max_rows: limit on prompt rows by request id, for requests that get fewer than fit the step.
+    order: requests to compute. Pages and rows are allocated in this order.
+    live: slot of the adapter to merge into the active weights, or BASE for none.
+    max_rows: maximum number of rows by request id; None if the policy sets no limits.
     credits: credit in seconds by request id, if the policy computes credits.
     """
 
@@ -67,40 +68,43 @@ class Choice(NamedTuple):
 
 
 class Costs(Protocol):
-    """Predicted times that policies ask for, in seconds."""
+    """Predicted times that policies use, in seconds."""
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
-        """Return, for each request, the time of a step that computes only what it is missing.
+        """Return for each request the time of a step that computes its missing tokens and nothing
+        else.
 
-        live: slot of the adapter merged into the weights, or BASE.
+        live: slot of the adapter in the active weights, or BASE.
         """
         ...
 
     def switch(self, live: int, to: int) -> float:
-        """Return the time of replacing adapter `live` by adapter `to` in the weights."""
+        """Return the time of replacing adapter `live` by adapter `to` in the active weights."""
         ...
 
     def mergeable(self, slot: int) -> bool:
-        """Return whether this adapter may be merged at all."""
+        """Return whether the adapter in this slot may be merged."""
         ...
 
 
 class Policy(Protocol):
-    """A rule that chooses the requests of the next step and the merged adapter."""
+    """A rule that chooses the requests of the next step and the adapter to merge."""
 
     max_batch: int
-    """Maximum number of requests of a step."""
+    """Maximum number of requests in a step."""
     uses_costs: bool
-    """True if the policy uses predicted times, so that the engine has to be calibrated first."""
+    """True if the policy uses predicted times; the engine then calibrates its cost model at the
+    start.
+    """
     orders: tuple[Order, ...]
-    """Orders of the waiting requests whose first ones the policy needs to see."""
+    """Orders of the waiting requests. The policy sees the first requests in each of them."""
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
-        """Choose the requests of the next step.
+        """Choose the requests of the next step and its live adapter.
 
-        ready: at least one candidate, in order of arrival. It contains all requests that hold
-            pages, and the first waiting requests in each of `orders`.
-        live: slot of the adapter merged into the weights now, or BASE.
+        ready: at least one candidate, in order of arrival. It contains all requests that hold pages
+            and have tokens to compute, and the first waiting requests in each of `orders`.
+        live: slot of the adapter in the active weights now, or BASE.
         now: seconds on the engine's clock.
         """
         ...

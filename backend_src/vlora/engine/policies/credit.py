@@ -1,4 +1,4 @@
-"""Algorithm 1 of the paper (§4.4.3), as published (`paper`) and with our departures (`credit`)."""
+"""Algorithm 1 of the paper (§4.4.3), as published (`paper`) and with our changes (`credit`)."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vlora.ids import BASE
 
 @dataclass(frozen=True)
 class CreditConfig:
-    """Constants of Algorithm 1, and one switch for each of our departures from it (decision 41).
+    """Constants of Algorithm 1, and one switch for each of our changes to it (decision 41).
 
-    max_batch: MaxBS, the maximum number of requests of a step.
-    theta_min: lower bound of θ in seconds.
-    theta_factor: θ is at least this multiple of the median wait. The paper's θ is a constant; with
-        a constant θ, every overload runs unmerged.
-    max_wait: upper bound of θ in seconds. A request that has waited this long is always starved,
-        which bounds the waits.
-    compare_to_ready: compare both tests with half of min(MaxBS, |R|). With MaxBS alone, low load
-        never merges.
-    exclude_own_starved: leave the candidate adapter's own starved requests out of the first test,
+    max_batch: MaxBS, the maximum number of requests in a step.
+    theta_min: lower bound of θ in seconds. θ is the credit above which a request is starved.
+    theta_factor: θ is at least this multiple of the median wait. In the paper, θ is a constant,
+        with which every overload runs unmerged.
+    max_wait: upper bound of θ in seconds. It bounds the waits, because a request that has waited
+        this long is always starved.
+    compare_to_ready: compare the counts of both tests with half of min(MaxBS, |R|) instead of half
+        of MaxBS. With MaxBS, nothing is ever merged at low load.
+    exclude_own_starved: leave starved requests of the candidate adapter out of the first test,
         since they need no deLoRA.
-    ties_keep_live: prefer the live adapter among adapters with equally many requests.
-    base_is_candidate: let the base model be the candidate; it has no weights to merge.
+    ties_keep_live: among adapters with equally many requests, choose the live one.
+    base_is_candidate: let the base model be the candidate. It has no weights to merge.
     sort_by_credit: sort starved requests by falling credit instead of by arrival.
     """
 
@@ -46,7 +46,7 @@ class CreditConfig:
 def default_credit(
     max_batch: int, theta_min: float, theta_factor: float, max_wait: float
 ) -> CreditConfig:
-    """Return the configuration with all departures switched on."""
+    """Return the configuration with all our changes switched on."""
     return CreditConfig(
         max_batch,
         theta_min,
@@ -63,8 +63,8 @@ def default_credit(
 class CreditPolicy:
     """Algorithm 1 (§4.4.3).
 
-    The credit of a request is its wait, plus the predicted time of its next step in the present
-    mode, plus the predicted switch to its adapter.
+    The credit of a request is a time in seconds: its wait, plus the predicted time of its next step
+    in the present mode, plus the predicted time of a switch to its adapter.
     """
 
     uses_costs = True
@@ -104,7 +104,6 @@ class CreditPolicy:
         return Choice(ordered_union(starved, ready)[:size], BASE, credits=credit)
 
     def _credits(self, ready: Sequence[Candidate], live: int) -> dict[str, float]:
-        """Return the credit of each request by id."""
         switches = {slot: self._costs.switch(live, slot) for slot in {r.slot for r in ready}}
         steps = self._costs.steps(ready, live)
         return {
@@ -131,7 +130,7 @@ def _median_wait(ready: Sequence[Candidate]) -> float:
 
 
 def make_credit(options: Options, costs: Costs) -> CreditPolicy:
-    """Return Algorithm 1 with our departures, configured by the options."""
+    """Return Algorithm 1 with our changes, configured by the options."""
     return CreditPolicy(
         default_credit(
             options.max_step_requests,

@@ -1,11 +1,11 @@
-"""The policy that asks the cost model what a step earns per second and what a merge saves.
+"""The policy that maximizes the predicted gain per second of a step, and merges what saves time.
 
-This goes beyond the paper (decisions 43 and 58). A request's lateness grows every second until the
-request ends, counted from its arrival or past its deadline. Requests that are decoding continue,
-because one more row is a small part of a step's cost. Prompts, least remaining work first, and
-adapters that the step does not read yet are added if the step then ends more requests per second:
-a prompt delays all other requests while it is computed, and an adapter costs its bytes, which all
-requests that would use it share.
+It goes beyond the paper (decisions 43 and 58). The gain of a step is the sum of the shares of
+requests that it completes. Requests that are decoding continue if the step reads their adapter,
+because one more row costs little. A prompt delays all other requests while it is computed. An
+adapter that the step does not read yet costs the time to read it, which all requests with that
+adapter share. So prompts, least remaining work first, and new adapters are added only if the gain
+per second then rises.
 """
 
 from __future__ import annotations
@@ -22,50 +22,58 @@ from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 URGENT_FACTOR = 2.0
-"""A deadline is urgent when the time left is at most this multiple of the remaining work."""
+"""A request is urgent when the time to its deadline is at most this multiple of its
+remaining work.
+"""
 ENOUGH_GAIN = 0.97
-"""Share of the best chunk's gain at which the smallest such chunk is taken, since no other request
-can join before the step ends."""
+"""Share of the best chunk's gain that suffices. The smallest chunk that reaches it is taken,
+because no other request can join before the step ends.
+"""
 FULL_ROWS = 64
-"""Rows of a step that uses the machine well."""
+"""Number of rows of a step that uses the machine well."""
 PROMPT_WORTH = 2.0
-"""Worth of a prompt row in answer tokens. A request cannot decode together with others until its
-prompt is complete. Of the values 1 to 8, simulated on the traces of the policy benchmark, all from
-this one up performed equally."""
+"""Worth of a prompt row, where a row of the answer is worth 1. It is higher because a request
+cannot decode together with others until its prompt is complete. In simulations on the traces of the
+policy benchmark, the values from 2 to 8 performed equally, and smaller ones worse.
+"""
 SHARED_STEPS = 0.5
-"""Share of the decode steps that a prompt could share with other answers if computed now, and that
-it will share: the answers may end before their limits."""
+"""Expected share of the decode steps of a prompt's request that it really shares with the present
+requests, of all that it could share if computed now. It is below 1 because answers may end before
+their limits.
+"""
 MAX_REFUSALS = 64
-"""Number of rejected requests after which the step is taken as it is."""
+"""Number of rejected prompts after which no others are considered."""
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
-"""Chunk sizes that are compared with the rest of the prompt. Smaller chunks are not tried: what a
-prompt gains by sharing steps, its request loses by the additional steps (decision 58)."""
+"""Sizes of chunks that are compared with the whole rest of the prompt. Smaller chunks gain less
+than their additional steps cost (decision 58).
+"""
 
 
 class StepCosts(Costs, Protocol):
-    """Predicted times by part of a step, in seconds."""
+    """Predicted times of the parts of a step, in seconds."""
 
     def products(self, rows: int, answers: int) -> float:
-        """Return the time of everything that depends on neither adapter nor context.
-
-        rows: rows of the step. answers: rows whose logits are computed.
+        """Return the time of the matrix products: all rows, and the LM head for `answers` of
+        them.
         """
         ...
 
     def overhead(self, requests: int) -> float:
-        """Return the time of a step of this many requests outside its forward pass."""
+        """Return the time that a step of this many requests takes outside its forward pass."""
         ...
 
     def attention(self, rows: int, context: int) -> float:
-        """Return the attention time of `rows` rows of one request after `context` positions."""
+        """Return the time of attention for `rows` rows of one request after `context` positions."""
         ...
 
     def lora_calls(self) -> float:
-        """Return the fixed time of a step that uses any adapter, without the adapters' own."""
+        """Return the fixed time of a step that applies any adapter, without reading and applying
+        it.
+        """
         ...
 
     def read_adapter(self, slot: int) -> float:
-        """Return the time of reading an adapter in a step, whatever the number of its rows."""
+        """Return the time of reading an adapter once per step."""
         ...
 
     def apply_adapter(self, slot: int, rows: int) -> float:
@@ -76,8 +84,8 @@ class StepCosts(Costs, Protocol):
 class Predictive:
     """The predictive policy.
 
-    max_batch: maximum number of requests of a step.
-    max_rows: maximum number of rows of a step.
+    max_batch: maximum number of requests in a step.
+    max_rows: maximum number of rows in a step.
     max_wait: requests that have waited longer than this many seconds go first, longest wait first,
         whatever they cost. This bounds the waits.
     """
@@ -121,7 +129,9 @@ class Predictive:
         return Choice(tuple(bundle.order), next_live, bundle.rows)
 
     def _add_prompts(self, prompts: list[Candidate], work: _WorkLeft, bundle: _Bundle) -> None:
-        """Add the prompts that pay, by priority and then by the least work left."""
+        """Add the prompts that raise the gain per second, by priority and then by the least work
+        left.
+        """
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
         for r in prompts:
@@ -130,10 +140,11 @@ class Predictive:
             refused += not bundle.consider(r)
 
     def _best_live(self, ready: Sequence[Candidate], live: int) -> int:
-        """Return the adapter whose merge saves the most time over the present work, or BASE.
+        """Return the adapter whose merge saves the most time over the remaining work, or BASE.
 
-        Merging saves the adapter's own rows and steps, and the operator's calls in steps without
-        other adapters. All other rows then need it subtracted.
+        Merging saves applying the adapter to its own rows and reading it in their steps, and in
+        steps without other adapters also the calls of the operator. It costs the switch and
+        subtracting the adapter from all other rows.
         """
         rows: defaultdict[int, int] = defaultdict(int)
         steps: defaultdict[int, int] = defaultdict(int)
@@ -157,16 +168,16 @@ class Predictive:
 
 
 class _WorkLeft:
-    """The remaining time of requests in steps that are full, for one choice."""
+    """Remaining work of requests in seconds, computed for one choice as if all steps were full."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._row_seconds = costs.products(FULL_ROWS, 1) / FULL_ROWS
         self._adapted_row_seconds: dict[int, float] = {}
-        """Seconds of a row by slot, with its adapter."""
+        """Seconds per row by slot, including the adapter."""
 
     def seconds(self, r: Candidate) -> float:
-        """Return the remaining time of a request."""
+        """Return the remaining work of a request in seconds."""
         rows = r.missing + r.remaining
         per_row = self._adapted_row_seconds.get(r.slot)
         if per_row is None:
@@ -178,9 +189,9 @@ class _WorkLeft:
 class _Bundle:
     """The requests of one step while it is filled.
 
-    Its value is the sum of the shares of requests that it completes; it earns its value over its
-    predicted seconds. The fixed cost of an adapter is divided among all requests that would use it,
-    so that the first one does not bear all of it.
+    Its value is the sum of the shares of requests that it completes. Requests are added as long as
+    its value per predicted second rises. To decide this, the cost of reading an adapter is divided
+    among all requests with that adapter, so that the first one does not bear all of it.
     """
 
     def __init__(
@@ -193,11 +204,11 @@ class _Bundle:
         self._lora_calls = costs.lora_calls()
         self._single_step = costs.products(1, 1) + costs.overhead(1)
         self._adapted = sum(n for slot, n in requests_by_slot.items() if slot != live)
-        """Number of requests with any adapter applied to their rows."""
+        """Number of requests with at least one adapter applied to their rows."""
         self._read: set[int] = set()
-        """Slots of the adapters that the step reads already."""
+        """Slots of the adapters that the requests taken so far use."""
         self._row_seconds: dict[int, float] = {}
-        """Seconds per row, for slots whose adapters are all read already."""
+        """Seconds per row by slot, for slots whose applied adapters are all in `_read`."""
         self._applied: dict[int, tuple[tuple[int, float, float], ...]] = {}
         self._row_count = self._answers = self._longest = 0
         self._value = self._added = 0.0
@@ -205,7 +216,9 @@ class _Bundle:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request; return False if its adapters are not read yet."""
+        """Take one row of a decoding request. Return False if it applies an adapter not in
+        `_read`.
+        """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
             applied = self._adapters_of(r.slot)
@@ -217,7 +230,9 @@ class _Bundle:
         return True
 
     def consider(self, r: Candidate) -> bool:
-        """Take the request if the step then earns more per second; return whether it was taken."""
+        """Take the request if that raises the value per second of the step; return whether it was
+        taken.
+        """
         available = min(r.missing, self._free_rows)
         if available == 0:
             return False
@@ -233,7 +248,7 @@ class _Bundle:
         return True
 
     def take(self, r: Candidate, rows: int) -> None:
-        """Take `rows` rows of the request, or as many as fit."""
+        """Take `rows` rows of the request, or as many as fit into the step."""
         rows = min(rows, self._free_rows)
         if rows == 0:
             return
@@ -259,7 +274,7 @@ class _Bundle:
     def _earns(self, r: Candidate, rows: int, adapter_seconds: float, now: float) -> float:
         """Return the value per second of the step with these rows added.
 
-        adapter_seconds: time of the rows' adapters. now: value per second without the rows.
+        adapter_seconds: time of their adapters. now: value per second without the rows.
         """
         worth = _share(r, rows)
         if r.missing == rows and self._value > 0.0:
@@ -269,10 +284,10 @@ class _Bundle:
         return (self._value + worth) / seconds
 
     def _sharing_gain(self, r: Candidate, now: float) -> float:
-        """Return the value of decoding together with the others instead of after them.
+        """Return the value of decoding together with the other requests instead of after them.
 
-        Applies to a prompt that this step completes. It saves, for each shared decode step, the
-        cost that a step has whatever requests it holds.
+        Only a prompt that this step completes gains: in each decode step that it shares, the fixed
+        cost of a step is saved.
         """
         if r.missing == 1:
             return 0.0
@@ -281,10 +296,10 @@ class _Bundle:
         return SHARED_STEPS * _weight(r) * fixed_share * shared_steps / (1 + self._longest)
 
     def _adapter_seconds(self, slot: int, *, shared: bool) -> tuple[float, float]:
-        """Return the time that a request of this slot adds: (fixed, per row), in seconds.
+        """Return the seconds that the adapters of a request in this slot add: (fixed, per row).
 
-        Fixed is the cost of adapters that the step does not read yet; if `shared`, only the share
-        of it that falls to one of the requests that would use them.
+        The fixed part is that of adapters that are not in `_read`. If `shared`, only this request's
+        share of it is returned.
         """
         applied = self._adapters_of(slot)
         fixed = per_row = 0.0
@@ -299,7 +314,9 @@ class _Bundle:
         return fixed, per_row
 
     def _adapters_of(self, slot: int) -> tuple[tuple[int, float, float], ...]:
-        """Return the adapters applied to rows of a slot: (adapter, read seconds, row seconds)."""
+        """Return (adapter, seconds to read it, seconds per row) for each adapter applied to rows of
+        a slot.
+        """
         applied = self._applied.get(slot)
         if applied is None:
             costs = self._costs
@@ -312,21 +329,17 @@ class _Bundle:
 
 
 def _share(r: Candidate, rows: int) -> float:
-    """Return the weighted share of the request that these rows are.
-
-    Ending a short request is worth as much as ending a long one.
-    """
+    """Return the weighted share of the request that these rows complete, whatever its length."""
     worth = PROMPT_WORTH if r.missing > 1 else 1.0
     return _weight(r) * worth * rows / (worth * r.missing + r.remaining)
 
 
 def _weight(r: Candidate) -> float:
-    """Return the weight of the request, which doubles with each step of priority."""
+    """Return the weight of the request. It doubles each time that `priority` falls by one."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
 
 
 def make(options: Options, costs: StepCosts) -> Predictive:
-    """Return the policy, configured by the options."""
     return Predictive(
         options.max_step_requests,
         options.max_num_batched_tokens,

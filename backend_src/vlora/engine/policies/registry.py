@@ -1,7 +1,7 @@
-"""Policies by the names that the option `policy` accepts.
+"""Policies by name, as in the option `policy`.
 
-A new policy is one file with a factory function, and one line in `vlora.config.POLICIES` that
-names it. Code outside the package, such as the benchmarks' baselines, calls `register_policy`.
+A new policy is a file with a factory function and a line in `vlora.config.POLICIES` that names it.
+Code outside the package, such as the baselines of the benchmarks, calls `register_policy` instead.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from vlora.engine.policies.base import Policy
 def register_policy(name: str, factory: str) -> None:
     """Make `name` a valid value of the option `policy`.
 
-    factory: "module:function"; the function takes (options, costs) and returns a new Policy. The
-    module is imported when the policy is first made.
+    factory: "module:function". The function takes (options, costs) and returns a new Policy. The
+        module is imported when the policy is first made.
     """
     POLICIES[name] = factory
 
 
 def make_policy(options: Options, costs: CostModel) -> Policy:
-    """Return a new policy of the kind `options.policy`, to be used by one scheduler.
+    """Return a new policy of the kind `options.policy` for one scheduler.
 
     Raises InvalidArgument for a name that is not registered.
     """

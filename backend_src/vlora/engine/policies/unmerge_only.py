@@ -11,12 +11,12 @@ from vlora.ids import BASE
 
 
 class UnmergeOnly:
-    """First come, first served within each priority; nothing is merged.
+    """First come, first served within each priority. Nothing is merged.
 
-    A request that holds pages keeps them, even when the adapter of an older request becomes
-    resident.
+    A request that holds pages goes before the waiting ones of its priority, even before older ones
+    whose adapter was loaded later.
 
-    max_batch: maximum number of requests of a step.
+    max_batch: maximum number of requests in a step.
     max_wait: requests that have waited longer than this many seconds go first, longest wait first,
         whatever their priority. This bounds the waits (decision 41).
     """
@@ -39,5 +39,4 @@ class UnmergeOnly:
 
 
 def make(options: Options, costs: Costs) -> UnmergeOnly:
-    """Return the policy, configured by the options."""
     return UnmergeOnly(options.max_step_requests, options.max_wait_seconds)

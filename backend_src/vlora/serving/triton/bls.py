@@ -12,6 +12,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from vlora.request import ImageFeatures
+from vlora.serving.codec import ADAPTER_VERSION
 from vlora.serving.responder import from_message, is_coded
 from vlora.serving.tensors import Tensors, flag
 from vlora.serving.triton.tensors import to_triton
@@ -24,17 +25,17 @@ VISION_ENCODER = "vision_encoder"
 ENCODE_TRIES = 3
 """Maximum number of calls of the vision encoder for one request.
 
-Triton 2.51 fails a whole batch if the strings of one request have wrong length prefixes. Strings
-from `lmm` are always well formed, so an error in Triton's own words was caused by another request
-of the batch, and the call is repeated.
+If the strings of one request have wrong length prefixes, Triton 2.51 fails the whole batch. Strings
+from `lmm` are always correct. So an error with a message of Triton's own was caused by another
+request of the batch, and the call is repeated.
 """
 
 ALIVE_SECONDS = 5.0
-"""Seconds for which the responses of a call to a decoupled model stay owned after their use.
+"""Seconds for which the responses of a call to a decoupled model are kept after their use.
 
-The server's stub forgets a finished call of a decoupled model on a thread that does not hold
-Python's lock. If that call were the last owner of the responses, it would free their arrays there
-and corrupt reference counts (python_backend issue 390, fixed in 24.12).
+Triton's stub forgets a finished call of a decoupled model on a thread that does not hold the GIL.
+If it were the last owner of the responses, it would free their arrays there and corrupt reference
+counts (python_backend issue 390, fixed in 24.12).
 """
 
 ANSWER_OUTPUTS = (
@@ -55,27 +56,27 @@ CANCEL_OUTPUTS = ("text_output", "details")
 
 
 class ModelCalls:
-    """Calls other models of the same server. All methods block; all may be called concurrently."""
+    """Calls other models of the same server. All methods block, and any thread may call them."""
 
     def __init__(self) -> None:
         self._alive: deque[tuple[float, Any]] = deque()
         self._lock = threading.Lock()
 
     def ask_lmm(self, tensors: Tensors, request_id: str) -> list[Tensors]:
-        """Return all responses of `lmm`. Raises the error of a response that failed."""
+        """Return all responses of `lmm`. If a response is an error, raise it."""
         outputs = CANCEL_OUTPUTS if "cancel" in tensors else ANSWER_OUTPUTS
         responses = list(_request(LMM, tensors, outputs, request_id).exec(decoupled=True))
         self._keep_alive([(response, response.output_tensors()) for response in responses])
         return [unwrap(response) for response in responses]
 
     def cancel_unary(self, client_id: str) -> None:
-        """Have `lmm_unary` end the requests with this id that wait there."""
+        """End the requests with this id that wait in `lmm_unary`."""
         unwrap(_request(LMM_UNARY, {"cancel": flag(True)}, ["text_output"], client_id).exec())
 
     def encode_images(self, tensors: Tensors) -> ImageFeatures:
-        """Return features from `vision_encoder`; adds and removes its batch dimension."""
+        """Return features from `vision_encoder`. Adds and removes its batch dimension."""
         batched = {name: value[None] for name, value in tensors.items()}
-        outputs = ("image_features", "image_layout")
+        outputs = ("image_features", "image_layout", ADAPTER_VERSION)
         for _ in range(ENCODE_TRIES):
             response = _request(VISION_ENCODER, batched, outputs, "").exec()
             if not response.has_error() or is_coded(response.error().message()):
@@ -83,7 +84,7 @@ class ModelCalls:
         return features_from(unwrap(response))
 
     def clear(self) -> None:
-        """Release the responses that are still owned."""
+        """Release the responses that are still kept."""
         with self._lock:
             self._alive.clear()
 
@@ -107,7 +108,7 @@ def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: s
 def unwrap(response: Any) -> Tensors:
     """Return copies of a response's tensors, or raise its error.
 
-    An error with one of our codes was counted by the model that raised it first.
+    An error with one of our codes was already counted by the model that raised it.
     """
     if response.has_error():
         message = response.error().message()

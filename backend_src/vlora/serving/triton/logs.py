@@ -1,4 +1,4 @@
-"""Our log records as lines of Triton's log."""
+"""Writing of our log records to Triton's log."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonHandler(logging.Handler):
-    """Writes log records to Triton's log, at the matching severity."""
+    """Writes log records to Triton's log with the same severity."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = pb_utils.Logger

@@ -1,4 +1,4 @@
-"""Triton's custom metrics behind the `Registry` interface."""
+"""Triton's custom metrics as an implementation of `Registry`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from vlora.serving.registry import Metric
 
 
 class TritonRegistry:
-    """Makes custom metrics, one family per name.
+    """Makes custom metrics, with one family per name.
 
-    The registry must live as long as its metrics: Triton drops a family's metrics with the family.
+    The registry must live as long as its metrics, because Triton removes a family's metrics
+    together with the family.
     """
 
     def __init__(self) -> None:

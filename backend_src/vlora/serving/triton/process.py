@@ -29,20 +29,20 @@ AnyExporter = TypeVar("AnyExporter", bound=Exporter)
 
 
 class TritonProcess:
-    """A model's process, from the first act of `initialize` to the last one of `finalize`.
+    """The process of a model, from the start of `initialize` to the end of `finalize`.
 
-    Construction sends the log to Triton's, ties this process to its server, reads the options that
-    all models of the repository share, and starts to export the errors that this process sends.
+    Construction redirects the log to Triton's, starts the lifeline, reads the options that all
+    models of the repository share, and starts to export the errors that this process sends.
 
     Attributes:
-        options: the options of `lmm/1/model.json`.
+        options: the options in `lmm/1/model.json`.
         lifeline: watches the server.
         calls: calls other models.
         labels: the labels of the vLLM backend's metrics.
     """
 
     def __init__(self, args: Mapping[str, str]) -> None:
-        """args: the argument that Triton passes to `initialize`."""
+        """Start the process. args: the argument that Triton passes to `initialize`."""
         log_to_triton(args["model_name"])
         self.lifeline = Lifeline(args["model_name"])
         self._lmm_version = Path(args["model_repository"]).parent / LMM / "1"
@@ -55,7 +55,7 @@ class TritonProcess:
         self.export(lambda registry: ErrorExporter(registry, self.labels, self._errors))
 
     def adapter_names(self) -> dict[str, str]:
-        """Return the adapter names of `lmm/1/multi_lora.json`, each with its folder."""
+        """Return name → folder of the adapters in `lmm/1/multi_lora.json`."""
         return load_adapter_names(self._lmm_version / "multi_lora.json")
 
     def export(
@@ -63,11 +63,11 @@ class TritonProcess:
         make: Callable[[Registry], AnyExporter],
         progress: Callable[[Registry], Exporter] | None = None,
     ) -> AnyExporter | None:
-        """Return the exporter that `make` returns, flushed once a second until `close_metrics`.
+        """Start the exporter that `make` returns, and return it. It is flushed once a second.
 
-        progress: makes the exporter that replaces it if our options turn metrics off.
+        progress: makes the exporter to start instead if the options turn metrics off.
 
-        Returns None if metrics are turned off, by our options or in the server.
+        Returns None if metrics are turned off, by the options or in the server.
         """
         if not self.options.disable_log_stats:
             return self._start(make)
@@ -76,7 +76,7 @@ class TritonProcess:
         return None
 
     def _start(self, make: Callable[[Registry], AnyExporter]) -> AnyExporter | None:
-        """Return a new exporter, or None if the server exports no metrics."""
+        """Start an exporter and return it; return None if the server exports no metrics."""
         registry = TritonRegistry()
         self._registries.append(registry)
         try:
@@ -93,13 +93,12 @@ class TritonProcess:
         hand_over(requests, service, self._errors, self.options.limits)
 
     def responder(self, request: Any) -> TritonResponder:
-        """Return a responder that answers `request`."""
         return TritonResponder(request, self._errors)
 
     def response(self, answer: Tensors | VLoraError) -> Any:
         """Return the response that `execute` returns for a request.
 
-        A response that cannot be made becomes an error.
+        If the response cannot be made, an error response is returned.
         """
         try:
             if isinstance(answer, VLoraError):
@@ -109,16 +108,15 @@ class TritonProcess:
             return make_error_response(as_vlora_error(error, "making the answer"), self._errors)
 
     def close_metrics(self) -> None:
-        """Stop refreshing metrics."""
         while self._refreshers:
             self._refreshers.pop().close()
 
     def release(self, model: Any) -> None:
-        """Release everything that belongs to the server, as the last act of `finalize`.
+        """Release everything that belongs to the server. This must be the end of `finalize`.
 
         Shared memory of the server that is still in use when the interpreter ends crashes the
-        process, so all attributes of `model` are deleted, and reference cycles (a stored error
-        holds the frames that it passed through) are collected at once.
+        process. So all attributes of `model` are deleted. Reference cycles are collected at once,
+        since a stored error holds the frames that it passed through.
         """
         self.lifeline.close()
         self.close_metrics()

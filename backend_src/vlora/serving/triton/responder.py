@@ -1,4 +1,4 @@
-"""Sending responses through Triton's response senders."""
+"""Sending of responses through Triton's response senders."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class TritonResponder:
 
     errors: counts the errors that are sent.
 
-    **Invariant:** the sender is not used after the final response has been sent: Triton frees what
-    `is_cancelled` reads. The lock keeps `send` and `is_cancelled` from running at the same time.
+    **Invariant:** the sender is not used after the final response, because Triton frees what
+    `is_cancelled` reads. A lock keeps `send` and `is_cancelled` from running at the same time.
 
-    **Invariant:** only requested outputs are sent, and their tensors live until they are sent:
-    `send` drops the other outputs, and frees their arrays without holding Python's lock
+    **Invariant:** only requested outputs are sent, and their tensors live until they are sent.
+    Triton's `send` would drop other outputs, and free their arrays without holding the GIL
     (python_backend issue 390).
     """
 
@@ -46,13 +46,13 @@ class TritonResponder:
         self._closed = False
 
     def send(self, tensors: Tensors, final: bool) -> None:
-        """Send the requested ones of these tensors."""
+        """Send those of the tensors that the client requested."""
         requested = {name: value for name, value in tensors.items() if name in self._requested}
         alive_until_sent = to_triton(requested)
         self._send(pb_utils.InferenceResponse(output_tensors=alive_until_sent), final)
 
     def fail(self, error: VLoraError) -> None:
-        """Send `error` as the final response. Ends the request even if that fails."""
+        """Send `error` as the final response. The request ends even if sending fails."""
         try:
             self._send(make_error_response(error, self._errors), final=True)
         except Exception:
@@ -92,10 +92,10 @@ class Service(Protocol):
 def hand_over(
     requests: Sequence[Any], service: Service, errors: ErrorCounts, limits: Limits
 ) -> None:
-    """Pass the requests to the service, which answers them at any later time.
+    """Pass the requests to the service, which may answer them at any later time.
 
     This is all that `execute` of a decoupled model does. A request that cannot be read is answered
-    with its error here.
+    here with its error.
     """
     for request in requests:
         responder = TritonResponder(request, errors)

@@ -15,11 +15,11 @@ from vlora.serving.tensors import Array, Tensors
 from vlora.strict_json import load_object
 
 MAX_ID_LENGTH = 1024
-"""Maximum length of a request's id: ids are stored after their requests have ended."""
+"""Maximum length of a request's id. It is limited because ids are stored after requests end."""
 
 
 def inputs_of(request: Any) -> dict[str, Array]:
-    """Return the request's tensors by name. They are views, valid only as long as the request."""
+    """Return the request's tensors by name. They are views and become invalid with the request."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
 
 
@@ -50,14 +50,13 @@ def to_triton(tensors: Tensors) -> list[Any]:
 
 
 def make_response(tensors: Tensors) -> Any:
-    """Return a Triton response that holds these tensors."""
     return pb_utils.InferenceResponse(output_tensors=to_triton(tensors))
 
 
 def make_error_response(error: VLoraError, counts: ErrorCounts) -> Any:
-    """Return a Triton response for `error`, with its code both in the message and separately.
+    """Return a Triton response for `error`, with its code in the message and also separately.
 
-    The response is the final one of its request, so the error is added to `counts`.
+    It is the final response of its request, so the error is added to `counts`.
     """
     counts.add(error)
     code = getattr(pb_utils.TritonError, error.code)

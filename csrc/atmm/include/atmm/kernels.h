@@ -1,6 +1,6 @@
-// What an instruction set provides: register-tile kernels, and copies to and from their scratch
-// memory. Loops over blocks, threads and the choice of tiles are common to all instruction sets
-// (cpu/tile_loop.h, cpu/apply.cpp).
+// The kernels that each instruction set provides: register tiles, and copies to and from their
+// scratch memory. The loops over blocks and threads and the choice of tiles are common to all
+// instruction sets (cpu/tile_loop.h, cpu/apply.cpp).
 //
 // A step is one unit of the depth in a packed matrix: one fp32 value, or one pair of bf16. A word
 // is 4 bytes: one fp32 value, or one pair of bf16.
@@ -15,8 +15,8 @@ namespace vlora::atmm {
 // Maximum number of steps in a row of scratch.
 constexpr int kScratchDepth = 256;
 
-// Words between rows of scratch. It is a constant, so that the rows of a tile need one address
-// register, and it is 17 cache lines, so that rows do not fall on the same cache sets.
+// Words between rows of scratch. It is a constant, so that the rows of a tile need only one address
+// register. It is 17 cache lines, so that rows do not fall on the same cache sets.
 constexpr int kScratchStride = kScratchDepth + 16;
 
 // Maximum number of panels in a register tile.
@@ -28,8 +28,8 @@ constexpr int kNarrowIndex = kMaxTilePanels;
 // Maximum number of rows in a register tile.
 constexpr int kMaxTileRows = 24;
 
-// The arguments of a register-tile kernel: neighbouring panels of a bundle, repeated over `groups`
-// bundles.
+// The arguments of a register-tile kernel, which computes neighbouring panels of a bundle, repeated
+// over `groups` bundles.
 struct Tile {
   const void* x;          // rows in scratch (kScratchStride apart) or of the caller (x_stride)
   ptrdiff_t x_stride;     // words
@@ -40,7 +40,7 @@ struct Tile {
   int64_t groups;
   void* out;              // shrink: fp32 scratch, kScratchStride apart; expand: y; merge: M
   ptrdiff_t out_stride;   // elements
-  const void* in;         // expand, merge: what the product is added to
+  const void* in;         // expand, merge: the values to which the product is added
   ptrdiff_t in_stride;
   ptrdiff_t in_ahead;     // elements of `in` beyond the tile that are prefetched
   int32_t group_columns;  // columns of `out` and `in` between bundles
@@ -53,13 +53,13 @@ struct Tile {
 
 using TileKernel = void (*)(const Tile&);
 
-// Kernels by [panels - 1, or kNarrowIndex][rows - 1]; null where there are not enough registers.
+// Kernels by [panels - 1, or kNarrowIndex][rows - 1]; null if there are not enough registers.
 struct TileSet {
   // For rows kScratchStride apart.
   TileKernel packed[kMaxTilePanels + 1][kMaxTileRows];
-  // For rows x_stride apart; first product only.
+  // For rows x_stride apart, in the first product only.
   TileKernel direct[kMaxTilePanels + 1][kMaxTileRows];
-  // As direct, with software prefetch of the panels and several chains of sums.
+  // Like direct, with software prefetch of the panels and several chains of sums.
   TileKernel prefetching[kMaxTilePanels + 1][kMaxTileRows];
 };
 
@@ -68,7 +68,7 @@ using runtime::kLimbs;
 constexpr int kLimbDepth = 2 * runtime::kAmxRows;  // values of depth that one tile takes
 constexpr int kLimbRows = runtime::kAmxBlockRows;
 constexpr int kLimbColumns = runtime::kAmxBlockPanels * kPanel;  // columns of a block
-constexpr int kLimbGroup = 2;  // blocks whose sums are added to W at a time
+constexpr int kLimbGroup = 2;  // number of blocks whose sums are added to W together
 
 // out = in + sign * left right, for up to kLimbRows rows.
 struct LimbRows {
@@ -78,7 +78,7 @@ struct LimbRows {
   int rows;
   int64_t columns;
   const void* in;
-  const void* next;  // the next call's `in`, which is prefetched; or null
+  const void* next;  // `in` of the next call, which is prefetched; or null
   void* out;
   ptrdiff_t stride;  // elements between rows of in, next and out
   float sign;
@@ -94,16 +94,16 @@ struct Limbs {
 
 struct Kernels {
   const char* name;
-  int bundle;               // number of panels its tiles read interleaved
-  bool pairs_in_registers;  // bf16 pairs are multiplied as such; otherwise rows become fp32 first
+  int bundle;               // number of panels that its tiles read interleaved
+  bool pairs_in_registers;  // whether bf16 pairs are multiplied directly; else rows become fp32
   int max_rows[kMaxTilePanels];      // rows of the tallest tile, by panels - 1
   TileSet shrink[kDtypes];           // by type of the matrices
   TileSet expand[kDtypes][kDtypes];  // by type of the matrices and of y; [kFp32][kBf16] is empty
   // By type of W, for rows x_stride apart.
   TileKernel merge[kDtypes][kMaxTilePanels][kMaxTileRows];
-  // The same with stores that bypass the caches; null where bundle is 1.
+  // The same with stores that bypass the caches; null if bundle is 1.
   TileKernel merge_streaming[kDtypes][kMaxTilePanels][kMaxTileRows];
-  // bf16 merge of panels whose even columns come first; null where a panel is one register.
+  // bf16 merge of panels whose even columns come first; null if a panel is one register.
   TileKernel merge_deinterleaved[kMaxTilePanels][kMaxTileRows];
   // Copies rows x count elements to scratch, as fp32 or as pairs of bf16. An odd last element is
   // padded with zero.
@@ -111,15 +111,15 @@ struct Kernels {
                     void* to, ptrdiff_t to_stride);
   // Converts fp32 rows of scratch to pairs of bf16 in place. An odd count is padded with zero.
   void (*round_rows)(float* scratch, int64_t rows, int64_t count);
-  // Converts panels of bf16 pairs, `columns` panels of each of a tile's bundles, to fp32: each step
-  // becomes two.
+  // Converts bf16 pairs to fp32, in `columns` panels of each of a tile's bundles. Each step becomes
+  // two steps.
   void (*widen_panels)(const Tile&, int columns, float* to);
   // Separates the two steps interleaved in each line of a narrow panel of bf16 pairs.
   void (*deinterleave_narrow)(const void* lines, int64_t count, void* to);
   const runtime::TileUnit* tiles;  // multiplies tiles of bf16 pairs; null if there is none
-  Limbs limbs;                     // filled where `tiles` is not null
-  // Kernels for small blocks of rows on CPUs that multiply bf16 pairs slowly: they convert panels
-  // to fp32 in registers. Null if there are none.
+  Limbs limbs;                     // filled if `tiles` is not null
+  // Kernels for small blocks of rows on CPUs that multiply bf16 pairs slowly, or null. They convert
+  // panels to fp32 in registers.
   const Kernels* small_blocks;
   // y += sign * sums.
   void (*add_sums)(Dtype, void* y, ptrdiff_t y_stride, const float* sums, ptrdiff_t sums_stride,

@@ -15,7 +15,7 @@ class Chooser {
  public:
   virtual ~Chooser() = default;
   virtual TileConfig choose(const Shape& shape) const = 0;
-  // Whether a row's products are summed in the same order whatever the number of rows, so that its
+  // Whether a row's products are summed in the same order for any number of rows, so that its
   // result is the same in any batch.
   virtual bool fixed_order() const = 0;
 };
@@ -24,10 +24,10 @@ class Chooser {
 void apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
            const Chooser& chooser, int threads);
 
-// The same inside another kernel's parallel region: the caller constructs it before the region, for
-// at least as many threads as the region will have, and each of the region's threads then calls it
-// once. y is complete after the region's next barrier. The problem, the segments and the kernels
-// must outlive it.
+// The same operation inside another kernel's parallel region. The caller constructs it before the
+// region, for at least as many threads as the region will have. Then each thread of the region
+// calls it once. y is complete after the region's next barrier. The problem, the segments and the
+// kernels must outlive it.
 class Apply {
  public:
   Apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
@@ -35,7 +35,7 @@ class Apply {
   ~Apply();
   void operator()(const runtime::Team& team) const;
 
-  int threads() const { return threads_; }             // number of threads it has work for
+  int threads() const { return threads_; }             // number of threads for which it has work
   bool has_barriers() const { return has_barriers_; }  // whether its threads wait for each other
 
  private:
@@ -49,15 +49,14 @@ class Apply {
 // y[rows, : classes] = x[rows] W^T + bias: problem.pairs hold (classes, packed W, bias), all fp32.
 void heads(const Kernels& kernels, const Problem& problem, const SegmentList& segments);
 
-// out = in + sign * B A for all matrices (§4.4.1), or out = in where the rank is 0. `out` may be
-// `in`.
+// out = in + sign * B A for all matrices (§4.4.1), or out = in if the rank is 0. `out` may be `in`.
 void merge(const Kernels& kernels, Dtype dtype, void* out, const void* in, const Merge* merges,
            int64_t count, float sign, const Chooser& chooser, int threads);
 
 // Packs a matrix [n, k] in panels of kPanel interleaved rows (bf16: pairs of k), padded with zeros.
-// `bundle` neighbouring panels are interleaved step by step, fewer in the last bundle. With
-// `narrow` (matrices of the first product), a last panel with at most half the rows takes half the
-// memory: two steps are interleaved in it.
+// `bundle` neighbouring panels are interleaved step by step; the last bundle may have fewer. With
+// `narrow` (matrices of the first product), a last panel with at most kPanel / 2 rows takes half
+// the memory, because two of its steps are interleaved.
 size_t packed_bytes(int64_t n, int64_t k, Dtype dtype, bool narrow);
 void pack(void* to, const void* matrix, int64_t n, int64_t k, ptrdiff_t n_stride,
           ptrdiff_t k_stride, Dtype dtype, int bundle, bool narrow);

@@ -13,7 +13,7 @@
 
 namespace vlora::atmm {
 
-// What the choice of a tile depends on, before it is rounded to buckets.
+// The properties on which the choice of a tile depends, before they are rounded to buckets.
 struct Shape {
   Operation operation;
   Dtype dtype;
@@ -47,9 +47,9 @@ Key key_of(const Shape& shape);
 const std::vector<TileConfig>& configurations(Operation operation);
 std::string name_of(const TileConfig& config);
 
-// Returns the configuration used without a table: a function of the shape, of the machine, and of
-// whether the instruction set converts bf16 panels to fp32 (`widening`) or multiplies tiles of bf16
-// (`tiles`). The reason for each number is given where it is used.
+// Returns the configuration that applies without a table. It depends on the shape, on the machine,
+// and on whether the instruction set converts bf16 panels to fp32 (`widening`) or multiplies tiles
+// of bf16 (`tiles`). The code gives the reason for each number.
 TileConfig built_in(const Shape& shape, const runtime::Machine& machine, bool widening, bool tiles);
 // The same for this machine and the instruction set in use.
 TileConfig built_in(const Shape& shape);
@@ -59,14 +59,14 @@ struct Entry {
   std::string config;
 };
 
-// The table of one instruction set. It does not change once it is published, so any thread may look
-// up in it.
+// The table of one instruction set. It does not change after it is published, so any thread may use
+// it.
 class TileTable {
  public:
   // Throws std::invalid_argument if no configuration has an entry's name.
   explicit TileTable(const std::vector<Entry>& entries);
-  // Returns the entry of `key`, or of the nearest key (`exact` is then false), or null if the table
-  // has no entry for the key's operation and type.
+  // Returns the entry of `key`. Without one, returns the entry of the nearest key and sets `exact`
+  // to false, or returns null if the key's operation and type have no entries.
   const TileConfig* find(const Key& key, bool* exact) const;
 
  private:
@@ -74,7 +74,7 @@ class TileTable {
   std::unordered_map<Key, const TileConfig*, KeyHash> entries_;
 };
 
-// Look-ups: exact hits, misses that took the nearest key's entry, and built-in choices.
+// Numbers of look-ups: exact hits, misses that took the nearest key's entry, and built-in choices.
 struct Counters {
   std::atomic<uint64_t> hits{0}, misses{0}, defaults{0};
 };

@@ -9,7 +9,7 @@ namespace vlora::atmm {
 // Rows of a packed matrix that are interleaved: one vector of the kernels.
 constexpr int kPanel = kLanes;
 
-// Maximum number of panels interleaved step by step: a register tile of that many panels reads one
+// Maximum number of panels interleaved step by step. A register tile that covers them reads one
 // stream of memory.
 constexpr int kMaxBundle = 4;
 
@@ -18,7 +18,7 @@ constexpr int kMaxOutputs = 8;
 
 enum class Operation : uint8_t { kApply = 0, kMerge = 1 };
 
-// Rows start … start + length - 1 go through the adapter in `slot`, times `sign` (+1 or -1).
+// Rows start … start + length - 1 use the adapter in `slot`, times `sign` (+1 or -1).
 struct Segment {
   int64_t start;
   int64_t length;
@@ -26,8 +26,9 @@ struct Segment {
   int32_t sign;
 };
 
-// One adapter's packed matrices for one projection; rank 0 if the projection is not targeted.
-// For heads: rank is the number of classes, a the packed weight, b the bias in fp32.
+// One adapter's packed matrices for one projection. The rank is 0 if the projection is not
+// targeted. For task heads, rank is the number of classes, a the packed weight, and b the bias in
+// fp32.
 struct Pair {
   int32_t rank;
   const void* a;
@@ -56,8 +57,8 @@ struct Problem {
   int32_t bundle;     // panels interleaved when the matrices were packed: a power of two
 };
 
-// M = W + sign * B A for one matrix. A: [rank, d_in] and B: [d_out, rank], row-major fp32. With
-// rank 0, M = W.
+// M = W + sign * B A for one matrix, or M = W for rank 0. A: [rank, d_in] and B: [d_out, rank],
+// row-major fp32.
 struct Merge {
   int64_t offset;  // of W and of M in their slabs, in elements
   int64_t d_out;
@@ -67,7 +68,7 @@ struct Merge {
   const float* b;
 };
 
-// How a problem is divided. All sizes are rows, columns or depth of the operands.
+// The division of a problem. All sizes are rows, columns or depth of the operands.
 struct TileConfig {
   int32_t row_block;       // rows whose rank-r intermediate stays in cache between the products
   int32_t shrink_columns;  // columns of the intermediate in a register tile: 16, 32, 48 or 64

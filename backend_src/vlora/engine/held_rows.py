@@ -1,0 +1,168 @@
+"""Rows of structured requests that wait for a token mask.
+
+A grammar's process computes the mask of the next token during the forward pass. The mask is nearly
+always ready when the pass ends. If it is late, the row with its logits is held, and its token is
+drawn as soon as the mask arrives. The other requests continue meanwhile.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vlora.engine.request_state import LogitsRow, RequestState
+from vlora.errors import Unavailable
+from vlora.structured.grammar import SLOW_NICENESS, VERY_SLOW_SECONDS, Grammar
+
+GRACE_SECONDS = 0.001
+"""Maximum seconds that a step waits for masks. Grammars whose last mask was late are not waited
+for.
+"""
+
+IDLE_SECONDS = 0.005
+"""Maximum time that the engine sleeps in one go while it has nothing else to do."""
+
+MAX_WAIT_SECONDS = 10.0
+"""Maximum time that a row waits for its mask; then the grammar's process is ended."""
+
+COMPLETE = LogitsRow(finite=True)
+"""Stand-in for the next row of an answer that is complete without it."""
+
+
+class _Held(NamedTuple):
+    """A row that waits for its mask.
+
+    since: time at which the wait began, in seconds of `time.monotonic`.
+    processor_seconds: processor time of the grammar's process at that moment.
+    """
+
+    state: RequestState
+    row: LogitsRow
+    since: float
+    processor_seconds: float
+
+
+class HeldRows:
+    """The matchers of structured requests, and the rows that wait for a mask.
+
+    A matcher is the state of a grammar after the tokens of one request.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, RequestState] = {}
+        """Requests with an open matcher, by id."""
+        self._held: dict[str, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(self, state: RequestState) -> None:
+        """Open the matcher of a structured request before its first step; its first mask is then
+        computed.
+        """
+        if state.grammar is not None and state.matcher is None:
+            state.matcher = state.grammar.open()
+            self._states[state.sequence.id] = state
+
+    def end(self, state: RequestState) -> None:
+        """Close the matcher of a request and forget its row."""
+        if self._states.pop(state.sequence.id, None) is not None:
+            self._held.pop(state.sequence.id, None)
+            assert state.matcher is not None
+            state.matcher.close()
+
+    def wait_for(self, states: Iterable[RequestState]) -> None:
+        """Wait up to GRACE_SECONDS for the masks of these requests."""
+        if not self._states:
+            return
+        expected = [state for state in states if state.matcher is not None]
+        _receive(expected)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while True:
+            grammars = {
+                state.grammar
+                for state in expected
+                if not _ready(state) and state.grammar and not state.grammar.late
+            }
+            left = deadline - time.monotonic()
+            if not grammars or left <= 0:
+                return
+            _wait(grammars, left)
+            _receive(expected)
+
+    def hold(self, state: RequestState, row: LogitsRow) -> bool:
+        """Hold the row of a request if its mask is late; return whether it is held."""
+        grammar, request_id = state.grammar, state.sequence.id
+        if grammar is None:
+            return False
+        grammar.late = not _ready(state)
+        earlier = self._held.pop(request_id, None)
+        if grammar.late:
+            # The step's logits are overwritten by the next step.
+            logits = None if row.logits is None else row.logits.clone()
+            since, seconds = time.monotonic(), grammar.processor_seconds
+            if earlier is not None:
+                since, seconds = earlier.since, earlier.processor_seconds
+            self._held[request_id] = _Held(state, row._replace(logits=logits), since, seconds)
+        return grammar.late
+
+    def answerable(self) -> list[tuple[RequestState, LogitsRow]]:
+        """Return the requests that can be answered without a forward pass, each with its row.
+
+        These are the held rows whose masks have arrived, and the answers that are complete already.
+        """
+        if not self._states:
+            return []
+        _receive(self._states.values())
+        answers = []
+        for request_id, state in self._states.items():
+            held = self._held.get(request_id)
+            if state.matcher is not None and state.matcher.stopped:
+                answers.append((state, COMPLETE))
+            elif held is not None and _ready(state):
+                answers.append((state, held.row))
+            elif held is not None:
+                _check_speed(held)
+        for state, _ in answers:
+            self._held.pop(state.sequence.id, None)
+        return answers
+
+    def sleep(self) -> None:
+        """Wait up to IDLE_SECONDS for the mask of a held row."""
+        _wait({h.state.grammar for h in self._held.values() if h.state.grammar}, IDLE_SECONDS)
+
+
+def _check_speed(held: _Held) -> None:
+    """Lower the priority of a grammar's process that is slow, and end it after MAX_WAIT_SECONDS."""
+    grammar = held.state.grammar
+    assert grammar is not None
+    if grammar.processor_seconds - held.processor_seconds > VERY_SLOW_SECONDS:
+        grammar.lower_priority(SLOW_NICENESS)
+    if time.monotonic() - held.since > MAX_WAIT_SECONDS:
+        grammar.end(
+            Unavailable(
+                "a token mask of 'structured_outputs' took more than"
+                f" {MAX_WAIT_SECONDS:g} s; simplify the structure, or try again"
+            )
+        )
+
+
+def _ready(state: RequestState) -> bool:
+    return state.matcher is None or state.matcher.ready
+
+
+def _receive(states: Iterable[RequestState]) -> None:
+    """Receive the replies that the grammars of these requests have sent."""
+    for grammar in {state.grammar for state in states if state.grammar is not None}:
+        grammar.receive()
+
+
+def _wait(grammars: Iterable[Grammar], seconds: float) -> None:
+    """Wait until one of these grammars has a reply."""
+    poll = select.poll()
+    for grammar in grammars:
+        if (file := grammar.file) is not None:
+            poll.register(file, select.POLLIN)
+    poll.poll(seconds * 1e3)

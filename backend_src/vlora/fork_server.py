@@ -1,0 +1,208 @@
+"""A fork server: a process that has done the slow imports and forks others within milliseconds.
+
+`ForkServer` starts a fork server and asks it for processes. `serve` is the main loop of the module
+that the fork server runs. Each forked process has its own socket to our process.
+
+**Invariant:** the fork server ends when the process that started it has ended, and the forked
+processes end with the fork server, whatever they are doing. Ctrl-C in a terminal ends none of them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+PR_SET_PDEATHSIG = 1
+
+FORK, STOP = b"F", b"K"
+COMMAND = struct.Struct("<ci")
+"""Kind and process id, sent to the fork server. FORK carries the new process's socket."""
+
+ANSWER = struct.Struct("<i")
+"""Answer of the fork server: the id of the new process, or an exit code as in `subprocess`."""
+
+OUT_OF_MEMORY = 3
+"""Exit code of a forked process that exceeds its limit of memory."""
+
+OUT_OF_TIME = -signal.SIGPROF
+"""Exit code of a forked process that exceeds its limit of processor time."""
+
+
+class ForkServer:
+    """A fork server. If it has ended, the next `fork` starts it again. Thread-safe."""
+
+    def __init__(
+        self,
+        module: str,
+        settings: Mapping[str, str] | None = None,
+        data: bytes = b"",
+        kind: int = socket.SOCK_STREAM,
+    ) -> None:
+        """Start the fork server, without waiting until it is ready.
+
+        module: module to run; it must call `serve`.
+        settings: environment variables in addition to ours.
+        data: bytes that the fork server can read by `given_data`.
+        kind: kind of the forked processes' sockets.
+        """
+        self._module = module
+        self._settings = dict(settings or {})
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._closed = False
+        self._data = os.memfd_create("vlora-data")
+        with os.fdopen(os.dup(self._data), "wb") as file:
+            file.write(data)
+        self._start()
+
+    def fork(self) -> tuple[int, socket.socket]:
+        """Return the process id and the socket of a new process.
+
+        Raises ConnectionError if this object is closed or the fork server cannot be started.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, self._kind)
+        try:
+            with theirs:
+                return self._fork(theirs), ours
+        except ConnectionError:
+            ours.close()
+            raise
+
+    def stop(self, process: int) -> int | None:
+        """End a process and return its exit code as in `subprocess`; None if it is unknown.
+
+        A process that had already ended keeps its own exit code.
+        """
+        try:
+            return self._ask(STOP, process, [])
+        except ConnectionError:
+            return None
+
+    def close(self) -> None:
+        """End the fork server and all forked processes."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._data)
+                self._end()
+
+    def _fork(self, theirs: socket.socket) -> int:
+        try:
+            return self._ask(FORK, 0, [theirs.fileno()])
+        except ConnectionError:
+            with self._lock:
+                if self._closed:
+                    raise
+                self._end()
+                self._start()
+            return self._ask(FORK, 0, [theirs.fileno()])
+
+    def _ask(self, kind: bytes, process: int, files: list[int]) -> int:
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the fork server is closed")
+            command = COMMAND.pack(kind, process)
+            socket.send_fds(self._control, [command], files, socket.MSG_NOSIGNAL)
+            try:
+                answer = receive(self._control, ANSWER.size)
+            except EOFError:
+                raise ConnectionError("the fork server has ended") from None
+        return int(ANSWER.unpack(answer)[0])
+
+    def _start(self) -> None:
+        self._control, theirs = socket.socketpair()
+        with theirs:
+            files = (theirs.fileno(), self._data)
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-W", "ignore", "-m", self._module, *map(str, files)],
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                # The fork server must find the same packages as this process.
+                env={
+                    **os.environ,
+                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+                    **self._settings,
+                },
+            )
+
+    def _end(self) -> None:
+        self._control.close()
+        self._process.kill()
+        with suppress(ChildProcessError):
+            self._process.wait()
+
+
+def given_data() -> bytes:
+    """Return the bytes that were given to the fork server. Call this in the fork server only."""
+    file = int(sys.argv[2])
+    # All fork servers share the file's offset, so read without it.
+    return os.pread(file, os.fstat(file).st_size, 0)
+
+
+def serve(run: Callable[[socket.socket], object]) -> None:
+    """Fork a process for each command, until the other side closes the socket.
+
+    run: called in a forked process with its socket. The process ends when it returns.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with suppress(OSError):
+        # If memory runs out, the kernel should end a forked process and not the engine.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    control = socket.socket(fileno=int(sys.argv[1]))
+    kernel = ctypes.CDLL(None)
+    server = os.getpid()
+    # Freezing keeps garbage collection from writing to memory that forked processes share.
+    gc.freeze()
+    with suppress(EOFError, ConnectionError):
+        while True:
+            command, files = receive_with_file(control, COMMAND.size)
+            kind, pid = COMMAND.unpack(command)
+            if kind == STOP:
+                os.kill(pid, signal.SIGKILL)
+                _, status = os.waitpid(pid, 0)
+                answer = os.waitstatus_to_exitcode(status)
+            else:
+                answer = os.fork()
+                if not answer:
+                    kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                    if os.getppid() == server:
+                        control.close()
+                        run(socket.socket(fileno=files[0]))
+                    os._exit(0)
+                os.close(files[0])
+            send(control, ANSWER.pack(answer))
+
+
+def receive(connection: socket.socket, count: int) -> bytes:
+    """Return the next `count` bytes. Raises EOFError if the other side has closed."""
+    data = connection.recv(count, socket.MSG_WAITALL) if count else b""
+    # A signal may end a call early.
+    while len(data) < count:
+        more = connection.recv(count - len(data), socket.MSG_WAITALL)
+        if not more:
+            raise EOFError
+        data += more
+    return data
+
+
+def send(connection: socket.socket, data: bytes) -> None:
+    """Send all of `data`. Raises ConnectionError if the other side has closed."""
+    connection.sendall(data, socket.MSG_NOSIGNAL)
+
+
+def receive_with_file(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
+    """Return the next `count` bytes and the file descriptors sent with them, at most one."""
+    data, files, _, _ = socket.recv_fds(connection, count, 1)
+    if not data:
+        raise EOFError
+    return data + receive(connection, count - len(data)), files
