@@ -70,9 +70,7 @@ class Caller:
         ({}, 0),
     ],
 )
-def test_a_refused_request_is_received_to_its_end(
-    headers: dict[str, str], received: int
-) -> None:
+def test_a_refused_request_is_received_to_its_end(headers: dict[str, str], received: int) -> None:
     """Otherwise most clients report a broken connection instead of the answer."""
     events: list[str] = []
 
