@@ -53,7 +53,7 @@ OUTPUTS = (
 
 COLLECT_SECONDS = 0.025
 """Age of a request in seconds up to which an idle encoder waits for others, to encode them in one
-part (decision 13).
+part (decision 67).
 """
 
 WATCH_SECONDS = 0.05
