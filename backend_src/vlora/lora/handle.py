@@ -31,7 +31,7 @@ def version_of(stamp: Stamp) -> str:
 
 
 class AdapterState(Enum):
-    """Where a version's weights are, or the operation that is moving them."""
+    """Location of a version's weights, or the operation that is moving them."""
 
     ON_DISK = "on disk"
     LOADING = "loading"

@@ -120,7 +120,7 @@ class AdapterStore:
 
     @property
     def table(self) -> NameTable:
-        """What each name stands for at present. Immutable."""
+        """Present meaning of all names: a handle or an error for each. Immutable."""
         return self._names.table
 
     def names(self) -> tuple[str, ...]:

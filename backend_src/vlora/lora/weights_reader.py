@@ -108,7 +108,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Where in memory the bytes of a file go.
+    """Destinations in memory for the bytes of a file.
 
     targets: (start, end) in bytes of each tensor, in the file's order. Tensors that end after the
         last run are not read.

@@ -1,4 +1,4 @@
-"""What every model's process has: its options, log, metrics and lifeline."""
+"""The parts that every model's process has: its options, log, metrics and lifeline."""
 
 from __future__ import annotations
 
