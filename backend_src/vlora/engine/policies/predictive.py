@@ -162,8 +162,8 @@ class Predictive:
 
 
 class _WorkLeft:
-    """Remaining work of requests in seconds, as if all steps were full. Made anew for
-    each choice.
+    """Remaining work of requests in seconds, as if all steps were full. Each choice makes a new
+    one.
     """
 
     def __init__(self, costs: StepCosts) -> None:
