@@ -141,7 +141,7 @@ class Sequence:
 
     @property
     def holds_adapter(self) -> bool:
-        """True once the sequence has begun. It then keeps this version of its adapter until it
+        """True once the sequence has started. It then keeps this version of its adapter until it
         ends.
         """
         return self._held is not None
