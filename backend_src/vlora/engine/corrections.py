@@ -3,7 +3,7 @@
 A step is its forward pass plus the overhead around it: scheduling, sampling and delivering outputs.
 Two factors correct the predicted time of the forward pass. The pace is the speed of the machine
 over the last few steps of any kind. The other factor is how much steps of the same kind deviate
-from the pace. The overhead is not in the profile and is learned from steps alone (decision 53).
+from the pace. The overhead is not in the profile and is learned from steps alone (decision 42).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ OUTPUTS = (
 )
 
 COLLECT_SECONDS = 0.025
-"""Age of a request up to which an idle encoder waits for others to join its part (decision 13)."""
+"""Age of a request up to which an idle encoder waits for others to join its part (decision 67)."""
 
 WATCH_SECONDS = 0.05
 """Interval at which deadlines are checked."""

@@ -1,6 +1,6 @@
 """The policy that maximizes the predicted gain per second of a step, and merges what saves time.
 
-It goes beyond the paper (decisions 43 and 58). The gain of a step is the sum of the shares of
+It goes beyond the paper (decision 43). The gain of a step is the sum of the shares of
 requests that it completes. Requests that are decoding continue if the step reads their adapter,
 because one more row costs little. A prompt delays all other requests while it is computed. An
 adapter that the step does not read yet costs the time to read it, which all requests with that
@@ -45,7 +45,7 @@ MAX_REFUSALS = 64
 """Number of rejected prompts after which no others are considered."""
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
 """Sizes of chunks that are compared with the whole rest of the prompt. Smaller chunks gain less
-than their additional steps cost (decision 58).
+than their additional steps cost (decision 43).
 """
 
 
