@@ -189,14 +189,15 @@ class Family:
         off = ("do_resize", "do_normalize", "do_convert_rgb", "do_sample_frames")
         clips = Qwen3VLVideoProcessor(**stored | dict.fromkeys(off, False))
         processor = _UncheckedQwen3VLProcessor(pictures, self.tokenizer, clips)
-        processor.image_token = "<|image_pad|>"  # The tokenizer names that of another family.
+        config = self.model.get_base_model().config
+        # The tokenizer names the image token of another family.
+        processor.image_token, processor.image_token_id = "<|image_pad|>", config.image_token_id
         frames = np.stack([image.rgb for image in images if image.is_video])
         made = processor(
             text=prompt,
             images=[Image.fromarray(image.rgb) for image in images if not image.is_video] or None,
             videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
         )
-        config = self.model.get_base_model().config
         swapped = {config.video_token_id: config.image_token_id}
         return [swapped.get(token, token) for token in made["input_ids"][0]]
 
