@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize
 
 from tests.support.checkpoints import FAMILIES
 from tests.support.families import ADAPTERS, VIDEO_FAMILIES, Family
@@ -27,7 +26,6 @@ from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
-from vlora.vision.families.qwen_clips import frame_size_of_qwen3
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import ChatTemplate, render
 
@@ -193,22 +191,6 @@ def test_the_prompt_of_a_clip_is_that_of_the_stock_processor(
     read = reader.read(prompt, ImageFeatures(encoded.features, encoded.layout))
     before, _, after = render("vqa", "when?", stills + 1, 0, template).rpartition("<|image_pad|>")
     assert list(read.ids) == family.processed(f"{before}<|video_pad|>{after}", images)
-
-
-def test_frames_have_the_size_that_the_stock_processors_give_them() -> None:
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        frames, height, width = (int(side) for side in rng.integers((1, 3, 3), (9, 120, 120)))
-        smallest = int(rng.integers(100, 5000))
-        settings = {
-            "patch_size": 4,
-            "merge_size": 2,
-            "size": {"shortest_edge": smallest, "longest_edge": smallest * int(rng.integers(3, 9))},
-        }
-        edges = settings["size"].values()
-        assert frame_size_of_qwen3(settings, frames, height, width) == smart_resize(
-            max(2, frames), height, width, 2, 8, *edges
-        )
 
 
 @pytest.mark.parametrize("family", ["llava_onevision"], indirect=True)

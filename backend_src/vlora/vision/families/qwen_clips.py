@@ -41,12 +41,12 @@ def clip_settings(folder: Path, processor: Any) -> Settings:
     """
     nested = _read(folder / "processor_config.json").get("video_processor")
     own = nested or _read(folder / "video_preprocessor_config.json")
-    settings = {**processor.to_dict(), **own}
-    size = dict(settings["size"])
+    stills = processor.to_dict()
+    size = {**stills["size"], **(own.get("size") or {})}
     for edge, limit in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
         if own.get(limit) is not None:
             size[edge] = own[limit]
-    return settings | {"size": size}
+    return {**stills, **own, "size": size}
 
 
 def _read(file: Path) -> Settings:
