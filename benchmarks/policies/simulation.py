@@ -8,8 +8,8 @@ from pathlib import Path
 
 from vlora.engine.cost import CostModel
 from vlora.ids import BASE
-from vlora.lora.adapter import AdapterInfo, Description
-from vlora.lora.handle import AdapterHandle, State
+from vlora.lora.adapter import AdapterDescription, AdapterInfo
+from vlora.lora.handle import AdapterHandle, AdapterState
 
 
 def fork(costs: CostModel) -> CostModel:
@@ -34,5 +34,5 @@ def resident_adapter(slot: int) -> AdapterHandle | None:
     if slot == BASE:
         return None
     info = AdapterInfo(f"slot {slot}", f"digest {slot}", (), (), (), {}, (), ())
-    described = Description(info, {}, 0)
-    return AdapterHandle(info.name, Path(), b"", described, State.RESIDENT, slot=slot)
+    described = AdapterDescription(info, {}, 0)
+    return AdapterHandle(info.name, Path(), b"", described, AdapterState.RESIDENT, slot=slot)

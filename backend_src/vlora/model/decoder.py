@@ -92,7 +92,7 @@ class Decoder:
         output_segments: segments of the output rows, in their order.
         levels: image features for the first layers, or None.
 
-        After the attention of the last layer, only the output rows are computed (decision 63).
+        After the attention of the last layer, only the output rows are computed (decision 36).
         """
         rotary = self._rotary.lookup(attention.positions, attention.uploaded_positions)
         buffers = self._workspace.buffers(len(hidden))

@@ -42,7 +42,7 @@ class PictureRefusedError(Exception):
     """The decoder cannot read a file. The message says why."""
 
 
-class Decoder:
+class DecodeProcess:
     """One decoder process. Not thread-safe.
 
     process: process id.

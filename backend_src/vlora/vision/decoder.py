@@ -26,7 +26,7 @@ from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer
 from vlora.vision import decode_worker
-from vlora.vision.decode_process import SETTINGS, Decoder, HasReply, PictureRefusedError
+from vlora.vision.decode_process import SETTINGS, DecodeProcess, HasReply, PictureRefusedError
 from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 
 LONG_SECONDS = 0.1
@@ -148,7 +148,7 @@ class ImageDecoder:
         self._regular = threading.Semaphore(places)
         self._long = threading.Semaphore(2 * places)
         self._threads = ThreadPoolExecutor(3 * places, thread_name_prefix="decode")
-        self._idle: list[Decoder] = []
+        self._idle: list[DecodeProcess] = []
         self._closed = False
 
     def submit(
@@ -244,7 +244,7 @@ class ImageDecoder:
             self._put_back(decoder, place)
         return images
 
-    def _take(self) -> Decoder:
+    def _take(self) -> DecodeProcess:
         """Return an idle decoder that is alive, or a new one."""
         with suppress(IndexError):
             while True:
@@ -254,11 +254,11 @@ class ImageDecoder:
                 # An idle decoder sends nothing, so a reply means that it has ended.
                 self._stop(decoder)
         try:
-            return Decoder(*self._processes.fork())
+            return DecodeProcess(*self._processes.fork())
         except ConnectionError:
             raise self._closed_error() from None
 
-    def _put_back(self, decoder: Decoder, place: _Place) -> None:
+    def _put_back(self, decoder: DecodeProcess, place: _Place) -> None:
         """Keep a decoder for the next request, unless its priority was lowered."""
         try:
             decoder.end()
@@ -270,7 +270,7 @@ class ImageDecoder:
         else:
             self._idle.append(decoder)
 
-    def _stop(self, decoder: Decoder) -> int | None:
+    def _stop(self, decoder: DecodeProcess) -> int | None:
         """End a decoder; return its exit code, or None if it is unknown."""
         decoder.close()
         return self._processes.stop(decoder.process)

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlora.engine.loop import EngineLoop
 from vlora.serving.arrivals import ArrivalStamps
-from vlora.serving.description import Description
+from vlora.serving.description import ServerDescription
 from vlora.serving.exporter import ENGINE_PROGRESS, EngineExporter, ProgressExporter
 from vlora.serving.lmm import LmmService
 from vlora.serving.triton.process import TritonProcess
@@ -60,7 +60,7 @@ class TritonPythonModel:
             observe=(lambda: lambda output: None) if exporter is None else exporter.request,
             cancel_elsewhere=self._process.calls.cancel_unary,
             routes=options.route_adapters,
-            describe=Description(
+            describe=ServerDescription(
                 lambda: self._loop.adapters.table, self._loop.max_model_len
             ).as_json,
         )

@@ -69,7 +69,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Choice:
+class KernelChoice:
     """Kernels of a call. A call may use tile kernels for long segments and row kernels for short
     ones.
 
@@ -94,7 +94,7 @@ class Choice:
         return f"{self.shrink} {self.expand} s{self.slices}; up to {self.rows_up_to} {rows}"
 
     @classmethod
-    def parse(cls, name: str) -> Choice:
+    def parse(cls, name: str) -> KernelChoice:
         """Return the choice with this name. Raise ValueError if the name is not valid."""
         tiles, _, rows = name.rpartition("; up to ")
         try:
@@ -138,16 +138,18 @@ def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
     return tile.index
 
 
-def by_rows(shape: Shape, multiprocessors: int) -> Choice:
+def by_rows(shape: Shape, multiprocessors: int) -> KernelChoice:
     """Return the row kernels, with enough depth slices to give every multiprocessor blocks."""
     blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
     wanted = BLOCKS_PER_SM * multiprocessors / blocks
     max_slices = max(1, shape.d_in // MIN_DEPTH)
     slices = max(s for s in SLICES if s == 1 or s <= min(max_slices, max(1.0, wanted)))
-    return Choice(row_block=1 if shape.rows < 3 else 4, row_slices=slices)
+    return KernelChoice(row_block=1 if shape.rows < 3 else 4, row_slices=slices)
 
 
-def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cores: bool) -> Choice:
+def built_in(
+    shape: Shape, library: Library, multiprocessors: int, *, tensor_cores: bool
+) -> KernelChoice:
     """Return the choice for a shape that no table contains.
 
     tensor_cores: whether tensor cores can be used, which needs a 16-bit type and rows aligned to 16
@@ -206,13 +208,13 @@ def _block_cost(tile: LoadedTile, depth: int) -> float:
 class Table:
     """Choices for one device by key. Entries whose tiles this build lacks are skipped."""
 
-    def __init__(self, entries: Mapping[str, Choice]) -> None:
+    def __init__(self, entries: Mapping[str, KernelChoice]) -> None:
         self._entries = dict(entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, shape: Shape) -> Choice | None:
+    def find(self, shape: Shape) -> KernelChoice | None:
         return self._entries.get(shape.key)
 
     @classmethod
@@ -221,9 +223,9 @@ class Table:
         table = json.loads(path.read_text())
         if table.get("version") != TABLE_VERSION:
             raise ValueError(f"{path} has version {table.get('version')}, not {TABLE_VERSION}")
-        choices: dict[str, Choice] = {}
+        choices: dict[str, KernelChoice] = {}
         for key, entry in table["entries"].items():
-            choice, dtype = Choice.parse(entry["config"]), key.split()[0]
+            choice, dtype = KernelChoice.parse(entry["config"]), key.split()[0]
             tiles = {None, *library.tiles_of("shrink", dtype), *library.tiles_of("expand", dtype)}
             if {choice.shrink, choice.expand} <= tiles:
                 choices[key] = choice

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vlora.atmm.cuda import library as c
-from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in
+from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
 from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.groups import HeadGroup, LoraGroup
@@ -110,7 +110,7 @@ class Operator:
 
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
-    ) -> Choice:
+    ) -> KernelChoice:
         tensor_cores = group.dtype != torch.float32 and _is_aligned(y, x, group.d_outs)
         shape = Shape(
             DTYPES[group.dtype],
@@ -134,7 +134,7 @@ class Operator:
         x: torch.Tensor,
         segments: DeviceSegments,
         group: DeviceGroup,
-        choice: Choice | None = None,
+        choice: KernelChoice | None = None,
         *,
         heads: bool = False,
     ) -> None:
