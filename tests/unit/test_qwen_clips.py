@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
     Qwen3VLVideoProcessor,
     smart_resize,
@@ -78,8 +79,8 @@ def test_settings_are_found_where_transformers_finds_them(tmp_path: Path) -> Non
         clip_settings(tmp_path, PROCESSOR)
 
 
-def test_the_text_of_a_clip_names_the_time_of_each_pair() -> None:
-    text = timed_text("<|vision_start|><|image_pad|><|vision_end|>", 61)
-    assert text.count("<|image_pad|>") == 31
-    assert text.startswith("<|vision_start|><0.0 seconds><|vision_start|><|image_pad|>")
-    assert text.endswith("<2.5 seconds><|vision_start|><|image_pad|><|vision_end|><|vision_end|>")
+@pytest.mark.parametrize("frames", [1, 2, 9, 61, 62])
+def test_the_times_of_a_clip_are_those_of_the_stock_processor(frames: int) -> None:
+    times = Qwen3VLProcessor._calculate_timestamps(None, list(range(frames)), 24)
+    pairs = "".join(f"<{time:.1f} seconds>[<|image_pad|>]" for time in times)
+    assert timed_text("[<|image_pad|>]", frames) == f"[{pairs}]"
