@@ -203,7 +203,7 @@ def run(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return geometric means of speed-ups by regime. Names with `_eager` are call by call.
+    """Return geometric means of speed-ups by regime. Those named `_eager` are timed call by call.
 
     PEFT's loop is measured call by call only. `limit` is the roofline over the measured time.
     """
