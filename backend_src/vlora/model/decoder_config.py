@@ -1,4 +1,7 @@
-"""Sizes of the decoder, read from a checkpoint's `config.json`. Unsupported ones are rejected."""
+"""Architecture of the decoder, read from a checkpoint's `config.json`.
+
+What the decoder cannot compute is rejected here.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +29,12 @@ FRAMES_PER_SECOND = 24.0
 class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
+    layers, hidden: number of layers, and width of the residual stream.
+    heads, kv_heads, head_dim: numbers of query heads and of key and value heads, and width of a
+        head.
+    intermediate: width of the MLP.
+    vocabulary: number of tokens with an embedding.
+    norm_eps: epsilon of the RMS norms.
     context: maximum number of positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
     biased: targets with a bias.
@@ -33,9 +42,9 @@ class DecoderConfig:
     image_token: id of the image placeholder; None for a checkpoint without images.
     eos_tokens: ids of the end-of-text tokens.
     names: names of the weights in the checkpoint.
-    rope_axes: axis of each rotary frequency, as described at `DecoderFamily.rope_axes`.
-    image_merge: number of patches that become one token, along each side of an image.
-    clip_interval: distance in time positions of two pairs of frames of a clip.
+    rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
+    image_merge: number of patches along each side of an image that become one token.
+    clip_interval: distance in positions of time between two successive pairs of frames of a clip.
     image_levels: number of first layers to whose outputs image features are added (DeepStack).
     quantization: layout of the target matrices in the checkpoint; None if they are floats.
     """
@@ -63,9 +72,7 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Width of a row of image features: the embedding, followed by the features of each
-        level.
-        """
+        """Width of a row of image features: that of the embedding, then that of each level."""
         return self.hidden * (1 + self.image_levels)
 
     @property
@@ -84,8 +91,8 @@ class DecoderConfig:
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight that a checkpoint must contain, by name without the layout's
-        prefix.
+        """Shape of each weight that a checkpoint must contain, by name without the
+        layout's prefix.
         """
         names = self.names
         shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocabulary, self.hidden)}
@@ -118,9 +125,9 @@ def dtype_of(requested: str, folder: Path) -> torch.dtype:
 
 
 def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
-    """Return the format in which the target matrices are kept, None for floats.
+    """Return the format in which the target matrices are kept in memory; None for floats.
 
-    Raises InvalidArgument if the options quantize a checkpoint that is stored quantized.
+    Raises InvalidArgument if the options ask to quantize a checkpoint that is quantized already.
     """
     stored = config.quantization
     if options.quantization is None:
@@ -177,8 +184,8 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def _clip_interval(vision: Any) -> float:
-    """Return the distance between two steps of a clip, in positions of time (Qwen2.5-VL); 1 for
-    others.
+    """Return `DecoderConfig.clip_interval`. It is 1, except for models like Qwen2.5-VL whose
+    positions of time follow the seconds of the clip.
     """
     per_second = getattr(vision, "tokens_per_second", None)
     if per_second is None:

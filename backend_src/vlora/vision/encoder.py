@@ -129,18 +129,19 @@ class VisionEncoder:
         self._model: Any = model
         self._layers = linear_layers(model)
         self._config = config
+        self._clips = self._family.clip_settings(checkpoint, self._processor)
         self.hidden = int(config.text_config.hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
         self._device = device.torch_device
         self._model.to(self._device)
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in patches of an image with this height and width in pixels."""
-        return self._family.grid(self._config, self._processor, height, width)
+    def grid(self, image: DecodedImage) -> tuple[int, int]:
+        """Return (height, width) of an image in patches of the tower."""
+        return self._family.grid(self._config, self._processor, image)
 
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
         """Return the images of one request with their views."""
-        return self._family.with_views(images)
+        return self._family.with_views(self._clips, images)
 
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None

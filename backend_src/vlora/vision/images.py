@@ -31,6 +31,8 @@ class DecodedImage:
         image before it.
     view: name of what the features depend on besides the pixels; "" for most families. It differs
         if a family encodes an image differently among other images, or as a frame.
+    scaled: size (height, width) to which the image is scaled before it is encoded; None if the
+        image processor chooses it.
     """
 
     rgb: ByteArray
@@ -38,6 +40,7 @@ class DecodedImage:
     view: str = ""
     frames: int = 1
     continues: bool = False
+    scaled: tuple[int, int] | None = None
 
     @property
     def height(self) -> int:
