@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 from transformers.activations import QuickGELUActivation
 
 from vlora import backends
@@ -21,7 +21,7 @@ from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument
 from vlora.kernels import ops
 from vlora.memory.device import HOST, Device
-from vlora.model.decoder_config import image_levels
+from vlora.model.decoder_config import image_levels, read_config
 from vlora.model.loader import check_files
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
@@ -87,13 +87,18 @@ class VisionEncoder:
         torch.set_num_threads(threads)
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
+        config = read_config(checkpoint)
         try:
-            config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
             self._processor: Any = AutoImageProcessor.from_pretrained(
-                checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True
+                checkpoint,
+                backend=PROCESSOR_BACKEND,
+                local_files_only=True,
+                trust_remote_code=False,
             )
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{checkpoint} has no readable vision tower: {error}") from None
+            raise InvalidArgument(
+                f"{checkpoint} has no readable image processor: {error}"
+            ) from None
         if self._processor.backend != PROCESSOR_BACKEND:
             raise InvalidArgument(
                 f"{checkpoint}: image processor {type(self._processor).__name__} has no"

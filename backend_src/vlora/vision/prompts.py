@@ -108,7 +108,9 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         images = _image_texts(Path(folder))
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         template = tokenizer.chat_template or _processor_template(Path(folder))
         if template is None:
             return cls(prefix=tokenizer.bos_token or "", suffix="", **images)
