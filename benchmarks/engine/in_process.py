@@ -138,7 +138,7 @@ class InProcess:
             return None
         image = DecodedImage(request.image)
         (features,) = self._encoder.encode([image])
-        grid = self._encoder.grid(image.height, image.width)
+        grid = self._encoder.grid(image)
         layout = np.array([[0, len(features), 1, *grid, 0]], dtype=np.int32)
         return ImageFeatures(features, layout)
 

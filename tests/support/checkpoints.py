@@ -28,11 +28,14 @@ from transformers.models.llava_onevision.image_processing_pil_llava_onevision im
     LlavaOnevisionImageProcessorPil,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 
 VISION_TOKENS = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 PATCH = 4
 HIDDEN = 64
 TILE = 16
+CLIP_LIMITS = {"shortest_edge": 2 * 16 * 16, "longest_edge": 4 * 40 * 40}
+"""Limits of the pixels of a whole clip in Qwen3-VL. Clips of the tests exceed both."""
 PINPOINTS = [[TILE, 2 * TILE], [2 * TILE, TILE], [2 * TILE, 2 * TILE]]
 
 
@@ -175,4 +178,6 @@ def make_checkpoint(family: str, tokenizer_of: Path, folder: Path) -> Path:
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     processor.save_pretrained(folder)
+    if family == "qwen3_vl":
+        Qwen3VLVideoProcessor(patch_size=PATCH, size=CLIP_LIMITS).save_pretrained(folder)
     return folder

@@ -61,23 +61,31 @@ class Questions:
         rng = np.random.default_rng(2)
         sizes = rng.integers(12, 80, (2, 2))
         self.images = [DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
+        self.clip = [
+            DecodedImage(rng.integers(0, 256, (24, 56, 3), np.uint8), is_video=True)
+            for _ in range(5)
+        ]
 
-    def text(self, adapter: str | None, images: int, model: str = "video_analytics") -> str:
-        """Return the server's answer to a question about the first images."""
+    def text(
+        self, adapter: str | None, images: int, model: str = "video_analytics", frames: int = 0
+    ) -> str:
+        """Return the server's answer to a question about the first images and frames."""
         sampling = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
         options = {"task": "vqa", "exclude_input_in_output": True} if model == "lmm_unary" else {}
         answer = self.ask.once(
             model,
             text_input="what is this?",
             image=[png(image) for image in self.images[:images]],
+            frames=[png(frame) for frame in self.clip[:frames]],
             sampling_parameters=sampling | ({"lora_name": adapter} if adapter else {}),
             **options,
         )
         return str(answer["text_output"]).strip()
 
-    def expected(self, adapter: str | None, images: int) -> str:
-        prompt = render("vqa", "what is this?", images, 0, self.template)
-        tokens = self.family.greedy(prompt, self.images[:images], adapter, MAX_TOKENS)
+    def expected(self, adapter: str | None, images: int, frames: int = 0) -> str:
+        prompt = render("vqa", "what is this?", images, frames, self.template)
+        pictures = [*self.images[:images], *self.clip[:frames]]
+        tokens = self.family.greedy(prompt, pictures, adapter, MAX_TOKENS)
         return str(self.family.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
@@ -90,6 +98,15 @@ def test_served_text_equals_that_of_the_stock_model(questions: Questions) -> Non
     for number, adapter in enumerate((None, *ADAPTERS)):
         images = 1 + number % 2
         assert questions.text(adapter, images) == questions.expected(adapter, images)
+
+
+@pytest.mark.parametrize(("images", "frames"), [(0, 5), (1, 4)])
+def test_served_clips_equal_those_of_the_stock_model(
+    questions: Questions, images: int, frames: int
+) -> None:
+    for adapter in (None, *ADAPTERS, None):
+        served = questions.text(adapter, images, frames=frames)
+        assert served == questions.expected(adapter, images, frames)
 
 
 def test_adapters_of_the_vision_tower_are_added_and_replaced(

@@ -5,6 +5,7 @@ What the decoder cannot compute is rejected here.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from vlora.config import AUTO, Options
 from vlora.errors import InvalidArgument
 from vlora.kernels.quantized import Format
 from vlora.model.families.base import WeightNames
-from vlora.model.families.registry import FAMILIES
+from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.rotary import rope_frequencies, unsupported_rope
 from vlora.model.stored_quantization import StoredQuantization, stored_quantization
 
@@ -118,7 +119,7 @@ def dtype_of(requested: str, folder: Path) -> torch.dtype:
         others.
     """
     if requested == AUTO:
-        config = _read_config(folder)
+        config = read_config(folder)
         stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         requested = "bfloat16" if stored in (torch.bfloat16, "bfloat16") else "float32"
     return torch.bfloat16 if requested == "bfloat16" else torch.float32
@@ -149,7 +150,7 @@ def load_config(folder: Path) -> DecoderConfig:
     """
     if not (folder / "config.json").is_file():
         raise InvalidArgument(f"model: {folder} holds no checkpoint (config.json is missing)")
-    config = _read_config(folder)
+    config = read_config(folder)
     text = config.get_text_config()
     if problem := _unsupported(config, text):
         raise InvalidArgument(f"model: {folder}: {problem}")
@@ -201,12 +202,23 @@ def image_levels(config: Any) -> int:
 
 def load_rope_frequencies(folder: Path) -> tuple[torch.Tensor, float]:
     """Return the result of `rope_frequencies` for a checkpoint folder."""
-    return rope_frequencies(_read_config(folder).get_text_config())
+    return rope_frequencies(read_config(folder).get_text_config())
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """Return transformers' configuration of a checkpoint folder.
+
+    Raises InvalidArgument if config.json cannot be read, or names an architecture that is not
+    served. Code in the folder is never run.
+    """
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
+    if problem := refusal(model_type):
+        raise InvalidArgument(f"model: {folder}: {problem}")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' own checks raise many types
         raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
 
@@ -218,7 +230,10 @@ def _unsupported(config: Any, text: Any) -> str | None:
     """
     family = FAMILIES.get(text.model_type)
     if family is None:
-        return f"model type '{text.model_type}' is not supported; supported: {', '.join(FAMILIES)}"
+        return (
+            f"a decoder of model type '{text.model_type}' is not supported; supported:"
+            f" {', '.join(FAMILIES)}"
+        )
     levels = image_levels(config)
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"

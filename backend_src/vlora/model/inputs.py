@@ -59,7 +59,9 @@ class PromptReader:
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         self._backend = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()

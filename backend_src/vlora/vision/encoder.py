@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 from transformers.activations import QuickGELUActivation
 
 from vlora import backends
@@ -21,7 +21,7 @@ from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument
 from vlora.kernels import ops
 from vlora.memory.device import HOST, Device
-from vlora.model.decoder_config import image_levels
+from vlora.model.decoder_config import image_levels, read_config
 from vlora.model.loader import check_files
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
@@ -87,13 +87,18 @@ class VisionEncoder:
         torch.set_num_threads(threads)
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
+        config = read_config(checkpoint)
         try:
-            config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
             self._processor: Any = AutoImageProcessor.from_pretrained(
-                checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True
+                checkpoint,
+                backend=PROCESSOR_BACKEND,
+                local_files_only=True,
+                trust_remote_code=False,
             )
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{checkpoint} has no readable vision tower: {error}") from None
+            raise InvalidArgument(
+                f"{checkpoint} has no readable image processor: {error}"
+            ) from None
         if self._processor.backend != PROCESSOR_BACKEND:
             raise InvalidArgument(
                 f"{checkpoint}: image processor {type(self._processor).__name__} has no"
@@ -129,18 +134,19 @@ class VisionEncoder:
         self._model: Any = model
         self._layers = linear_layers(model)
         self._config = config
+        self._clips = self._family.clip_settings(checkpoint, self._processor)
         self.hidden = int(config.text_config.hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
         self._device = device.torch_device
         self._model.to(self._device)
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in patches of an image with this height and width in pixels."""
-        return self._family.grid(self._config, self._processor, height, width)
+    def grid(self, image: DecodedImage) -> tuple[int, int]:
+        """Return (height, width) of an image in patches of the tower."""
+        return self._family.grid(self._config, self._processor, image)
 
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-        """Return the images of one request, each with its view (see `DecodedImage.view`)."""
-        return self._family.with_views(images)
+        """Return the images of one request each with its view (see `DecodedImage.view`)."""
+        return self._family.with_views(self._clips, images)
 
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None

@@ -47,7 +47,7 @@ class Encoder(Protocol):
     def hidden(self) -> int: ...
     @property
     def tower_digest(self) -> str: ...
-    def grid(self, height: int, width: int) -> tuple[int, int]: ...
+    def grid(self, image: DecodedImage) -> tuple[int, int]: ...
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]: ...
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None
@@ -287,7 +287,7 @@ class EncoderService:
                 layout[-1][2] += 1
                 layout[-1][5] += frames
             else:
-                grid = self._encoder.grid(image.height, image.width)
+                grid = self._encoder.grid(image)
                 layout.append([first, len(own), 1, *grid, frames])
                 size.append((image.height, image.width))
             first += len(own)
@@ -326,7 +326,7 @@ class EncoderService:
 
 def _key(image: DecodedImage, part: VisionPart | None, tower_digest: str) -> str:
     tower = tower_digest if part is None else f"{tower_digest} {part.digest}"
-    digest = hashlib.sha256(f"{tower} {image.view} {image.rgb.shape}".encode())
+    digest = hashlib.sha256(f"{tower} {image.view} {image.scaled} {image.rgb.shape}".encode())
     digest.update(np.ascontiguousarray(image.rgb).data)
     return digest.hexdigest()
 

@@ -32,6 +32,8 @@ class DecodedImage:
     frames: number of frames in `rgb`, all of one size.
     continues: whether it continues the clip of the image before it. Both then have one row of the
         layout.
+    scaled: size (height, width) to which the image is scaled before it is encoded; None if the
+        image processor chooses it.
     """
 
     rgb: ByteArray
@@ -39,6 +41,7 @@ class DecodedImage:
     view: str = ""
     frames: int = 1
     continues: bool = False
+    scaled: tuple[int, int] | None = None
 
     @property
     def height(self) -> int:

@@ -80,14 +80,15 @@ class ChatTemplate:
 
     prefix, suffix: text before and after. The suffix includes the start of the model's turn.
     image_text: text for one image in prompts of the checkpoint.
-    joins_frames: whether the frames of a clip are one video in prompts of the checkpoint.
+    clip_text: number of frames → text for a clip in prompts of the checkpoint; None if its frames
+        are separate images.
     apply: renders several messages; None if the checkpoint has no chat template.
     """
 
     prefix: str
     suffix: str
     image_text: str = PLACEHOLDER
-    joins_frames: bool = False
+    clip_text: Callable[[int], str] | None = None
     apply: Callable[[Messages], str] | None = field(default=None, compare=False, repr=False)
 
     def wrap(self, text: str) -> str:
@@ -109,7 +110,9 @@ class ChatTemplate:
         from transformers import AutoTokenizer
 
         images = _image_texts(Path(folder))
-        tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         template = tokenizer.chat_template or _processor_template(Path(folder))
         if template is None:
             return cls(prefix=tokenizer.bos_token or "", suffix="", **images)
@@ -179,7 +182,7 @@ def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
     If the checkpoint takes frames as one video, one text replaces the placeholders of the whole
     clip. They must be adjacent; otherwise InvalidArgument is raised.
     """
-    if template.joins_frames and num_frames:
+    if template.clip_text is not None and num_frames:
         clip = PLACEHOLDER * num_frames
         before, found, after = prompt.rpartition(clip)
         if not found or PLACEHOLDER in after:
@@ -188,7 +191,7 @@ def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
                 " placeholders must follow each other, after those of all images; send single"
                 " pictures as 'image'"
             )
-        prompt = f"{before}{PLACEHOLDER}{after}"
+        prompt = f"{before}{template.clip_text(num_frames)}{after}"
     return prompt.replace(PLACEHOLDER, template.image_text)
 
 
@@ -273,7 +276,7 @@ def _image_texts(folder: Path) -> dict[str, Any]:
     family = VISION_FAMILIES.get(config.get("model_type", ""))
     if family is None:
         return {}
-    return {"image_text": family.image_text, "joins_frames": family.joins_frames}
+    return {"image_text": family.image_text, "clip_text": family.clip_text}
 
 
 def _processor_template(folder: Path) -> str | None:
