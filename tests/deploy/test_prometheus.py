@@ -16,8 +16,8 @@ import pytest
 import yaml
 
 from tests.support import deploy_kit as kit
-from tests.support.polling import until
 from tests.support.gateway import running
+from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, picture
 from vlora.launcher.server import ServerOptions, TritonServer
 
