@@ -20,6 +20,7 @@ from vlora.launcher.server import TritonServer
 openai = pytest.importorskip("openai", reason="the package openai is not installed")
 
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
+JSON = {"content-type": "application/json"}
 PROMPT = "What color is the square?"
 
 
@@ -192,7 +193,16 @@ def test_clients_that_leave_end_their_requests(gateway: Gateway, ask: Asker) -> 
     def value(name: str) -> float:
         return ask.metrics()[name + '{model="lmm",version="1"}']
 
+    def post(body: bytes, **headers: str) -> HTTPConnection:
+        connection = HTTPConnection(gateway.address, timeout=60)
+        connection.request("POST", "/v1/chat/completions", body, {**JSON, **headers})
+        return connection
+
     before = value("vlora:requests_aborted_total")
+    half = post(b"{", **{"content-length": "100"})
+    until(lambda: gateway.running() == 1)
+    body = {"model": "base", "messages": question(), "max_tokens": 900, "ignore_eos": True}
+    whole = post(json.dumps(body).encode())
     with ExitStack() as streams:
         for _ in range(20):
             stream = gateway.client.chat.completions.create(
@@ -200,24 +210,8 @@ def test_clients_that_leave_end_their_requests(gateway: Gateway, ask: Asker) -> 
             )
             streams.callback(stream.close)
             next(stream)
-        whole = HTTPConnection(gateway.address, timeout=60)
-        body = {"model": "base", "messages": question(), "max_tokens": 900, "ignore_eos": True}
-        whole.request(
-            "POST",
-            "/v1/chat/completions",
-            json.dumps(body),
-            {"content-type": "application/json"},
-        )
-        half = HTTPConnection(gateway.address, timeout=60)
-        half.request(
-            "POST",
-            "/v1/chat/completions",
-            b"{",
-            {"content-type": "application/json", "content-length": "100"},
-        )
-        until(lambda: gateway.running() == 22)
-        whole.close()
-        half.close()
+    whole.close()
+    half.close()
     until(lambda: gateway.running() == 0)
     until(lambda: value("vllm:num_requests_running") == 0)
     until(lambda: value("vlora:requests_aborted_total") > before)

@@ -7,9 +7,9 @@ arrives. So without limits, one client could take all memory and time.
 A client may send requests before the earlier ones are answered (pipelining). uvicorn answers them
 in turn. If the connection is lost, it tells this only to the last one; the others would continue.
 
-A client may offer another protocol in its first request, as Java's client does (`Upgrade: h2c`). The
-parser then stops before the body. A server may ignore the offer, so such a request is parsed again
-without it.
+A client may offer another protocol in its first request, as Java's client does (`Upgrade: h2c`).
+The parser then stops before the body. A server may ignore the offer, so such a request is parsed
+again without it.
 """
 
 from __future__ import annotations
