@@ -133,7 +133,7 @@ class PremergeBenchmark(Benchmark[Cell]):
             }
 
     def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
-        """Return the engines before and after premerging. Drop those of another storage type."""
+        """Return engines of the base and the premerged checkpoint. Release those of other types."""
         from benchmarks import llava
         from benchmarks.synthetic_model import SyntheticModel
 

@@ -62,7 +62,7 @@ class StepTrace:
 
 
 class InProcess:
-    """Engine loop and vision encoder in this process, as a context manager."""
+    """Engine loop and vision encoder in this process. Use as a context manager."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, engine_options: dict[str, Any]) -> None:
         options = Options(
@@ -154,7 +154,7 @@ class _Recorder:
         self.last: dict[str, int] = {}
 
     def wrap(self, forward: Callable[..., StepResult]) -> Callable[..., StepResult]:
-        """Return `forward` with recording."""
+        """Return a function that calls `forward` and records the work of the step."""
 
         def recorded(runner: Runner, chunks: Any, *arguments: Any) -> StepResult:
             for chunk in chunks:

@@ -70,7 +70,7 @@ class Backend(Protocol):
     """Interface of the device whose configurations are searched."""
 
     def key(self, shape: Shape) -> str:
-        """Return the shape's key in the table. Shapes with the same key are profiled once."""
+        """Return the key of a shape in the table. Of shapes with the same key, one is profiled."""
 
     def built_in(self, shape: Shape) -> str:
         """Return the configuration that applies without a table."""
@@ -263,7 +263,7 @@ def _duel(
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
-    """Return the entries, and copies for segment counts that were not searched.
+    """Return the entries, with copies of them for numbers of segments that were not searched.
 
     An entry for apply is copied to twice its number of segments. An entry for merge, whose segments
     are matrices, is copied to all numbers. An exact match is a hash look-up, while the nearest
