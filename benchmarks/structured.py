@@ -79,7 +79,7 @@ class Load:
 
 
 def run_load(engine: Engine, cell: Cell, tokens: int) -> Load:
-    """Run one load to its end."""
+    """Run one load to its end and return its times."""
     from vlora.request import Request
     from vlora.sampling import SamplingParams
 

@@ -144,7 +144,7 @@ class InProcess:
 
 
 class _Recorder:
-    """Recorder of the work of every step, and of the steps that gave each request its tokens."""
+    """Recorder of every step's work, and of each request's first and last step."""
 
     def __init__(self, checkpoint: Checkpoint, itemsize: int) -> None:
         self._sizes = checkpoint.sizes

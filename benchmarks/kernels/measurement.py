@@ -95,7 +95,7 @@ class KernelResult:
 
     @property
     def is_slower(self) -> bool:
-        """Whether ATMM is slower than the fastest baseline by more than the noise."""
+        """True if ATMM is slower than the fastest baseline by more than the noise."""
         return self.speed_up_over_fastest < 1 - self.noise
 
     @property
