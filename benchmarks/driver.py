@@ -217,7 +217,7 @@ class _ReadCounter:
 
 @contextmanager
 def _counted_reads() -> Iterator[_ReadCounter]:
-    """Count the reads of the current thread within the context."""
+    """Count how often the current thread opens or reads a file of weights in this context."""
     counter, thread = _ReadCounter(), threading.get_ident()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -133,7 +133,7 @@ class PremergeBenchmark(Benchmark[Cell]):
             }
 
     def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
-        """Return the engines before and after premerging. Drop those of another storage type."""
+        """Return engines of the base and the premerged checkpoint. Release those of other types."""
         from benchmarks import llava
         from benchmarks.synthetic_model import SyntheticModel
 
@@ -189,7 +189,7 @@ class PremergeBenchmark(Benchmark[Cell]):
 
 
 def draw_sweep(rows: Sequence[Row], folder: Path) -> Path:
-    """Draw the time of a premerged step over that of the same step before, and return the file."""
+    """Draw the ratio of each step's time after premerging to that before. Return the file."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)

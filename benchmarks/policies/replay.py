@@ -157,7 +157,7 @@ def replay_simulated(
 
 
 class _Simulation:
-    """A scheduler whose steps take predicted time."""
+    """Scheduler and pages of a simulation, in which a step takes its predicted time."""
 
     def __init__(
         self,

@@ -116,7 +116,7 @@ def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads)
 
 
 def _first_row(name: str) -> int:
-    """Return the first readout row of a dense head."""
+    """Return the index of the first output of the dense head `name` among all readouts."""
     names = list(HEADS)
     return sum(HEADS[earlier] for earlier in names[: names.index(name)])
 

@@ -192,7 +192,7 @@ def run(
     limits: GpuLimits,
     seconds: float,
 ) -> Iterator[GpuKernelResult]:
-    """Yield results until the next cell would not be finished in time."""
+    """Yield the results of the cells, and stop before a cell that would take too long."""
     end, longest = time.monotonic() + seconds, 0.0
     for cell in cells:
         started = time.monotonic()
