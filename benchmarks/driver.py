@@ -95,7 +95,7 @@ class Outcome:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency: the sum of all end-to-end times over the number of tokens."""
+        """Average token latency: the sum of end-to-end times divided by the number of tokens."""
         return sum(self.end) / max(1, self.tokens)
 
     def as_row(self) -> dict[str, Any]:

@@ -70,7 +70,7 @@ def adapters_of(requests: int, share: float, cold: int) -> list[int]:
 
 
 class PremergeBenchmark(Benchmark[Cell]):
-    """Time of a step after premerging over its time before, by the hot adapter's share."""
+    """Time of a step after premerging divided by that before, by the hot adapter's share."""
 
     name = "premerge"
     bars: ClassVar[Mapping[str, Bar]] = {"decode_hot": at_most(1.0), "prefill_hot": at_most(1.0)}
@@ -152,7 +152,7 @@ class PremergeBenchmark(Benchmark[Cell]):
         return self._models[dtype]
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest ratio over the storage types, for the shares 1 and 0."""
+        """Return the largest ratio of any storage type, for the shares 1 and 0."""
 
         def worst(step: str, share: float) -> float | None:
             ratios = [

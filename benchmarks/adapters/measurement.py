@@ -137,7 +137,7 @@ class ManyAdapters:
         """Measure steps with a growing number of adapters, and compare them with a prediction.
 
         The prediction is the time of the step with the fewest adapters, plus the time to read the
-        bytes of the others. `over_predicted` is the measured time over this prediction.
+        bytes of the others. `over_predicted` is the measured time divided by this prediction.
         """
         batch = max(self._grid["distinct"])
         root = self.link_folders("distinct", self.names[:batch])

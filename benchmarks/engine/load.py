@@ -97,7 +97,7 @@ class LoadTimes:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency: the sum of all end-to-end times over the number of tokens."""
+        """Average token latency: the sum of end-to-end times divided by the number of tokens."""
         return sum(self.end) / (len(self.end) * OUTPUT)
 
     @property

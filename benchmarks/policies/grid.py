@@ -33,7 +33,7 @@ closed loop: the rows of `closed_loop`.
 class PolicyCell:
     """One trace at one rate, and the policies that run it, in order.
 
-    load: arrival rate over the throughput of unmerge_only.
+    load: arrival rate divided by the throughput of unmerge_only.
     kind: kind of its rows.
     """
 

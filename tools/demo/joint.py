@@ -39,7 +39,7 @@ OPENING = 4.0
 
 @dataclass(frozen=True)
 class JointBatch:
-    """Questions with their images.
+    """Questions with their images, and labels of the images for the auxiliary task.
 
     dense: for batches of scenes, the images of `pack` and of further scenes with their labels.
     """

@@ -205,7 +205,7 @@ def run(
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return geometric means of speed-ups by regime. Those named `_eager` are timed call by call.
 
-    PEFT's loop is measured call by call only. `limit` is the roofline over the measured time.
+    PEFT's loop is measured call by call only. `limit` is the roofline divided by the measured time.
     """
     summary: dict[str, Any] = {"cells": len(rows)}
     for regime, chosen in (

@@ -219,7 +219,7 @@ class Duel:
 
     @property
     def log_ratios(self) -> list[float]:
-        """Logarithms of our time over the other time, sample by sample."""
+        """Logarithm of our time divided by the other time, for each pair of samples."""
         return [math.log(a / b) for a, b in zip(self.ours, self.others, strict=True)]
 
     @property
