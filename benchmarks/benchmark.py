@@ -113,7 +113,7 @@ class Benchmark(ABC, Generic[CellT]):
 
     @abstractmethod
     def cells(self) -> Sequence[CellT]:
-        """Return the parts of the grid in the order in which they are measured."""
+        """Return the cells of the grid in the order in which they are measured."""
 
     @abstractmethod
     def run(self, cell: CellT) -> Iterable[Row]:
@@ -140,7 +140,7 @@ class Benchmark(ABC, Generic[CellT]):
         return []
 
     def close(self) -> None:
-        """Release what the cells share. The runner calls it once, even after an error."""
+        """Release the resources that cells share. The runner calls it once, even after an error."""
 
 
 def parse_types(text: str) -> list[str]:

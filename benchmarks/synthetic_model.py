@@ -30,7 +30,7 @@ FILL_ELEMENTS = 1 << 22
 
 
 class SyntheticModel:
-    """One checkpoint in its own engine.
+    """Engine with one checkpoint, whose steps can be repeated.
 
     kv_tokens: number of positions that its pages must hold.
     max_rows: maximum number of rows in a step.
@@ -106,7 +106,7 @@ class SyntheticModel:
             yield
 
     def mix(self, requests: int, distinct: int) -> list[int]:
-        """Return slots for requests that share `distinct` adapters evenly. 0 is the base model."""
+        """Return a slot per request, cycling through `distinct` adapters; 0 is the base model."""
         if distinct == 0:
             return [BASE] * requests
         return [self.slots[i % distinct] for i in range(requests)]

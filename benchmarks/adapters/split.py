@@ -49,7 +49,7 @@ class SplitPool(PagePool):
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=False))
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether a run of `count` pages fits below the wall, for any `kv_pages`."""
+        """Return whether a run of `count` pages fits below the wall. Ignore `kv_pages`."""
         free = self._owner.count(Owner.FREE, 0, self.wall)
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=True))
 
@@ -79,7 +79,7 @@ class SplitPool(PagePool):
 
 
 class SplitPrefixCache(PrefixCache):
-    """Prefix cache that ignores evicted adapters, since they are on the other side of the wall."""
+    """Prefix cache whose order of eviction does not depend on evicted adapters."""
 
     def evict_first(self, scope: str) -> None:
         """Do nothing: the order of eviction stays as it is."""
@@ -110,19 +110,19 @@ def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
 
 @dataclass
 class UnpairedPages:
-    """Counts, one per step, of KV pages whose adapter is not resident.
+    """Numbers of KV pages whose adapter is not resident, counted once per step.
 
     Every request of this benchmark has an adapter.
 
-    held: number of pages of running requests.
-    cached: such cached pages that no request holds, as a share of all KV pages.
+    held: number of such pages that running requests hold.
+    cached: share of all KV pages that are such pages and are held by the prefix cache only.
     """
 
     held: list[int] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
 
     def count(self, engine: Engine) -> None:
-        """Count the pages of an engine."""
+        """Append the present numbers of an engine to `held` and `cached`."""
         assert engine.memory.prefix is not None
         resident = set(engine.adapters.resident.values())
         without = (s for s in engine.scheduler.running if s.adapter not in resident)
@@ -143,7 +143,7 @@ class UnpairedPages:
 def run_split(
     adapters: ManyAdapters, grid: Mapping[str, Any], status: Callable[[str], None]
 ) -> list[AdaptersResult]:
-    """Measure each trace on both engines.
+    """Measure each trace on an engine with one pool and on one with a split pool.
 
     All adapters are in host memory. All requests for one adapter share the start of their prompt.
     """
@@ -160,7 +160,7 @@ def run_split(
 def _run_trace(
     adapters: ManyAdapters, root: Path, grid: Mapping[str, Any], kind: str, order: Sequence[str]
 ) -> list[AdaptersResult]:
-    """Measure one trace on both engines, which take turns to run first."""
+    """Measure one trace on both engines, which alternate in running first."""
     split = grid["split"]
     length = split["shared"] + grid["prompt"] + grid["output"] + BLOCK
     options = adapters.options(

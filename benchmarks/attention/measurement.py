@@ -68,7 +68,7 @@ class AttentionCell:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one layer's keys and values that are read."""
+        """Number of bytes of one layer's keys and values that a call reads."""
         positions = sum(rows + start for rows, start in self.chunks)
         return 2 * positions * self.kv_heads * self.dim * DTYPES[self.dtype].itemsize
 
@@ -105,17 +105,17 @@ class AttentionResult:
 
     @property
     def limit(self) -> float:
-        """Limit of the roofline in seconds."""
+        """Roofline of the work in seconds."""
         return max(self.cell.kv_bytes / self.rate, self.cell.flops / self.peak)
 
     @property
     def vs_twin(self) -> float:
-        """Time of torch's attention over the time of the kernel."""
+        """Time of torch's attention divided by the time of the kernel."""
         return self.timings[TWIN].median / self.timings[KERNEL].median
 
     @property
     def share_of_limit(self) -> float:
-        """Limit over measured time; 1 is at the roofline."""
+        """Roofline divided by the measured time; 1 is best."""
         return self.limit / self.timings[KERNEL].median
 
     def as_row(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Attenti
 
 
 class SyntheticAttention:
-    """Random keys and values of so many layers that they are cold, and the chunks of one step."""
+    """Chunks of one step, and random keys and values of more layers than the caches hold."""
 
     def __init__(self, cell: AttentionCell) -> None:
         page_counts = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]

@@ -20,12 +20,12 @@ adapter is not merged while its debt exceeds one unit for each other known adapt
 PUBLISHED_SECONDS = (0.015, 0.027, 0.020)
 """Seconds that dLoRA's authors measured: a merged step, an unmerged step, a change of mode."""
 ADDITIVE_STEP, MULTIPLICATIVE_STEP = 0.05, 1.1
-"""Changes of the two merging thresholds: the difference that brings them closer to each other, and
-the factor that separates them."""
+"""Amount by which the two merging thresholds approach each other, and factor by which they
+separate."""
 
 
 class DLora:
-    """dLoRA's policy with the step times of this machine.
+    """Policy of dLoRA with the step times of this machine.
 
     The cost model provides them when the first mergeable adapter arrives. Until then the published
     times are used.
@@ -89,7 +89,7 @@ class DLora:
 
     @property
     def _speed(self) -> float:
-        """Time of a merged step over the time of an unmerged step, at most 1."""
+        """Time of a merged step divided by the time of an unmerged step, at most 1."""
         return min(1.0, self._merged_step / self._unmerged_step)
 
     def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
@@ -107,7 +107,7 @@ class DLora:
             self._leave = self._speed
 
     def _credited(self, ready: Sequence[Candidate]) -> list[Candidate]:
-        """Return requests of the adapters that are served by credit, highest credit first."""
+        """Return the requests of adapters with enough credit, highest credit first."""
         self._by_credit = {
             name
             for name in self._known
@@ -118,7 +118,7 @@ class DLora:
         return [r for name in order for r in ready if _name(r) == name][: self.max_batch]
 
     def _settle(self, fcfs: Sequence[Candidate], chosen: Sequence[Candidate], price: float) -> None:
-        """Move credit from requests that were served early to those that were passed over."""
+        """Move credit from adapters that were served early to those that were passed over."""
         served, due = {r.id for r in chosen}, {r.id for r in fcfs}
         early = [r for r in chosen if r.id not in due]
         passed = [r for r in fcfs if r.id not in served]
@@ -143,8 +143,8 @@ class DLora:
     def _adjust(self) -> None:
         """Adjust the merging thresholds to what both modes served since the last change of mode.
 
-        The thresholds move closer by a difference if the present mode served more. They separate
-        by a factor if it served less.
+        If the present mode served more requests per second than the other mode would have, the
+        thresholds approach each other. If it served fewer, they separate.
         """
         merged_time = self._merged_step * self._steps
         unmerged_time = self._unmerged_step * self._steps

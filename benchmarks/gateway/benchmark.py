@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.gateway.serving import Serving
 
 Cell = tuple[str, str, str, int]
-"""Model of `serving`; "latency", "idle" or "cut"; kind of the requests; number at the same time."""
+"""Name of a model of `serving`; "latency", "idle" or "cut"; kind of the requests; their number."""
 
 CUT_TOKENS = 400
 SETTLE_SECONDS = 60.0
@@ -92,7 +92,7 @@ class GatewayBenchmark(Benchmark[Cell]):
             yield row | self._runner.run(self._cut(serving, number))
 
     def _start(self, name: str) -> tuple[Serving, Clients]:
-        """Return the server of a model and its clients. Start them if they do not run yet."""
+        """Return the server of the model `name` and its clients. The first call starts them."""
         from benchmarks.gateway.serving import Model, Serving
 
         if self._serving is None or self._serving.model.name != name:
@@ -107,7 +107,7 @@ class GatewayBenchmark(Benchmark[Cell]):
         self._runner.run(clients.close())
 
     def _latency(self, serving: Serving, clients: Clients, kind: str, number: int) -> Row:
-        """Measure rounds over both ways in turn. The first round of each way is not counted."""
+        """Measure rounds over gRPC and the gateway in turn. The first of each is not counted."""
         ways = {"grpc": clients.over_grpc, "gateway": clients.over_gateway}
         token: dict[str, list[float]] = {way: [] for way in ways}
         first: dict[str, list[float]] = {way: [] for way in ways}
@@ -193,7 +193,7 @@ class GatewayBenchmark(Benchmark[Cell]):
         return connections
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest figures of the kinds of requests by model, and those of connections.
+        """Return, by model, the largest figures of any kind of requests, and of connections.
 
         Token latency is taken at the highest concurrency, and time to first token at 1.
         """
@@ -256,7 +256,7 @@ class GatewayBenchmark(Benchmark[Cell]):
 
 
 async def _clients(serving: Serving) -> Clients:
-    """Return clients for the running event loop: a gRPC channel belongs to one loop."""
+    """Return new clients for the running event loop, since a gRPC channel belongs to one loop."""
     from benchmarks.gateway.clients import Clients
     from vlora.launcher.exposure import LOOPBACK
 
@@ -264,7 +264,7 @@ async def _clients(serving: Serving) -> Clients:
 
 
 async def _in_groups(work: Sequence[Any]) -> list[Any]:
-    """Await all items, a few at a time. Return the results, or the errors of those that failed."""
+    """Await all items, CONNECT_AT_ONCE at a time. Return the result or the error of each."""
     done: list[Any] = []
     for start in range(0, len(work), CONNECT_AT_ONCE):
         group = work[start : start + CONNECT_AT_ONCE]
@@ -273,7 +273,7 @@ async def _in_groups(work: Sequence[Any]) -> list[Any]:
 
 
 async def _first_answer(connections: Sequence[Connection]) -> None:
-    """Return when the first of the streams has its first token."""
+    """Wait until one of the streams has its first token."""
     heads = [asyncio.ensure_future(connection.head()) for connection in connections]
     try:
         await next(asyncio.as_completed(heads))
@@ -299,6 +299,6 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return the interquartile range over the median."""
+    """Return the interquartile range divided by the median."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / middle

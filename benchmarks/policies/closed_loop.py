@@ -1,9 +1,9 @@
 """A closed loop on the demo checkpoint: each finished request is replaced by a new one.
 
 All but the first requests generate the same number of tokens. They rotate over the base model and
-some adapters. The number of concurrent requests is constant, so their latency is this number over
-the throughput; only the throughput is measured. Here a policy gains nothing from the order of
-requests. The steps are short, which makes the overhead of a policy visible.
+some adapters. The number of concurrent requests is constant, so their latency is this number
+divided by the throughput; only the throughput is measured. Here a policy gains nothing from the
+order of requests. The steps are short, which makes the overhead of a policy visible.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class ClosedLoop:
 
 
 def throughput_ratio(rows: Sequence[Mapping[str, Any]], policy: str, baseline: str) -> float | None:
-    """Return the median, over the rounds, of a policy's throughput over the baseline's."""
+    """Return the median over rounds of a policy's throughput divided by the baseline's."""
     rates = {(row["policy"], row["round"]): row["requests_per_s"] for row in rows if "round" in row}
     ratios = [
         rate / rates[baseline, number]

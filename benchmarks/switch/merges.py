@@ -74,7 +74,7 @@ class MergeModel:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """Timings of all ways to merge one model."""
+    """Timings of the different ways to merge one model."""
 
     model: MergeModel
     threads: int
@@ -87,7 +87,7 @@ class MergeResult:
 
     @property
     def limit(self) -> float:
-        """Limit of the roofline in seconds, at the median rates of this model's rounds.
+        """Roofline of the merge in seconds, at the median rates of this model's rounds.
 
         The peak is that of fp32, even for bf16 weights. The factors are fp32, and the merged matrix
         is the sum rounded once. (torch's addmm rounds B as well.)
@@ -97,12 +97,12 @@ class MergeResult:
 
     @property
     def share_of_limit(self) -> float:
-        """Limit over measured time; 1 is at the roofline."""
+        """Roofline divided by the measured time; 1 is best."""
         return self.limit / self.timings[ATMM].median
 
     @property
     def vs_addmm(self) -> float | None:
-        """Time of torch's addmm over ours, or None if it was left out."""
+        """Time of torch's addmm divided by ours, or None if it was left out."""
         if ADDMM not in self.timings:
             return None
         return self.timings[ADDMM].median / self.timings[ATMM].median
@@ -177,7 +177,7 @@ def measure(model: MergeModel, threads: int, roofline: Roofline, rounds: int) ->
 
 
 def summarize(results: Sequence[MergeResult]) -> dict[str, Any]:
-    """Return the mean and worst share of the limit, and the mean speed-up over addmm, by type."""
+    """Return, by type, the mean and worst share of the roofline, and the speed-up over addmm."""
     summary: dict[str, Any] = {}
     for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
         of_type = [result for result in results if result.model.dtype == dtype]

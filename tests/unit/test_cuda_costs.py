@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.support.atmm_problems import emulation
-from vlora.atmm.cuda.choice import Choice
+from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.types import LoraPair, Segment
@@ -36,7 +36,7 @@ def call(
     operator: Operator,
     d_outs: Sequence[int],
     segments: Sequence[Segment] | DeviceSegments,
-    choice: Choice,
+    choice: KernelChoice,
     rank: int = 64,
 ) -> Callable[[], Counts]:
     """Prepare a call in bf16 on 40 rows; calling the result runs it and returns its counts."""
@@ -64,7 +64,7 @@ def values(*shape: int) -> torch.Tensor:
 def test_the_expand_launches_no_blocks_beyond_a_projection_s_columns(operator: Operator) -> None:
     """Keys and values of grouped attention have fewer columns than queries."""
     blocks = [
-        call(operator, (columns, 256, 256), [Segment(0, 1, 0)], Choice())().blocks
+        call(operator, (columns, 256, 256), [Segment(0, 1, 0)], KernelChoice())().blocks
         for columns in (256, 8 * 256)
     ]
     assert blocks[1] - blocks[0] == 7
@@ -72,13 +72,13 @@ def test_the_expand_launches_no_blocks_beyond_a_projection_s_columns(operator: O
 
 def test_a_lane_of_the_expand_reads_its_part_of_the_intermediate_once(operator: Operator) -> None:
     rank, vector = 64, 8
-    counts = call(operator, (256,), [Segment(0, 1, 0)], Choice(), rank)()
+    counts = call(operator, (256,), [Segment(0, 1, 0)], KernelChoice(), rank)()
     assert counts.shared_accesses == rank + THREADS * vector
 
 
 def test_a_tile_is_found_in_two_reads_among_a_thousand_problems(operator: Operator) -> None:
     library = operator.library
-    choice = Choice(
+    choice = KernelChoice(
         next(iter(library.tiles_of("shrink", "bf16"))),
         next(iter(library.tiles_of("expand", "bf16"))),
         slices=1,

@@ -1,4 +1,4 @@
-"""Requests that wait in a model. Those whose answers have become useless are ended.
+"""Requests that wait in a model. They are ended early when their answers have become useless.
 
 An answer is useless when its deadline has passed, or when a newer request of its stream has
 superseded it. This module does not depend on what the requests wait for.
@@ -21,25 +21,33 @@ EndRequest = Callable[[Exception], None]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Waiting:
+    """A waiting request.
+
+    freshness: decides until when its answer is useful.
+    client_id: id that the client gave; may be empty.
+    end: answers it with an error.
+    """
+
     freshness: Freshness
     client_id: str
     end: EndRequest
 
 
 class WaitingRequests:
-    """Requests that wait in one model, by keys of the model. Thread-safe.
+    """Requests that wait in one model, by keys that the model chooses. Thread-safe.
 
     **Invariant:** a request leaves exactly once. Either `take` removes it for the caller to
     continue with, or it is ended, which answers it with an error.
 
-    superseded, expired: number of requests that were ended for these reasons.
+    superseded: number of requests that were ended because a newer one superseded them.
+    expired: number of requests that were ended because their deadline passed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Waiting] = {}
         self.superseded = 0
         self.expired = 0
 
@@ -61,15 +69,16 @@ class WaitingRequests:
                 for one, entry in self._entries.items()
                 if entry.freshness.is_superseded_by(freshness)
             ]
-            self._entries[key] = _Entry(freshness, client_id, end)
+            self._entries[key] = _Waiting(freshness, client_id, end)
         for one in older:
             if self.end(one, freshness.superseded_error()):
                 with self._lock:
                     self.superseded += 1
 
     def take(self, key: str) -> bool:
-        """Remove a request to continue with it; return False if it has ended or its deadline has
-        passed.
+        """Remove a request to continue with it.
+
+        Returns False if it has ended already, or is ended now because its deadline has passed.
         """
         entry = self._remove(key)
         return entry is not None and not self._end_if_late(entry)
@@ -99,7 +108,7 @@ class WaitingRequests:
                 self._end_if_late(entry)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """Return `stats` with the requests that were ended here added."""
+        """Return a copy of `stats` that also counts the requests that were ended here."""
         return replace(
             stats,
             superseded=stats.superseded + self.superseded,
@@ -107,11 +116,11 @@ class WaitingRequests:
             aborted=stats.aborted + self.superseded + self.expired,
         )
 
-    def _remove(self, key: str) -> _Entry | None:
+    def _remove(self, key: str) -> _Waiting | None:
         with self._lock:
             return self._entries.pop(key, None)
 
-    def _end_if_late(self, entry: _Entry) -> bool:
+    def _end_if_late(self, entry: _Waiting) -> bool:
         late = entry.freshness.deadline <= self._clock()
         if late:
             with self._lock:

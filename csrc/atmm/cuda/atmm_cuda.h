@@ -25,7 +25,7 @@ extern "C" {
 
 enum { VLORA_FP16 = 0, VLORA_BF16 = 1, VLORA_FP32 = 2 };
 enum { VLORA_MAX_PROJECTIONS = 8, VLORA_MAX_WAVES = 8, VLORA_MAX_SLICES = 32 };
-// As a tile index: the row kernels compute every segment. They accept all types.
+// Tile index with which the row kernels compute every segment. They accept all types.
 enum { VLORA_ROWS = -1 };
 
 enum {
