@@ -12,6 +12,7 @@ import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ class Operator:
         with self._here():
             library.warm_up()
         self.table = Table({})
-        self.workspaces = [torch.zeros(16, dtype=torch.uint8, device=device)]
+        self.workspaces = [torch.zeros(c.HEADER_BYTES, dtype=torch.uint8, device=device)]
         """Workspaces. The last one is in use. Graphs that were captured with a smaller one still
         need it.
         """
@@ -66,23 +67,30 @@ class Operator:
 
     # ---- preparing ------------------------------------------------------------------------------
 
-    def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments on the device, arranged in waves. A `Segments` is copied only
-        once.
-        """
-        prepared = Segments.of(segments).prepared
-        if (arranged := prepared.get(self)) is None:
-            arranged = prepared[self] = self._segments(segments)
-        assert isinstance(arranged, DeviceSegments)
-        return arranged
-
-    def _segments(self, segments: Sequence[Segment]) -> DeviceSegments:
+    def arrange(self, segments: Sequence[Segment]) -> DeviceSegments:
+        """Return the segments arranged in waves, in host memory: [n, 4] int32."""
         fields = [(s.start, s.length, s.slot, s.sign) for s in segments]
         arranged, ends = self.library.arrange(fields)
         rows = [(s.start, s.length, s.slot, s.sign) for s in arranged[: ends[-1] if ends else 0]]
         lengths = [row[1] for row in rows] or [1]
-        tensor = torch.tensor(rows or [(0, 0, 0, 1)], dtype=torch.int32, device=self.device)
+        tensor = torch.tensor(rows or [(0, 0, 0, 1)], dtype=torch.int32)
         return DeviceSegments(tensor, tuple(ends), min(lengths), max(lengths))
+
+    def place(self, segments: Segments, arranged: DeviceSegments, on_device: torch.Tensor) -> None:
+        """Set the copy of an arranged `tensor` on the device, which calls with `segments` read."""
+        segments.prepared[self] = replace(arranged, tensor=on_device)
+
+    def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
+        """Return the segments on the device, arranged in waves. A `Segments` that was not placed is
+        copied at the first call.
+        """
+        prepared = Segments.of(segments).prepared
+        if (arranged := prepared.get(self)) is None:
+            arranged = self.arrange(segments)
+            arranged = replace(arranged, tensor=arranged.tensor.to(self.device))
+            prepared[self] = arranged
+        assert isinstance(arranged, DeviceSegments)
+        return arranged
 
     def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
         """Return the group's adapters on this device, including slots that were added or filled
