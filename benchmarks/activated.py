@@ -1,8 +1,9 @@
 """The activated benchmark: questions about one image, each with an adapter of its own.
 
-An activated adapter acts from its invocation on, so all of them share the keys and values of the
-image with the base model. Each ordinary adapter computes them again. The questions arrive one after
-another. The adapters are a demo adapter with slightly different weights.
+An activated adapter acts only from its invocation tokens on. So all activated adapters share the
+keys and values that the base model computes for the image, while each ordinary adapter computes its
+own. The questions arrive one after another. The adapters are a demo adapter with slightly different
+weights.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ INVOCATION = " answer in short"
 
 @dataclass(frozen=True)
 class Cell:
-    """Questions about one image, which no other repeat has."""
+    """Set of questions about one image. Each repeat has an image of its own."""
 
     adapters: int
     repeat: int
 
 
 class ActivatedBenchmark(DemoModelBenchmark[Cell]):
-    """Computed tokens and time of N questions by N adapters about one image."""
+    """Benchmark of N questions about one image, each with an adapter of its own."""
 
     name = "activated"
     bars: ClassVar[Mapping[str, Bar]] = {"time_ratio": at_most(1.0)}
@@ -119,7 +120,7 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
         return float(median(row[key] for row in rows))
 
     def summarize(self) -> dict[str, Any]:
-        """Return the ratios of activated to ordinary adapters, with the most of them."""
+        """Return ratios of activated to ordinary adapters, for the largest number of adapters."""
         most = max(row["adapters"] for row in self.rows)
 
         def ratio(key: str) -> float:

@@ -140,7 +140,7 @@ class Benchmark(ABC, Generic[CellT]):
         return []
 
     def close(self) -> None:
-        """Release what the cells share. The runner calls it once, even after an error."""
+        """Release the resources that cells share. The runner calls it once, even after an error."""
 
 
 def parse_types(text: str) -> list[str]:

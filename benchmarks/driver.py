@@ -1,4 +1,4 @@
-"""An engine that runs a set of requests step by step, with the time of each request and step.
+"""Running a set of requests step by step on an engine, and timing each request and step.
 
 It runs in the calling thread without a server or a client. The figures contain the engine, its
 loader thread and the thread that watches the adapter folders.
@@ -72,7 +72,7 @@ class Outcome:
 
     @classmethod
     def joined(cls, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return one outcome for several runs one after another, each with its own start."""
+        """Return one outcome for consecutive runs, whose times count from their own starts."""
         total = cls()
         for outcome in outcomes:
             total.first += outcome.first
@@ -134,7 +134,10 @@ class Driver:
         self.engine.adapters.close()
 
     def run(self, requests: Sequence[DriverRequest], *, watch: bool = True) -> Outcome:
-        """Run all requests at once. watch: whether the adapter folders are watched as well."""
+        """Submit all requests at once and run them to their end.
+
+        watch: whether the adapter folders are watched meanwhile.
+        """
         if not watch:
             return self._run(requests)
         self.engine.watch.start(self.engine.adapters.stamps)

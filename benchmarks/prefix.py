@@ -91,7 +91,7 @@ class Conversations:
 
 
 def summarize(rounds: Sequence[ConversationRound]) -> dict[str, Any]:
-    """Return ratios of medians: with the cache over without it."""
+    """Return medians with the cache, divided by medians without it."""
 
     def outcomes(cached: bool, number: int) -> list[Outcome]:
         return [r.outcome for r in rounds if (r.cached, r.number) == (cached, number)]
@@ -113,7 +113,7 @@ def summarize(rounds: Sequence[ConversationRound]) -> dict[str, Any]:
 
 
 class PrefixBenchmark(DemoModelBenchmark[int]):
-    """Time to first token and computed tokens. A cell is the seed of a conversation."""
+    """Benchmark of computed tokens and time to first token. A cell is a conversation's seed."""
 
     name = "prefix"
     bars: ClassVar[Mapping[str, Bar]] = {"saved_over_expected": at_least(0.7)}

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import typer
 from rich.console import RenderableType
 
 from benchmarks.benchmark import (
@@ -78,6 +79,7 @@ class PremergeBenchmark(Benchmark[Cell]):
         self,
         *,
         threads: EngineThreadsOption = None,
+        plot: Annotated[Path | None, typer.Option(help="Draw figure 3 into this folder.")] = None,
         quick: QuickOption = False,
         root: RootOption = None,
     ) -> None:
@@ -88,6 +90,7 @@ class PremergeBenchmark(Benchmark[Cell]):
         machine.set_threads(self._threads)
         self._grid = load_grid_values(self.grid_path, quick=quick)
         self._root: Path | None = root
+        self._plot = plot
         self._models: dict[str, tuple[SyntheticModel, SyntheticModel]] = {}
 
     def settings(self) -> dict[str, Any]:
@@ -180,3 +183,30 @@ class PremergeBenchmark(Benchmark[Cell]):
                 *(f"{row[key]:.5g}" for key in ("before_ms", "after_ms", "base_ms", "ratio")),
             )
         return [table]
+
+    def draw(self) -> Iterable[Path]:
+        return [draw_sweep(self.rows, self._plot)] if self._plot and self.rows else []
+
+
+def draw_sweep(rows: Sequence[Row], folder: Path) -> Path:
+    """Draw the time of a premerged step over that of the same step before, and return the file."""
+    from matplotlib.figure import Figure
+
+    folder.mkdir(parents=True, exist_ok=True)
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    plot = figure.subplots()
+    for step, dtype in dict.fromkeys((row["step"], row["dtype"]) for row in rows):
+        points = [
+            (row["hot_share"], row["ratio"])
+            for row in rows
+            if (row["step"], row["dtype"]) == (step, dtype)
+        ]
+        shares, ratios = zip(*points, strict=True)
+        plot.plot(shares, ratios, "o-", label=f"{step}, {dtype}")
+    plot.axhline(1.0, color="grey", linewidth=1)
+    plot.set_xlabel("share of requests for the hot adapter")
+    plot.set_ylabel("time of a step, premerged over before")
+    plot.legend(fontsize=7)
+    path = folder / "premerge.png"
+    figure.savefig(path, dpi=120)
+    return path

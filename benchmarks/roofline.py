@@ -107,7 +107,7 @@ class Roofline:
 
 
 def _rounded_up(size: int) -> int:
-    """Round up to a quarter of an octave, and to 16 KiB or more."""
+    """Round a size up to one of four values per power of two, at least 16 KiB."""
     octave = 1 << max(14, size.bit_length() - 1)
     step = octave // 4
     return -(-size // step) * step if size > octave else octave

@@ -1,4 +1,4 @@
-"""The structured benchmark: steps of constrained requests against those of free ones.
+"""The structured benchmark: steps with constrained requests, compared with unconstrained ones.
 
 Other processes compute the token masks while the engine computes the next step. A row whose mask is
 late waits, and its time per token grows.

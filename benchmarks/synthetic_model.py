@@ -106,7 +106,7 @@ class SyntheticModel:
             yield
 
     def mix(self, requests: int, distinct: int) -> list[int]:
-        """Return slots for requests that share `distinct` adapters evenly. 0 is the base model."""
+        """Return a slot per request, cycling through `distinct` adapters; 0 is the base model."""
         if distinct == 0:
             return [BASE] * requests
         return [self.slots[i % distinct] for i in range(requests)]

@@ -32,7 +32,7 @@ class Timing:
 
     @property
     def noise(self) -> float:
-        """Interquartile range over median."""
+        """Interquartile range divided by the median."""
         if len(self.samples) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
@@ -40,7 +40,7 @@ class Timing:
 
     @property
     def variation(self) -> float:
-        """Coefficient of variation: standard deviation over mean (figure 18 of the paper)."""
+        """Coefficient of variation: standard deviation divided by mean (figure 18 of the paper)."""
         return statistics.stdev(self.samples) / statistics.fmean(self.samples)
 
 

@@ -1,4 +1,4 @@
-"""The adapters benchmark: many registered adapters, many resident ones, and too many to fit."""
+"""The adapters benchmark: many registered adapters, many resident ones, and more than fit."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = {
     "loads": "loads",
     "failed": "failed",
 }
-"""Headers of the table, keyed like the rows."""
+"""Headers of the table's columns, by their key in a row."""
 TIERS = ("pool_hits", "host_hits", "misses")
 
 

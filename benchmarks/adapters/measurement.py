@@ -47,7 +47,7 @@ class AdaptersResult:
 
 
 class ManyAdapters:
-    """One checkpoint and many adapter folders, with engines over some of them."""
+    """Measurements on one checkpoint, with engines that serve some of many adapter folders."""
 
     def __init__(self, model: Path, scratch: Path, grid: Mapping[str, Any]) -> None:
         self._model = model
@@ -63,9 +63,9 @@ class ManyAdapters:
         """Bytes of the pages of one resident adapter."""
 
     def options(self, root: Path, **options: Any) -> Options:
-        """Return options whose KV cache just fits the requests that run at once.
+        """Return options with a KV cache just large enough for the concurrent requests.
 
-        Adapters get a budget of their own.
+        The memory for adapters is added to it.
         """
         length = self._grid["prompt"] + self._grid["output"] + BLOCK
         sequences = max(options.get("max_num_seqs", 0), self._grid["sequences"])
@@ -124,7 +124,7 @@ class ManyAdapters:
         )
 
     def run_resident(self) -> list[AdaptersResult]:
-        """Measure batches of eight distinct adapters with few and with many resident."""
+        """Measure batches of eight adapters while few, and while many, adapters are resident."""
         few, many = self._grid["resident"]
         names = [self.names[i % few] for i in range(4 * few)]
         settings: list[tuple[str, Path, Mapping[str, Any]]] = [
@@ -134,7 +134,7 @@ class ManyAdapters:
         return self._interleaved("resident", settings, names)
 
     def run_distinct(self, roofline: Roofline) -> list[AdaptersResult]:
-        """Measure steps with a growing number of distinct adapters against a prediction.
+        """Measure steps with a growing number of adapters, and compare them with a prediction.
 
         The prediction is the time of the step with the fewest adapters, plus the time to read the
         bytes of the others. `over_predicted` is the measured time over this prediction.
@@ -193,7 +193,7 @@ class ManyAdapters:
         return results
 
     def run_traces(self, status: Callable[[str], None]) -> list[AdaptersResult]:
-        """Measure traces that fit, and do not fit, the budgets of the pool and of host memory."""
+        """Measure traces whose adapters fit, or do not fit, into the pool and into host memory."""
         grid = self._grid["traces"]
         names = self.names[: grid["registered"]]
         root = self.link_folders("traces", names)
@@ -253,7 +253,7 @@ class ManyAdapters:
 
 
 def tier_figures(engine: Engine) -> dict[str, Any]:
-    """Return the shares of requests by the tier that held their adapter, and event counts."""
+    """Return the share of requests whose adapter was in each tier, and counts of events."""
     counters = engine.adapters.counters
     requests = max(1, counters.hits + counters.host_hits + counters.misses)
     return {
@@ -298,7 +298,7 @@ def _figure(result: AdaptersResult | None, key: str) -> Any:
 
 
 def _loading_over_quiet(outcome: Outcome) -> float | None:
-    """Return the median step while an adapter is loaded or packed over that of other steps."""
+    """Return the median time of steps with a load or a packing, divided by that of others."""
     if not outcome.loading_steps or not outcome.quiet_steps:
         return None
     return round(median(outcome.loading_steps) / median(outcome.quiet_steps), 3)

@@ -49,7 +49,7 @@ class SplitPool(PagePool):
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=False))
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether a run of `count` pages fits below the wall, for any `kv_pages`."""
+        """Return whether a run of `count` pages fits below the wall. Ignore `kv_pages`."""
         free = self._owner.count(Owner.FREE, 0, self.wall)
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=True))
 
@@ -110,12 +110,12 @@ def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
 
 @dataclass
 class UnpairedPages:
-    """Counts, one per step, of KV pages whose adapter is not resident.
+    """Numbers of KV pages whose adapter is not resident, counted once per step.
 
     Every request of this benchmark has an adapter.
 
-    held: number of pages of running requests.
-    cached: such cached pages that no request holds, as a share of all KV pages.
+    held: number of such pages that running requests hold.
+    cached: share of all KV pages that are such pages and are held by the prefix cache only.
     """
 
     held: list[int] = field(default_factory=list)

@@ -105,17 +105,17 @@ class AttentionResult:
 
     @property
     def limit(self) -> float:
-        """Limit of the roofline in seconds."""
+        """Roofline of the work in seconds."""
         return max(self.cell.kv_bytes / self.rate, self.cell.flops / self.peak)
 
     @property
     def vs_twin(self) -> float:
-        """Time of torch's attention over the time of the kernel."""
+        """Time of torch's attention divided by the time of the kernel."""
         return self.timings[TWIN].median / self.timings[KERNEL].median
 
     @property
     def share_of_limit(self) -> float:
-        """Limit over measured time; 1 is at the roofline."""
+        """Roofline divided by the measured time; 1 is best."""
         return self.limit / self.timings[KERNEL].median
 
     def as_row(self) -> dict[str, Any]:

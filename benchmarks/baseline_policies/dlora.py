@@ -20,8 +20,8 @@ adapter is not merged while its debt exceeds one unit for each other known adapt
 PUBLISHED_SECONDS = (0.015, 0.027, 0.020)
 """Seconds that dLoRA's authors measured: a merged step, an unmerged step, a change of mode."""
 ADDITIVE_STEP, MULTIPLICATIVE_STEP = 0.05, 1.1
-"""Changes of the two merging thresholds: the difference that brings them closer to each other, and
-the factor that separates them."""
+"""Amount by which the two merging thresholds approach each other, and factor by which they
+separate."""
 
 
 class DLora:
@@ -89,7 +89,7 @@ class DLora:
 
     @property
     def _speed(self) -> float:
-        """Time of a merged step over the time of an unmerged step, at most 1."""
+        """Time of a merged step divided by the time of an unmerged step, at most 1."""
         return min(1.0, self._merged_step / self._unmerged_step)
 
     def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
@@ -143,8 +143,8 @@ class DLora:
     def _adjust(self) -> None:
         """Adjust the merging thresholds to what both modes served since the last change of mode.
 
-        The thresholds move closer by a difference if the present mode served more. They separate
-        by a factor if it served less.
+        If the present mode served more requests per second than the other mode would have, the
+        thresholds approach each other. If it served fewer, they separate.
         """
         merged_time = self._merged_step * self._steps
         unmerged_time = self._unmerged_step * self._steps

@@ -30,7 +30,7 @@ Job = tuple["Load", str] | None
 
 
 class EngineBenchmark(Benchmark[Job]):
-    """Average token latency of concurrent requests, compared with its floor, gRPC and PEFT."""
+    """Token latency of concurrent requests, compared with a floor, gRPC and PEFT."""
 
     name = "engine"
     bars: ClassVar[Mapping[str, Bar]] = {

@@ -35,7 +35,7 @@ DRAIN_SECONDS = 1.0
 
 @dataclass(frozen=True)
 class StepTrace:
-    """The work of every step of one run.
+    """Work of every step of one run.
 
     first: for each request, index of the step that gave its first token.
     last: for each request, index of the step that gave its last token.
@@ -48,7 +48,7 @@ class StepTrace:
     tower: Work | None
 
     def floor(self, peak: float, rate: float) -> LoadTimes:
-        """Return the times of a run that encodes all images, and whose steps take their limits."""
+        """Return the times of a run in which the tower and each step take their roofline."""
         now = 0.0 if self.tower is None else self.tower.flops / peak
         step_ends = [now := now + work.seconds(peak, rate) for work in self.works]
         return LoadTimes(
@@ -56,7 +56,7 @@ class StepTrace:
         )
 
     def combined_seconds(self, peak: float, rate: float) -> float:
-        """Return the limit of the work of all steps if every weight were read only once."""
+        """Return the roofline in seconds of all work together, with every weight read only once."""
         parts = [*self.works, *([] if self.tower is None else [self.tower])]
         return combined_work(parts).seconds(peak, rate)
 
@@ -138,7 +138,7 @@ class InProcess:
             return None
         image = DecodedImage(request.image)
         (features,) = self._encoder.encode([image])
-        grid = self._encoder.grid(image.height, image.width)
+        grid = self._encoder.grid(image)
         layout = np.array([[0, len(features), 1, *grid, 0]], dtype=np.int32)
         return ImageFeatures(features, layout)
 

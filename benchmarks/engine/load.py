@@ -1,6 +1,6 @@
 """The loads of the engine benchmark: concurrent requests, and the times of their tokens.
 
-The module knows neither the engine nor the server, because all of them run the same loads.
+This module depends neither on the engine nor on the server, since both run the same loads.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ READ_BYTES = 256 << 20
 class EngineResult:
     """One load with all its repeats.
 
-    in_process: for each repeat its times, the floor of its own steps, and the seconds that its
-        whole work would take at the limit of the roofline.
+    in_process: for each repeat, its times, the floor of its steps, and the roofline in seconds of
+        all its work together.
     """
 
     load: Load
@@ -38,7 +38,7 @@ class EngineResult:
 
     @property
     def over_floor(self) -> float:
-        """Average token latency in process over that of the floor."""
+        """Average token latency in process, divided by that of the floor."""
         return median(
             times.token_latency / floor.token_latency for times, floor, _ in self.in_process
         )
@@ -50,12 +50,12 @@ class EngineResult:
 
     @property
     def served_over_engine(self) -> float | None:
-        """Average token latency over gRPC over that in process."""
+        """Average token latency through gRPC, divided by that in process."""
         return _over(self.served, self.latency)
 
     @property
     def over_peers(self) -> float | None:
-        """Average token latency in process over PEFT's."""
+        """Average token latency in process, divided by PEFT's."""
         over = _over(self.peers, self.latency)
         return None if over is None else 1 / over
 
@@ -97,7 +97,10 @@ class EnginePair:
         served: bool,
         status: Callable[[str], None],
     ) -> None:
-        """Start both. options: options of both engines in addition to model and type."""
+        """Start both engines.
+
+        options: options of both, in addition to model and type.
+        """
         self.dtype = dtype
         self._checkpoint = checkpoint
         self._roofline = roofline
@@ -142,7 +145,7 @@ class EnginePair:
 
 
 def summarize(results: Sequence[EngineResult]) -> dict[str, Any]:
-    """Return the latencies over the floor by load, over gRPC and over PEFT's."""
+    """Return the latency of each load divided by its floor, and mean ratios to gRPC and PEFT."""
     summary: dict[str, Any] = {}
     by_load = {(result.load.kind, result.load.adapters): result for result in results}
     for kind in KINDS:

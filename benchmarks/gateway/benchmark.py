@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from benchmarks.gateway.serving import Serving
 
 Cell = tuple[str, str, str, int]
-"""Model of `serving`; "latency", "idle" or "cut"; kind of the requests; number at the same time."""
+"""Name of a model of `serving`; "latency", "idle" or "cut"; kind of the requests; their number."""
 
 CUT_TOKENS = 400
 SETTLE_SECONDS = 60.0
@@ -107,7 +107,7 @@ class GatewayBenchmark(Benchmark[Cell]):
         self._runner.run(clients.close())
 
     def _latency(self, serving: Serving, clients: Clients, kind: str, number: int) -> Row:
-        """Measure rounds over both ways in turn. The first round of each way is not counted."""
+        """Measure rounds over gRPC and the gateway in turn. The first of each is not counted."""
         ways = {"grpc": clients.over_grpc, "gateway": clients.over_gateway}
         token: dict[str, list[float]] = {way: [] for way in ways}
         first: dict[str, list[float]] = {way: [] for way in ways}
@@ -193,7 +193,7 @@ class GatewayBenchmark(Benchmark[Cell]):
         return connections
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest figures of the kinds of requests by model, and those of connections.
+        """Return, by model, the largest figures of any kind of requests, and of connections.
 
         Token latency is taken at the highest concurrency, and time to first token at 1.
         """
@@ -273,7 +273,7 @@ async def _in_groups(work: Sequence[Any]) -> list[Any]:
 
 
 async def _first_answer(connections: Sequence[Connection]) -> None:
-    """Return when the first of the streams has its first token."""
+    """Wait until one of the streams has its first token."""
     heads = [asyncio.ensure_future(connection.head()) for connection in connections]
     try:
         await next(asyncio.as_completed(heads))

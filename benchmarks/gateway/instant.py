@@ -56,7 +56,7 @@ class InstantServer:
 
 
 class Answers:
-    """Handler that answers each question with `OUTPUT` tokens, and requests for its description."""
+    """Handler that answers a question with `OUTPUT` tokens and `describe` with a description."""
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answer the requests of one stream."""

@@ -43,7 +43,7 @@ Job = tuple["KernelCell", int | None]
 
 
 class KernelsBenchmark(Benchmark[Job]):
-    """Operators on hot and cold adapters in decode and prefill shapes, and their stability.
+    """Benchmark of LoRA operators on hot and cold adapters, in decode and in prefill.
 
     The weights of hot adapters stay in the caches; those of cold ones come from memory.
     """

@@ -100,7 +100,7 @@ class KernelResult:
 
     @property
     def limit(self) -> float:
-        """Limit of the roofline in seconds.
+        """Roofline of the work in seconds.
 
         The rate of memory is the median of this cell's rounds. The rates of the caches and of the
         multiplications are the best of the run so far.
@@ -112,7 +112,7 @@ class KernelResult:
 
     @property
     def share_of_limit(self) -> float:
-        """Limit over measured time; 1 is at the roofline."""
+        """Roofline divided by the measured time; 1 is best."""
         return self.limit / self.atmm.median
 
     def as_row(self) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def _measure(
 
 
 def _rows(operator: LoraOperator, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return copies of y and x in the operator's type."""
+    """Return y, filled with zeros, and a copy of x, both in the operator's type."""
     own = x.to(operator.dtype or x.dtype, copy=True)
     return torch.zeros_like(own), own
 

@@ -31,7 +31,7 @@ def summarize_stability(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def left_out_counts(results: Sequence[KernelResult]) -> dict[str, int]:
-    """Return in how many cells operators were left out, keyed by "operator: reason"."""
+    """Return the number of cells in which an operator was left out, by "operator: reason"."""
     counts: dict[str, int] = {}
     seen = set()
     for result in results:

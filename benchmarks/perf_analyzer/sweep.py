@@ -4,8 +4,8 @@ For each model and concurrency it prints the throughput and the latency of the f
 response. From the server's counters it adds the mean number of requests in a batch of the vision
 encoder, and the mean number of rows in a decode step.
 
-To measure the encoder, turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`). A
-long run sends its 64 distinct pictures repeatedly, and the cache would answer.
+To measure the encoder, turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`).
+Otherwise the cache answers most requests of a long run, which repeats its 64 distinct pictures.
 
 usage: python -m benchmarks.perf_analyzer.sweep --adapters base glyphs actions --json out/sweep.json
 """

@@ -97,7 +97,7 @@ class ClosedLoop:
 
 
 def throughput_ratio(rows: Sequence[Mapping[str, Any]], policy: str, baseline: str) -> float | None:
-    """Return the median, over the rounds, of a policy's throughput over the baseline's."""
+    """Return the median over rounds of a policy's throughput divided by the baseline's."""
     rates = {(row["policy"], row["round"]): row["requests_per_s"] for row in rows if "round" in row}
     ratios = [
         rate / rates[baseline, number]

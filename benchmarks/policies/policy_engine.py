@@ -54,7 +54,7 @@ class PolicyEngine:
     ) -> Replay:
         """Replay a trace in simulated time.
 
-        free_adapters: whether adapters cost nothing. This bounds the gain of any mode.
+        free_adapters: whether adapters cost nothing. No change of modes can gain more than this.
         """
         options = self.options
         costs = replace(

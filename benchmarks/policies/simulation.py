@@ -8,8 +8,8 @@ from pathlib import Path
 
 from vlora.engine.cost import CostModel
 from vlora.ids import BASE
-from vlora.lora.adapter import AdapterInfo, Description
-from vlora.lora.handle import AdapterHandle, State
+from vlora.lora.adapter import AdapterDescription, AdapterInfo
+from vlora.lora.handle import AdapterHandle, AdapterState
 
 
 def fork(costs: CostModel) -> CostModel:
@@ -18,7 +18,7 @@ def fork(costs: CostModel) -> CostModel:
 
 
 def without_adapters(costs: CostModel) -> CostModel:
-    """Return a cost model in which adapters cost nothing. It bounds the gain of any mode."""
+    """Return a cost model in which adapters cost nothing. No mode can gain more than this."""
     profile = replace(
         costs.profile,
         lora_calls=0.0,
@@ -34,5 +34,5 @@ def resident_adapter(slot: int) -> AdapterHandle | None:
     if slot == BASE:
         return None
     info = AdapterInfo(f"slot {slot}", f"digest {slot}", (), (), (), {}, (), ())
-    described = Description(info, {}, 0)
-    return AdapterHandle(info.name, Path(), b"", described, State.RESIDENT, slot=slot)
+    described = AdapterDescription(info, {}, 0)
+    return AdapterHandle(info.name, Path(), b"", described, AdapterState.RESIDENT, slot=slot)

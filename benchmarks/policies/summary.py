@@ -52,10 +52,11 @@ def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
 
 
 def gains_by_setting(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """Return, by setting, the cost of adapters, the bound of the gain, and the policies' gains.
+    """Return a row per setting: the cost of adapters, the largest possible gain, the actual gains.
 
-    adapter_share: share of a step's time due to adapters. most: latency if adapters cost nothing,
-    over the latency with their cost. Latencies of policies are over first come, first served.
+    adapter_share: share of a step's time due to adapters.
+    most: latency if adapters cost nothing, divided by the latency with their cost.
+    Latencies of policies are divided by that of first come, first served.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -77,7 +78,7 @@ def gains_by_setting(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
 def _summary_of_predictions(
     measured: Sequence[ResultRow], again: Sequence[ResultRow]
 ) -> dict[str, Any]:
-    """Return the errors of cost model and simulation, and the bounds of the gain of merging."""
+    """Return errors of the cost model and the simulation, and upper bounds of merging's gain."""
     step_errors = [row["prediction_error"] for row in measured if row["policy"] not in OPERATORS]
     latencies = [
         (row["token_latency_ms"], row["simulated_ms"]) for row in measured if row["simulated_ms"]
@@ -126,7 +127,7 @@ def _worst_vs_best(rows: Sequence[ResultRow], settings: Iterable[Setting]) -> fl
 def _ratios(
     rows: Sequence[ResultRow], name: str, policy: str = OURS, **setting: Any
 ) -> list[float]:
-    """Return the token latency of `policy` over that of `name` for each trace that both ran."""
+    """Return the latency of `policy` divided by that of `name`, for each trace that both ran."""
     own = {
         _trace(row): row
         for row in rows
@@ -137,13 +138,13 @@ def _ratios(
 
 
 def _adapter_shares(again: Sequence[ResultRow], **setting: Any) -> list[float]:
-    """Return the adapters' shares of the step times with first come, first served."""
+    """Return, for each trace under first come, first served, the adapters' share of step times."""
     rows = (row for row in again if row["policy"] == FCFS and setting.items() <= row.items())
     return [row["adapter_share"] for row in rows if row["adapter_share"]]
 
 
 def _free_adapter_ratios(again: Sequence[ResultRow], name: str, **setting: Any) -> list[float]:
-    """Return simulated latencies of a policy with free adapters over those with their costs."""
+    """Return simulated latencies with free adapters, divided by those with their real cost."""
     rows = (row for row in again if row["policy"] == name and setting.items() <= row.items())
     return [row["free_adapters_ms"] / row["token_latency_ms"] for row in rows]
 

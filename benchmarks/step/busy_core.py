@@ -17,7 +17,7 @@ _SPIN = (
 
 
 def slow_down(step: Callable[[], None], *, rounds: int, budget: float) -> float:
-    """Return the time of `step` while one of this process's cores is busy, over its usual time."""
+    """Return the time of `step` with a core of this process busy, divided by its usual time."""
     with _spinning_process(max(os.sched_getaffinity(0))) as resumed:
 
         def disturbed() -> None:

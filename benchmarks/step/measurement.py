@@ -114,15 +114,15 @@ class StepResult:
     interpreter: float | None = None
 
     def limit(self, adapters: int) -> float:
-        """Return the limit of the roofline in seconds."""
+        """Return the roofline of the step in seconds."""
         return self.cell.work(adapters).seconds(self.peak, self.rate)
 
     def share_of_limit(self, adapters: int = 0) -> float:
-        """Return the limit over the measured time; 1 is at the roofline."""
+        """Return the roofline divided by the measured time; 1 is best."""
         return self.limit(adapters) / self.timings[adapters].median
 
     def cost(self, adapters: int) -> float:
-        """Return the time with adapters over the time of the base model."""
+        """Return the time with adapters divided by the time of the base model."""
         return self.timings[adapters].median / self.timings[0].median
 
     def cost_by_bytes(self, adapters: int) -> float:
@@ -136,7 +136,7 @@ class StepResult:
 
     @property
     def python(self) -> float | None:
-        """Share of the base model's step that a model with minimal matrices takes as well."""
+        """Step time of a model with minimal matrices, divided by that of the base model."""
         return None if self.interpreter is None else self.interpreter / self.timings[0].median
 
     def as_row(self) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def measure(
 def measure_interpreter(cell: StepCell, tiny: SyntheticModel, effort: Effort) -> float | None:
     """Return the seconds of a decode step in a model with minimal matrices, or None for prefill.
 
-    Attention is excluded, because even there it reads as many keys and values from memory.
+    Attention is excluded, because it reads as many keys and values in this model as in any other.
     """
     if cell.phase != "decode":
         return None

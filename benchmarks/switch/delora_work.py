@@ -1,4 +1,4 @@
-"""LoRA's time in a step in mixture mode (deLoRA) over its time in unmerged mode (figure 20).
+"""LoRA's time in a step in mixture mode (deLoRA), divided by that in unmerged mode (figure 20).
 
 `starved` of the step's requests use other adapters than the live one. In unmerged mode all rows go
 through their own adapter. In mixture mode only the starved rows do, and the live adapter, which is
@@ -53,7 +53,7 @@ class DeloraResult:
 
     @property
     def ratio(self) -> float:
-        """Mixture mode's time over unmerged mode's: the median over rounds of the ratios."""
+        """Mixture mode's time divided by unmerged mode's: the median over rounds of this ratio."""
         mixture, unmerged = (self.timings[name].samples for name in (MIXTURE, UNMERGED))
         return median(m / u for m, u in zip(mixture, unmerged, strict=True))
 
@@ -201,8 +201,8 @@ def _predict(
 
     An adapter's matrices come from memory. Each segment reads its rows of x, and reads and writes
     its rows of y, in the caches. The times of multiplying and of moving are added, since a core
-    that waits for a panel multiplies nothing meanwhile. A limit of one call takes the larger time
-    instead, but a ratio of two modes must not (decision 40).
+    that waits for a panel multiplies nothing meanwhile. The roofline of a single call takes the
+    larger of the two instead, but that would distort the ratio of the modes (decision 40).
 
     multiplying: seconds for (rows, elements of an adapter).
     moving: seconds for (bytes from memory, bytes in the caches).

@@ -87,7 +87,7 @@ class MergeResult:
 
     @property
     def limit(self) -> float:
-        """Limit of the roofline in seconds, at the median rates of this model's rounds.
+        """Roofline of the merge in seconds, at the median rates of this model's rounds.
 
         The peak is that of fp32, even for bf16 weights. The factors are fp32, and the merged matrix
         is the sum rounded once. (torch's addmm rounds B as well.)
@@ -97,12 +97,12 @@ class MergeResult:
 
     @property
     def share_of_limit(self) -> float:
-        """Limit over measured time; 1 is at the roofline."""
+        """Roofline divided by the measured time; 1 is best."""
         return self.limit / self.timings[ATMM].median
 
     @property
     def vs_addmm(self) -> float | None:
-        """Time of torch's addmm over ours, or None if it was left out."""
+        """Time of torch's addmm divided by ours, or None if it was left out."""
         if ADDMM not in self.timings:
             return None
         return self.timings[ADDMM].median / self.timings[ATMM].median

@@ -92,7 +92,7 @@ def measure_changes(
 
 
 def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
-    """Return the median time of unmerging in µs, the largest over these numbers of layers."""
+    """Return the largest median time of unmerging, in µs, over these numbers of layers."""
     shapes = dict.fromkeys(TARGETS, (64, 64))
     medians = []
     for count in layers:
@@ -110,7 +110,7 @@ def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
 
 
 def measure_drift(grid: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """Return how far the base weights are from their start after numbers of in-place switches.
+    """Return how far the weights have moved from the base after some numbers of switches in place.
 
     largest: the largest change of a weight. changed: the share of weights that changed.
     """

@@ -50,7 +50,7 @@ struct Factors {
 // it.
 struct Snapshot {
   std::vector<Pair> pairs;                           // [slots][outputs]
-  std::vector<std::shared_ptr<const void>> storage;  // of each slot
+  std::vector<std::shared_ptr<const void>> storage;  // [slots]: owners of the pairs' memory
 };
 
 // Projections that share an input, and their packed adapters by slot.
@@ -122,7 +122,8 @@ class Group {
     publish(slot, pairs, storage);
   }
 
-  // Does the same for an fp32 task head. Its bias is copied without packing.
+  // Packs an fp32 task head and publishes it in a slot, like set_slot(). The bias is copied without
+  // packing.
   void set_head(int64_t slot, const std::optional<Factors>& head) {
     if (!head) return clear_slot(slot);
     const Matrix &w = head->a, &bias = head->b;
@@ -247,7 +248,7 @@ class Group {
 
   const int64_t d_in_;
   const Dtype dtype_;
-  const int bundle_;  // of its packed matrices; later calls may use another instruction set
+  const int bundle_;  // fixed, although later calls may use another instruction set
   std::vector<Output> outputs_;
   mutable std::mutex mutex_;
   std::shared_ptr<const Snapshot> snapshot_ = std::make_shared<Snapshot>();

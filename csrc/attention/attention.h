@@ -67,7 +67,7 @@ struct Piece {
   int32_t partial;  // index among the partial results, or -1 if the piece has all keys of its rows
   int32_t first_partial;  // index of the first partial result of the same rows
   int32_t parts, group;   // number of pieces with the same rows, and the index of that group
-  double cost;            // of all parts, in reads of a head's panel
+  double cost;            // of all parts; the unit is reading one panel of a head
 
   bool last() const { return parts == 1 || partial - first_partial == parts - 1; }
 };

@@ -72,7 +72,7 @@ VLORA_INLINE void multiply_block(const SplitRows& left, const Depth& depth, int6
   Block::store(out, out_stride);
 }
 
-// The same for any number of tiles of columns. right(k, c) counts columns from 0.
+// Multiplies any number of tiles of columns. right(k, c) counts columns from 0.
 template <int kTall, class Depth, class Right>
 VLORA_INLINE void multiply_columns(int64_t columns, const SplitRows& left, const Depth& depth,
                                    int64_t count, const Right& right, ptrdiff_t right_bytes,

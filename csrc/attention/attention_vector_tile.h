@@ -107,7 +107,7 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
       }
 }
 
-// The same for at most P panels.
+// Computes scores for at most P panels.
 template <class T, int M, int P>
 VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from,
                               int64_t until, float* scores) {
@@ -115,8 +115,8 @@ VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* ke
   if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores);
 }
 
-// The same for any number of panels. As many are taken together as fill the registers with sums. If
-// there are more, they take turns for a run of depths each.
+// Computes scores for any number of panels. As many are taken together as fill the registers with
+// sums. If there are more, they take turns for a run of depths each.
 template <class T, int M>
 void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim, float* scores,
                   const char* prefetch) {
@@ -130,7 +130,7 @@ void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t 
   }
 }
 
-// The same for at most M queries.
+// Computes scores for at most M queries.
 template <class T, int M = kMaxTileQueries>
 VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const* keys,
                                 int64_t panels, int64_t dim, float* scores, const char* prefetch) {
@@ -192,7 +192,7 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
     for (int n = 0; n < N; ++n) acc[m][n].store(out + m * padded + column + n * R::kWidth);
 }
 
-// The same for all columns. As many are taken together as fill the registers.
+// Adds weights times values for all columns. As many are taken together as fill the registers.
 template <class T, int M, bool kInterleaved>
 void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens,
                     int64_t padded, float* out, const char* prefetch) {
@@ -212,7 +212,7 @@ void add_all_values(const float* weights, const T* const* values, int64_t panels
   }
 }
 
-// The same for any number of queries, M at a time.
+// Adds weights times values for any number of queries, M at a time.
 template <class T, int M, bool kInterleaved>
 void add_values_of_queries(int64_t queries, const float* weights, const T* const* values,
                            int64_t panels, int64_t tokens, int64_t padded, float* out,

@@ -9,7 +9,8 @@
 
 namespace vlora::gemm {
 
-// y[t, n] = bias[n] + sum over k of x[t, k] W[n, k]. x, y and the sums are fp32; W is as stored.
+// y[t, n] = bias[n] + sum over k of x[t, k] W[n, k]. x, y and the sums are fp32; W has its storage
+// type.
 struct Product {
   Dtype dtype;    // of W
   const void* w;  // [n, k]

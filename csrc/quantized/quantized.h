@@ -13,7 +13,7 @@ constexpr int64_t kBlock = 64;
 // Smallest number of values that share a scale.
 constexpr int64_t kMinGroup = 32;
 
-// Element (n, k) of the matrix is scale (value - zero), with the scale and the zero of its group.
+// Element (n, k) of the matrix is scale * (value - zero), with the scale and the zero of its group.
 //
 // int8: `values` holds signed bytes in order; there are no zeros.
 // int4: a block is 16 words of 16 bits. Bits 4j to 4j + 3 of word i are value 16 j + i. Without
@@ -54,16 +54,17 @@ struct Gemv {
 
 // The kernels of an instruction set.
 struct Kernels {
-  Gemv fp32;   // of weights and x in fp32
-  Gemv pairs;  // of both in bf16; null without products of bf16 pairs
+  Gemv fp32;   // with weights and x in fp32
+  Gemv pairs;  // with both in bf16; null if the CPU does not multiply bf16 pairs
   int max_gemv_rows;  // of x
   // Writes rows [from, to) of W to `out` as fp32 or bf16, k values apart.
   void (*widen[kDtypes])(const Weight&, int64_t from, int64_t to, void* out);
 };
 const Kernels& kernels(runtime::Isa isa);
 
-// dtype: of the products. For bf16, converted weights are rounded to bf16, and so is x where the CPU
-// multiplies pairs of bf16 fast. A single row, which memory limits, is always in fp32.
+// dtype: the type in which weights and x are multiplied. For bf16, converted weights are rounded to
+// bf16, and so is x where the CPU multiplies pairs of bf16 fast. A single row, which memory limits,
+// is always in fp32.
 void multiply(const Product& product, Dtype dtype, int threads);
 
 }  // namespace vlora::quantized

@@ -12,7 +12,7 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 
-// A weight is scale value + offset; the offset is -scale zero.
+// A weight is scale * value + offset, where offset = -scale * zero.
 struct Factors {
   R scale, offset;
   static VLORA_INLINE Factors of(float scale, float zero) {

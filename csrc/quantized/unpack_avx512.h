@@ -12,7 +12,7 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 
-// scale (value - zero) for each of the 16 values of four bits.
+// scale * (value - zero) for each of the 16 values of four bits.
 struct Factors {
   R table;
   static VLORA_INLINE Factors of(float scale, float zero) {

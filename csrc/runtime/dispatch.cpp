@@ -122,7 +122,8 @@ const std::vector<Isa>& ranked(Dtype dtype) {
     for (int i = int(Isa::kScalar); i < kIsas; ++i) {
       const Isa next = Isa(i);
       if (!runs_here(next)) continue;
-      // It precedes all sets that are not faster by kRequiredSpeedup. Plain C++ is always last.
+      // The set precedes all sets that are not faster by kRequiredSpeedup. Plain C++ is always
+      // last.
       auto position = ranking.begin();
       while (position != ranking.end() && *position != Isa::kScalar &&
              core_peak(*position, type) > kRequiredSpeedup * core_peak(next, type))

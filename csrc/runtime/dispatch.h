@@ -27,7 +27,7 @@ const std::vector<Isa>& ranked(Dtype dtype);
 // the first of `ranked`. The environment variable VLORA_ISA counts as a request made when this
 // library was loaded.
 Isa isa(Dtype dtype);
-// Returns the same for kernels that use vectors only and have no code for tiles.
+// Returns the instruction set for kernels that use vectors only and have no code for tiles.
 Isa vector_isa(Dtype dtype);
 // Requests an instruction set for both types. "auto" returns to the ranking. Throws
 // std::invalid_argument for a name that is unknown or that this CPU cannot run.
@@ -54,7 +54,7 @@ double peak(Dtype dtype, double seconds, int threads);
 // Returns the bytes/s at which `threads` threads together read a working set of `bytes`, each its
 // own part.
 double bandwidth(int64_t bytes, double seconds, int threads);
-// multiply runs the loop of `peak` once and returns its flops; read reads `bytes` of fp32 once.
+// `multiply` runs the loop of `peak` once and returns its flops; `read` reads `bytes` of fp32 once.
 double multiply(Dtype dtype, int64_t rounds, int threads);
 float read(const void* values, int64_t bytes, int threads);
 

@@ -7,7 +7,8 @@
 
 namespace vlora::runtime {
 
-// While it exists, the interpreter lock is released and its thread is in a KernelScope.
+// Scope of a call: while the object exists, the interpreter's lock is released and the thread is in
+// a KernelScope.
 struct KernelCall {
   pybind11::gil_scoped_release released;
   KernelScope scope;

@@ -37,9 +37,9 @@ class Scratch {
   int64_t size_ = 0;  // floats
 };
 
-// The same in large pages, for buffers that are read from end to end again and again. Ordinary
-// pages are scattered over physical memory. By chance, too many of their lines can then fall on the
-// same sets of L2.
+// Scratch in large pages, for buffers that are read from end to end again and again. Ordinary pages
+// are scattered over physical memory. By chance, too many of their lines can then fall on the same
+// sets of L2.
 class LargeScratch {
  public:
   float* get(int64_t floats) {

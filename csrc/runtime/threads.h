@@ -102,7 +102,7 @@ void run_on(int threads, Work& work) {
       &work);
 }
 
-// The same for work without barriers that threads take in pieces.
+// Calls work(team) likewise, for work without barriers that threads take in pieces.
 template <class Work>
 void run_independent(int threads, Work& work) {
   run_region(

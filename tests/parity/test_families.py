@@ -30,6 +30,8 @@ from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import ChatTemplate, render
 
 MAX_TOKENS = 24
+CLIPS = (2, 8)
+"""Questions about a clip. The second clip begins with the first two frames of the first."""
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -40,18 +42,27 @@ def family(
 
 
 def questions(family: Family) -> list[tuple[str, list[DecodedImage], str | None]]:
-    """Return prompts with their images, of sizes that make different numbers of tokens."""
+    """Return prompts with their images, of sizes that make different numbers of tokens.
+
+    The first and the last prompt with three pictures have a clip, the others independent images.
+    """
     rng = np.random.default_rng(7)
     template = ChatTemplate.from_checkpoint(family.checkpoint)
-    drawn = []
+    drawn: list[tuple[str, list[DecodedImage], str | None]] = []
     for number in range(9):
-        sizes = rng.integers(9, 90, (1 + number % 3, 2))
-        images = [DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
-        if number >= 6:  # the same first image as an earlier question
-            images[0] = drawn[number - 6][1][0]
-        text = f"{'<image> then ' * len(images)}what is shown in {number}?"
-        prompt = render("vqa", text, len(images), 0, template)
-        drawn.append((prompt, images, (None, *ADAPTERS)[number % 3 if number < 6 else 0]))
+        count = 1 + number % 3
+        is_clip = number in CLIPS
+        sizes = rng.integers(9, 90, (1 if is_clip else count, 2)).repeat(3 if is_clip else 1, 0)
+        images = [
+            DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8), is_clip) for size in sizes
+        ]
+        if number >= 6:  # the same beginning as an earlier question
+            shared = 1 + is_clip
+            images[:shared] = drawn[number - 6][1][:shared]
+        marks = "<image>" * 3 if is_clip else "<image> then " * count
+        stills, frames = (0, count) if is_clip else (count, 0)
+        prompt = render("vqa", f"{marks}what is shown in {number}?", stills, frames, template)
+        drawn.append((prompt, images, (None, *ADAPTERS)[number % 3 if number != 7 else 0]))
     return drawn
 
 
@@ -84,15 +95,20 @@ def test_answers_equal_those_of_the_stock_model(family: Family, mode: str) -> No
         request = Request(str(number), prompt, params, adapter=adapter, images=own)
         engine.add(engine.prepare(request), arrival=0.0)
     answers: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
+    cached: dict[str, int] = {}
     while not engine.idle:
         for output in engine.step():
             assert output.error is None
             answers[output.request_id] += output.token_ids
+            cached[output.request_id] = output.num_cached_tokens
     stats = engine.stats()
     if mode == "preempted":
         assert stats.preemptions > 0
     else:
-        assert stats.cached_tokens > 0
+        last = features[8].layout
+        pair = min(last[0, 1] // last[0, 2], len(features[8].features) // 2)
+        assert cached["6"] > 0
+        assert cached["8"] >= pair
     for number, (prompt, images, adapter) in enumerate(asked):
         answer = answers[str(number)]
         assert len(answer) == MAX_TOKENS
@@ -156,6 +172,25 @@ def test_a_clip_is_what_the_stock_model_makes_of_a_video(
                 assert output.error is None
                 answer += output.token_ids
         assert family.gap(prompt, images, adapter, answer) <= NEAR_TIE
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+@pytest.mark.parametrize(("stills", "frames"), [(0, 2), (1, 5), (2, 6)])
+def test_the_prompt_of_a_clip_is_that_of_the_stock_processor(
+    family: Family, stills: int, frames: int
+) -> None:
+    rng = np.random.default_rng(frames)
+    images = [
+        DecodedImage(rng.integers(0, 256, (24, 40, 3), np.uint8), i >= stills)
+        for i in range(stills + frames)
+    ]
+    template = ChatTemplate.from_checkpoint(family.checkpoint)
+    prompt = render("vqa", "when?", stills, frames, template)
+    (encoded,) = family.service.run([images])
+    reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
+    read = reader.read(prompt, ImageFeatures(encoded.features, encoded.layout))
+    before, _, after = render("vqa", "when?", stills + 1, 0, template).rpartition("<|image_pad|>")
+    assert list(read.ids) == family.processed(f"{before}<|video_pad|>{after}", images)
 
 
 @pytest.mark.parametrize("family", ["llava_onevision"], indirect=True)

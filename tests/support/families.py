@@ -11,8 +11,18 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.variants import calculate_alora_offsets
 from PIL import Image
-from transformers import AutoImageProcessor, AutoModelForImageTextToText, AutoTokenizer
-from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
+from transformers import (
+    AutoImageProcessor,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    Qwen3VLProcessor,
+)
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
+    Qwen2VLImageProcessorPil,
+    smart_resize,
+)
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
+from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 
 from tests.support.checkpoints import make_checkpoint
 from vlora.vision.encoder import VisionEncoder
@@ -26,7 +36,7 @@ CONNECTOR = r".*(multi_modal_projector\.linear_\d|merger.*\.(mlp\.[02]|linear_fc
 VISION_ADAPTERS = {"both": f"{DECODER}|{TOWER}|{CONNECTOR}", "tower": TOWER, "connector": CONNECTOR}
 """Patterns of the modules that each adapter of the vision tower or the connector changes."""
 
-VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl")
+VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families that take the frames of a clip as a video."""
 
 
@@ -53,10 +63,18 @@ def video_patches(video: torch.Tensor, side: int, merge: int, times: int) -> tor
     )
 
 
+class _UncheckedQwen3VLProcessor(Qwen3VLProcessor):  # type: ignore[misc]
+    """The stock processor without a check that needs torchvision."""
+
+    def check_argument_for_proper_class(self, *arguments: Any) -> None:
+        """Accept every argument."""
+
+
 class Family:
     """A checkpoint of one family, two adapters, its stock model and its vision encoder."""
 
     def __init__(self, name: str, tokenizer_of: Path, folder: Path) -> None:
+        self.name = name
         self.checkpoint = make_checkpoint(name, tokenizer_of, folder / "model")
         self.adapters = folder / "adapters"
         for seed, adapter in enumerate(ADAPTERS):
@@ -133,13 +151,7 @@ class Family:
         joined = config.model_type != "llava_onevision"
         height = width = config.vision_config.image_size if not joined else 0
         if joined:
-            height, width = smart_resize(
-                frames[0].height,
-                frames[0].width,
-                factor=processor.patch_size * processor.merge_size,
-                min_pixels=processor.size["shortest_edge"],
-                max_pixels=processor.size["longest_edge"],
-            )
+            height, width = self._frame_size(config.model_type, frames)
         pictures = [
             np.asarray(Image.fromarray(one.rgb).resize((width, height), Image.Resampling.BICUBIC))
             for one in frames
@@ -160,7 +172,52 @@ class Family:
         pixels |= {"pixel_values_videos": patches, "video_grid_thw": torch.tensor([grid])}
         if config.model_type == "qwen2_5_vl":
             pixels["second_per_grid_ts"] = [processor.temporal_patch_size / 24]
-        return [[token] * (len(patches) // processor.merge_size**2)]
+        rows = [token] * (len(patches) // processor.merge_size**2)
+        if config.model_type != "qwen3_vl":
+            return [rows]
+        return [rows[: len(rows) // grid[0]]] * grid[0]
+
+    def processed(self, prompt: str, images: Sequence[DecodedImage]) -> list[int]:
+        """Return the tokens that Qwen3-VL's stock processor makes of a prompt with images and a
+        clip, with the image token for the video token.
+
+        Without torchvision it can neither resize nor normalize frames, which its tokens do not
+        need.
+        """
+        pictures = Qwen2VLImageProcessorPil.from_pretrained(self.checkpoint)
+        stored = Qwen3VLVideoProcessor.from_pretrained(self.checkpoint).to_dict()
+        off = ("do_resize", "do_normalize", "do_convert_rgb", "do_sample_frames")
+        clips = Qwen3VLVideoProcessor(**stored | dict.fromkeys(off, False))
+        processor = _UncheckedQwen3VLProcessor(pictures, self.tokenizer, clips)
+        config = self.model.get_base_model().config
+        # The tokenizer names the image token of another family.
+        processor.image_token, processor.image_token_id = "<|image_pad|>", config.image_token_id
+        frames = np.stack([image.rgb for image in images if image.is_video])
+        made = processor(
+            text=prompt,
+            images=[Image.fromarray(image.rgb) for image in images if not image.is_video] or None,
+            videos=[torch.from_numpy(frames).permute(0, 3, 1, 2)],
+        )
+        swapped = {config.video_token_id: config.image_token_id}
+        return [swapped.get(token, token) for token in made["input_ids"][0]]
+
+    def _frame_size(self, family: str, frames: Sequence[DecodedImage]) -> tuple[int, int]:
+        """Return the height and width that the stock processor gives the frames of a clip."""
+        height, width = frames[0].height, frames[0].width
+        factor = self.processor.patch_size * self.processor.merge_size
+        if family != "qwen3_vl":
+            limits = self.processor.size
+            edges = limits["shortest_edge"], limits["longest_edge"]
+            return smart_resize(height, width, factor, *edges)  # type: ignore[no-any-return]
+        limits = Qwen3VLVideoProcessor.from_pretrained(self.checkpoint).size
+        return qwen3_resize(  # type: ignore[no-any-return]
+            max(2, len(frames)),
+            height,
+            width,
+            factor=factor,
+            min_pixels=limits["shortest_edge"],
+            max_pixels=limits["longest_edge"],
+        )
 
     @torch.inference_mode()
     def _logits(

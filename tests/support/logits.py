@@ -72,9 +72,7 @@ def engine_logits(
             zip(prompts, images, names or [None] * len(prompts), strict=True)
         ):
             (features,) = encoder.encode([image])
-            layout = np.array(
-                [[0, len(features), 1, *encoder.grid(image.height, image.width), 0]], dtype=np.int32
-            )
+            layout = np.array([[0, len(features), 1, *encoder.grid(image), 0]], dtype=np.int32)
             params = SamplingParams(temperature=0.0, max_tokens=1)
             encoded = ImageFeatures(features, layout)
             request = Request(f"types-{index}", text, params, adapter=name, images=encoded)

@@ -1,6 +1,7 @@
-"""Tests of a Qwen3-VL checkpoint behind a real server, compared with transformers and PEFT.
+"""Tests of checkpoints behind a real server, compared with transformers and PEFT.
 
-Some tests use adapters of the vision tower, which are added and replaced while the server runs.
+The families are those whose images and clips reach the engine in different forms. Some tests use
+adapters of the vision tower, which are added and replaced while the server runs.
 """
 
 from __future__ import annotations
@@ -33,9 +34,16 @@ FULL_RANK = 96
 """Rank at which every change of the small checkpoint's weights is exact."""
 
 
+FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
+each_family = pytest.mark.parametrize("family", FAMILIES, indirect=True)
+one_family = pytest.mark.parametrize("family", FAMILIES[-1:], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def family(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family("qwen3_vl", checkpoint, tmp_path_factory.mktemp("served-family"))
+def family(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Family:
+    return Family(request.param, checkpoint, tmp_path_factory.mktemp("served-family"))
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +69,31 @@ class Questions:
         rng = np.random.default_rng(2)
         sizes = rng.integers(12, 80, (2, 2))
         self.images = [DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8)) for size in sizes]
+        self.clip = [
+            DecodedImage(rng.integers(0, 256, (24, 56, 3), np.uint8), is_video=True)
+            for _ in range(5)
+        ]
 
-    def text(self, adapter: str | None, images: int, model: str = "video_analytics") -> str:
-        """Return the server's answer to a question about the first images."""
+    def text(
+        self, adapter: str | None, images: int, model: str = "video_analytics", frames: int = 0
+    ) -> str:
+        """Return the server's answer to a question about the first images and frames."""
         sampling = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0}
         options = {"task": "vqa", "exclude_input_in_output": True} if model == "lmm_unary" else {}
         answer = self.ask.once(
             model,
             text_input="what is this?",
             image=[png(image) for image in self.images[:images]],
+            frames=[png(frame) for frame in self.clip[:frames]],
             sampling_parameters=sampling | ({"lora_name": adapter} if adapter else {}),
             **options,
         )
         return str(answer["text_output"]).strip()
 
-    def expected(self, adapter: str | None, images: int) -> str:
-        prompt = render("vqa", "what is this?", images, 0, self.template)
-        tokens = self.family.greedy(prompt, self.images[:images], adapter, MAX_TOKENS)
+    def expected(self, adapter: str | None, images: int, frames: int = 0) -> str:
+        prompt = render("vqa", "what is this?", images, frames, self.template)
+        pictures = [*self.images[:images], *self.clip[:frames]]
+        tokens = self.family.greedy(prompt, pictures, adapter, MAX_TOKENS)
         return str(self.family.tokenizer.decode(tokens, skip_special_tokens=True)).strip()
 
 
@@ -86,12 +102,24 @@ def questions(family: Family, ask: Asker) -> Questions:
     return Questions(family, ask)
 
 
+@each_family
 def test_served_text_equals_that_of_the_stock_model(questions: Questions) -> None:
     for number, adapter in enumerate((None, *ADAPTERS)):
         images = 1 + number % 2
         assert questions.text(adapter, images) == questions.expected(adapter, images)
 
 
+@each_family
+@pytest.mark.parametrize(("images", "frames"), [(0, 5), (1, 4)])
+def test_served_clips_equal_those_of_the_stock_model(
+    questions: Questions, images: int, frames: int
+) -> None:
+    for adapter in (None, *ADAPTERS, None):
+        served = questions.text(adapter, images, frames=frames)
+        assert served == questions.expected(adapter, images, frames)
+
+
+@one_family
 def test_adapters_of_the_vision_tower_are_added_and_replaced(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:
@@ -126,6 +154,7 @@ def test_adapters_of_the_vision_tower_are_added_and_replaced(
     assert questions.text(None, 2) == base
 
 
+@one_family
 def test_activated_and_converted_adapters_are_served(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:
@@ -160,6 +189,7 @@ def test_activated_and_converted_adapters_are_served(
     assert len({questions.text(None, 1), *found.values()}) == 3
 
 
+@one_family
 def test_a_broken_part_of_the_vision_tower_is_the_error_of_its_adapter(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.atmm_problems import emulation
 from tests.support.count_launches import EmulatedCounts as Counts
-from vlora.atmm.cuda.choice import Choice
+from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
 from vlora.atmm.types import LoraPair, Segment
@@ -28,7 +28,7 @@ def call(
     operator: Operator,
     d_outs: Sequence[int],
     segments: Sequence[Segment] | DeviceSegments,
-    choice: Choice,
+    choice: KernelChoice,
     rank: int = 64,
 ) -> Callable[[], Counts]:
     """Prepare a call in bf16 on 40 rows; calling the result runs it and returns its counts."""
@@ -59,14 +59,16 @@ ACCESSES = RANK + THREADS * VECTOR
 def test_the_expand_computes_no_blocks_beyond_a_projection_s_columns(operator: Operator) -> None:
     """Keys and values of grouped attention have fewer columns than queries."""
     accesses = [
-        call(operator, (columns, 256, 256), [Segment(0, 1, 0)], Choice(), RANK)().shared_accesses
+        call(
+            operator, (columns, 256, 256), [Segment(0, 1, 0)], KernelChoice(), RANK
+        )().shared_accesses
         for columns in (256, 8 * 256)
     ]
     assert accesses == [3 * ACCESSES, 10 * ACCESSES]
 
 
 def test_a_lane_of_the_expand_reads_its_part_of_the_intermediate_once(operator: Operator) -> None:
-    counts = call(operator, (256,), [Segment(0, 1, 0)], Choice(), RANK)()
+    counts = call(operator, (256,), [Segment(0, 1, 0)], KernelChoice(), RANK)()
     assert counts.shared_accesses == ACCESSES
 
 
@@ -87,12 +89,12 @@ LIVE = Segment(0, 40, 0, -1)
 def test_the_row_kernels_need_one_launch(
     operator: Operator, segments: Sequence[Segment], launches: int
 ) -> None:
-    assert call(operator, (72, 40, 40), segments, Choice())().launches == launches
+    assert call(operator, (72, 40, 40), segments, KernelChoice())().launches == launches
 
 
 def test_a_tile_is_found_in_two_reads_among_a_thousand_problems(operator: Operator) -> None:
     library = operator.library
-    choice = Choice(
+    choice = KernelChoice(
         next(iter(library.tiles_of("shrink", "bf16"))),
         next(iter(library.tiles_of("expand", "bf16"))),
         slices=1,

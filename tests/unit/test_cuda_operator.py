@@ -17,7 +17,7 @@ import torch
 
 from tests.support.atmm_problems import emulation
 from vlora.atmm.cuda import library as c
-from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in, by_rows
+from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in, by_rows
 from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.cuda.operator import DTYPES, DeviceFault, Operator, current, table_path
 from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
@@ -77,7 +77,7 @@ class Case:
         return values.to(self.operator.device, self.dtype)
 
     def run(
-        self, segments: Sequence[Segment] | DeviceSegments, choice: Choice | None = None
+        self, segments: Sequence[Segment] | DeviceSegments, choice: KernelChoice | None = None
     ) -> torch.Tensor:
         if not isinstance(segments, DeviceSegments):
             segments = self.operator.segments(segments)
@@ -111,12 +111,12 @@ def in_turn(lengths: Sequence[int]) -> list[Segment]:
     return segments
 
 
-def by_tiles(library: Library, dtype: torch.dtype, rows_up_to: int = 0) -> list[Choice]:
+def by_tiles(library: Library, dtype: torch.dtype, rows_up_to: int = 0) -> list[KernelChoice]:
     """Yield every tile of the type at least once, with different slices."""
     shrinks = list(library.tiles_of("shrink", DTYPES[dtype]))
     expands = list(library.tiles_of("expand", DTYPES[dtype]))
     return [
-        Choice(
+        KernelChoice(
             shrinks[i % len(shrinks)],
             expands[i % len(expands)],
             slices=(1, 2, 7)[i % 3],
@@ -143,7 +143,7 @@ def test_the_row_kernels_equal_float64_for_any_number_of_slices(
     operator: Operator, dtype: torch.dtype, row_block: int, slices: int
 ) -> None:
     case, segments = Case(operator, dtype, 24, d_in=1096), in_turn((1, 1, 2, 5, 1, 14))
-    choice = Choice(row_block=row_block, row_slices=slices)
+    choice = KernelChoice(row_block=row_block, row_slices=slices)
     case.check(case.run(segments, choice), segments)
 
 
@@ -166,7 +166,7 @@ def test_own_and_live_segments_of_the_same_rows_are_added_in_order(
     segments = [Segment(0, 33, slot, sign) for slot, sign in ((0, 1), (1, -1), (3, 1))] * 4
     segments += [Segment(20, 13, 2), Segment(33, 4, 5)]
     case = Case(operator, torch.bfloat16, 40)
-    choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
+    choice = KernelChoice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
     y = case.run(segments, choice)
     case.check(y, segments)
     assert len(operator.segments(segments).ends) > c.MAX_WAVES  # More than one call is needed.
@@ -178,7 +178,11 @@ def test_hundreds_of_empty_segments_change_nothing(operator: Operator) -> None:
     real = operator.segments(segments)
     empty = torch.zeros(700, 4, dtype=torch.int32, device=operator.device)
     padded = DeviceSegments(torch.cat((real.tensor, empty)), (703,), 1, 40)
-    for choice in (Choice(), Choice(row_block=4), *by_tiles(operator.library, torch.bfloat16, 1)):
+    for choice in (
+        KernelChoice(),
+        KernelChoice(row_block=4),
+        *by_tiles(operator.library, torch.bfloat16, 1),
+    ):
         assert torch.equal(case.run(padded, choice), case.run(real, choice))
     operator.check()
 
@@ -210,7 +214,7 @@ def test_an_invalid_segment_alone_is_skipped_and_reported_at_the_next_check(
     case = Case(operator, torch.bfloat16, 40)
     rows = [(s.start, s.length, s.slot, s.sign) for s in SOUND]
     tensor = torch.tensor([rows[0], bad, rows[1]], dtype=torch.int32, device=operator.device)
-    choice = Choice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
+    choice = KernelChoice() if by == "rows" else by_tiles(operator.library, torch.bfloat16)[0]
     case.check(case.run(DeviceSegments(tensor, (3,), 3, 20), choice), SOUND)
     with pytest.raises(DeviceFault, match=f"segment 1 .*{says}.* skipped"):
         operator.check()
@@ -238,7 +242,7 @@ def test_an_invalid_adapter_alone_is_skipped(
     table = case.group.tables[1]
     table[1] = torch.tensor(damage(*table[1].tolist()), dtype=torch.int64)
     case.pairs[1][1] = None
-    choice = Choice() if by == "rows" else by_tiles(operator.library, torch.float16)[0]
+    choice = KernelChoice() if by == "rows" else by_tiles(operator.library, torch.float16)[0]
     case.check(case.run(SOUND, choice), SOUND)
     with pytest.raises(DeviceFault, match=f"segment 1 in projection 1 .*{says}"):
         operator.check()
@@ -310,7 +314,7 @@ def test_a_replayed_graph_serves_other_segments(operator: Operator) -> None:
     capacity = torch.zeros(8, 4, dtype=torch.int32, device=operator.device)
     segments = DeviceSegments(capacity, (8,), 1, 40)
     y = case.before.clone()
-    for choice in (Choice(), by_tiles(operator.library, torch.bfloat16, rows_up_to=8)[0]):
+    for choice in (KernelChoice(), by_tiles(operator.library, torch.bfloat16, rows_up_to=8)[0]):
         operator.apply(y, case.x, segments, case.group, choice)
         operator.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -338,18 +342,18 @@ SHAPES = [
 
 def test_a_choice_is_read_back_from_its_name() -> None:
     for choice in (
-        Choice(),
-        Choice(row_block=4, row_slices=16),
-        Choice("64x64x32_32x32x32_3", "128x64x32_64x32x32_2", 7, 4, 4, 2),
+        KernelChoice(),
+        KernelChoice(row_block=4, row_slices=16),
+        KernelChoice("64x64x32_32x32x32_3", "128x64x32_64x32x32_2", 7, 4, 4, 2),
     ):
-        assert Choice.parse(choice.name) == (
+        assert KernelChoice.parse(choice.name) == (
             choice
             if choice.shrink
-            else Choice(None, None, 1, 8, choice.row_block, choice.row_slices)
+            else KernelChoice(None, None, 1, 8, choice.row_block, choice.row_slices)
         )
     for wrong in ("", "rows", "rows b1", "tiles b1 s1", "a b s1; up to rows b1 s1"):
         with pytest.raises(ValueError, match="not a configuration"):
-            Choice.parse(wrong)
+            KernelChoice.parse(wrong)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.key)
@@ -371,10 +375,10 @@ def test_few_segments_of_one_row_are_sliced_in_depth_so_that_no_multiprocessor_i
 def test_a_table_serves_its_keys_and_skips_tiles_of_another_build(tmp_path: Path) -> None:
     library, path = emulation(), tmp_path / "table.json"
     known, gone = SHAPES[0], SHAPES[-1]
-    rows = Choice(row_slices=4)
+    rows = KernelChoice(row_slices=4)
     entries = {
         known.key: {"config": rows.name, "hot_us": 3.1, "cold_us": 7.0},
-        gone.key: {"config": Choice("1x1x1_1x1x1_9", "1x1x1_1x1x1_9").name},
+        gone.key: {"config": KernelChoice("1x1x1_1x1x1_9", "1x1x1_1x1x1_9").name},
     }
     path.write_text(json.dumps({"version": 2, "entries": entries}))
     table = Table.load(path, library)

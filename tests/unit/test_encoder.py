@@ -128,7 +128,7 @@ def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
     folder = copy_of(checkpoint, tmp_path / "copy")
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).rename(tmp_path / name)
-    with pytest.raises(InvalidArgument, match="no readable vision tower"):
+    with pytest.raises(InvalidArgument, match="no readable image processor"):
         VisionEncoder(folder, 1)
     for name in ("preprocessor_config.json", "processor_config.json"):
         (tmp_path / name).rename(folder / name)

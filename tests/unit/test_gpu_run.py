@@ -24,7 +24,7 @@ from tools.gpu.report import summary
 from tools.gpu.stages import Runner, Stage
 from tools.tile_search import command, cuda_search
 from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
-from vlora.atmm.cuda.choice import Choice, Shape, Table
+from vlora.atmm.cuda.choice import KernelChoice, Shape, Table
 from vlora.atmm.cuda.operator import Operator, using
 
 LIMITS = GpuLimits(1e9, 1e11, 1e10)
@@ -148,7 +148,7 @@ def test_the_sanitizer_exercise_calls_every_kernel(operator: Operator) -> None:
 
 def test_a_benchmark_cell_is_compared_with_float64_and_timed(operator: Operator) -> None:
     static = {
-        "one": Choice(
+        "one": KernelChoice(
             *(next(iter(operator.library.tiles_of(kind, "bf16"))) for kind in ("shrink", "expand"))
         )
     }
@@ -201,7 +201,7 @@ def test_a_search_is_resumed_and_its_table_is_read_by_the_operator(
     assert list(search.search([SMALL], lines, 60)) == first
     path = write_table(operator, first, tmp_path)
     found = Table.load(path, operator.library).find(SMALL)
-    assert found == Choice.parse(first[0]["config"])
+    assert found == KernelChoice.parse(first[0]["config"])
 
 
 def test_the_command_searches_gpu_tiles_and_reports_a_missing_gpu(
@@ -231,7 +231,7 @@ def test_the_library_contains_every_candidate_of_the_search(operator: Operator) 
         assert len(found) <= 24
         for choice in found:
             choice.on(operator.library, shape.dtype)
-            assert Choice.parse(choice.name) == choice
+            assert KernelChoice.parse(choice.name) == choice
 
 
 def test_the_page_of_figures_is_made_from_the_stages_results(tmp_path: Path) -> None:

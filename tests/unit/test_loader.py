@@ -283,7 +283,7 @@ def test_loading_needs_the_memory_of_one_copy_of_the_model(large: Path) -> None:
         ({"model_type": "mistral", "sliding_window": 64}, "sliding-window attention"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
         ({"hidden_act": "gelu"}, "activation 'gelu'"),
-        ({"model_type": "phi3"}, "model type 'phi3' is not supported"),
+        ({"model_type": "phi3"}, "model type 'phi3', which is not supported"),
     ],
 )
 def test_unsupported_decoders_are_refused_with_the_reason(

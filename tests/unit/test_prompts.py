@@ -39,7 +39,7 @@ def test_a_clip_has_one_placeholder_per_frame() -> None:
 
 
 def test_a_clip_that_is_one_video_has_one_placeholder() -> None:
-    video = ChatTemplate("", "", image_text="[i]", joins_frames=True)
+    video = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
     assert render("raw", "x", 1, 3, video) == "[i][i]x"
     assert render("raw", "<image>a<image><image>b", 1, 2, video) == "[i]a[i]b"
     assert render("raw", "<image>a<image>b", 2, 0, video) == "[i]a[i]b"
@@ -48,7 +48,7 @@ def test_a_clip_that_is_one_video_has_one_placeholder() -> None:
 
 @pytest.mark.parametrize("text", ["<image>a<image>", "<image><image>a<image>"])
 def test_placeholders_of_a_video_must_stand_together_and_last(text: str) -> None:
-    video = ChatTemplate("", "", image_text="[i]", joins_frames=True)
+    video = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
     frames = 2
     with pytest.raises(InvalidArgument, match="takes the 2 frames as one video"):
         render("raw", text, text.count("<image>") - frames, frames, video)

@@ -22,7 +22,7 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
-from vlora.lora.handle import State
+from vlora.lora.handle import AdapterState
 from vlora.memory.block_table import BlockTable
 from vlora.memory.pool import PagePool
 from vlora.model.inputs import Prompt
@@ -340,7 +340,7 @@ def test_unmerge_only_chooses_from_the_first_candidates_what_it_would_choose_fro
             while todo and todo[0][0] <= now:
                 scheduler.add(todo.pop(0)[1])
             for adapter in late:
-                adapter.state = State.RESIDENT if now > 8 else State.ON_DISK
+                adapter.state = AdapterState.RESIDENT if now > 8 else AdapterState.ON_DISK
             plan = scheduler.schedule(now, arrival_cutoff=cutoff if now < 20 else 1e9)
             carry_out(scheduler, plan)
             chunks = [(c.sequence_id, c.length) for c in plan.chunks]
@@ -361,7 +361,7 @@ def busy_scheduler(policy: str, waiting: int, kinds: str) -> Scheduler:
     scheduler = Scheduler(Budgets(64, 1024), make_policy(Options(policy=policy), costs))
     unready = resident_adapter(0)
     assert unready is not None
-    unready.state = State.ON_DISK
+    unready.state = AdapterState.ON_DISK
     for i in range(64):
         scheduler.add(make_sequence(pool, f"runs{i}", 4, slot=i % 8 - 1, arrival=i * 1e-6))
     carry_out(scheduler, scheduler.schedule(0.1))

@@ -3,7 +3,7 @@
 Labels are int64 [64 patches, 10 columns]: shape, colour and texture of the object, the four edges
 of its box as bins, whether its centre is in this patch, and colour and pattern of the surface. -1
 means "no label"; only the surface has a label in every patch. An outline is the object's silhouette
-in its box, 8x8. Of all labels, it teaches known and unknown shapes fastest.
+in its box, 8x8. Of all labels, the outline teaches the tower known and unknown shapes fastest.
 """
 
 from dataclasses import dataclass
@@ -50,7 +50,7 @@ HEADS: dict[str, int] = {
 @dataclass(frozen=True)
 class DenseBatch:
     """Images uint8 [n, 64, 64, 3]; labels int64 [n, 64, 10], columns in the order of HEADS;
-    outlines uint8 [n, 64, 64], for each patch 1 inside and 0 outside of the object."""
+    outlines uint8 [n, 64 patches, 64 points], 1 inside and 0 outside of the object."""
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]

@@ -39,8 +39,10 @@ OPENING = 4.0
 
 @dataclass(frozen=True)
 class JointBatch:
-    """Questions, and for batches of scenes the dense labels of all images of `pack`, then those of
-    broad scenes."""
+    """Questions with their images.
+
+    dense: for batches of scenes, the images of `pack` and of further scenes with their labels.
+    """
 
     pack: Pack
     dense: DenseBatch | None = None

@@ -1,6 +1,7 @@
 """Stage 1: pretrain the vision tower on dense labels, without language.
 
-The heads are discarded. Training through the language model instead would take much longer.
+The heads of the labels are not part of the checkpoint. Training the tower through the language
+model instead would take much longer.
 """
 
 from functools import partial

@@ -8,6 +8,7 @@ It prints one line of a Markdown table for each run's folder, from its report.js
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,16 +30,24 @@ def line(name: str, report: dict[str, Any]) -> str:
     )
 
 
-def main(folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")]) -> None:
-    """Print a table of generation runs."""
+def print_table(folders: Sequence[Path]) -> None:
+    """Print a table of the runs in these folders. A run without a report has no line."""
     typer.echo(
         "| run | items | promises kept | adapters | items per adapter | mean gain over the base |"
         " attempts and merges (rolled back) | steps |"
     )
     typer.echo("|---|---|---|---|---|---|---|---|")
     for folder in folders:
-        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-        typer.echo(line(folder.name, report))
+        if (folder / "report.json").is_file():
+            report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+            typer.echo(line(folder.name, report))
+        else:
+            typer.echo(f"{folder} has no report.json", err=True)
+
+
+def main(folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")]) -> None:
+    """Print a table of generation runs."""
+    print_table(folders)
 
 
 if __name__ == "__main__":

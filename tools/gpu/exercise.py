@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from vlora.atmm.cuda.choice import Choice
+from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import HeadMatrix, LoraPair, MergeUpdate, Segment
@@ -67,14 +67,16 @@ def exercise(operator: Operator, tiles: int) -> int:
     return calls + 1
 
 
-def _choices(operator: Operator, dtype: torch.dtype, tiles: int) -> list[Choice]:
-    found = [Choice(row_block=block, row_slices=s) for block in (1, 4) for s in (1, 3)]
+def _choices(operator: Operator, dtype: torch.dtype, tiles: int) -> list[KernelChoice]:
+    found = [KernelChoice(row_block=block, row_slices=s) for block in (1, 4) for s in (1, 3)]
     if dtype == torch.float32:
         return found
     shrinks = list(operator.library.tiles_of("shrink", DTYPES[dtype]))
     expands = list(operator.library.tiles_of("expand", DTYPES[dtype]))
     return found + [
-        Choice(shrinks[i % len(shrinks)], expands[i % len(expands)], 1 + i % 2, rows_up_to=i % 4)
+        KernelChoice(
+            shrinks[i % len(shrinks)], expands[i % len(expands)], 1 + i % 2, rows_up_to=i % 4
+        )
         for i in range(min(tiles, max(len(shrinks), len(expands))))
     ]
 

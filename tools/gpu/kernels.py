@@ -22,7 +22,7 @@ from benchmarks.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
 from benchmarks.kernels.cells import KernelCell
 from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
 from tools.gpu.peers import PEERS
-from vlora.atmm.cuda.choice import Choice
+from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import LoraPair
@@ -51,7 +51,9 @@ class Drawn(KernelCell):
 class Atmm(LoraOperator):
     """The operator under test, with the table's choices or one choice for every shape."""
 
-    def __init__(self, operator: Operator, choice: Choice | None = None, name: str = ATMM) -> None:
+    def __init__(
+        self, operator: Operator, choice: KernelChoice | None = None, name: str = ATMM
+    ) -> None:
         self.name = name  # type: ignore[misc]
         self._operator, self._choice = operator, choice
 
@@ -104,7 +106,7 @@ class GpuKernelResult:
 
 
 def measure(
-    cell: KernelCell, operator: Operator, statics: Mapping[str, Choice], limits: GpuLimits
+    cell: KernelCell, operator: Operator, statics: Mapping[str, KernelChoice], limits: GpuLimits
 ) -> GpuKernelResult:
     """Measure all operators on one cell, interleaved."""
     cell = Drawn(**vars(cell))
@@ -186,7 +188,7 @@ def _error(call: LoraCall, x: torch.Tensor, want: torch.Tensor) -> float:
 def run(
     cells: Sequence[KernelCell],
     operator: Operator,
-    statics: Mapping[str, Choice],
+    statics: Mapping[str, KernelChoice],
     limits: GpuLimits,
     seconds: float,
 ) -> Iterator[GpuKernelResult]:
@@ -201,7 +203,7 @@ def run(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return geometric means of speed-ups by regime. Names with `_eager` are call by call.
+    """Return geometric means of speed-ups by regime. Those named `_eager` are timed call by call.
 
     PEFT's loop is measured call by call only. `limit` is the roofline over the measured time.
     """

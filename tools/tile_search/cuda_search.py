@@ -23,7 +23,7 @@ from benchmarks.gpu_timing import GpuTiming, GpuWork, interleaved
 from vlora.atmm.cuda.choice import (
     SLICES,
     TABLE_VERSION,
-    Choice,
+    KernelChoice,
     Shape,
     built_in,
     by_rows,
@@ -72,7 +72,7 @@ class Data:
     segments: DeviceSegments
     layers: list[DeviceGroup]
 
-    def work(self, operator: Operator, choice: Choice) -> GpuWork:
+    def work(self, operator: Operator, choice: KernelChoice) -> GpuWork:
         def call(group: DeviceGroup) -> Any:
             return lambda: operator.apply(self.y, self.x, self.segments, group, choice)
 
@@ -83,11 +83,11 @@ class CudaSearch:
     def __init__(self, operator: Operator, cold_bytes: int = COLD_BYTES) -> None:
         self._operator, self._cold_bytes = operator, cold_bytes
 
-    def built_in(self, shape: Shape) -> Choice:
+    def built_in(self, shape: Shape) -> KernelChoice:
         operator = self._operator
         return built_in(shape, operator.library, operator.multiprocessors, tensor_cores=True)
 
-    def candidates(self, shape: Shape) -> list[Choice]:
+    def candidates(self, shape: Shape) -> list[KernelChoice]:
         """Return the choices to measure, the built-in one first."""
         library, sms = self._operator.library, self._operator.multiprocessors
         found = [self.built_in(shape)]
@@ -96,7 +96,7 @@ class CudaSearch:
             near = [s for s in SLICES if base.row_slices / 4 <= s <= base.row_slices * 4]
             blocks = (1,) if shape.rows == 1 else (1, 4)
             found += [
-                Choice(row_block=block, row_slices=s)
+                KernelChoice(row_block=block, row_slices=s)
                 for block in blocks
                 for s in near
                 if shape.d_in // s >= 128
@@ -116,7 +116,7 @@ class CudaSearch:
                 up_to = min(shape.rows - 1, found[0].rows_up_to)
                 pairs = [(name, s, expands[0][1]) for _, s, name in shrinks]
                 pairs += [(shrinks[0][2], shrinks[0][1], name) for _, name in expands]
-                found += [Choice(a, b, slices=s, rows_up_to=up_to) for a, s, b in pairs]
+                found += [KernelChoice(a, b, slices=s, rows_up_to=up_to) for a, s, b in pairs]
         return list(dict.fromkeys(found))
 
     def data(self, shape: Shape, *, cold: bool) -> Data:
@@ -167,7 +167,9 @@ class CudaSearch:
             "shape": asdict(shape),
         }
 
-    def _times(self, data: Data, choices: Sequence[Choice], rounds: int) -> dict[Choice, GpuTiming]:
+    def _times(
+        self, data: Data, choices: Sequence[KernelChoice], rounds: int
+    ) -> dict[KernelChoice, GpuTiming]:
         work = {one.name: data.work(self._operator, one) for one in choices}
         timed = interleaved(work, rounds)
         return {one: timed[one.name] for one in choices}
@@ -196,7 +198,10 @@ class CudaSearch:
 
 
 def _beats(
-    winner: Choice, default: Choice, hot: dict[Choice, GpuTiming], cold: dict[Choice, GpuTiming]
+    winner: KernelChoice,
+    default: KernelChoice,
+    hot: dict[KernelChoice, GpuTiming],
+    cold: dict[KernelChoice, GpuTiming],
 ) -> bool:
     gain = (hot[default].median * cold[default].median) / (hot[winner].median * cold[winner].median)
     noise = max(one[of].noise for one in (hot, cold) for of in (winner, default))

@@ -201,7 +201,7 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
 def choose(hot: Profile, cold: Profile) -> str:
     """Return the configuration with the smallest product of hot and cold times.
 
-    Adapters are hot in a small model and cold in a large one; the key does not tell which.
+    Adapters are hot in a small model and cold in a large one, and a table serves both.
     """
     shared = [name for name in hot.seconds if name in cold.seconds]
     return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
@@ -221,7 +221,7 @@ class Duel:
 
     @property
     def noise(self) -> float:
-        """Uncertainty of the median of the ratios."""
+        """Half width of the 95 % interval of the median ratio, in units of its logarithm."""
         low, _, high = statistics.quantiles(self.log_ratios, n=4, method="inclusive")
         return NOTCH * (high - low) / math.sqrt(len(self.ours))
 

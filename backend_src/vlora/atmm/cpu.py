@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU: vendor, family, model, and the sizes of its data caches in KiB."""
+    """A CPU: its vendor, family and model, and the sizes of its data caches in KiB."""
 
     vendor: str
     family: int
@@ -20,7 +20,10 @@ class Cpu:
 
     @classmethod
     def here(cls, root: Path = Path("/")) -> Cpu:
-        """Return this machine's CPU. root: folder that contains `proc` and `sys`."""
+        """Return this machine's CPU.
+
+        root: folder that contains `proc` and `sys`; another one only in tests.
+        """
         fields: dict[str, str] = {}
         for line in (root / "proc/cpuinfo").read_text().splitlines():
             name, _, value = line.partition(":")
@@ -49,9 +52,11 @@ class Cpu:
         return min(max(4 * self.l3 << 10, 128 << 20), 256 << 20)
 
     def is_near(self, name: str) -> bool:
-        """Return whether `name` is of a CPU with the same vendor, family and L2 cache.
+        """Return whether `name`, a `Cpu.name`, belongs to a CPU with the same vendor, family and L2
+        cache.
 
-        A virtual machine may report any model and any last-level cache, so they are not compared.
+        The model and the last-level cache are not compared, because a virtual machine may report
+        any.
         """
         ours, others = self.name.split("-"), name.split("-")
         return len(others) == len(ours) and all(ours[i] == others[i] for i in (0, 1, 4))

@@ -1,4 +1,4 @@
-"""Groups of weights by slot, packed once. A call of the operator applies one group.
+"""Groups of weights by slot, which are packed once. Each call of the operator applies one group.
 
 A group contains the projections that share an input (q, k, v or gate, up), so that one call reads
 the rows once. The CPU core packs the weights (csrc/atmm/README.md). The reference reads the
@@ -24,10 +24,11 @@ class LoraGroup:
     """Projections [d_out, d_in] that share an input, with one pair (A, B) per projection and slot.
 
     `pairs[output][slot]` is None if that adapter does not target that projection. The group keeps
-    the pairs alive. The core owns the packed copies, unless `put` says where to write them. A slot
-    may be set and cleared while calls run: each call uses the weights that it found at its start.
+    the pairs alive. The compiled core allocates the packed copies, unless `put` gives it memory for
+    them. A slot may be set and cleared while calls run: each call uses the weights that it found at
+    its start.
 
-    dtype: dtype of rows, weights and outputs. Pairs may also be fp32; they are then rounded when
+    dtype: dtype of rows, weights and outputs. Pairs may also be fp32, and are then rounded when
         they are used, so that their owner needs no second copy.
     """
 
@@ -54,8 +55,9 @@ class LoraGroup:
 
     @classmethod
     def of(cls, d_in: int, *columns: Sequence[LoraPair]) -> LoraGroup:
-        """Return a group of adapters that target all its projections. columns: pairs by output and
-        slot.
+        """Return a group of adapters that target all its projections.
+
+        columns: for each output, the pairs by slot.
         """
         group = cls(d_in, [pairs[0].b.shape[0] for pairs in columns], columns[0][0].a.dtype)
         for row in zip(*columns, strict=True):
@@ -91,8 +93,10 @@ class LoraGroup:
     ) -> None:
         """Set an adapter's pairs, in an existing slot or the next one.
 
+        pairs: pair for each output; None for a projection that the adapter does not target.
         into: (address, bytes) of memory for the packed copies, aligned to 64 bytes. It belongs to
-            the caller and must live until the slot is cleared. If None, the core allocates memory.
+            the caller and must live until the slot is cleared. If None, the compiled core allocates
+            memory.
 
         Raises ValueError for any other slot, and for a pair that does not fit its projection.
         """

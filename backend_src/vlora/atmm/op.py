@@ -21,7 +21,7 @@ from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
 from vlora.backends import Backend
 
 Epilogue = Callable[[int, int, int, int, int], None]
-"""Epilogue of a product y = x Wᵀ, which adds to y in place.
+"""Function that adds to a product y = x Wᵀ in place.
 
 It is called with the address of y, its row stride in elements, the address of x, its row stride in
 elements, and the number of rows.
@@ -129,11 +129,14 @@ class StepSegments:
 def bind_epilogue(
     segments: Sequence[Segment], group: LoraGroup, x: torch.Tensor
 ) -> Epilogue | None:
-    """Return `apply` as the epilogue of a product (`Matrix`) of x, or None if it must be called.
+    """Return a function that does what `apply` does to the product of x, as the epilogue of a
+    `Matrix`.
 
-    The product must have checked its fp32 rows, so the epilogue does not check them again: for one
-    row of a small adapter, the checks of `apply` would take longer than its work. Only the
-    compiled CPU backend has an epilogue.
+    It is called when the product is complete. Returns None if the backend has no epilogue, as only
+    the compiled CPU backend has one. The caller then calls `apply` after the product.
+
+    The epilogue does not check its fp32 rows again, which the product has checked: for one row of a
+    small adapter, the checks of `apply` would take longer than its work.
     """
     if _backend_for(x) != "cpu":
         return None
@@ -147,7 +150,9 @@ def _backend_for(out: torch.Tensor) -> Backend:
 def _on_cuda(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> None:
-    """Run `apply` on CUDA, whose kernels need rows of the group's dtype."""
+    """Run `apply` on CUDA. Rows of another type are converted to the group's dtype, which the
+    kernels need.
+    """
     device = operator.current()
     out = y if y.dtype == group.dtype else torch.zeros_like(y, dtype=group.dtype)
     device.apply(out, x.to(group.dtype), device.segments(segments), device.group(group))
@@ -220,8 +225,8 @@ def merge(
 
     out, base: slabs [elements] of one dtype (fp32 or bf16). If `out is base`, the merge is in
         place.
-    updates: A and B are fp32 and contiguous. Updates must not overlap. A work list that is used
-        repeatedly should be a `Merges`, since others are converted at each call.
+    updates: A and B are fp32 and contiguous. Updates must not overlap. If the same updates are used
+        several times, pass a `Merges`: any other sequence is converted at each call.
 
     Raises ValueError for arguments that do not fit.
     """
@@ -255,7 +260,9 @@ def merge(
 
 
 def _on_cpu(*tensors: torch.Tensor) -> None:
-    """Check that the tensors are in CPU memory, because the core takes their addresses."""
+    """Raise ValueError unless the tensors are in CPU memory, because the core takes their
+    addresses.
+    """
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"a tensor is on {tensor.device}; the CPU operator cannot read it")

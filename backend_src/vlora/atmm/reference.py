@@ -1,5 +1,6 @@
-"""The operator in plain torch, as the paper defines it (§4.3). Compiled backends are tested with
-it.
+"""The LoRA operator in plain torch, as the paper defines it (§4.3).
+
+The compiled backends are tested against it.
 """
 
 from __future__ import annotations

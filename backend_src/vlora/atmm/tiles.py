@@ -30,7 +30,7 @@ VERSION = 2
 def isas(dtype: str = "fp32") -> list[str]:
     """Return the instruction sets that were compiled and that this CPU can run, fastest first.
 
-    The order is by the peak speed, which is measured for a millisecond once per process.
+    They are ordered by their peak speed, which is measured for a millisecond once per process.
     """
     return cast(list[str], native.kernels().runtime.isas(dtype))
 
@@ -47,8 +47,9 @@ def current_isa(dtype: str) -> str:
 def isa(name: str) -> Iterator[None]:
     """Use one instruction set for both types within the context.
 
-    Raises ValueError for one that this CPU cannot run. "twin" is AMX emulated in plain C++, for
-    tests.
+    name: a name from `isas`, or "twin", which is AMX emulated in plain C++ for tests.
+
+    Raises ValueError for one that this CPU cannot run.
     """
     core = native.kernels().runtime
     before = core.requested_isa()
@@ -62,20 +63,22 @@ def isa(name: str) -> Iterator[None]:
 def widest(dtype: str) -> int:
     """Return the number of columns of the current instruction set's widest register tile.
 
-    Configurations with wider tiles use this width.
+    Configurations that ask for wider tiles get this width.
     """
     return 16 * int(native.kernels().atmm.bundle(dtype))
 
 
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
-    """Return every compiled configuration of the current instruction set. Its index is its
-    number.
+    """Return every compiled configuration of the current instruction set. The index is
+    its number.
     """
     return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 
 
 class Sizes(TypedDict):
-    """Sizes on which the choice of a tile depends, besides operation and type; in the core's order.
+    """Sizes on which the choice of a tile depends, besides operation and type.
+
+    They are in the order in which the compiled core takes them.
 
     threads: 1 by default.
     """
@@ -93,7 +96,7 @@ class TableEntry:
     """Entry of a table: the largest shape of a bucket, its tile, and the time of a call.
 
     rows: number of rows of each segment.
-    segments, threads: their numbers in the call.
+    segments, threads: numbers of segments and of threads of the call.
     config: name of the tile configuration.
     hot_us, cold_us: microseconds of the call with the adapters in cache (hot) or not (cold); None
         if not measured.
@@ -113,9 +116,9 @@ class TableEntry:
 
     @classmethod
     def of(cls, key: int, entry: Any) -> TableEntry:
-        """Return the entry for a key and a value of a table.
+        """Return the entry that a table stores under a key.
 
-        entry: [configuration, hot µs, cold µs], or the configuration alone.
+        entry: stored value: [configuration, hot µs, cold µs], or the configuration alone.
         """
         name, hot, cold = (entry, *2 * (None,)) if isinstance(entry, str) else entry
         field = [key >> shift & 0xFF for shift in range(0, 48, 8)]
@@ -135,7 +138,7 @@ class TableEntry:
 
 
 def key(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> int:
-    """Return the 128-bit key of a shape's bucket."""
+    """Return the 128-bit key of the bucket that a shape belongs to."""
     low, high = native.kernels().atmm.key(operation, dtype, *_ordered(sizes))
     return int(high) << 64 | int(low)
 
@@ -151,7 +154,9 @@ def _ordered(sizes: Sizes) -> tuple[int, ...]:
 
 
 def use(entries: Mapping[int, str]) -> None:
-    """Replace the table of the current instruction set. entries: key → name of the configuration.
+    """Replace the table of the current instruction set.
+
+    entries: key → name of the configuration.
 
     Raises ValueError for an unknown configuration.
     """
@@ -187,10 +192,9 @@ def load(*paths: Path) -> None:
 def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
     """Load the committed tile tables for the current instruction set and return their paths.
 
-    These are the tables of this CPU. If there are none, they are those of a CPU with the same
-    vendor, family and L2 size. If there are none either, or they do not fit this build (which is
-    logged), return []. The tiles in use then stay: the built-in ones, or those of tables that were
-    loaded before.
+    These are the tables of this CPU, or else of a CPU with the same vendor, family and L2 size. If
+    there are none, or they do not fit this build (which is logged), the result is [] and the table
+    in use stays.
     """
     tables = (_table(folder, current_isa(dtype), dtype) for dtype in DTYPE_NAMES)
     paths = [path for path in tables if path is not None]
@@ -223,8 +227,10 @@ def clear() -> None:
 
 
 def counters() -> dict[str, int]:
-    """Return the counts of look-ups: hits, misses (which take the nearest bucket), defaults (no
-    table).
+    """Return the counts of look-ups by outcome since the last reset.
+
+    `hits` found their bucket. `misses` took the nearest bucket. `defaults` were made without a
+    table.
     """
     return cast(dict[str, int], native.kernels().atmm.counters())
 

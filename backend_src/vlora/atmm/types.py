@@ -12,7 +12,7 @@ import torch
 from vlora import native
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""Storage types of adapters, with their names in tables and configurations."""
+"""Types in which adapters are stored, with their names in tables and configurations."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +31,13 @@ class Segment:
 class Segments(tuple[Segment, ...]):
     """Segments of one step.
 
-    All layers use the same segments, so they are converted for the compiled core only once.
+    All layers use the same segments, so a `Segments` is converted for the compiled core only once.
     Functions also accept any other sequence of segments, and convert it at each call.
     """
 
     @cached_property
     def native(self) -> Any:
-        """Segments as the compiled core takes them."""
+        """Segments in the form that the compiled core takes."""
         return native.kernels().atmm.Segments([(s.start, s.length, s.slot, s.sign) for s in self])
 
     @cached_property
@@ -46,7 +46,9 @@ class Segments(tuple[Segment, ...]):
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:
-        """Conversions for other backends, by the backend's object."""
+        """Cache of conversions for other backends. The key is the object that made the
+        conversion.
+        """
         return {}
 
     @classmethod
@@ -77,8 +79,10 @@ class HeadMatrix(NamedTuple):
 
 
 class MergeUpdate(NamedTuple):
-    """A matrix [d_out, d_in] that starts at element `offset` of a slab, and the fp32 pair to merge
-    into it.
+    """A pair to merge into a matrix of a slab.
+
+    offset: index of the first element of the matrix [d_out, d_in] in the slab.
+    pair: A and B, fp32.
     """
 
     offset: int
@@ -93,10 +97,10 @@ class CopiedPart(NamedTuple):
 
 
 class Merges(tuple[MergeUpdate, ...]):
-    """Work list of an adapter's merge: its updates, and the parts that the same call copies.
+    """All updates of a merge, and the parts of the slab that the same call copies unchanged.
 
-    It is checked and converted for the compiled core only once. Functions also accept any other
-    sequence of updates.
+    A `Merges` is checked and converted for the compiled core only once. Functions also accept any
+    other sequence of updates, and convert it at each call.
     """
 
     copied: tuple[CopiedPart, ...]
@@ -112,7 +116,7 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def end(self) -> int:
-        """Number of elements that the slab needs. Raises ValueError for an invalid update or
+        """Number of elements that the slab must have. Raises ValueError for an invalid update or
         part.
         """
         ends = [0]
@@ -134,7 +138,7 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def native(self) -> Any:
-        """Work list as the compiled core takes it.
+        """Updates in the form that the compiled core takes.
 
         Raises ValueError if an A or B is not in CPU memory.
         """

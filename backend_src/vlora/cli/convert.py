@@ -28,9 +28,9 @@ def convert(
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
 
-    Exact: pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA. DoRA, and other
-    methods that change the weights of linear layers, are truncated to --rank. The error is
-    printed, and nothing is written if it is above --max-error.
+    Pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA are converted exactly.
+    DoRA, and other methods that change the weights of linear layers, are approximated with rank
+    --rank at most. The error is printed, and nothing is written if it is above --max-error.
     """
     with report_errors():
         # Imported here because they import torch.

@@ -19,7 +19,8 @@ from vlora.structured.grammars import Grammars, tokenizer_data
 
 
 class Admission:
-    """Factory of the state that the engine queues for a request. Safe to use from any thread.
+    """Checks requests and makes the states that the engine queues for them. Safe to use from any
+    thread.
 
     merge_is_lossy: whether merged weights are rounded (see `engine.sequence.mode_of`).
     """
@@ -52,8 +53,8 @@ class Admission:
     def prepare(self, request: Request) -> RequestState:
         """Check a request, tokenize its prompt and return its state, which holds no pages yet.
 
-        The grammar of structured output is compiled here, which may take some seconds. Raises a
-        VLoraError if the request is refused.
+        If the answer must follow a grammar, it is compiled here, which may take some seconds.
+        Raises a VLoraError if the request is refused.
         """
         params = request.sampling
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)

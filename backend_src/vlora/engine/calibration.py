@@ -1,7 +1,7 @@
 """Measurement of the cost model's profile (`engine/cost.py`), which is then stored on disk.
 
-The measured steps use the engine's own runner and switcher. They belong to no request and write to
-free pages, so they run before the first request.
+The measured steps use the engine's runner and switcher and write to pages that the pool counts as
+free. So they must run before the first request.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ log = logging.getLogger(__name__)
 VERSION = 3
 """Version of the profile's format. A stored profile of another version is measured again."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows of the steps that measure the matrix products."""
+"""Numbers of rows of the steps that measure the matrix products, in the order of measurement."""
 REPEATS = 3
 """Maximum number of times that a step is measured."""
 MAX_STEP_SECONDS = 0.5
-"""A step is not measured again once its measurements have taken this long in total."""
+"""Total measuring time of one step, in seconds, after which it is not repeated."""
 BUDGET_SECONDS = 4.0
-"""Time after which no step with more rows is measured."""
+"""Seconds of measuring after which the remaining numbers in `ROWS` are skipped."""
 DECODE_REQUESTS = 16
 """Number of requests in the measured decode steps."""
 DISTINCT_ADAPTERS = 8
-"""Maximum number of adapters in the step whose rows all have different adapters."""
+"""Maximum number of rows in the measured step in which each row has an adapter of its own."""
 SHORT_CONTEXT, LONG_CONTEXT = 16, 512
-"""Context lengths in tokens. Steps that differ only in them show the cost of attention."""
+"""Context lengths in tokens. The cost of attention follows from steps that differ only in them."""
 CHUNK_ROWS = 64
 """Maximum number of rows in the measured prefill steps."""
 
@@ -96,8 +96,8 @@ def load_or_measure(
 
 
 def _kernels() -> list[str]:
-    """Return the backends of the LoRA operator and of the other kernels. If one is compiled, the
-    default instruction set and that of each storage type follow.
+    """Return the names of the backends in use; if kernels are compiled, also their instruction
+    sets.
     """
     served = [backends.backend_of("atmm"), backends.backend_of("kernels")]
     if "cpu" not in served:
@@ -138,8 +138,9 @@ class AdapterSizes:
 
 
 class SyntheticSteps:
-    """Steps of made-up requests of at most `max_rows` rows. They write to `pages` of `block`
-    tokens.
+    """Runs and times steps of made-up requests. They overwrite `pages`, each of `block` tokens.
+
+    max_rows: maximum number of rows in a step.
     """
 
     def __init__(
@@ -157,10 +158,11 @@ class SyntheticSteps:
         self.max_rows = max_rows
 
     def step(self, slots: Sequence[int], rows: int, context: int) -> float:
-        """Return the shortest measured time of a step in seconds, because other processes only add
-        time.
+        """Compute a step up to REPEATS times and return the shortest time in seconds.
 
-        slots: adapter of each request, or BASE.
+        The shortest is taken because other processes can only make a step slower.
+
+        slots: slot of each request's adapter, or BASE.
         rows, context: number of new and of earlier tokens of each request.
         """
         chunks = self._chunks(sorted(slots, key=lambda s: order_of(s, BASE)), rows, context)
@@ -173,14 +175,14 @@ class SyntheticSteps:
         return min(times)
 
     def max_context(self, requests: int) -> int:
-        """Return the context in tokens that each of so many requests can have in the pages."""
+        """Return the maximum context in tokens if this many requests share the pages equally."""
         return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
-        """Return the shortest measured time of merging a slot into the base weights, in seconds.
+        """Merge a slot into the base weights REPEATS times and return the shortest time in seconds.
 
-        other: slot that is merged before, so that the weights of `slot` are not merged already. If
-            it equals `slot`, the preparation of an adapter's first merge is included.
+        other: slot to merge before each repeat, so that the merged weights of `slot` are not
+            reused. If it equals `slot`, the time includes preparing the adapter's first merge.
         """
         times = []
         for _ in range(REPEATS):
@@ -218,10 +220,10 @@ class SyntheticSteps:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measurement of a profile.
+    """Measures a profile of the machine with synthetic steps.
 
     slots: slots of the adapters that requests can ask for.
-    mergeable: those of `slots` whose adapters may be merged.
+    mergeable: the slots among them whose adapters may be merged.
     sizes: function from slot to adapter size.
     head: number of weights of the LM head divided by that of all other weights.
     max_context: maximum context of a request, in tokens.
@@ -244,7 +246,7 @@ class Calibration:
         return load_or_measure(key, self.measure, force=force)
 
     def measure(self) -> Profile:
-        """Return a profile whose parts are all measured now."""
+        """Measure every part of the profile and return it."""
         started = time.perf_counter()
         knots: list[tuple[int, float]] = []
         largest = min(self.steps.max_rows, self.max_context, self.steps.max_context(1))
@@ -258,10 +260,10 @@ class Calibration:
         return self._add_merges(profile)
 
     def _add_attention(self, profile: Profile) -> Profile:
-        """Measure `position` and `pair` by steps that differ only in their context, and derive
-        `answer`.
+        """Return the profile with `position`, `pair` and `answer`, by steps with different
+        contexts.
 
-        The steps behind `products` contain attention, so its time is subtracted from them.
+        The steps that measured `products` contain attention, so its time is subtracted from them.
         """
         steps = self.steps
         largest = profile.products[-1][0]
@@ -286,9 +288,9 @@ class Calibration:
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Measure `lora_calls`, `adapter_element` and `adapter_element_row`, with the smallest
-        adapter, the largest ones with one row each, and the largest one with up to `CHUNK_ROWS`
-        rows.
+        """Return the profile with `lora_calls`, `adapter_element` and `adapter_element_row`, by
+        steps with the smallest adapter, with the largest ones, and with many rows of the largest
+        one.
         """
         sizes = self.sizes
         count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
@@ -313,11 +315,9 @@ class Calibration:
         )
 
     def _above_base(self, slots: Sequence[int], rows: int) -> float:
-        """Return the seconds that these adapters add to a step with the same number of rows and no
-        adapter.
+        """Return the seconds that these adapters add to a step with `rows` rows per request.
 
-        Measurements with and without adapters alternate, so that changes of the machine's speed
-        affect both.
+        Steps with and without adapters alternate, so changes of the machine's speed affect both.
         """
         pairs = [
             (self.steps.step(slots, rows, 0), self.steps.step([BASE] * len(slots), rows, 0))
@@ -326,7 +326,7 @@ class Calibration:
         return max(0.0, min(own for own, _ in pairs) - min(base for _, base in pairs))
 
     def _add_merges(self, profile: Profile) -> Profile:
-        """Measure `merge`. If no adapter is mergeable, allocate no memory for merged weights."""
+        """Return the profile with `merge`. Merge nothing if no adapter is mergeable."""
         by_work = sorted((self.sizes(slot).product, slot) for slot in self.mergeable)
         if not by_work:
             return profile
@@ -337,7 +337,7 @@ class Calibration:
 
 
 def _ascending(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Raise each time to at least that of the steps with fewer rows: less can only be noise."""
+    """Raise each time to at least that of all steps with fewer rows; a shorter time is noise."""
     ascending, longest = [], 1e-9
     for rows, seconds in knots:
         longest = max(longest, seconds)

@@ -12,11 +12,11 @@ from vlora.request import MIN_STOPPABLE_ID, OutputSink
 
 @dataclass
 class Client:
-    """Admitted request.
+    """A request that was admitted and has not ended.
 
     id: id that the client gave; may be empty.
     sink: function that receives the outputs; None until the request is submitted.
-    ended: error with which `submit` must fail, if the request was cancelled before; else None.
+    ended: error that `submit` must raise because the request was cancelled before it; else None.
     """
 
     id: str
@@ -84,8 +84,10 @@ class Clients:
                 self._pending_cancels.ended(client.id)
 
     def requests_to_cancel(self, client_id: str) -> list[str]:
-        """Return the ids of the requests with a client id. If there are none, store the
-        cancellation.
+        """Return the ids of the requests with this client id.
+
+        If there are none, the cancellation is stored, and a request that arrives later with this
+        client id is cancelled.
         """
         request_ids = sorted(self._by_client_id.get(client_id, ()))
         if not request_ids:

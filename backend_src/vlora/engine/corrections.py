@@ -3,7 +3,7 @@
 A step is its forward pass plus the overhead around it: scheduling, sampling and delivering outputs.
 Two factors correct the predicted time of the forward pass. The pace is the speed of the machine
 over the last few steps of any kind. The other factor is how much steps of the same kind deviate
-from the pace. The overhead is not in the profile and is learned from steps alone (decision 53).
+from the pace. The overhead is not in the profile and is learned from steps alone (decision 42).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ else.
 """
 
 StepKind = tuple[int, ...]
-"""Key of the steps whose predictions have similar errors."""
+"""Key of a step. The predictions for steps with the same key have similar errors."""
 
 
 @dataclass
@@ -42,7 +42,8 @@ class RatioEstimate:
 
     weight: weight of a new measurement once there are at least 1/weight of them.
     log: natural logarithm of the average.
-    samples: number of measurements so far. A start above 0 counts as that many of ratio 1.
+    samples: number of measurements so far. A value above 0 at the start stands for as many
+        measurements of ratio 1.
     """
 
     weight: float
@@ -77,7 +78,7 @@ class StepOverhead:
     per_request: float = 0.0
 
     def seconds(self, requests: int) -> float:
-        """Return the expected overhead of a step of this many requests."""
+        """Return the expected overhead in seconds of a step with this number of requests."""
         return self.fixed + self.per_request * requests
 
     def learn(self, requests: int, seconds: float) -> None:
@@ -100,7 +101,9 @@ class StepOverhead:
 class Corrections:
     """Everything that a cost model has learned from steps.
 
-    pace, merges: factors of all forward passes and of merges.
+    pace: factor of all forward passes.
+    merges: factor of all merges.
+    overhead: estimate of the time of a step outside its forward pass.
     """
 
     pace: RatioEstimate = field(default_factory=lambda: RatioEstimate(PACE_WEIGHT))
@@ -111,7 +114,9 @@ class Corrections:
     _kinds: dict[StepKind, RatioEstimate] = field(default_factory=dict)
 
     def factor(self, kind: StepKind) -> float:
-        """Return the factor to multiply the predicted forward pass of a step of this kind by."""
+        """Return the factor by which to multiply the predicted forward pass of a step
+        of this kind.
+        """
         of_kind = self._kinds.get(kind)
         return self.pace.factor * (1.0 if of_kind is None else of_kind.factor)
 

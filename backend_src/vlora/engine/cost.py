@@ -27,6 +27,7 @@ from vlora.ids import BASE
 class Part(NamedTuple):
     """One request's part of a step: `rows` new tokens after `context` earlier ones.
 
+    slot: slot of the request's adapter, or BASE.
     answered: whether the step computes the logits of the last row.
     """
 
@@ -199,10 +200,11 @@ class CostModel:
         return layers + heads + answers * self.profile.answer
 
     def overhead(self, requests: int) -> float:
-        """Return the overhead of a step, divided by the present pace.
+        """Return the expected overhead of a step, scaled to the speed of the machine at
+        calibration.
 
-        The other parts of a step are in the pace of the calibration. The caller multiplies all of
-        them by the present pace.
+        The other times that policies get are those of the calibration, too. So a policy can add
+        them up. The sum times the present pace is the expected time.
         """
         return self.corrections.overhead.seconds(requests) / self.corrections.pace.factor
 
@@ -236,8 +238,9 @@ class CostModel:
         )
 
     def _products_at(self, rows: int) -> float:
-        """Return the interpolated time of the products. Policies ask for every request, so it is
-        cached.
+        """Return the time of the matrix products for this number of rows.
+
+        The interpolation is cached, because policies need it for each request in each step.
         """
         seconds = self._product_seconds.get(rows)
         if seconds is None:
@@ -246,16 +249,19 @@ class CostModel:
 
 
 def applied_adapters(slot: int, live: int) -> set[int]:
-    """Return the slots of the adapters that the operator applies to rows of `slot`.
+    """Return the slots of the adapters that the LoRA operator applies to the rows of a request.
 
-    These are the rows' own adapter and the live adapter, which is subtracted. There are none if
-    both are the same, and BASE is not among them.
+    slot: slot of the request's adapter, or BASE.
+    live: slot of the adapter in the active weights, or BASE.
+
+    If both are equal, nothing is applied. Otherwise the request's adapter is added and the live
+    adapter is subtracted. BASE is never in the set.
     """
     return set() if slot == live else {slot, live} - {BASE}
 
 
 def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
-    """Return the number of rows that the operator applies each adapter to, by slot."""
+    """Return a dictionary from the slot of each applied adapter to the number of its rows."""
     rows: dict[int, int] = {}
     for part in parts:
         for slot in applied_adapters(part.slot, live):
@@ -264,8 +270,10 @@ def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
 
 
 def _kind(parts: Sequence[Part], live: int) -> StepKind:
-    """Return the kind of a step: its number of rows (by powers of two), whether it has rows of a
-    prompt, and whether it applies an adapter.
+    """Return the kind of a step.
+
+    It consists of the bit length of its number of rows, whether any request has several rows, and
+    whether any adapter is applied.
     """
     rows = sum(p.rows for p in parts)
     has_prompts = any(p.rows > 1 for p in parts)
@@ -274,7 +282,9 @@ def _kind(parts: Sequence[Part], live: int) -> StepKind:
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:
-    """Return the seconds for this many rows, on straight lines between the knots.
+    """Return the seconds for this number of rows, by linear interpolation between the knots.
+
+    knots: (rows, seconds), by ascending rows.
 
     Beyond the last knot, the line through the last two continues.
     """
@@ -291,7 +301,7 @@ def guess(elements: int, itemsize: int, head: int, *, stored: int = 0) -> Profil
     elements: number of weights in the matrices of the layers.
     itemsize: bytes per weight.
     head: number of weights of the LM head.
-    stored: bytes of the matrices of the layers, if they are quantized.
+    stored: bytes of the matrices of the layers if they are quantized, else 0.
     """
     read, compute = (stored or elements * itemsize) / 1e10, 2 * elements / 5e10
     rows = (1, 4, 16, 64, 256)

@@ -146,7 +146,7 @@ class Engine:
         return [output for request_id in older for output in self.abort(request_id, reason)]
 
     def _expire(self, now: float) -> list[Output]:
-        """End the requests whose deadline is over; return their last outputs."""
+        """End the requests whose deadline has passed; return their last outputs."""
         outputs: list[Output] = []
         for state in self._requests.expired(now):
             self._statistics.count(expired=1)
@@ -154,7 +154,7 @@ class Engine:
         return outputs
 
     def discard(self, state: RequestState) -> None:
-        """Release a prepared request that is not queued, or no longer. Safe from any thread."""
+        """Release the grammar of a request that was never queued or has ended. Thread-safe."""
         structure = state.sequence.request.sampling.structured_outputs
         if structure is not None and state.grammar is not None:
             self.admission.grammars.release(structure, state.grammar)
@@ -310,9 +310,7 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """True if all in-flight requests wait for adapters, and no result of loading one has come
-        since.
-        """
+        """True if all in-flight requests wait for adapters and no loading has ended since."""
         return self._stalled and not self.adapters.has_results
 
     @property

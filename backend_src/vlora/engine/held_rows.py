@@ -17,18 +17,18 @@ from vlora.errors import Unavailable
 from vlora.structured.grammar import SLOW_NICENESS, VERY_SLOW_SECONDS, Grammar
 
 GRACE_SECONDS = 0.001
-"""Maximum seconds that a step waits for masks. Grammars whose last mask was late are not waited
-for.
+"""Maximum seconds that a step waits for masks. It does not wait for a grammar whose last mask was
+late.
 """
 
 IDLE_SECONDS = 0.005
-"""Maximum time that the engine sleeps in one go while it has nothing else to do."""
+"""Maximum seconds that the engine sleeps at a time while held rows are its only work."""
 
 MAX_WAIT_SECONDS = 10.0
-"""Maximum time that a row waits for its mask; then the grammar's process is ended."""
+"""Maximum seconds that a row waits for its mask. Then the grammar's process is ended."""
 
 COMPLETE = LogitsRow(finite=True)
-"""Stand-in for the next row of an answer that is complete without it."""
+"""Row for an answer that its grammar has completed. It has no logits, because no token is drawn."""
 
 
 class _Held(NamedTuple):
@@ -59,15 +59,15 @@ class HeldRows:
         return len(self._held)
 
     def begin(self, state: RequestState) -> None:
-        """Open the matcher of a structured request before its first step; its first mask is then
-        computed.
+        """Open the matcher of a structured request before its first step. This requests its first
+        mask.
         """
         if state.grammar is not None and state.matcher is None:
             state.matcher = state.grammar.open()
             self._states[state.sequence.id] = state
 
     def end(self, state: RequestState) -> None:
-        """Close the matcher of a request and forget its row."""
+        """Close the matcher of a request and discard its held row."""
         if self._states.pop(state.sequence.id, None) is not None:
             self._held.pop(state.sequence.id, None)
             assert state.matcher is not None

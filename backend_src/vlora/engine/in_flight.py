@@ -43,13 +43,13 @@ class InFlightRequests:
             del self._by_deadline[bisect.bisect_left(self._by_deadline, entry)]
 
     def expired(self, now: float) -> list[RequestState]:
-        """Return the requests whose deadline is over, earliest deadline first."""
+        """Return the requests whose deadline has passed, earliest deadline first."""
         end = bisect.bisect_right(self._by_deadline, now, key=lambda entry: entry[0])
         return [self._states[request_id] for _, request_id in self._by_deadline[:end]]
 
     def check_integrity(self, scheduled_ids: set[str]) -> None:
-        """Raise AssertionError unless the ids equal the scheduler's and all deadlines are
-        listed.
+        """Raise AssertionError unless the ids equal `scheduled_ids` and all deadlines
+        are listed.
         """
         assert scheduled_ids == set(self._states), scheduled_ids ^ set(self._states)
         sequences = (state.sequence for state in self._states.values())

@@ -59,8 +59,8 @@ class EngineLoop:
         max_waiting: int,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start the threads. max_waiting: maximum number of requests that are admitted and not
-        running.
+        """Start the threads. `max_waiting` limits the requests that are admitted and
+        not running.
         """
         self._engine = engine
         self._max_waiting = max_waiting
@@ -316,8 +316,7 @@ class EngineLoop:
         """Wait for outputs; return all that are queued, and whether more will come.
 
         If sending takes longer than a step, the outputs of several steps are merged into one
-        response per request (decision 55). Otherwise responses would fall further and further
-        behind the engine.
+        response per request (decision 55). Otherwise each step would increase the delay.
         """
         outputs: list[Output] = []
         of_step = self._outbox.get()
@@ -343,7 +342,7 @@ class EngineLoop:
             self.abort(output.request_id)
 
     def _remove(self, request_id: str) -> None:
-        """Remove a request while the lock is held. Wake `shutdown` after the last one."""
+        """Remove a request, and wake `shutdown` after the last one. The caller holds the lock."""
         self._clients.remove(request_id)
         if not self._clients:
             self._wake.notify_all()

@@ -33,7 +33,8 @@ MAX_AUTO_BYTES = 1 << 30
 PATIENCE_SECONDS = 2.0
 """Seconds that a request may wait for pages for its adapter before newer requests are held back.
 
-They stay waiting until it begins. Otherwise they could take every page that becomes free.
+The newer requests then wait until this one begins. Otherwise they could take every page that
+becomes free.
 """
 
 
@@ -60,8 +61,9 @@ class EngineMemory:
         max_model_len: int,
         device: Device = HOST,
     ) -> None:
-        """Allocate the pages on `device`. The adapters must have been read; `attach` packs them.
+        """Allocate the pages on `device`.
 
+        adapters: store that has read its adapters. They are not packed until `attach`.
         max_model_len: maximum number of tokens of a request, whatever its adapter.
         """
         self._adapters = adapters
@@ -95,7 +97,7 @@ class EngineMemory:
         return Run.length(self._adapters.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
-        """Pack adapters into pages, as many as fit into the pages for adapters."""
+        """Pack as many adapters as fit into the pages for adapters."""
         self._adapters.attach(self.pool, self.kv_cache, self._adapter_pages)
 
     def table(self) -> BlockTable:
@@ -141,10 +143,13 @@ class EngineMemory:
         return failed
 
     def _update_cutoff(self, waiting: list[Sequence], stuck: Sequence | None, now: float) -> None:
-        """Hold newer requests back once the oldest stuck one has waited PATIENCE_SECONDS.
+        """Set the arrival after which requests must wait.
 
-        It stays stuck until it begins, even after its adapter got pages: before there are pages for
-        the prompt, other requests may evict the adapter again.
+        stuck: oldest request whose adapter got no pages in this step, or None.
+
+        The oldest stuck request may wait PATIENCE_SECONDS before newer ones are held back. It
+        counts as stuck until it begins. Once its adapter has pages it still needs pages for its
+        prompt, and until then other requests may evict the adapter again.
         """
         known = (s for s in (self._stuck, stuck) if s is not None and s in waiting)
         oldest = min(known, key=lambda s: s.arrival, default=None)
@@ -156,8 +161,8 @@ class EngineMemory:
     def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
         """Give waiting requests the present version of their adapter.
 
-        Yields (request id, error) of those for which this fails. A request that has started keeps
-        its version.
+        Yields (request id, error) for each request for which this fails. A request that has started
+        keeps its version.
         """
         for sequence in waiting:
             adapter = sequence.adapter
@@ -187,7 +192,9 @@ class EngineMemory:
         sequence.use_adapter(handle)
 
     def evicted(self, handle: AdapterHandle) -> None:
-        """Mark the prefix blocks of an evicted adapter to be evicted before all others."""
+        """Mark the prefix blocks of an evicted adapter, so that they are evicted before
+        all others.
+        """
         if self.prefix is not None:
             for scope in scopes_of(handle):
                 self.prefix.evict_first(scope)
@@ -208,10 +215,10 @@ class EngineMemory:
 
 
 def _first_of_each_adapter(waiting: list[Sequence]) -> dict[AdapterHandle, Sequence]:
-    """Return the first of these requests for each adapter, in their order.
+    """Return the first waiting request for each adapter, in the order of the queue.
 
-    Every step reads the whole queue here, so built-in functions run the loops instead of Python
-    code.
+    The whole queue is read in each step, so the loops run in built-in functions, which are faster
+    than Python code.
     """
     adapters = list(map(operator.attrgetter("adapter"), waiting))
     first_of = dict(zip(reversed(adapters), reversed(waiting), strict=True))

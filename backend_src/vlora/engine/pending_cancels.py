@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 PATIENCE_SECONDS = 30.0
-"""Seconds that a cancellation is stored. Encoding, after which its request arrives, takes
-far less.
+"""Seconds that a cancellation is stored. Encoding takes far less, and its request
+arrives after it.
 """
 
 MAX_IDS = 4096
@@ -22,11 +22,10 @@ MAX_IDS = 4096
 
 
 class PendingCancels:
-    """Cancellations that are stored by client id, and the client ids of requests that ended
-    recently.
+    """Stores cancellations by client id, and the client ids of requests that ended recently.
 
-    A cancellation of a request that ended recently is late. It is not stored, so that it does not
-    cancel a new request with the same id.
+    A cancellation of a request that ended recently came too late. It is not stored, because it
+    would cancel a new request with the same id.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,16 +40,17 @@ class PendingCancels:
         _evict_oldest(self._ended)
 
     def add(self, client_id: str) -> None:
-        """Store a cancellation, unless a request with this id ended recently. No live one may have
-        the id.
+        """Store a cancellation, unless a request with this id ended recently.
+
+        The caller has checked that no live request has the id.
         """
         if client_id not in self._ended:
             self._pending[client_id] = self._clock()
             _evict_oldest(self._pending)
 
     def take(self, client_id: str) -> bool:
-        """Remove the cancellation of a new request; return whether there was one that is still
-        valid.
+        """Remove the cancellation of a new request; return whether there was one, at most
+        PATIENCE_SECONDS old.
         """
         since = self._pending.pop(client_id, None)
         return since is not None and self._clock() - since <= PATIENCE_SECONDS

@@ -11,8 +11,10 @@ from vlora.model.chunk import Chunk
 
 
 class Mode(StrEnum):
-    """Inference mode of a step (§4.4 of the paper). It follows from `live` and the adapters of the
-    rows.
+    """Inference mode of a step (§4.4 of the paper).
+
+    It is derived from the live adapter, which is merged into the active weights, and the adapters
+    of the rows.
     """
 
     MERGED = "merged"
@@ -32,8 +34,7 @@ class StepPlan:
     chunks: one for each sequence in the step, in the order of `ids.order_of`.
     preempted: ids of the sequences that lost their pages to others.
     live: slot of the adapter that is merged into the active weights, or BASE.
-    cached: number of tokens whose keys and values came from the prefix cache for sequences that
-        begin.
+    cached: number of tokens that the sequences which begin in this step took from the prefix cache.
     """
 
     chunks: tuple[Chunk, ...]
@@ -50,7 +51,7 @@ class StepPlan:
 
     @property
     def parts(self) -> list[Part]:
-        """The chunks as the cost model takes them."""
+        """The chunks in the form that the cost model takes."""
         return [Part(c.slot, c.length, c.start, c.completes) for c in self.chunks]
 
     @property

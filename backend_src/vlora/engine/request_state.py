@@ -37,8 +37,8 @@ class LogitsRow(NamedTuple):
 def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
     """Split the logits of a step into rows, and draw the tokens of all batchable samplers together.
 
-    If drawing together fails, each request's own sampler draws later. The same holds for structured
-    requests whose mask is not ready.
+    A row gets no token here if its sampler is not batchable, if its mask is not ready, or if
+    drawing together fails. `RequestState.drawn` draws it later.
 
     logits: [rows, vocabulary] float32, one row per request of `states`. Rows of structured requests
         whose mask is ready are masked in place.
@@ -109,7 +109,9 @@ class RequestState:
         return None if handle is None else handle.info
 
     def scheduled(self, mode: Mode, now: float) -> None:
-        """Count a step of the request in this mode, and note the time of its first step."""
+        """Count a step of the request in this mode. If it is the first step, note its
+        time, `now`.
+        """
         self._modes[mode.value] += 1
         if self._first_scheduled is None:
             self._first_scheduled = now

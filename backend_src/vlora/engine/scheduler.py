@@ -25,10 +25,10 @@ from vlora.ids import BASE
 class Budgets:
     """Limits of the scheduler.
 
-    sequences: maximum number of sequences that hold pages at once, also called batch slots.
+    sequences: maximum number of sequences that hold pages at once; each occupies a batch slot.
     rows: maximum number of tokens computed in one step.
-    candidates: number of waiting sequences, in each order of the policy, that the policy sees; the
-        number of free batch slots if that is larger.
+    candidates: number of waiting sequences that the policy sees in each of its orders. It sees more
+        if there are more free batch slots.
     """
 
     sequences: int
@@ -157,7 +157,10 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.missing]
 
     def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
-        """Give rows to decoding sequences first, so that no prompt delays them, then to prompts."""
+        """Give rows to decoding sequences first, so that no prompt delays them, then to prompts.
+
+        Paused sequences fill the step if chosen ones got no rows.
+        """
         step = StepBuilder(self._budgets.rows, choice, self._paused(chosen, choice))
         decoding = [s for s in chosen if s.table.pages and s.missing == 1]
         for sequence in decoding:
@@ -179,9 +182,9 @@ class Scheduler:
         return step
 
     def _continue_paused(self, chosen: list[Sequence], step: StepBuilder) -> None:
-        """Fill the batch with paused sequences when chosen ones got no batch slot or no pages.
+        """Fill the step with paused sequences when chosen ones got no batch slot or no pages.
 
-        Decoding sequences go first. They take pages only from other paused sequences.
+        Decoding sequences go first. Each takes pages only from other paused sequences.
         """
         chosen_ids = {s.id for s in chosen}
         left_out = [s for s in self._computable() if s.id not in chosen_ids]
@@ -196,10 +199,10 @@ class Scheduler:
                 step.add(sequence)
 
     def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
-        """Return the sequences with pages that are not chosen, in the order in which they are
-        preempted.
+        """Return the sequences to preempt, first the one to preempt first.
 
-        The oldest of all sequences is left out, so that it ends at some time.
+        These are the sequences that hold pages and are not chosen: lowest credit first, then newest
+        first. The oldest of all sequences is left out, so that it can always finish.
         """
         chosen_ids = {s.id for s in chosen}
         paused = [s for s in self.running if s.id not in chosen_ids]
@@ -236,7 +239,10 @@ class Scheduler:
         return True
 
     def _preempt_newer(self, sequence: Sequence, step: StepBuilder) -> bool:
-        """Preempt the first paused sequence that arrived later; return whether there was one."""
+        """Preempt the first sequence of `step.paused` that arrived later than `sequence`.
+
+        Returns whether there was one.
+        """
         newer = [s for s in step.paused if s.arrival > sequence.arrival]
         if newer:
             step.paused.remove(newer[0])
@@ -245,13 +251,14 @@ class Scheduler:
         return bool(newer)
 
     def _grow(self, sequence: Sequence, step: StepBuilder, *, only_paused: bool = False) -> bool:
-        """Allocate pages for the sequence's next row. Preempt paused sequences for them, then the
-        newest.
+        """Allocate pages for the sequence's next row.
 
-        only_paused: preempt no sequence that is not paused.
+        Paused sequences are preempted for them, then the newest running one.
 
-        Returns False if it gets no page: no page can be taken, or the sequence is itself the newest
-        and was preempted.
+        only_paused: preempt only paused sequences.
+
+        Returns False if the sequence gets no page: there is none to take, or the sequence is itself
+        the newest and was preempted.
         """
         while not sequence.table.grow(sequence.known):
             if only_paused and not step.paused:

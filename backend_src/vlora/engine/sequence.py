@@ -25,8 +25,10 @@ if TYPE_CHECKING:
 
 
 SHAREABLE_MODES = ("", "merged")
-"""Weight modes (see `mode_of`) whose prefix blocks are shared. Blocks of mixture rows are not
-shared, since the live adapter is subtracted from rounded weights.
+"""Weight modes (see `mode_of`) whose prefix blocks are shared between requests.
+
+Blocks of mixture rows are not shared: the live adapter was subtracted from rounded weights, so
+their values depend on which adapter was live.
 """
 
 
@@ -116,32 +118,39 @@ class Sequence:
 
     @property
     def next_slot(self) -> int:
-        """Slot of the adapter that the next row needs."""
+        """Slot of the adapter that the next row needs; BASE before the start of an
+        activated LoRA.
+        """
         return BASE if self.computed < self.base_tokens else self.slot
 
     @property
     def next_rows(self) -> int:
-        """Maximum number of rows in the next step, since all of them must need `next_slot`."""
+        """Maximum number of rows in the next step. It is limited because all of them must need
+        `next_slot`.
+        """
         missing = len(self.tokens) - self.computed
         before = self.base_tokens - self.computed
         return before if 0 < before < missing else missing
 
     @property
     def ready(self) -> bool:
-        """Return whether a step can compute the sequence: its adapter, if any, is resident."""
+        """True if a step can compute the sequence: it has no adapter, or its adapter is
+        resident.
+        """
         return self.adapter is None or self.adapter.resident
 
     @property
     def holds_adapter(self) -> bool:
-        """True if the sequence has started with this version of its adapter and keeps it to its
-        end.
+        """True once the sequence has started. It then keeps this version of its adapter until it
+        ends.
         """
         return self._held is not None
 
     def begin(self, live: int = BASE) -> None:
-        """Pin the adapter, and take cached prefix blocks before pages are allocated.
+        """Pin the adapter, and reuse cached prefix blocks. Pages are allocated after this.
 
-        live: slot of the adapter in the weights of the next step. It determines which blocks match.
+        live: slot of the adapter in the active weights of the next step. It determines which blocks
+            match.
         """
         if self.adapter is not None:
             self.adapter.pin()
@@ -156,7 +165,7 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows, and share the blocks that became full.
+        """Count computed rows, and enter the blocks that became full into the prefix cache.
 
         mode: weight mode of the rows (see `mode_of`).
         """
@@ -166,7 +175,7 @@ class Sequence:
             self.table.share(self._keys(self._mode, self.computed))
 
     def leave(self) -> None:
-        """Release the pages and unpin the adapter."""
+        """Release the pages and unpin the adapter. The sequence can begin again later."""
         self.table.clear()
         self.computed = 0
         if self._pinned is not None:
@@ -174,7 +183,7 @@ class Sequence:
             self._pinned = None
 
     def end(self) -> None:
-        """Release the pages and the version of the adapter that the sequence holds."""
+        """Release the pages, and let go of this version of the adapter for good."""
         self.leave()
         if self._held is not None:
             self._held.release()
@@ -219,7 +228,7 @@ class Sequence:
     def candidate(self, now: float) -> Candidate:
         """Return what a policy sees of the sequence. The adapter must be resident.
 
-        Every step calls this for each candidate, so it reads fields, which is faster than
+        It is called for each candidate in each step, so it reads fields, which is faster than
         properties.
         """
         adapter, arrival, since = self.adapter, self.arrival, self._waiting_since
@@ -249,7 +258,9 @@ class Sequence:
 
     @property
     def waiting_since(self) -> float:
-        """Present time minus `wait`; constant while the sequence waits."""
+        """Present time minus `wait`. It is constant while the sequence waits, so queues can sort by
+        it.
+        """
         return self.arrival if self._waiting_since is None else self._waiting_since
 
     @property
@@ -257,8 +268,8 @@ class Sequence:
         return self.request.freshness(self.arrival)
 
     def wait(self, now: float) -> float:
-        """Return the seconds for which the sequence was ready but not in a step, in total. Never
-        reset.
+        """Return the total seconds in which the sequence was ready but not in a step.
+        Never reset.
         """
         return now - self.waiting_since
 
@@ -268,7 +279,7 @@ class Sequence:
         self._waited = self.wait(now)
 
     def ran(self, now: float) -> None:
-        """Note that the step that the sequence was in has ended."""
+        """Note that the step that contained the sequence has ended."""
         self._waiting_since = now - self._waited
 
 
@@ -296,8 +307,9 @@ def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
 
 
 def scopes_of(adapter: AdapterHandle) -> list[str]:
-    """Return the scopes of the prefix blocks that are computed with an adapter. Blocks are shared
-    only within a scope.
+    """Return the scopes of the prefix blocks that are computed with an adapter.
+
+    Blocks are shared only within a scope.
     """
     return [_scope(adapter, mode) for mode in SHAREABLE_MODES]
 

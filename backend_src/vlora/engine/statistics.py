@@ -27,7 +27,7 @@ class EngineStatistics:
         self._mode_seconds: defaultdict[str, float] = defaultdict(float)
 
     def count(self, **increments: float) -> None:
-        """Add to the totals with these names, which are fields of `EngineStats`."""
+        """Add to totals. The keyword of each increment is a field of `EngineStats`."""
         totals = self._totals
         totals.update({name: totals[name] + n for name, n in increments.items()})
 

@@ -28,7 +28,9 @@ class StepBuilder:
         self._max_rows = choice.max_rows or {}
 
     def add(self, sequence: Sequence) -> None:
-        """Add rows of a sequence, as many as it needs and the policy and the budget allow."""
+        """Add rows of a sequence: as many as it needs, within the limits of the policy and the
+        step.
+        """
         missing = sequence.next_rows
         rows = min(missing, self._max_rows.get(sequence.id, missing), self.free_rows)
         if rows:

@@ -39,8 +39,8 @@ class _SortedSequences:
     ) -> list[Sequence]:
         """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
 
-        resident: known answers of `AdapterHandle.resident`, which this call extends. They are
-            cached because the search reads the whole queue if few adapters are resident.
+        resident: cache of `AdapterHandle.resident`, which this call extends. The search may read
+            the whole queue if few adapters are resident.
         """
         found: list[Sequence] = []
         for sequence in self.items:
@@ -86,8 +86,7 @@ class WaitingQueue:
     def candidates(
         self, orders: Iterable[Order], count: int, arrival_cutoff: float
     ) -> Iterable[Sequence]:
-        """Return the ready sequences that are among the first `count` ready ones of any of these
-        orders.
+        """Return the sequences that are among the first `count` ready ones of any of these orders.
 
         arrival_cutoff: sequences that arrived later are left out.
         """

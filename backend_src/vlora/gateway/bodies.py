@@ -20,7 +20,7 @@ RETRY_SECONDS = 1.0
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 DISCARD_SECONDS = 5.0
-"""Limits for receiving the rest of a body that nobody needs."""
+"""Limits for receiving the unused rest of a body."""
 
 Hold = Callable[[int], None]
 """Function that counts this many more bytes. It raises ApiError if they exceed the limit."""

@@ -41,7 +41,7 @@ OUTSIDE_LORA = "non_lora_trainables.bin"
 EXTRA_KEYS = ("tasks", "accuracy", "head", "skills")
 """Keys that `vlora.json` may have."""
 MAX_ADAPTER_BYTES = 4 * 1024**3
-"""Default maximum size of an adapter's weights in fp32."""
+"""Default maximum size of an adapter's weights in fp32, in bytes."""
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,15 @@ class AdapterInfo:
     """Description of an adapter for users.
 
     digest: SHA-256 of all weights except the head's; "" until the weights are read.
-    ranks, targets: ranks and target names of the language model's matrices that it changes.
+    ranks: ranks of the language model's matrices that it changes.
+    targets: names of these matrices within a layer, such as `q_proj`.
+    tasks: tasks that its `vlora.json` declares.
+    accuracy: accuracy by task, as its `vlora.json` declares.
+    head_labels: labels of its vision task head; () without a head.
+    head_tasks: tasks that the head answers.
     skills: used to choose an adapter for requests that name none (`lora/routing.py`).
-    invocation: token ids of an activated LoRA, which acts from their last occurrence in the prompt
-        on; () for an adapter that acts on all tokens.
+    invocation: token ids of an activated LoRA, which changes only the tokens from their last
+        occurrence in the prompt on; () for an adapter that changes all tokens.
     vision_ranks: ranks of the linear layers of the vision tower and the connector that it changes.
     """
 
@@ -73,7 +78,7 @@ class AdapterInfo:
 class Adapter:
     """Weights of an adapter in fp32, with the scale folded into B.
 
-    pairs: A and B of the matrices of the language model that it changes.
+    pairs: A and B of each matrix of the language model that it changes.
     """
 
     info: AdapterInfo
@@ -82,12 +87,12 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Description:
-    """Everything that an adapter's files declare, found without reading the weights.
+class AdapterDescription:
+    """Everything that an adapter's files declare, known without reading the weights.
 
-    info: description without the digest.
+    info: description for users, without the digest.
     ranks: rank of each matrix of the language model that it changes, in the order of the matrices.
-    host_bytes: size of the weights of these matrices and of the head, in fp32.
+    host_bytes: size in bytes of the weights of these matrices and of the head, in fp32.
     reader: reads the weights of these matrices; None for a simulated adapter.
     vision: reads the weights of the vision tower and the connector; None if there are none.
     """
@@ -100,14 +105,22 @@ class Description:
 
 
 class AdapterFiles:
-    """Checked files of an adapter: what they declare, and by `read` their weights."""
+    """The files of one adapter, which construction checks.
+
+    Attributes:
+        description: what the files declare.
+
+    Call `read` for the weights.
+    """
 
     def __init__(
         self, name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
     ) -> None:
-        """Check the files. Raise InvalidArgument, which names adapter, file and reason.
+        """Check the files without reading the weights.
 
         max_bytes: maximum size of the weights in fp32.
+
+        Raises InvalidArgument, which names the adapter, the file and the reason.
         """
         invalid = ErrorFactory(name)
         self._invalid = invalid.in_file(WEIGHTS)
@@ -155,19 +168,20 @@ class AdapterFiles:
         reader = make_reader(file, keys, ranks, scales)
         vision = make_reader(file, keys, in_vision, scales) if in_vision else None
         host_bytes = reader.nbytes + (self._head.nbytes if self._head else 0)
-        self.description = Description(info, reader.ranks, host_bytes, reader, vision)
+        self.description = AdapterDescription(info, reader.ranks, host_bytes, reader, vision)
 
     def read(self) -> Adapter:
         """Return the adapter. Raise InvalidArgument if weights cannot be read or are not finite."""
         return _read(self._folder, self.description, self._head, self._invalid)
 
 
-def read_adapter(name: str, folder: Path, description: Description, hidden: int) -> Adapter:
-    """Read the weights of an adapter whose files have been checked. Raises as `AdapterFiles.read`
-    does.
+def read_adapter(name: str, folder: Path, description: AdapterDescription, hidden: int) -> Adapter:
+    """Read the weights of an adapter whose files have been checked.
 
     description: result of that check. The weights file must not have changed since.
     hidden: width of the model.
+
+    Raises the same errors as `AdapterFiles.read`.
     """
     invalid = ErrorFactory(name)
     head = None
@@ -178,7 +192,7 @@ def read_adapter(name: str, folder: Path, description: Description, hidden: int)
 
 
 def _read(
-    folder: Path, description: Description, head: TaskHead | None, invalid: ErrorFactory
+    folder: Path, description: AdapterDescription, head: TaskHead | None, invalid: ErrorFactory
 ) -> Adapter:
     assert description.reader is not None
     pairs, digest = description.reader.read(folder / WEIGHTS, invalid)
@@ -212,9 +226,9 @@ def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
 def _check_invocation(
     config: PeftConfig, head: TaskHead | None, model: ModelShape, invalid: ErrorFactory
 ) -> None:
-    """Check that an activated LoRA can be invoked and has no vision task head.
+    """Raise unless an activated LoRA has valid invocation tokens and no vision task head.
 
-    A prompt without the invocation would reach the head without its adapter.
+    If a prompt lacked the invocation, its request would reach the head without the adapter.
     """
     unknown = [token for token in config.invocation if token >= model.vocabulary]
     if unknown:
@@ -226,7 +240,7 @@ def _check_invocation(
 
 
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
-    """Check that images can be encoded with the adapter from the start.
+    """Raise if weights of the vision part exclude that images are encoded before everything else.
 
     An activated LoRA must not change an image before its invocation, and skills choose an adapter
     only after the images were encoded.
@@ -244,8 +258,9 @@ def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFa
 
 
 def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
-    """Check that each name in `target_modules` names a module of the model. A pattern needs no
-    check: if it matches nothing, all tensors are rejected as left over.
+    """Check that each name in `target_modules` names a module of the model.
+
+    A pattern needs no check: if it matches nothing, all tensors are rejected as left over.
     """
     if isinstance(config.target_modules, str):
         return
@@ -257,7 +272,10 @@ def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -
 
 
 def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
-    """Return `vlora.json`, checked except for "head" and "skills"; {} if it does not exist."""
+    """Return the content of `vlora.json`; {} if it does not exist.
+
+    "head" and "skills" are not checked here.
+    """
     path = folder / "vlora.json"
     if not path.is_symlink() and not path.exists():
         return {}

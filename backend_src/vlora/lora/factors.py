@@ -1,4 +1,6 @@
-"""A and B of an adapter's matrices: which tensors of its file they are, and whether they fit."""
+"""A and B of an adapter's matrices: which tensors of the file they are, and whether they fit the
+model.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,11 @@ from vlora.lora.weights_reader import WeightsReader
 
 @dataclass
 class PairKeys:
-    """Keys of one matrix's A and B in the file. path: path of the module, as the file spells it."""
+    """Keys of one matrix's A and B in the weights file.
+
+    path: path of the module, as the file spells it.
+    a, b: keys of the tensors; None until they are found.
+    """
 
     path: str
     a: str | None = None
@@ -53,9 +59,9 @@ def assign_tensors(
 def _check_copy(
     file: WeightsFile, key: str, parsed: TensorKey, model: ModelShape, invalid: ErrorFactory
 ) -> None:
-    """Check that a whole weight equals the base model's lm_head. Any other one is rejected.
+    """Raise unless a whole weight in the file is an unchanged copy of the base model's LM head.
 
-    PEFT stores a copy of the lm_head with an adapter of it.
+    PEFT stores such a copy with an adapter of the LM head.
     """
     if parsed.matrix != (-1, LM_HEAD):
         what = "embeddings" if parsed.matrix is None else "a whole weight"
@@ -105,9 +111,13 @@ def make_reader(
     ranks: Mapping[MatrixId, int],
     scales: Mapping[MatrixId, float],
 ) -> WeightsReader:
-    """Return the reader of the matrices in `ranks`: A of all of them, then B of all of them.
+    """Return the reader of the matrices in `ranks`. It reads A of all of them, then B of all of
+    them.
 
-    keys, scales: those of these matrices and perhaps of others.
+    keys: keys of A and B by matrix.
+    scales: scale by matrix.
+
+    Both may contain other matrices, which are ignored.
     """
     layout = file.layout
     index = {key: number for number, key in enumerate(layout.keys)}

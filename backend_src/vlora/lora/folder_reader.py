@@ -27,8 +27,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FolderRead:
-    """A new version of an adapter. adapter: its weights, or None if only the declarations were
-    read.
+    """A new version of an adapter.
+
+    adapter: its weights; None if only the declarations were read.
     """
 
     handle: AdapterHandle
@@ -37,7 +38,10 @@ class FolderRead:
 
 @dataclass(frozen=True)
 class FolderFailed:
-    """A folder that cannot be read. transient: whether the cause lies outside its files."""
+    """A folder that cannot be read.
+
+    transient: whether the cause lies outside its files, so that a later attempt may succeed.
+    """
 
     name: str
     error: InvalidArgument
@@ -89,8 +93,9 @@ class FolderReader:
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
         """Read the folders that are new or changed, in order of name, and report removed ones.
 
-        folders: folder and stamp of all names; names that are missing here were removed. Any
-            failure is an error of that adapter only.
+        folders: folder and stamp of every present name. A name that is missing here was removed.
+
+        A failure is reported as an error of its adapter. It never raises.
         """
         before = self.stamps
         for name in before.keys() - folders.keys():
@@ -103,9 +108,9 @@ class FolderReader:
         self.stamps = dict(folders)
 
     def read_again(self, name: str) -> None:
-        """Have `retry` read a folder again that could not be loaded. Safe to call from any thread.
+        """Tell `retry` to read a folder again. Safe to call from any thread.
 
-        Call it only if the cause lay outside the folder's files.
+        Call this if the folder could not be loaded for a cause outside its files.
         """
         self._to_retry.put((name, self._clock()))
 
@@ -127,8 +132,9 @@ class FolderReader:
                 self._read(name, folder, stamp)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """Read a folder and report the result. The weights are read only if they fit into the
-        budget.
+        """Read a folder and report the result.
+
+        The weights are read only if they fit into the bytes that `allowed_bytes` returns.
         """
         try:
             files = AdapterFiles(name, folder, self._model, self._max_bytes)
@@ -153,7 +159,7 @@ def read_each(
 ) -> tuple[dict[str, T], dict[str, InvalidArgument]]:
     """Call `read` for each name and folder, in order of name.
 
-    Returns the results by name, and the errors by name where `read` raised.
+    Returns (results by name, errors by name of the calls that raised).
     """
     found, errors = {}, {}
     for name, folder in sorted(folders.items()):
@@ -167,12 +173,13 @@ def read_each(
 def read_infos(
     folders: Mapping[str, Path], model: ModelShape, max_bytes: int
 ) -> tuple[list[AdapterInfo], dict[str, InvalidArgument]]:
-    """Read each folder with its weights, one after another, in order of name.
+    """Read each folder with its weights, in order of name.
+
+    At most one adapter's weights are in memory at a time.
 
     max_bytes: maximum size of one adapter's weights in fp32.
 
-    Returns descriptions with digests, and the errors by name. At most one adapter's weights are in
-    memory at a time.
+    Returns (descriptions with digests, errors by name).
     """
     infos, errors = read_each(
         folders, lambda name, folder: load_adapter(name, folder, model, max_bytes).info

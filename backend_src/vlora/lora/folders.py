@@ -29,23 +29,26 @@ SETTLED_SECONDS = 1.0
 """Time without changes after which a folder is read."""
 
 LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
-"""Minimum time between two looks at the folders, and maximum share of one core that looking may
-use.
+"""Minimum seconds between two looks at the folders, and maximum share of a core that
+looking takes.
 """
 
 MAX_LOOK_SECONDS = 1.5
-"""Maximum time between two looks. A change takes effect after two looks and a load. The
-documentation promises five seconds.
+"""Maximum seconds between two looks.
+
+A change takes effect after two looks and a load. The documentation promises five seconds for this.
 """
 
 
 def find_folders(
     root: Path | None, names: Mapping[str, str], *, quiet: bool = False
 ) -> dict[str, Path]:
-    """Return name → folder: all folders in `root` under their own names, and those of `names`.
+    """Return name → folder of all adapters.
 
-    names: name → folder relative to the root, as in the vLLM backend's `multi_lora.json`. They take
-        precedence over folders with the same name. Without a root, these folders must be absolute.
+    root: folder whose subfolders are adapters under their own names; None for no such folder.
+    names: name → folder of further adapters, relative to the root as in the vLLM backend's
+        `multi_lora.json`, or absolute if there is no root. They take precedence over subfolders
+        with the same name.
     quiet: do not log names that are defined twice.
     """
     present = () if root is None else folders_in(root)
@@ -66,7 +69,7 @@ def _named(
 
 
 class FolderFinder:
-    """Repeated `find_folders`, which returns the same object as long as nothing changes."""
+    """Calls `find_folders` repeatedly, and returns the same object as long as nothing changes."""
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
@@ -97,7 +100,7 @@ def folders_in(root: Path) -> Sequence[str]:
 
 
 def _folders_in(root: Path) -> list[str]:
-    """Do what `folders_in` does without the compiled core."""
+    """Return what `folders_in` returns, for when the compiled core is missing."""
     entries = sorted(root.iterdir(), key=os.fsencode)
     return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
@@ -121,15 +124,15 @@ def _same_file(first: Path, second: Path) -> bool:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Return a stamp of a folder, which changes whenever one of its files changes. Never raises.
+    """Return the stamp of a folder, which changes whenever one of its files changes. Never raises.
 
-    An unreadable folder has a stamp that holds the error (`error_of`).
+    The stamp of an unreadable folder contains the error (see `error_of`).
     """
     return stamps_of([os.fsencode(folder)])[0]
 
 
 def error_of(stamp: Stamp) -> OSError | None:
-    """Return the error in the stamp of an unreadable folder, or None."""
+    """Return the error in the stamp of an unreadable folder; None for a readable one."""
     if not stamp.startswith(b"!") or b"\0" in stamp:
         return None
     number = int(stamp[1:])
@@ -146,10 +149,11 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Do what `stamp_of` does without the compiled core.
+    """Return what `stamp_of` returns, for when the compiled core is missing.
 
-    The stamp holds the name of each entry and, after following links, its device, inode, size and
-    time of modification. If the folder cannot be read, the stamp holds the number of the error.
+    The stamp contains the name of each entry and, after following links, its device, inode, size
+    and time of modification. If the folder cannot be read, the stamp contains the number of the
+    error.
     """
     try:
         with os.scandir(folder) as entries:
@@ -183,14 +187,15 @@ def _native() -> Any:
 
 
 def _is_unknown(stamp: Stamp) -> bool:
-    """Return whether reading the folder failed for a cause that says nothing about its files."""
+    """Return whether reading the folder failed for a cause that lies outside its files."""
     error = error_of(stamp)
     return error is not None and is_transient(error)
 
 
 class FolderWatch:
-    """Thread that looks at the folders until it is closed. It reports changes once they have
-    settled.
+    """Thread that looks at the adapters' folders until it is closed.
+
+    It reports a change once the files have been unchanged for SETTLED_SECONDS.
     """
 
     def __init__(
@@ -260,8 +265,9 @@ class FolderWatch:
         return closed
 
     def look(self, now: float) -> None:
-        """Look at the folders once. Report those that are new, changed or removed, once they have
-        settled.
+        """Look at the folders once, and report what has changed and then settled.
+
+        now: seconds on the watch's clock.
         """
         try:
             folders = self._find()

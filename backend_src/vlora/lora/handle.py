@@ -1,6 +1,6 @@
 """Handle of one version of one adapter.
 
-It follows the version from its folder through host memory into a slot of the LoRA operator. A
+A handle follows its version from the folder through host memory into a slot of the LoRA operator. A
 request gets the handle when it is first scheduled and keeps it until it ends. So the request
 finishes with the version that it started with, even if the folder changes meanwhile.
 """
@@ -14,7 +14,7 @@ from enum import Enum
 from pathlib import Path
 
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import Adapter, AdapterInfo, Description
+from vlora.lora.adapter import Adapter, AdapterDescription, AdapterInfo
 from vlora.lora.transient import Backoff
 from vlora.memory.eviction import EVICT_FIRST
 from vlora.memory.pool import Run
@@ -26,11 +26,11 @@ changes it.
 
 
 def version_of(stamp: Stamp) -> str:
-    """Return a name for a version of a folder. All processes of a server get the same name."""
+    """Return a name for a version of a folder. All processes of a server derive the same name."""
     return hashlib.sha256(stamp).hexdigest()
 
 
-class State(Enum):
+class AdapterState(Enum):
     """Location of a version's weights, or the operation that is moving them."""
 
     ON_DISK = "on disk"
@@ -41,23 +41,27 @@ class State(Enum):
     FAILED = "failed"
 
 
-TRANSITIONS: Mapping[State, frozenset[State]] = {
+TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
     # The weights may have been read together with the description.
-    State.ON_DISK: frozenset({State.LOADING, State.IN_MEMORY}),
+    AdapterState.ON_DISK: frozenset({AdapterState.LOADING, AdapterState.IN_MEMORY}),
     # Back on disk: the read failed and is tried again, or the weights are no longer needed.
-    State.LOADING: frozenset({State.IN_MEMORY, State.ON_DISK, State.FAILED}),
+    AdapterState.LOADING: frozenset(
+        {AdapterState.IN_MEMORY, AdapterState.ON_DISK, AdapterState.FAILED}
+    ),
     # Back on disk: the host copy was evicted.
-    State.IN_MEMORY: frozenset({State.PACKING, State.ON_DISK}),
+    AdapterState.IN_MEMORY: frozenset({AdapterState.PACKING, AdapterState.ON_DISK}),
     # Back in memory: packing failed and is tried again.
-    State.PACKING: frozenset({State.RESIDENT, State.IN_MEMORY, State.FAILED}),
+    AdapterState.PACKING: frozenset(
+        {AdapterState.RESIDENT, AdapterState.IN_MEMORY, AdapterState.FAILED}
+    ),
     # Back in memory: the adapter was evicted from the pool.
-    State.RESIDENT: frozenset({State.IN_MEMORY}),
+    AdapterState.RESIDENT: frozenset({AdapterState.IN_MEMORY}),
     # Only another version of the adapter can be loaded.
-    State.FAILED: frozenset(),
+    AdapterState.FAILED: frozenset(),
 }
 """States that may follow each state. No other transitions happen."""
 
-COPIED = (State.IN_MEMORY, State.PACKING, State.RESIDENT)
+COPIED = (AdapterState.IN_MEMORY, AdapterState.PACKING, AdapterState.RESIDENT)
 """States in which a version has a host copy: its weights in fp32 in host memory."""
 
 
@@ -66,23 +70,23 @@ class AdapterHandle:
     """State of one version of an adapter.
 
     Only the engine's thread changes a handle. Other threads may read `info` and `description` and
-    compute `packed_bytes`, which is the same on any thread.
+    compute `packed_bytes`, whose value does not depend on the thread.
 
     info: description of the adapter. After the first load it includes the digest and never changes.
     adapter: the host copy; set only in the states of COPIED.
-    slot, run: slot of the operator, and pages of the packed copy; set only in PACKING and RESIDENT.
-        Without a page pool there is no run.
+    slot: slot of the operator; set only in PACKING and RESIDENT.
+    run: pages of the packed copy; set only in PACKING and RESIDENT, and None without a page pool.
     error: reason why the version cannot be loaded; set only in FAILED.
-    retired: True once the name means another version. New requests cannot use this one.
+    retired: True once the adapter's name means another version. New requests cannot use this one.
     backoff: delay after failed attempts whose cause lay outside the files.
-    packed_bytes: size of the packed copy; 0 until computed.
+    packed_bytes: size of the packed copy in bytes; 0 until computed.
     """
 
     name: str
     folder: Path
     stamp: Stamp = field(repr=False)
-    description: Description = field(repr=False)
-    state: State = State.ON_DISK
+    description: AdapterDescription = field(repr=False)
+    state: AdapterState = AdapterState.ON_DISK
     adapter: Adapter | None = field(default=None, repr=False)
     slot: int | None = None
     run: Run | None = None
@@ -99,46 +103,46 @@ class AdapterHandle:
 
     # -- transitions -----------------------------------------------------------------------------
 
-    def _enter(self, state: State) -> None:
+    def _enter(self, state: AdapterState) -> None:
         assert state in TRANSITIONS[self.state], f"{self.name!r}: {self.state} → {state}"
         self.state = state
 
     def load(self) -> None:
         """Note that the weights are being read."""
-        self._enter(State.LOADING)
+        self._enter(AdapterState.LOADING)
 
     def load_later(self) -> None:
-        """Note that the weights were not read."""
-        self._enter(State.ON_DISK)
+        """Note that reading the weights failed or was not necessary, so they are only on disk."""
+        self._enter(AdapterState.ON_DISK)
 
     def loaded(self, adapter: Adapter) -> None:
         """Store the host copy. If the version was read before, its digest must be the same."""
         assert adapter.info.digest, "weights have a digest"
         assert self.info.digest in ("", adapter.info.digest), "a version has one digest"
-        self._enter(State.IN_MEMORY)
+        self._enter(AdapterState.IN_MEMORY)
         self.adapter, self.info = adapter, adapter.info
 
     def drop(self) -> None:
-        self._enter(State.ON_DISK)
+        self._enter(AdapterState.ON_DISK)
         self.adapter = None
 
     def pack(self, slot: int, run: Run | None) -> None:
         """Note that the weights are being packed into a slot."""
-        self._enter(State.PACKING)
+        self._enter(AdapterState.PACKING)
         self.slot, self.run = slot, run
 
     def packed(self) -> None:
         """Note that the version is packed, so that steps can use its slot."""
-        self._enter(State.RESIDENT)
+        self._enter(AdapterState.RESIDENT)
 
     def unpack(self) -> None:
         """Note that the version has lost its slot and its pages."""
-        self._enter(State.IN_MEMORY)
+        self._enter(AdapterState.IN_MEMORY)
         self.slot = self.run = None
 
     def fail(self, error: InvalidArgument) -> None:
         """Store the reason why the version cannot be loaded or packed."""
-        self._enter(State.FAILED)
+        self._enter(AdapterState.FAILED)
         self.error = error
         self.adapter = self.slot = self.run = None
 
@@ -147,7 +151,7 @@ class AdapterHandle:
     @property
     def resident(self) -> bool:
         """True if steps can use the version."""
-        return self.state is State.RESIDENT
+        return self.state is AdapterState.RESIDENT
 
     @property
     def digest(self) -> str:
@@ -157,12 +161,12 @@ class AdapterHandle:
 
     @property
     def pinned(self) -> bool:
-        """True if a running request, paused or not, needs the version in the pool."""
+        """True if a request that holds pages needs the version to stay in the pool."""
         return self._pins > 0
 
     @property
     def held(self) -> bool:
-        """True if a request that has started uses this version. The host copy is then kept."""
+        """True if a request that has started uses this version. Its host copy must then be kept."""
         return self._holders > 0
 
     @property
@@ -182,7 +186,7 @@ class AdapterHandle:
     @property
     def needs_host_copy(self) -> bool:
         """True if the host copy may not be evicted."""
-        return self.state in (State.PACKING, State.RESIDENT) or self.held
+        return self.state in (AdapterState.PACKING, AdapterState.RESIDENT) or self.held
 
     def pin(self) -> None:
         self._pins += 1
@@ -199,9 +203,13 @@ class AdapterHandle:
         self._holders -= 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the fields do not fit the state."""
+        """Raise AssertionError if a field is set that must not be set in the present state, or the
+        reverse.
+        """
         assert (self.adapter is not None) == (self.state in COPIED)
-        assert (self.slot is not None) == (self.state in (State.PACKING, State.RESIDENT))
+        assert (self.slot is not None) == (
+            self.state in (AdapterState.PACKING, AdapterState.RESIDENT)
+        )
         assert self.run is None or self.slot is not None
-        assert (self.error is not None) == (self.state is State.FAILED)
+        assert (self.error is not None) == (self.state is AdapterState.FAILED)
         assert self.adapter is None or self.info is self.adapter.info, "not its own digest"

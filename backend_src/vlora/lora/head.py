@@ -41,15 +41,15 @@ def load_head(
     max_bytes: int,
     others: int = 0,
 ) -> TaskHead | None:
-    """Return the head that `vlora.json` declares and `head.safetensors` holds; None if neither
-    does.
+    """Return the vision task head in an adapter's folder; None if it has none.
 
-    declared: value of "head" in `vlora.json`.
+    declared: value of "head" in `vlora.json`, which must be given if and only if `head.safetensors`
+        exists.
     hidden: width of the model.
     max_bytes: maximum size of the adapter in fp32.
     others: size of its other weights in fp32.
 
-    Raises InvalidArgument if the two files do not fit each other or the model.
+    Raises InvalidArgument if the declaration and the file do not fit each other or the model.
     """
     path = folder / "head.safetensors"
     if declared is None and not path.exists():

@@ -16,13 +16,16 @@ from vlora.memory.eviction import UseOrder
 class HostTier:
     """Host copies of adapters.
 
-    While `AdapterHandle.needs_host_copy` is true, a copy is not evicted, even if the budget is
-    exceeded. The adapter is then resident or being packed, or a request has started with this
-    version, whose folder may already contain another one.
+    A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
+    exceeded. Its adapter is then resident or being packed, or a request has started with this
+    version, which the folder may no longer contain.
     """
 
     def __init__(self, budget: int | None) -> None:
-        """Create an empty tier. budget: maximum number of bytes; None for no limit."""
+        """Create an empty tier.
+
+        budget: maximum number of bytes; None for no limit.
+        """
         self._budget = math.inf if budget is None else budget
         self._order: UseOrder[AdapterHandle] = UseOrder()
         self._in_use: set[AdapterHandle] = set()
@@ -36,8 +39,9 @@ class HostTier:
 
     @property
     def available_bytes(self) -> float:
-        """Bytes that are free or can be freed by eviction; negative if copies that may not be
-        evicted exceed the budget.
+        """Bytes that are free or can be freed by eviction.
+
+        Negative if the copies that may not be evicted exceed the budget.
         """
         self._in_use = {handle for handle in self._in_use if handle.needs_host_copy}
         return self._budget - sum(handle.description.host_bytes for handle in self._in_use)
@@ -49,7 +53,7 @@ class HostTier:
         self.used_bytes += handle.description.host_bytes
 
     def use(self, handle: AdapterHandle) -> None:
-        """Note that a copy is about to be packed."""
+        """Note that a copy is about to be packed, so that it is not evicted."""
         self._in_use.add(handle)
 
     def remove(self, handle: AdapterHandle) -> None:
@@ -64,8 +68,9 @@ class HostTier:
         handle.drop()
 
     def evict_until_fits(self, size: int) -> int:
-        """Evict copies until `size` more bytes fit or no copy can be evicted; return how many were
-        evicted.
+        """Evict copies until `size` more bytes fit or no copy can be evicted.
+
+        Returns the number of evicted copies.
         """
         evicted = 0
         while self.free_bytes < size:

@@ -1,8 +1,8 @@
 """Keys of an adapter's tensors, as PEFT writes them.
 
 A key contains the path of a module in the model that was trained, and the role of the tensor. The
-path of the same matrix differs between the layouts of transformers (`LAYOUTS`). This module maps
-all of them to one matrix id.
+layouts of transformers (`LAYOUTS`) have different paths for the same matrix. This module maps all
+of them to one matrix id.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TensorKey:
 
 
 class UnknownKey(ValueError):
-    """A key that belongs to no tensor of a LoRA on this model. The message says why."""
+    """Raised for a key that belongs to no tensor of a LoRA on this model. The message says why."""
 
 
 def parse_key(key: str, model: ModelShape) -> TensorKey:

@@ -14,8 +14,10 @@ from vlora.lora.switcher import Switcher
 class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
-    W is view number `index` of the switcher's active weights and is looked up at each call. `lora`
-    holds the adapters' A and B by slot. The adapter store fills and clears its slots.
+    index: number of the weight W among the views of the switcher's active weights. It is looked up
+        at each call, so a switch takes effect at once.
+    bias: [sum of the projections' d_out], or None.
+    lora: A and B of all adapters by slot. The adapter store fills and clears its slots.
     """
 
     def __init__(
@@ -48,9 +50,13 @@ class LoraLinear:
     def gated(
         self, x: torch.Tensor, segments: Segments, scratch: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Return `ops.gate` of the product: [T, half of the sum of d_out], written to `out`.
+        """Compute all projections and return `ops.gate` of the result: [T, half of the sum of
+        d_out].
 
-        scratch: buffer for the whole product, as `out` of a call; overwritten.
+        x: [T, d_in] fp32.
+        segments: rows of each adapter, with their signs.
+        scratch: buffer [T, sum of d_out] for the result before the gate; overwritten.
+        out: buffer for the returned values.
         """
         if self._lora.has(segments):
             return ops.gate(self(x, segments, scratch), out=out)

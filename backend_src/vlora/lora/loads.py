@@ -13,7 +13,7 @@ from functools import partial
 from vlora.errors import InvalidArgument
 from vlora.lora.adapter import Adapter, read_adapter
 from vlora.lora.folders import error_of, stamp_of
-from vlora.lora.handle import AdapterHandle, State
+from vlora.lora.handle import AdapterHandle, AdapterState
 from vlora.lora.peft_config import ErrorFactory, as_text
 from vlora.lora.tiers import AdapterTiers
 from vlora.lora.transient import MAX_ATTEMPTS, as_adapter_error, is_transient
@@ -22,19 +22,21 @@ from vlora.lora.workers import Results, Workers
 log = logging.getLogger(__name__)
 
 MAX_PREFETCHED = 8
-"""Maximum number of adapters that are loaded or packed at the same time. They are taken in the
-order of the requests that need them.
+"""Maximum number of adapters that are loaded or packed at the same time.
+
+The adapters of older requests go first.
 """
 
 INLINE_PACK_BYTES = 4 << 20
-"""Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread. The
-packer's thread takes the GIL once per group of matrices, which would delay the waiting requests by
-some steps (decision 57).
+"""Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread.
+
+On its own thread, the packer waits for the GIL once per group of matrices. For small adapters, this
+would delay the waiting requests by some steps (decision 57).
 """
 
 
 class AdapterLoads:
-    """Adapters on their way from their folders into the pool."""
+    """Loads adapters from their folders into host memory, and packs them into the pool."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class AdapterLoads:
         self._workers.close()
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
-        """Load and pack the adapters that waiting requests need.
+        """Begin to load and pack the adapters that waiting requests need, as far as there is space.
 
         The adapter of an older request is never evicted for that of a newer request.
 
@@ -87,7 +89,7 @@ class AdapterLoads:
         for handle in wanted:
             if (
                 not handle.resident
-                and handle.state is not State.FAILED
+                and handle.state is not AdapterState.FAILED
                 and handle.backoff.due <= now
             ):
                 if not missing:
@@ -96,10 +98,10 @@ class AdapterLoads:
                 host_bytes_left -= handle.description.host_bytes
                 # More copies than fit the host's budget would evict each other before packing.
                 prefetch = missing == 1 or (missing <= MAX_PREFETCHED and host_bytes_left >= 0)
-                if handle.state is State.ON_DISK and prefetch:
+                if handle.state is AdapterState.ON_DISK and prefetch:
                     self._load(handle)
                 # A newer adapter must not take the pages that an older one waits for.
-                elif handle.state is State.IN_MEMORY and blocked is None:
+                elif handle.state is AdapterState.IN_MEMORY and blocked is None:
                     if self._tiers.reserve(handle, running):
                         size = self._tiers.packed_bytes(handle)
                         self.pack(handle, between_steps=size <= self._inline_bytes_left)
@@ -113,7 +115,7 @@ class AdapterLoads:
         return blocked
 
     def _load(self, handle: AdapterHandle) -> None:
-        """Have the loader read the weights of an adapter on disk."""
+        """Submit reading the weights of an adapter to the loader's thread."""
         handle.load()
         self._workers.load(
             partial(_read_weights, handle, self._hidden),
@@ -122,7 +124,7 @@ class AdapterLoads:
         )
 
     def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Store weights that the loader has read."""
+        """Store weights that the loader has read as a host copy."""
         self._tiers.count(loads=1)
         if handle.obsolete:
             handle.load_later()

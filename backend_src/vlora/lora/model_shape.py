@@ -15,7 +15,7 @@ from vlora.lora.slab import ATTENTION
 
 LM_HEAD = "lm_head"
 LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
-"""Prefixes of `layers` in the module paths of adapters. In this order, they belong to:
+"""Prefixes of `layers` in the module paths of adapters, one for each of these models, in order:
 
 - a multimodal model in transformers 4.52 and later;
 - a multimodal model in earlier versions of transformers 4;
@@ -31,9 +31,8 @@ _VISION_PATH = re.compile(
 
 
 def vision_path(path: str) -> str | None:
-    """Return the path of a module of the vision tower or the connector; None for other modules.
-
-    The result is the same for all layouts of checkpoints and adapters.
+    """Return the path of a module of the vision tower or the connector, in a form that is the same
+    for all layouts of checkpoints and adapters; None for any other module.
     """
     match = _VISION_PATH.fullmatch(path)
     return f"{match[1]}.{match[2]}" if match else None
@@ -41,8 +40,9 @@ def vision_path(path: str) -> str | None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Shapes that an adapter has to fit.
+    """Shapes and module paths of the served model that an adapter has to fit.
 
+    layers, hidden, vocabulary: number of layers, width, and number of tokens of the decoder.
     shapes: target → (d_out, d_in), the same in every layer.
     prefix: prefix of `layers` in the module paths of the served model.
     lm_head: returns the weight of the base model's LM head; called only for an adapter that has a
@@ -82,10 +82,12 @@ class ModelShape:
 
 
 def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) -> tuple[str, ...]:
-    """Return the module paths of a matrix that the patterns of an adapter are matched with.
+    """Return the module paths of a matrix, against which the patterns of an adapter are matched.
 
-    file_path: path of the module as the adapter's file spells it. If it is given, the result is
-        this path and the path in the served model; otherwise the paths in all layouts.
+    file_path: path of the module as the adapter's file spells it, if known.
+
+    With `file_path`, the result is this path and the path in the served model. Without it, the
+    result is the paths in all layouts.
     """
     layer, target = matrix
     if layer == VISION:

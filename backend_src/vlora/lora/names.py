@@ -1,4 +1,5 @@
-"""Adapters by name. A name means a handle, or the error of a folder that cannot be used.
+"""Adapters by name. Each name stands for a handle, or for the error of a folder that cannot be
+used.
 
 The engine's thread changes the mapping. It publishes each state as an immutable table, which other
 threads read without a lock.
@@ -21,14 +22,16 @@ MAX_HINT_LENGTH = 256
 """Maximum length of an unknown name for which similar names are suggested."""
 
 HINT_NEIGHBOURS = 16
-"""Number of names that are compared with an unknown one, before and after it in each of two orders.
-Comparing one pair of names takes about 70 µs.
+"""Number of names before and after an unknown name that are compared with it, in each of two
+orders.
+
+Comparing two names takes about 70 µs.
 """
 
 
 @dataclass(frozen=True)
 class NameTable:
-    """Meaning of all names at one time. Immutable, so any thread may read it.
+    """Adapters by name at one moment. Immutable, so any thread may read it.
 
     current: adapters that requests can use.
     broken: errors of adapters that exist but cannot be loaded.
@@ -48,7 +51,7 @@ class NameTable:
 
     @cached_property
     def router(self) -> Router:
-        """Router between these adapters."""
+        """Chooses one of these adapters for a request that names none."""
         return Router({name: handle.info.skills for name, handle in self.current.items()})
 
     def handle(self, name: str) -> AdapterHandle:
@@ -67,9 +70,9 @@ class NameTable:
     def similar(self, name: str) -> Sequence[str]:
         """Return names that may be similar to an unknown one, at most 4 · HINT_NEIGHBOURS.
 
-        These are its neighbors among the names sorted by their text, and among the names sorted by
-        their reversed text. A single mistake leaves the first or the last half of a name correct,
-        so the right name is near the unknown one in one of the two orders.
+        They are its neighbors in two sorted lists: the names, and the names spelled backwards. A
+        single mistake leaves the first or the last half of a name correct. So the right name is
+        near the unknown one in one of the two lists.
         """
         if len(name) > MAX_HINT_LENGTH:
             return ()
@@ -79,13 +82,18 @@ class NameTable:
 
 
 def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
-    """Return the nearest neighbors of `word`, before and after it, in a sorted sequence."""
+    """Return up to HINT_NEIGHBOURS words before and after the position of `word` in a sorted
+    sequence.
+    """
     position = bisect_left(words, word)
     return words[max(0, position - HINT_NEIGHBOURS) : position + HINT_NEIGHBOURS]
 
 
 class AdapterNames:
-    """Mapping from names to handles. Belongs to the engine's thread, except for `table`."""
+    """Mapping from names to handles.
+
+    It belongs to the engine's thread. Only `table` may be read from any thread.
+    """
 
     def __init__(self) -> None:
         self._current: dict[str, AdapterHandle] = {}
@@ -95,30 +103,32 @@ class AdapterNames:
         """The table that was published last. It is replaced, not changed."""
 
     def set(self, handle: AdapterHandle) -> AdapterHandle | None:
-        """Make the handle's name mean this version; return the version that it meant before."""
+        """Let the handle's name stand for this version; return the version that it stood for
+        before.
+        """
         name = as_text(handle.name)
         previous = self.remove(handle.name)
         self._current[name] = handle
         return previous
 
     def set_broken(self, name: str, error: InvalidArgument) -> AdapterHandle | None:
-        """Make a name mean an error; return the version that it meant before."""
+        """Let a name stand for an error; return the version that it stood for before."""
         previous = self.remove(name)
         self._broken[as_text(name)] = error
         return previous
 
     def remove(self, name: str) -> AdapterHandle | None:
-        """Remove a name; return the version that it meant."""
+        """Remove a name; return the version that it stood for."""
         self._changed = True
         self._broken.pop(as_text(name), None)
         return self._current.pop(as_text(name), None)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the name means a version that requests can use."""
+        """Return whether the name stands for a version that requests can use."""
         return as_text(name) in self._current
 
     def is_current(self, handle: AdapterHandle) -> bool:
-        """Return whether the handle's name still means this version."""
+        """Return whether the handle's name still stands for this version."""
         return self._current.get(as_text(handle.name)) is handle
 
     def publish(self) -> None:

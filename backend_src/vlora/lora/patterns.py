@@ -20,12 +20,13 @@ MAX_CHARACTERS = 16 * 1024
 MAX_CHARACTERS_TOGETHER = 64 * 1024
 """Maximum total length of all patterns of one adapter."""
 MAX_REPETITIONS = 1000
-"""Maximum product of all counted repetitions in a pattern. Nested ones multiply in the compiled
-form.
+"""Maximum product of all counted repetitions in a pattern, since nested ones multiply when
+compiled.
 """
 SECONDS = 5.0
-"""Maximum processor time for all matching of one adapter, as `regex` measures it. Typical adapters
-need milliseconds.
+"""Maximum processor time in seconds for matching all patterns of one adapter.
+
+Typical adapters need milliseconds.
 """
 
 MAX_PATTERNS = 2000
@@ -37,15 +38,17 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
 def suffixes(path: str) -> Iterator[str]:
-    """Yield all names of the module at `path`: the whole path, and the rest after each dot."""
+    """Yield the names that a pattern may use for the module at `path`: the whole path, and the rest
+    after each dot.
+    """
     yield path
     while "." in path:
         path = path.split(".", 1)[1]
         yield path
 
 
-class Matcher:
-    """Matcher of one adapter's patterns, within a budget of characters and seconds.
+class PatternMatcher:
+    """Matches the patterns of one adapter, within a budget of characters and seconds.
 
     invalid: makes the error for a pattern that is not a regular expression, too long or too slow.
     """
@@ -72,8 +75,10 @@ class Matcher:
         return self._run("match", rf"(.*\.)?({pattern})$", path) is not None
 
     def layer(self, pattern: str, path: str) -> int | None:
-        """Match the pattern at the start of the path; return the number in its group `idx`, or
-        None.
+        """Match the pattern at the start of the path.
+
+        Returns the number in its group `idx`, or None if the pattern does not match or has no such
+        group.
         """
         match = self._run("match", pattern, path)
         return None if match is None or match["idx"] is None else int(match["idx"])
@@ -110,9 +115,9 @@ class Matcher:
 
 
 def _unlike_re(pattern: str) -> str | None:
-    """Return a construct of the pattern that `re` and `regex` read differently, or None.
+    """Return a construct of the pattern that `re` and `regex` interpret differently, or None.
 
-    Module names need no such construct.
+    Patterns of module names need no such construct.
     """
     if "[[" in pattern or "[:" in pattern:
         return "has a set within a set"

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from vlora.errors import InvalidArgument, shown
 from vlora.lora.keys import CONVERT
-from vlora.lora.patterns import MAX_PATTERNS, Matcher, suffixes
+from vlora.lora.patterns import MAX_PATTERNS, PatternMatcher, suffixes
 from vlora.lora.peft_options import option_fault
 
 MAX_JSON_BYTES = 1024 * 1024
@@ -34,15 +34,15 @@ T = TypeVar("T")
 
 
 def as_text(name: str) -> str:
-    """Return `name` as valid UTF-8, with escapes for what is not.
+    """Return `name` as valid UTF-8, in which invalid parts are escaped.
 
-    The name of a folder may be any bytes, and JSON may contain surrogates.
+    The name of a folder may contain any bytes, and JSON may contain surrogates.
     """
     return name.encode(errors="backslashreplace").decode()
 
 
 class ErrorFactory:
-    """Factory of errors that name the adapter and the file. Their text is always valid UTF-8."""
+    """Makes errors that name the adapter and the file. Their text is always valid UTF-8."""
 
     def __init__(self, name: str, file: str = "") -> None:
         self.name = name
@@ -60,14 +60,14 @@ class ErrorFactory:
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """Parts of a LoRA's config that decide what is computed.
+    """The parts of a LoRA's config that decide what is computed.
 
-    `paths` are the paths of one module: first as the adapter's weights file spells it, then in the
-    served model. All methods raise InvalidArgument for a pattern that is invalid or takes too
-    long.
+    The argument `paths` of the methods lists the paths of one module: first as the adapter's
+    weights file spells it, then in the served model. All methods raise InvalidArgument for a
+    pattern that is invalid or takes too long.
 
-    invocation: token ids from whose last occurrence on the adapter acts; () if it acts on all
-        tokens.
+    invocation: token ids from whose last occurrence in the prompt on the adapter acts; () if it
+        acts on all tokens.
     """
 
     rank: int
@@ -80,13 +80,14 @@ class PeftConfig:
     layers_to_transform: frozenset[int]
     layers_pattern: tuple[str, ...]
     invocation: tuple[int, ...]
-    matcher: Matcher
+    matcher: PatternMatcher
 
     def rank_of(self, paths: Sequence[str]) -> int:
+        """Return the rank of a module's LoRA."""
         return self._by_pattern(self.rank_pattern, paths, self.rank)
 
     def scale_of(self, paths: Sequence[str]) -> float:
-        """Return alpha / rank, or alpha / √rank for rsLoRA."""
+        """Return the scale of a module's LoRA: alpha / rank, or alpha / √rank for rsLoRA."""
         rank = self.rank_of(paths)
         alpha = self._by_pattern(self.alpha_pattern, paths, self.alpha)
         return alpha / (math.sqrt(rank) if self.rslora else rank)
@@ -96,8 +97,8 @@ class PeftConfig:
         return any(self._targets(path) for path in paths)
 
     def _by_pattern(self, patterns: Mapping[str, T], paths: Sequence[str], default: T) -> T:
-        """Return the value of the first pattern that matches the end of one of the paths, as PEFT
-        does.
+        """Return the value of the first pattern that matches the end of one of the paths, as in
+        PEFT.
         """
         for path in paths:
             for pattern, value in patterns.items():
@@ -145,7 +146,7 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
     if not isinstance(rslora, bool):
         raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
     return PeftConfig(
-        matcher=Matcher(invalid),
+        matcher=PatternMatcher(invalid),
         rank=_rank(config.get("r"), "r", invalid),
         alpha=_alpha(config.get("lora_alpha"), "lora_alpha", invalid),
         rslora=rslora,
@@ -159,7 +160,7 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
 def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[str, Any]:
     """Return the values of the keys that select modules.
 
-    PEFT's rules, by which some of these keys exclude each other, are checked.
+    Raises InvalidArgument for values that PEFT does not allow, alone or together.
     """
     names = config.get("target_modules")
     if not names or not _names_or_pattern(names):
@@ -267,7 +268,7 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
 def require_file(path: Path, invalid: ErrorFactory) -> None:
     """Raise InvalidArgument unless the file exists and is a regular file.
 
-    Reading a pipe or a device might never end.
+    Others are refused because reading a pipe or a device might never end.
     """
     try:
         kind = path.stat().st_mode

@@ -27,15 +27,17 @@ CONVERTIBLE: dict[str, str] = {
     "use_dora": f"make it a plain LoRA with {CONVERT}",
     "modules_to_save": f"if they are the base model's own, {CONVERT} drops them",
 }
-"""Keys of REFUSED_WHEN_SET whose adapters can be converted, and the remedy to name."""
+"""Remedy to name in the error, for the keys of REFUSED_WHEN_SET whose adapters can be converted."""
 
 PLAIN = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the base model unchanged."""
 KNOWN_CHANGES = ("pissa", "olora")
-"""Values whose change of the base model can be computed from its weights."""
+"""Values of `init_lora_weights` whose change of the base model can be computed from its weights."""
 CHANGES_THE_BASE = (*KNOWN_CHANGES, "corda", "lora_ga", "loftq")
-"""Beginnings of the values that change the base model. Such an adapter fits only the changed model.
-PEFT saves an adapter that it has converted with the value `true`.
+"""Beginnings of the values of `init_lora_weights` that change the base model.
+
+Such an adapter fits only the changed model, unless PEFT converts it. PEFT saves a converted adapter
+with the value `true`.
 """
 
 USED = frozenset(
@@ -79,7 +81,7 @@ HARMLESS = frozenset(
 
 
 def option_fault(config: Mapping[str, Any]) -> str | None:
-    """Return which option of an adapter's config is not supported and the remedy, or None."""
+    """Return why an option of an adapter's config is not supported, with the remedy, or None."""
     fault = _initialisation_fault(config.get("init_lora_weights"))
     if fault is not None:
         return fault
@@ -92,9 +94,9 @@ def option_fault(config: Mapping[str, Any]) -> str | None:
 
 
 def _initialisation_fault(kind: Any) -> str | None:
-    """Return why a value of `init_lora_weights` is refused, or None.
+    """Return why a value of `init_lora_weights` is refused, or None if it is not.
 
-    It is refused if it changes the base model or is unknown.
+    A value is refused if it changes the base model or is unknown.
     """
     if kind is None or isinstance(kind, bool):
         return None

@@ -1,7 +1,7 @@
 """Slab of quantized base weights: the target matrices of all layers in contiguous memory.
 
-It is sealed like any base slab. Adapters are never merged into it: merged weights would have to be
-quantized again, with an error that differs from adapter to adapter.
+It is made read-only like the unquantized slab (`lora/slab.py`). Adapters are never merged into it:
+merged weights would have to be quantized again, with an error that differs from adapter to adapter.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ class QuantizedSlab:
     """Owner of the quantized base weights.
 
     shapes: target → (d_out, d_in), the same in every layer.
-    dtype: type in which products with many rows multiply, fp32 or bf16.
-    views: matrices of the fused groups of all layers, in the order of GROUPS within a layer.
+    dtype: type in which products with many rows are computed, fp32 or bf16.
+    views: quantized matrices of the fused groups of all layers, in the order of GROUPS within a
+        layer.
     """
 
     device = HOST
@@ -63,14 +64,16 @@ class QuantizedSlab:
         return sum(rows * depth for rows, depth in (view.shape for view in self._views))
 
     def target(self, layer: int, target: str) -> QuantizedWeight:
-        """Return one matrix for writing, which is possible before the slab is sealed."""
+        """Return one matrix to write to. This must happen before `seal`."""
         number = next(i for i, group in enumerate(GROUPS) if target in group)
         before = GROUPS[number][: GROUPS[number].index(target)]
         first = sum(self.shapes[other][0] for other in before)
         return self._views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
 
     def set_order(self, layer: int, group: int, order: torch.Tensor) -> None:
-        """Set the input of each stored value of a group; see `QuantizedWeight.order`."""
+        """Set the order in which a group's matrix stores its inputs; see
+        `QuantizedWeight.order`.
+        """
         index = layer * len(GROUPS) + group
         self._views[index] = replace(self._views[index], order=order)
 
@@ -79,7 +82,7 @@ class QuantizedSlab:
         self.device.seal(self.memory)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the weights, which must never change."""
+        """Return the SHA-256 of the weights. Tests use it to show that nothing changes them."""
         return digest(self.memory)
 
 
@@ -90,5 +93,5 @@ def group_shape(group: tuple[str, ...], shapes: Mapping[str, tuple[int, int]]) -
 def padded_bytes(
     form: Format, group: tuple[str, ...], shapes: Mapping[str, tuple[int, int]]
 ) -> int:
-    """Return the number of bytes that a fused group takes in the slab."""
+    """Return the number of bytes of a fused group in the slab, a multiple of ALIGNMENT."""
     return -(-form.matrix_bytes(*group_shape(group, shapes)) // ALIGNMENT) * ALIGNMENT

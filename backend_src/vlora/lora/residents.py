@@ -1,6 +1,6 @@
 """Resident adapters by slot, and the order in which the page pool evicts unused ones.
 
-Everything here belongs to the engine's thread, except for `by_slot`.
+Everything here belongs to the engine's thread. Only `by_slot` may be called from any thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vlora.memory.eviction import UseOrder
 class Residents:
     """Adapters that steps can use. `memory/eviction.py` describes the order of eviction.
 
-    evict: releases the slot and the pages of an adapter, and calls `remove`.
+    evict: function that releases the slot and the pages of an adapter, and calls `remove`.
     """
 
     holds_runs = True
@@ -47,7 +47,7 @@ class Residents:
         handle.unpack()
 
     def retire(self, handle: AdapterHandle) -> None:
-        """Note that the name of a resident adapter no longer means this version."""
+        """Note that the name of a resident adapter now stands for another version."""
         self._retired.add(handle)
 
     @property
@@ -58,9 +58,9 @@ class Residents:
     # -- called by the pool ----------------------------------------------------------------------
 
     def _idle(self) -> Iterator[AdapterHandle]:
-        """Yield the adapters that may be evicted, the next one first.
+        """Yield the adapters that may be evicted, the next one to evict first.
 
-        This skips adapters in use, so its time grows with their number.
+        Adapters in use are skipped, so the time grows with their number.
         """
         yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
         for handle in self._order.oldest_first():

@@ -18,17 +18,17 @@ from typing import Any
 from vlora.lora.peft_config import ErrorFactory, is_names
 
 MIN_FIT = 0.5
-"""Fit below which no adapter is chosen, so that the base model answers. Fits are from 0 to 1."""
+"""Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers."""
 SLACK = 0.02
-"""A resident adapter is preferred if its accuracy is at most this much below the best."""
+"""Loss of accuracy that is accepted for an adapter that is resident already."""
 MAX_QUESTION = 4096
-"""Maximum number of characters of a question that are read."""
+"""Number of characters of a question that are read; the rest is ignored."""
 MAX_SKILLS = 256
 """Maximum number of skills per adapter."""
 MAX_WORDS = 32
 """Maximum number of words per skill."""
 MIN_SHARE = 0.02
-"""Share of the questions in which a word must occur to be declared."""
+"""Minimum share of the questions that contain a word, for the word to be declared."""
 
 _WORD = re.compile(r"\w+")
 
@@ -37,6 +37,8 @@ _WORD = re.compile(r"\w+")
 class Skill:
     """One kind of request that an adapter was trained for.
 
+    name: name of the skill.
+    task: task of its requests.
     words: lower-case words of its questions; empty if its requests have no question.
     accuracy: accuracy on held-out data, from 0 to 1.
     """
@@ -61,8 +63,11 @@ def usual_words(questions: Sequence[str]) -> list[str]:
 
 
 def read_skills(value: Any, invalid: ErrorFactory) -> tuple[Skill, ...]:
-    """Return the skills that `vlora.json` declares. Raises InvalidArgument if they are not
-    valid.
+    """Return the skills that `vlora.json` declares.
+
+    value: the value of its key "skills".
+
+    Raises InvalidArgument if they are not valid.
     """
     if not isinstance(value, list) or not all(map(_is_skill, value)):
         raise invalid(
@@ -95,7 +100,10 @@ class Router:
     """Chooses adapters by their skills. Immutable, so any thread may use it."""
 
     def __init__(self, skills: Mapping[str, Iterable[Skill]]) -> None:
-        """Create a router. skills: skills by name of adapter."""
+        """Create a router.
+
+        skills: skills by name of adapter.
+        """
         self._by_task: dict[str, list[tuple[str, Skill]]] = defaultdict(list)
         for name, listed in skills.items():
             for skill in listed:
@@ -110,10 +118,10 @@ class Router:
     def choose(self, task: str, question: str, resident: Callable[[str], bool]) -> str | None:
         """Return the adapter whose skill fits a request best, or None if no skill fits.
 
-        Among skills that fit equally, and whose accuracy is at most SLACK below the best, one of a
-        resident adapter is preferred, then the most accurate.
+        Several skills may fit equally. Of those whose accuracy is at most SLACK below the best, one
+        of a resident adapter is preferred, then the most accurate.
 
-        resident: returns whether the adapter with this name is resident.
+        resident: function that returns whether the adapter with this name is resident.
         """
         pairs = self._by_task.get(task, ())
         asked = {word for word in words_of(question) if word in self._weights}
@@ -128,8 +136,10 @@ class Router:
         return name
 
     def _fit(self, asked: set[str], skill: Skill) -> float:
-        """Return the weighted share of the question's known words that are words of the skill, 0 to
-        1.
+        """Return how well a skill fits, from 0 to 1: the weighted share of the question's words
+        that are words of the skill.
+
+        asked: words of the question that occur in any skill.
         """
         if not asked:
             return float(not skill.words)

@@ -1,4 +1,4 @@
-"""Signed segments, by which a forward pass knows the adapter of each row."""
+"""Signed segments, which tell a forward pass the adapter of each row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from vlora.ids import BASE
 
 
 def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segments:
-    """Return the segments for runs of rows, each (slot, length), in row order.
+    """Return the segments of a step.
+
+    rows: (slot, number of rows) of consecutive rows, in row order.
+    live: slot of the adapter in the active weights, or BASE.
 
     A row of adapter a gets +a, unless a is the live adapter or the base. If another adapter is
     live, the row also gets −live, since the merged adapter must be subtracted (§4.4.2). Contiguous
@@ -30,8 +33,8 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segmen
 
 
 def _extend(segments: list[Segment], more: Segment) -> None:
-    """Append a segment, or extend the last one if it has the same slot and ends where `more`
-    starts.
+    """Append a segment. If the last one has the same slot and ends where `more` starts, extend it
+    instead.
     """
     last = segments[-1] if segments else None
     if last and last.slot == more.slot and last.start + last.length == more.start:

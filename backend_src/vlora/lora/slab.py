@@ -32,8 +32,10 @@ TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
 
 @dataclass(frozen=True)
 class Region:
-    """Location of one matrix or of one fused group in the slab. offset: number of elements before
-    it.
+    """Location of one matrix or of one fused group in the slab.
+
+    offset: number of elements before it.
+    rows, columns: its shape.
     """
 
     offset: int
@@ -85,20 +87,22 @@ class WeightSlab:
         )
 
     def region(self, layer: int, *targets: str) -> Region:
-        """Return the location of one target, or of adjacent targets with the same input as one
-        matrix.
+        """Return the location of one target.
+
+        Several targets must be adjacent and share their input; they are then one matrix.
         """
         first = self._regions[layer, targets[0]]
         rows = sum(self._regions[layer, target].rows for target in targets)
         return Region(first.offset, rows, first.columns)
 
     def target(self, layer: int, target: str) -> torch.Tensor:
-        """Return one base matrix, to be written before the slab is sealed."""
+        """Return one base matrix to write to. This must happen before `seal`."""
         return self.region(layer, target).view(self.base)
 
     def reserve(self) -> torch.Tensor:
-        """Return another slab of this layout. Its memory is taken from the system as it is
-        written.
+        """Return another slab with this layout, full of zeros.
+
+        The system provides its memory only as it is written.
         """
         return self.device.zeros(self.elements, dtype=self.dtype)
 
@@ -116,7 +120,9 @@ class WeightSlab:
         self.device.seal(self.base)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the base weights, which must never change."""
+        """Return the SHA-256 of the base weights. Tests use it to show that nothing
+        changes them.
+        """
         return digest(self.base)
 
 

@@ -1,7 +1,7 @@
 """Slots of the LoRA operator.
 
-A slot is an index into every group of projections and into the heads. The slot of an evicted
-adapter is reused. This module knows no names, files or waiting requests.
+A slot is an index into every group of projections and into the vision task heads. The slot of an
+evicted adapter is reused. This module knows no names, files or waiting requests.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ from vlora.lora.model_shape import ModelShape
 
 
 class Slots:
-    """Owner of the groups. An adapter is first assigned to a slot, then packed, and then used."""
+    """Owner of the groups of projections and of the heads.
+
+    An adapter first gets a slot from `take`. `pack` then writes its weights, after which steps may
+    use the slot.
+    """
 
     def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
-        """Create the slots. dtype: dtype of the packed copies; host copies are fp32."""
+        """Create the slots.
+
+        dtype: dtype of the packed copies; host copies are fp32.
+        """
         self._model = model
         self._dtype = dtype
         self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
@@ -29,8 +36,8 @@ class Slots:
         self._released: set[int] = set()
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
-        """Return the group of these matrices, which share their input. It holds their pairs by
-        slot.
+        """Return the group of these matrices, which share their input. The group has their A and B
+        by slot.
         """
         key = tuple(matrices)
         if key not in self._groups:
@@ -45,7 +52,10 @@ class Slots:
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
         """Return the size in bytes of an adapter's packed copies in all groups.
 
-        The copy of its vision task head is not counted, since the compiled core allocates it.
+        The copy of its vision task head is not counted, since the compiled core allocates it
+        outside the pool.
+
+        ranks: rank of each matrix that the adapter changes.
         """
         return sum(
             group.slot_bytes([ranks.get(matrix, 0) for matrix in matrices])
@@ -53,7 +63,7 @@ class Slots:
         )
 
     def take(self, adapter: Adapter) -> int:
-        """Return a slot for the adapter. The slot must not be used before `pack`."""
+        """Assign a slot to the adapter and return it. Steps must not use the slot before `pack`."""
         if self._released:
             slot = self._released.pop()
         elif None in self._adapters:
@@ -68,11 +78,12 @@ class Slots:
         return slot
 
     def pack(self, slot: int, address: int | None = None, size: int = 0) -> None:
-        """Pack the slot's adapter into all groups. May run on any thread while nothing uses the
-        slot.
+        """Pack the slot's adapter into all groups.
 
-        address: address of the memory to write to, one group after another in the order of use. If
-            None, the compiled core allocates memory.
+        This may run on any thread, because no step uses the slot yet.
+
+        address: address of the memory to write to, one group after another in the order in which
+            steps use them. If None, the compiled core allocates memory.
         size: number of bytes at `address`.
         """
         adapter = self._adapters[slot]
@@ -97,12 +108,13 @@ class Slots:
     def release(self, slot: int) -> None:
         """Release a slot that nothing uses any more.
 
-        Its A and B stay in memory until `sweep` clears the slot or another adapter takes it.
+        Its A and B stay in memory until `sweep`, or until another adapter takes the slot.
         """
         self._adapters[slot] = None
         self._released.add(slot)
 
     def sweep(self) -> None:
+        """Free the memory of all released slots."""
         while self._released:
             self.clear(self._released.pop())
 

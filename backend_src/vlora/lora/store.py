@@ -32,7 +32,7 @@ from vlora.lora.folder_reader import (
     FolderResult,
 )
 from vlora.lora.folders import stamp_of
-from vlora.lora.handle import AdapterHandle, Stamp, State
+from vlora.lora.handle import AdapterHandle, AdapterState, Stamp
 from vlora.lora.loads import AdapterLoads
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.names import AdapterNames, NameTable
@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 
 class AdapterStore:
-    """Adapters by name, with the tier that holds the weights of each.
+    """Adapters by name, and the tier that holds the weights of each.
 
     Names, `resident` and the counts may be read from any thread. `update` and `retry` belong to the
     thread that watches the folders. Everything else belongs to the engine's thread.
@@ -94,11 +94,11 @@ class AdapterStore:
     def load(self, folders: Mapping[str, Path], *, make_resident: bool = True) -> None:
         """Read each named folder, in order of name. A failure is an error of that adapter only.
 
-        The weights are read as long as they fit into the host budget. After that, only the
+        Weights are read as long as they fit into the host budget. Of the other adapters, only the
         declarations are read.
 
         make_resident: also pack each adapter into a slot, in memory that the compiled core
-            allocates. Used without a page pool.
+            allocates. This is for use without a page pool.
         """
         self.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
         self.apply()
@@ -110,7 +110,7 @@ class AdapterStore:
 
     def _loaded(self) -> list[AdapterHandle]:
         handles = self._names.table.current.values()
-        return [handle for handle in handles if handle.state is State.IN_MEMORY]
+        return [handle for handle in handles if handle.state is AdapterState.IN_MEMORY]
 
     # -- names, for any thread -------------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class AdapterStore:
 
     @property
     def table(self) -> NameTable:
-        """Present meaning of all names. Immutable."""
+        """Present meaning of all names: a handle or an error for each. Immutable."""
         return self._names.table
 
     def names(self) -> tuple[str, ...]:
@@ -145,7 +145,10 @@ class AdapterStore:
         return self.handle(name).info
 
     def route(self, task: str, question: str) -> str | None:
-        """Return the adapter whose skills fit a request best, or None if no skill fits."""
+        """Return the adapter whose skills fit a request best, or None if no skill fits.
+
+        task, question: task and text of the request.
+        """
         table = self._names.table
         return table.router.choose(task, question, lambda name: table.current[name].resident)
 
@@ -213,9 +216,7 @@ class AdapterStore:
                 self._tiers.retire(self._names.remove(name))
 
     def _give_up(self, handle: AdapterHandle, error: InvalidArgument, transient: bool) -> None:
-        """Make an error the meaning of a version's name, unless the name means another version by
-        now.
-        """
+        """Let a version's name stand for an error, unless it stands for another version by now."""
         if self._names.is_current(handle):
             log.warning("%s", error)
             self._tiers.retire(self._names.set_broken(handle.name, error))
@@ -225,8 +226,8 @@ class AdapterStore:
     # -- used by steps ---------------------------------------------------------------------------
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
-        """Return the group of these matrices, which share their input. It holds their pairs by
-        slot.
+        """Return the group of these matrices, which share their input. The group has their A and B
+        by slot.
         """
         return self._tiers.slots.group(matrices)
 
@@ -266,7 +267,7 @@ class AdapterStore:
 
     @property
     def protected_slot(self) -> int:
-        """Slot whose adapter is never evicted: that of the adapter merged in the next step."""
+        """Slot whose adapter is not evicted because it is live in the next step; BASE for none."""
         return self._tiers.residents.protected_slot
 
     @protected_slot.setter
@@ -294,7 +295,9 @@ class AdapterStore:
         """Store packed copies in the pool's pages from now on, and pack adapters that are in
         memory.
 
-        Adapters are packed as long as `pages` pages suffice. All groups must have been created.
+        All groups must have been created.
+
+        pages: maximum number of pages to pack into now.
         """
         self._tiers.attach(pool, memory)
         for handle in self._loaded():
@@ -315,7 +318,7 @@ class AdapterStore:
         return blocked
 
     def count_request(self, handle: AdapterHandle) -> None:
-        """Count a queued request by the tier that holds its adapter."""
+        """Count a queued request by the tier that its adapter is in."""
         if handle.resident:
             self._tiers.count(hits=1)
         elif handle.adapter is not None:

@@ -1,8 +1,8 @@
-"""Switcher: owner of the active weights (§4.4.1 of the paper).
+"""Switcher: owner of the active weights (§4.4.1 of the paper), which all layers read.
 
-These are the base weights, or weights with one adapter merged. The switcher owns the merged slab
-and merges into it. Layers read its views. The signs of a step's segments follow from `live`. Other
-code decides when to switch.
+The active weights are the base weights, or weights with one adapter merged. The switcher owns the
+merged slab and merges into it. Other code decides when to switch, and derives the signs of a step's
+segments from `live`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ from vlora.memory.hugepages import PAGE
 MIB = 1 << 20
 
 
-class Adapters(Protocol):
-    """Source of the adapters to merge. matrices: the matrices that any known adapter changes."""
+class MergeSource(Protocol):
+    """Source of the adapters to merge.
+
+    matrices: all matrices that any known adapter changes.
+    """
 
     @property
     def matrices(self) -> Collection[MatrixId]: ...
@@ -41,8 +44,8 @@ class Active:
     """Weights that a forward pass reads.
 
     live: slot of the merged adapter, or BASE.
-    views: matrix of each layer and group, in the order of `WeightSlab.regions`. Where the adapter
-        changes nothing, it is a view of the base slab.
+    views: matrix of each layer and group, in the order of `WeightSlab.regions`. A matrix that the
+        adapter does not change is a view of the base slab.
     """
 
     live: int
@@ -51,9 +54,11 @@ class Active:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Prepared merge of an adapter: its work list, and the weights that are active afterwards.
+    """Prepared merge of an adapter: the list of products to compute, and the weights that are
+    active afterwards.
 
-    It refers to the adapter weakly, so that the adapter can be evicted without the switcher.
+    The reference to the adapter is weak, so that the switcher does not keep an evicted adapter in
+    memory.
     """
 
     adapter: weakref.ref[Adapter]
@@ -62,19 +67,20 @@ class _Prepared:
 
 
 class Switcher:
-    """Active weights, which `switch` changes and every layer reads.
+    """Owner of the active weights, which `switch` changes.
 
-    Out of place, base + B·A of all layers is written to a second slab by one call of the ATMM
-    operator. The base slab stays unchanged, so a switch back to it is one assignment. So is a
-    switch to the adapter that the second slab still holds. In place, which is the paper's way, no
-    second slab is needed. But the base is changed and changed back, and it drifts by the rounding
-    of both operations.
+    Out of place, one call of the ATMM operator writes base + B·A of all layers to a second slab.
+    The base slab stays unchanged, so switching back to it is one assignment. Switching to the
+    adapter that the second slab still holds is also one assignment.
+
+    In place, which is the paper's way, no second slab is needed. But each merge changes the base
+    weights and must be undone, and they drift by the rounding of both operations.
     """
 
     def __init__(
         self,
         slab: WeightSlab | QuantizedSlab,
-        adapters: Adapters,
+        adapters: MergeSource,
         merging: str = "out_of_place",
         memory: int | None = None,
     ) -> None:
@@ -109,13 +115,15 @@ class Switcher:
     def merged(self) -> int:
         """Slot whose merged weights exist in memory, active or not; BASE if there are none.
 
-        A switch to this slot needs no merge.
+        Out of place, a switch to this slot needs no merge.
         """
         return BASE if self._in_slab is None else self._in_slab.active.live
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes of merged weights: the huge pages of every group that a known adapter changes."""
+        """Bytes that merged weights take: whole huge pages of each group that a known adapter
+        changes.
+        """
         if self._merging != "out_of_place" or isinstance(self.stored, QuantizedSlab):
             return 0
         matrices = self._adapters.matrices
@@ -126,7 +134,7 @@ class Switcher:
 
     @property
     def _slab(self) -> WeightSlab:
-        """The base weights, once it is known that adapters can be merged into them."""
+        """The base weights, which must not be quantized."""
         assert isinstance(self.stored, WeightSlab)
         return self.stored
 
@@ -140,7 +148,7 @@ class Switcher:
         return min(len(pages) * PAGE, self._slab.base.nbytes)
 
     def refusal(self, slot: int) -> str | None:
-        """Return why `switch` to a slot would fail; None if it would not."""
+        """Return why `switch` to a slot would be refused; None if it would not."""
         if slot == BASE:
             return None
         reason = self.refusal_of_all()
@@ -149,7 +157,7 @@ class Switcher:
         return reason
 
     def refusal_of_all(self) -> str | None:
-        """Return why no adapter can be merged at all, or None."""
+        """Return why no adapter can be merged at all; None if some can."""
         if self._merging == "off":
             return "merging is off"
         if isinstance(self.stored, QuantizedSlab):
@@ -167,9 +175,12 @@ class Switcher:
         return self.refusal(slot) is None
 
     def switch(self, slot: int) -> None:
-        """Make `slot` live, or the base model for BASE. Raise ValueError if that is refused.
+        """Merge the adapter in `slot` into the active weights, or return to the base model for
+        BASE.
 
-        If merging fails, the base weights stay active; in place, no weights are active.
+        If merging fails, the base weights stay active; in place, no weights are active then.
+
+        Raises ValueError if the switch is refused (see `refusal`).
         """
         if self._merging == "in_place":
             self._switch_in_place(slot)
@@ -211,7 +222,10 @@ class Switcher:
         return prepared
 
     def forget(self, slot: int) -> None:
-        """Forget a slot that another adapter is going to use. Raise ValueError if it is live."""
+        """Delete the prepared merge of a slot that another adapter is going to use.
+
+        Raises ValueError if the slot is live.
+        """
         if self.live == slot:
             raise ValueError(f"slot {slot} is live")
         prepared = self._prepared.pop(slot, None)
@@ -219,7 +233,9 @@ class Switcher:
             self._in_slab = None
 
     def _forget(self, slot: int, gone: weakref.ref[Adapter]) -> None:
-        """Forget a slot whose adapter no longer exists, which frees the copies of its A and B."""
+        """Delete the prepared merge of a slot whose adapter no longer exists, with its copies of A
+        and B.
+        """
         prepared = self._prepared.get(slot)
         if prepared is not None and prepared.adapter is gone:
             del self._prepared[slot]
@@ -249,9 +265,7 @@ class Switcher:
 
 
 def _groups(matrices: Iterable[MatrixId]) -> list[int]:
-    """Return the indices, in order, of the regions of the slab that contain any of these
-    matrices.
-    """
+    """Return the indices, in order, of the slab's regions that contain any of these matrices."""
     indices = {
         layer * len(GROUPS) + number
         for layer, target in matrices

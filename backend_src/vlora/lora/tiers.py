@@ -15,7 +15,7 @@ import torch
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
 from vlora.lora.adapter import Adapter
-from vlora.lora.handle import AdapterHandle, State
+from vlora.lora.handle import AdapterHandle, AdapterState
 from vlora.lora.host import HostTier
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.residents import Residents
@@ -25,7 +25,7 @@ from vlora.metrics import TierCounters
 
 
 class AdapterTiers:
-    """Owner of the host copies and packed copies. Its methods are the transitions of handles."""
+    """Owner of the host copies and packed copies. Its methods move adapters between the tiers."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class AdapterTiers:
         return self.slots.bytes_of(ranks)
 
     def count(self, **increments: int) -> None:
-        """Add to the counts with these names, which are fields of `TierCounters`."""
+        """Add to counts. The keyword of each increment is a field of `TierCounters`."""
         counts: dict[str, Any] = {n: getattr(self.counters, n) + i for n, i in increments.items()}
         self.counters = replace(self.counters, **counts)
 
@@ -100,9 +100,10 @@ class AdapterTiers:
         self.count(host_evictions=evicted)
 
     def reserve(self, handle: AdapterHandle, kv_pages: int) -> bool:
-        """Give the adapter pages and a slot, to be packed.
+        """Give the adapter pages and a slot, so that it can be packed.
 
-        Returns False if the pool has too few pages for it and `kv_pages` more.
+        Returns False if the pool has too few pages for it and for `kv_pages` pages of keys and
+        values.
         """
         pages = self.pages_of(handle)
         if not self.pool.can_allocate_run(pages, kv_pages):
@@ -118,7 +119,7 @@ class AdapterTiers:
         return True
 
     def take_slot(self, handle: AdapterHandle, run: Run | None = None) -> None:
-        """Give the adapter a slot, to be packed.
+        """Give the adapter a slot, so that it can be packed.
 
         run: pages for the packed copies. If None, the compiled core allocates their memory.
         """
@@ -143,8 +144,8 @@ class AdapterTiers:
         self.count(packs=1)
 
     def undo(self, handle: AdapterHandle) -> None:
-        """Return to the state before a load or a packing that failed."""
-        if handle.state is State.LOADING:
+        """Return an adapter to the state before a load or a packing that failed."""
+        if handle.state is AdapterState.LOADING:
             handle.load_later()
         else:
             self._release_pages(handle)
@@ -152,7 +153,7 @@ class AdapterTiers:
 
     def fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
         """Mark an adapter that could not be loaded or packed as failed."""
-        if handle.state is State.PACKING:
+        if handle.state is AdapterState.PACKING:
             self._release_pages(handle)
             self.host.remove(handle)
         handle.fail(error)
@@ -179,10 +180,11 @@ class AdapterTiers:
             self.pool.release_run(run)
 
     def retire(self, handle: AdapterHandle | None) -> None:
-        """Note that no name means this version any more. No new request can use it, and it is
-        evicted first.
+        """Note that no name stands for this version any more.
 
-        handle: may be None, for a name that meant no version.
+        No new request can use it, and it is evicted first.
+
+        handle: None, which does nothing, for a name that stood for no version.
         """
         if handle is not None:
             handle.retired = True
@@ -193,9 +195,9 @@ class AdapterTiers:
     def drop_obsolete(self) -> None:
         """Drop the host copies of versions that no request can use again."""
         for handle in [handle for handle in self._obsolete if not handle.held]:
-            if handle.state is State.IN_MEMORY:
+            if handle.state is AdapterState.IN_MEMORY:
                 self.host.drop(handle)
-            if handle.state in (State.ON_DISK, State.FAILED):
+            if handle.state in (AdapterState.ON_DISK, AdapterState.FAILED):
                 self._obsolete.remove(handle)
 
     def check_integrity(self) -> None:

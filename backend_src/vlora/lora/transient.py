@@ -1,7 +1,7 @@
 """Failures whose cause lies outside an adapter's files, and the wait before the next attempt.
 
-If a process has no free file descriptors or memory, or a disk reports an error, this says nothing
-about the files of an adapter. What failed for such a cause is tried again.
+Such a failure says nothing about the files: the process had no free file descriptor or memory, or a
+disk reported an error. Whatever failed for such a cause is tried again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ CONTENT_ERRNOS = frozenset(
 """Error numbers whose cause lies in the files, such as a missing file or a loop of links."""
 
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 30.0
-"""Wait before the second attempt, which doubles with each attempt, and its maximum."""
+"""Wait before the second attempt, and its maximum. The wait doubles with each attempt."""
 
 MAX_ATTEMPTS = 5
-"""Number of attempts to load an adapter before its requests fail; they take about four seconds."""
+"""Number of attempts to load an adapter before its requests fail. They take about four seconds."""
 
 _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
 """Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them."""
@@ -50,8 +50,8 @@ def is_transient_errno(number: int) -> bool:
 def is_transient(error: BaseException) -> bool:
     """Return whether the cause of a failure lies outside the adapter's files.
 
-    The first exception in the chain of causes that has an error number decides. An OSError without
-    a number is transient, because nothing shows that it will happen again.
+    The first error number in the chain of causes decides. An OSError without a number counts as
+    transient, because nothing shows that it will happen again.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -69,7 +69,7 @@ def is_transient(error: BaseException) -> bool:
 def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
     """Return `error` as an InvalidArgument that names the adapter.
 
-    An exception of any other type is logged with its traceback.
+    If it is not an InvalidArgument already, it is logged with its traceback.
     """
     if isinstance(error, InvalidArgument):
         return error

@@ -1,4 +1,4 @@
-"""Safetensors files of an adapter's folder: their declarations, and single small tensors.
+"""Safetensors files of an adapter's folder: what they declare, and reading of single small tensors.
 
 Sizes are checked before anything is read, because a file may declare more than the machine's
 memory.
@@ -35,7 +35,10 @@ def _open(path: Path) -> Any:
 
 
 class WeightsFile:
-    """Open safetensors file. shapes: shape of each declared tensor by its key."""
+    """An open safetensors file.
+
+    shapes: shape of each declared tensor by its key.
+    """
 
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
         """Open the file. Raise InvalidArgument if it is missing, not a regular file, or broken."""
@@ -130,7 +133,7 @@ class WeightsFile:
     def require_fits(self, keys: Iterable[str], max_bytes: int, others: int = 0) -> int:
         """Return the size in bytes of these tensors in fp32 plus `others`.
 
-        others: size of the adapter's other weights.
+        others: size in bytes of the adapter's weights in other files.
 
         Raises InvalidArgument if the sum is above `max_bytes`.
         """

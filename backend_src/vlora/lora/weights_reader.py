@@ -1,8 +1,8 @@
 """Reader of an adapter's weights: one read, one cast, one check for NaN and one digest per file.
 
-A thread that has released the GIL waits for it again if the engine is busy. So a load makes a few
-calls for the whole file instead of some per matrix (decision 50). The reader is made when the file
-is checked. It knows no names, configs or patterns.
+A thread that releases the GIL must wait to get it back while the engine is busy. So a load makes a
+few calls for the whole file instead of some per matrix (decision 50). The reader is made when the
+file is checked. It knows no names, configs or patterns.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FLOATS = {
     "BF16": torch.bfloat16,
     "F64": torch.float64,
 }
-"""Supported stored types. Types of 8 bits would need scales."""
+"""Types of tensors that are supported in a file. Types of 8 bits would need scales."""
 
 MAX_BUFFERS = 1024
 """Maximum number of buffers per call of `preadv` (IOV_MAX)."""
@@ -41,7 +41,10 @@ class Layout:
     """Tensors of a safetensors file, in their order in the file. There are no gaps between them.
 
     start: number of bytes before the first tensor.
-    header: Python's `hash` of these bytes, which is valid in this process only.
+    header: Python's `hash` of these bytes, which shows whether the file has changed. It is valid in
+        this process only.
+    keys: key of each tensor.
+    types: type of each tensor, a key of FLOATS.
     sizes: number of elements of each tensor.
     """
 
@@ -52,7 +55,9 @@ class Layout:
     sizes: tuple[int, ...]
 
     def read(self, path: Path, plan: ReadPlan, invalid: ErrorFactory) -> torch.Tensor:
-        """Return the tensors of the plan, in its order, as one tensor [elements] fp32.
+        """Return the wanted tensors of the plan, in its order, as one tensor [elements] fp32.
+
+        invalid: makes the error for the adapter and file.
 
         Raises InvalidArgument if the file cannot be read or has changed since it was checked.
         """
@@ -75,12 +80,13 @@ class Layout:
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
     def offset(self, key: str) -> int:
-        """Return the number of bytes before a tensor."""
+        """Return the position of a tensor in the file, in bytes."""
         before = range(self.keys.index(key))
         return self.start + sum(self.sizes[i] * FLOATS[self.types[i]].itemsize for i in before)
 
     def read_plan(self, wanted: Sequence[int]) -> ReadPlan:
-        """Return a plan that puts the `wanted` tensors into memory in this order, then all others.
+        """Return a plan that puts the `wanted` tensors into memory in this order, followed by all
+        others.
 
         wanted: indices of tensors.
         """
@@ -102,11 +108,11 @@ class Layout:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Places in memory for the bytes of a file.
+    """Destinations in memory for the bytes of a file.
 
     targets: (start, end) in bytes of each tensor, in the file's order. Tensors that end after the
-        last run are skipped.
-    runs: (dtype, start, end) in bytes of contiguous wanted tensors of one dtype.
+        last run are not read.
+    runs: (dtype, start, end) in bytes of contiguous wanted tensors that have the same dtype.
     """
 
     targets: tuple[tuple[int, int], ...]
@@ -114,7 +120,9 @@ class ReadPlan:
 
 
 def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
-    """Fill buffers from the start of the file. A number in `parts` is a number of bytes to skip.
+    """Fill buffers from the start of the file.
+
+    parts: buffers to fill, in order. A number among them is a number of bytes to skip.
 
     The file is not mapped, because truncating a mapped file would end the process.
     """
@@ -132,7 +140,7 @@ def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
 
 
 def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill buffers from `offset` in a file on; return the offset after them."""
+    """Fill buffers with the content of a file from `offset` on; return the offset after it."""
     left = [buffer for buffer in buffers if buffer.nbytes]
     while left:
         count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)
@@ -149,7 +157,7 @@ def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
 def _split_pairs(
     flat: torch.Tensor, matrices: Iterable[MatrixId], shapes: Sequence[tuple[int, ...]]
 ) -> dict[MatrixId, LoraPair]:
-    """Return views of `flat` as pairs by matrix.
+    """Return views of `flat` as pairs of A and B by matrix.
 
     flat: [elements], A of all matrices and then B of all.
     shapes: shapes of these tensors in the same order.
@@ -165,10 +173,12 @@ def _split_pairs(
 
 @dataclass(frozen=True)
 class WeightsReader:
-    """Reader of one file's weights.
+    """Reads the weights of one adapter file.
 
-    ranks, scales: rank and scale of each matrix, in the order of the matrices.
-    order, shapes: index in the layout and shape of each tensor: A of all matrices, then B of all.
+    ranks: rank of each matrix, in the order of the matrices.
+    scales: scale of each matrix, in the same order.
+    order: index in the layout of each tensor: A of all matrices, then B of all.
+    shapes: shape of each tensor, in the same order.
     """
 
     layout: Layout
@@ -185,7 +195,7 @@ class WeightsReader:
     def shared(self) -> WeightsReader:
         """Return an equal reader that exists already, or this one.
 
-        Thousands of adapters of one kind then share one reader.
+        In this way, thousands of adapters of one kind share one reader.
         """
         key = (self.layout.start, self.layout.header, tuple(self.ranks.items()), self.scales)
         return _READERS.setdefault(key, self)
@@ -212,7 +222,9 @@ class WeightsReader:
         return self.layout.read(path, self._plan, invalid)
 
     def _reason_not_finite(self, flat: torch.Tensor) -> str:
-        """Return what is wrong with the first tensor that is not finite before or after scaling."""
+        """Return what is wrong with the first tensor that is not finite, before or
+        after scaling.
+        """
         scales = (1.0,) * len(self.ranks) + self.scales
         tensors = flat.split_with_sizes(self._sizes)
         for index, values, scale in zip(self.order, tensors, scales, strict=True):

@@ -1,8 +1,8 @@
 """Threads that load and pack adapters, and the queue that carries results to the engine's thread.
 
 One thread reads files and another packs weights into pages, so that adapters in memory do not wait
-for the disk. A worker changes no shared state. The engine's thread applies the results in the order
-in which they come. This module knows no adapters.
+for the disk. The threads change no shared state. The engine's thread applies their results in the
+order in which they arrive. This module knows no adapters.
 """
 
 from __future__ import annotations
@@ -17,15 +17,21 @@ T = TypeVar("T")
 
 
 class Results:
-    """Results of other threads. Any thread may call `post`. Only one thread may call `apply`."""
+    """Queue of results of other threads.
+
+    Any thread may call `post`. Only one thread may call `apply` and `apply_next`.
+    """
 
     def __init__(self, on_post: Callable[[], None]) -> None:
-        """Create an empty queue. on_post: called after each `post`, on its thread."""
+        """Create an empty queue.
+
+        on_post: called after each `post`, on the thread that posts.
+        """
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._on_post = on_post
 
     def post(self, apply: Callable[[], None]) -> None:
-        """Queue a function that applies a result. The engine's thread will call it."""
+        """Queue a function that applies a result. The thread that calls `apply` will call it."""
         self._queue.put(apply)
         self._on_post()
 
@@ -45,7 +51,7 @@ class Results:
 
 
 class Workers:
-    """The loader and the packer. Each runs its jobs in the order of submission.
+    """Two threads, the loader and the packer. Each runs its jobs in the order of submission.
 
     A job is a function that returns a result. When it ends, the engine's thread calls `done` with
     the result or `failed` with the exception. Only the engine's thread submits jobs.
@@ -101,6 +107,6 @@ class Workers:
             self._results.apply_next()
 
     def close(self) -> None:
-        """Wait for the jobs, without applying their results."""
+        """Wait until the jobs end. Their results are not applied."""
         for thread in (self._loader, self._packer):
             thread.shutdown()

@@ -15,8 +15,10 @@ def available_bytes(
 ) -> int | None:
     """Return the number of bytes that this process can still allocate; None if that is unknown.
 
-    This is the smaller of the machine's available memory and what the tightest control group
-    leaves.
+    This is the machine's available memory, or the memory that the tightest control group leaves if
+    that is less.
+
+    meminfo, process, root: files and folder of the kernel's reports; others only in tests.
     """
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -34,15 +36,18 @@ def _version_2(folder: Path) -> float | None:
 
 
 def _version_1(folder: Path) -> float | None:
-    """Return the bytes left in a control group of version 1, a huge number if it has no limit."""
+    """Return the bytes left in a control group of version 1; a huge number if it has no limit."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return _bytes_left(folder, *names)
 
 
 def _bytes_left(folder: Path, limit: str, usage: str, inactive: str) -> float | None:
-    """Return limit - usage + inactive file pages, in bytes; None if there is no limit.
+    """Return the bytes left in a control group; None if it has no limit.
 
-    The kernel drops inactive file pages before an allocation fails.
+    Inactive file pages count as free, because the kernel drops them before an allocation fails.
+
+    limit, usage: names of the files with the group's limit and usage.
+    inactive: key of the inactive file pages in `memory.stat`.
     """
     try:
         allowed = int((folder / limit).read_text())

@@ -11,7 +11,8 @@ from vlora.memory.prefix import BlockKey, PrefixCache
 class BlockTable:
     """Pages of one sequence. Position p is in `pages[p // block_size]`, at index `p % block_size`.
 
-    The table holds its pages until `clear`. Whole blocks in `prefix` are shared with other tables.
+    The table holds its pages until `clear`. Pages with whole blocks may be shared with other tables
+    through the prefix cache.
     """
 
     def __init__(self, pool: PagePool, block_size: int, prefix: PrefixCache | None = None) -> None:
@@ -39,10 +40,10 @@ class BlockTable:
         return self._prefix is not None and computed // self._block_size > self._shared_blocks
 
     def share(self, keys: Sequence[BlockKey]) -> None:
-        """Add the first `len(keys)` blocks to the prefix cache. They must be computed.
+        """Add the first `len(keys)` blocks, which must be computed, to the prefix cache.
 
-        Nothing is added if a block that is not in the cache yet contains a value that is not
-        finite.
+        If a block that is not in the cache yet contains a value that is not finite, nothing is
+        added.
         """
         if self._prefix is None:
             return
@@ -57,7 +58,7 @@ class BlockTable:
             self._prefix.discard(self.pages)
 
     def fits(self, tokens: int, released: int) -> bool:
-        """Return whether `grow` could succeed after other tables have released this many pages."""
+        """Return whether `grow` could succeed if other tables first released `released` pages."""
         missing = pages_for(tokens, self._block_size) - len(self.pages)
         return self._pool.can_allocate(missing - released)
 
@@ -76,7 +77,7 @@ class BlockTable:
         return True
 
     def relocate(self, moves: Moves) -> None:
-        """Replace the numbers of pages whose content has moved."""
+        """Update the page numbers after the content of pages was moved to other pages."""
         self.pages = [moves.get(page, page) for page in self.pages]
 
     def clear(self) -> None:

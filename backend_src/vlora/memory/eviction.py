@@ -41,11 +41,11 @@ Item = TypeVar("Item", bound=HasLastUse)
 
 
 class Evictor(Protocol):
-    """Holder of pages that it can free by evicting cached blocks or idle adapters."""
+    """Owner of evictable items, which occupy pages: cached blocks or idle adapters."""
 
     @property
     def holds_runs(self) -> bool:
-        """True if it holds adapters, which are in runs of contiguous pages."""
+        """True if its items are adapters, each in a run of contiguous pages."""
         ...
 
     def evictable_pages(self, enough: int) -> int:
@@ -62,7 +62,7 @@ class Evictor(Protocol):
 
 
 class RunEvictor(Evictor, Protocol):
-    """Holder of adapters that it can evict."""
+    """Evictor whose items are adapters."""
 
     def idle_runs(self) -> list[range]:
         """Return the pages of each adapter that may be evicted, the least recently used first."""
@@ -89,8 +89,10 @@ def evict_oldest(evictors: Sequence[Evictor]) -> bool:
 
 
 class UseOrder(Generic[Item]):
-    """Items in the order of their last use. A use changes only the item's time. Its position is
-    corrected when `oldest_first` reaches it.
+    """Items in the order of their last use.
+
+    A use only changes the time that the item stores. Its position here is corrected when
+    `oldest_first` reaches it, which keeps uses cheap.
     """
 
     def __init__(self) -> None:
@@ -107,8 +109,9 @@ class UseOrder(Generic[Item]):
         del self._entries[bisect_left(self._entries, entry)]
 
     def oldest_first(self) -> Iterator[Item]:
-        """Yield the items, the least recently used first. No item may be added or removed
-        meanwhile.
+        """Yield the items, the least recently used first.
+
+        No item may be added or removed during the iteration.
         """
         index = 0
         while index < len(self._entries):
@@ -146,7 +149,7 @@ class IdlePages:
         self._last_used.pop(page, None)
 
     def evict_first(self, pages: Iterable[int]) -> None:
-        """Mark those of `pages` that are idle as the first to evict."""
+        """Mark the pages that are idle among `pages` as the first to evict."""
         for page in pages:
             if page in self._last_used:
                 self._last_used[page] = EVICT_FIRST
@@ -160,7 +163,10 @@ class IdlePages:
         return self._last_used.popitem(last=False)[0]
 
     def relocate(self, moves: Mapping[int, int]) -> None:
-        """Replace the numbers of pages whose content has moved: page → new page."""
+        """Update the page numbers after the content of pages was moved.
+
+        moves: page → new page.
+        """
         if any(page in self._last_used for page in moves):
             renamed = ((moves.get(page, page), used) for page, used in self._last_used.items())
             self._last_used = OrderedDict(renamed)

@@ -1,6 +1,7 @@
 """Memory in huge pages, for data that each step reads completely.
 
-A core reads it 1.5 times as fast as memory in pages of 4 KiB, which need far more page table walks.
+A core reads memory in huge pages 1.5 times as fast as memory in pages of 4 KiB, which needs far
+more page table walks.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ PAGE = 2 << 20
 
 
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros that begins at the start of a huge page.
+    """Return a tensor of zeros whose memory begins at the start of a huge page.
 
-    The kernel uses huge pages if it has them. Memory is taken from the system as it is written.
+    The kernel uses huge pages if it has them. The system provides the memory only as it is written.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize

@@ -16,22 +16,23 @@ from vlora.memory.device import HOST, Device, PageLayout
 from vlora.memory.pool import Moves
 
 LANES = 16
-"""Number of tokens in a panel. The attention scores of one panel fill whole vectors of any
-instruction set.
+"""Number of tokens in a panel, the unit in which attention reads keys and values on a CPU.
+
+The attention scores of a panel fill whole vectors of any instruction set.
 """
 
 
 class KVCache:
-    """Keys and values: [pages, layers, 2, kv_heads, panels, LANES · padded dim] fp32 or bf16.
+    """Keys and values of all pages, in fp32 or bf16.
 
-    On a GPU they are [pages, layers, 2, kv_heads, block, padded dim], with a row for each token.
-    What follows describes the CPU's layout.
+    On a GPU, `cache` is [pages, layers, 2, kv_heads, block, padded dim], with a row for each token.
+    On a CPU it is [pages, layers, 2, kv_heads, panels, LANES · padded dim]. In both, each page is
+    contiguous, `cache[:, layer, 0]` contains keys and `cache[:, layer, 1]` values.
 
-    Each page is contiguous. `cache[:, layer, 0]` contains keys and `cache[:, layer, 1]` values. The
-    tokens of a page are divided into panels of LANES. The last panel is not full if the block size
-    is not a multiple of LANES. In a panel, keys are [dim, LANES] and values [LANES, dim]. In bf16,
-    pairs are interleaved: keys are [dim / 2, LANES, 2] and values [LANES / 2, dim, 2]. dim is
-    padded with zeros to a multiple of LANES.
+    On a CPU, the tokens of a page are divided into panels of LANES. The last panel is not full if
+    the block size is not a multiple of LANES. In a panel, keys are [dim, LANES] and values [LANES,
+    dim]. In bf16, pairs are interleaved: keys are [dim / 2, LANES, 2] and values [LANES / 2, dim,
+    2]. dim is padded with zeros to a multiple of LANES.
     """
 
     def __init__(
@@ -58,8 +59,9 @@ class KVCache:
         return self.cache.stride(0) * self.cache.itemsize
 
     def address(self, page: int) -> int | None:
-        """Return the address of the page's first byte, which is a multiple of 64; None if the CPU
-        cannot write there.
+        """Return the address of the page's first byte; None if the CPU cannot write there.
+
+        The address is a multiple of 64.
         """
         if not self._in_host_memory:
             return None
@@ -73,15 +75,18 @@ class KVCache:
     def is_finite(self, pages: Sequence[int]) -> bool:
         """Return whether all keys and values of these pages are finite.
 
-        Only the last layer is read: a value that is not finite in some layer makes that position
-        not finite in all later layers.
+        Only the last layer is read, because a value that is not finite spreads from any layer to
+        all later layers of its position.
         """
         # Pages are read one by one, because gathering them first would take longer.
         ranges = (torch.aminmax(self.cache[page, -1]) for page in pages)
         return all(math.isfinite(low) and math.isfinite(high) for low, high in ranges)
 
     def clear(self, pages: range) -> None:
-        """Set the contiguous pages of an evicted adapter to zero, because padding must be zero."""
+        """Set the contiguous pages of an evicted adapter to zero.
+
+        Attention relies on the padding of keys and values being zero.
+        """
         self.cache[pages.start : pages.stop].zero_()
 
     def rows(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -108,8 +113,11 @@ class KVCache:
 def page_shape(
     layers: int, block: int, kv_heads: int, head_dim: int, layout: PageLayout = "panels"
 ) -> tuple[int, int, int, int, int]:
-    """Return the shape of a page: [layers, 2, kv_heads, panels, LANES · padded dim] in panels,
-    [layers, 2, kv_heads, block, padded dim] in rows."""
+    """Return the shape of a page.
+
+    It is [layers, 2, kv_heads, panels, LANES · padded dim] in the layout "panels", and [layers, 2,
+    kv_heads, block, padded dim] in the layout "rows".
+    """
     if layout == "rows":
         return layers, 2, kv_heads, block, _padded(head_dim)
     return layers, 2, kv_heads, -(-block // LANES), LANES * _padded(head_dim)
@@ -123,6 +131,7 @@ def page_bytes(
     dtype: torch.dtype,
     layout: PageLayout = "panels",
 ) -> int:
+    """Return the size of a page in bytes."""
     return math.prod(page_shape(layers, block, kv_heads, head_dim, layout)) * dtype.itemsize
 
 

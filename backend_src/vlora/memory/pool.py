@@ -1,10 +1,15 @@
 """Page pool: the pages of one region of memory, and the owner of each page.
 
-A page has one of four owners. FREE pages have no content. KV pages hold keys and values of running
-sequences; their holders, the sequences that share the page, are counted. CACHE pages hold keys and
-values that a later prompt may reuse. ADAPTER pages are part of an adapter. KV pages are allocated
-from the end of the region. Adapters need contiguous pages, called a run, and are allocated from its
-start. So the two do not fragment each other.
+A page has one of four owners:
+
+- FREE: it has no content.
+- KV: it holds keys and values of running sequences. The sequences that share it, its holders, are
+  counted.
+- CACHE: it holds keys and values that a later prompt may reuse.
+- ADAPTER: it is part of an adapter.
+
+KV pages are allocated from the end of the region. Adapters need contiguous pages, called a run, and
+are allocated from its start. So the two do not fragment each other.
 
 The pool only counts pages. `memory/kv_cache.py` holds their memory, and `memory/eviction.py`
 describes the order of eviction.
@@ -57,17 +62,17 @@ class PageMemory(Protocol):
 
 
 Moves = Mapping[int, int]
-"""Pages whose content moves: page → new page."""
+"""Moves of content between pages: old page → new page."""
 
 
 class PagePool:
     """Pages 0 … total-1. An allocated page belongs to the caller until it is released.
 
-    evictors: holders from which items are evicted when there are too few free pages, the least
-        recently used item first.
-    run_evictor: the evictor that holds adapters.
+    evictors: owners of evictable items. When there are too few free pages, the least recently used
+        item of all of them is evicted first.
+    run_evictor: the evictor whose items are adapters.
     movers: functions that are called in order whenever content moves, before the pages change
-        owners. Each copies the content, or replaces page numbers that it stores.
+        owners. Each copies the content, or updates page numbers that it stores.
     """
 
     def __init__(self, total: int) -> None:
@@ -112,13 +117,13 @@ class PagePool:
         return missing <= 0
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether an adapter of `count` pages would leave `kv_pages` pages for keys and
+        """Return whether the pool has `count` pages for an adapter and `kv_pages` for keys and
         values.
         """
         return self.can_allocate(count + kv_pages)
 
     def tick(self) -> int:
-        """Advance the clock by which uses are ordered, and return its new time."""
+        """Advance the clock that orders uses of items, and return its new time."""
         self._ticks += 1
         return self._ticks
 
@@ -149,7 +154,7 @@ class PagePool:
     def release(self, pages: Iterable[int], keep: Container[int] = ()) -> list[int]:
         """Remove one holder of each page, and return the pages that became cached.
 
-        A page without holders becomes cached if it is in `keep`, and free otherwise.
+        A page without holders becomes cached if it is in `keep`, else free.
         """
         cached = []
         for page in pages:
@@ -178,7 +183,7 @@ class PagePool:
         """Return contiguous pages for an adapter. If free pages are scattered, keys and values are
         moved.
 
-        Returns None, and evicts nothing, if there are too few pages.
+        Returns None, and evicts nothing, if eviction cannot free enough pages.
         """
         if count < 1:
             raise ValueError(f"a run has {count} pages; it needs at least one")
@@ -199,7 +204,7 @@ class PagePool:
         return run
 
     def _evict_runs_for(self, count: int) -> bool:
-        """Evict adapters until some `count` contiguous pages hold no adapter.
+        """Evict adapters until `count` contiguous pages contain no adapter.
 
         Returns False, and evicts none, if that is impossible.
         """
@@ -222,7 +227,9 @@ class PagePool:
             self._set_owner(page, Owner.FREE)
 
     def _vacate(self, window: range) -> None:
-        """Move the content of the window's pages to free pages outside it. There must be enough."""
+        """Move the content of the window's pages to free pages outside it, of which there must be
+        enough.
+        """
         moves: dict[int, int] = {}
         end = self.total
         for page in window:

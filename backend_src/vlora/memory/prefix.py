@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class BlockKey(NamedTuple):
     """Key of one block.
 
-    scope: digest of the adapter's weights, "" for the base model, followed by the weight mode if
+    scope: digest of the adapter's weights ("" for the base model), followed by the weight mode if
         that changes keys and values.
     content: digest of the tokens and image features of this block and of those before it.
     """
@@ -35,7 +35,7 @@ class BlockKey(NamedTuple):
 
 
 class BlockDigests:
-    """Content digests of a sequence's whole blocks. More are computed as tokens become known.
+    """Content digests of a sequence's whole blocks. They are computed as tokens become known.
 
     block: number of tokens per block.
     feature_row: [n] row of `features` at each position of the prompt, or NO_IMAGE.
@@ -67,9 +67,10 @@ class BlockDigests:
 
 
 class PrefixCache:
-    """Blocks by key, in pages of the pool.
+    """Cached blocks by key, each in a page of the pool.
 
-    Sequences that hold a block share it (KV). A block without holders (CACHE) can be evicted.
+    A block that sequences hold is shared by them, and its page is owned by KV. The page of a block
+    without holders is owned by CACHE, and the block can be evicted.
 
     is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """
@@ -99,8 +100,8 @@ class PrefixCache:
         return next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the pages of the leading blocks that are in the cache, and add a holder to
-        each.
+        """Return the pages of the leading blocks that are in the cache. Each gets
+        another holder.
         """
         pages = [self._pages[key] for key in keys[: self.count_matching(keys)]]
         for page in pages:
@@ -109,7 +110,9 @@ class PrefixCache:
         return pages
 
     def add(self, key: BlockKey, page: int) -> None:
-        """Record that a held page contains this block. Do nothing if another page contains it."""
+        """Record that a held page contains this block. Does nothing if another page contains it
+        already.
+        """
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
@@ -132,14 +135,15 @@ class PrefixCache:
             del self._scopes[key.scope]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one holder of each page. Recorded blocks stay in the cache until they are
-        evicted.
+        """Remove one holder of each page.
+
+        Blocks that were added stay in the cache until they are evicted. Other pages become free.
         """
         now = self._pool.tick()
         self._idle.add(self._pool.release(pages, keep=self._keys), now)
 
     def evict_first(self, scope: str) -> None:
-        """Mark the idle blocks of a scope as the first to evict, since their adapter was
+        """Mark the idle blocks of a scope as the first to evict. Call it when their adapter is
         evicted.
         """
         self._idle.evict_first(self._scopes.get(scope, ()))
@@ -159,7 +163,7 @@ class PrefixCache:
         self.evictions += 1
 
     def relocate(self, moves: Moves) -> None:
-        """Replace the numbers of pages whose content has moved."""
+        """Update the page numbers after the content of pages was moved."""
         for page, to in moves.items():
             if (key := self._keys.pop(page, None)) is not None:
                 self._keys[to] = key

@@ -28,9 +28,11 @@ def runs_to_evict(
 ) -> list[range] | None:
     """Return the idle runs to evict so that some `count` contiguous pages contain no run.
 
-    The most recent use among them is as old as possible. Among the remaining choices, the one with
-    the fewest pages is taken. The list is empty if there is such a window already.
+    Of all windows, one is chosen for which the most recently used of these runs was used as long
+    ago as possible, and of those the one with the fewest pages to evict. The list is empty if a
+    window contains no run already.
 
+    total: number of pages of the pool.
     busy: runs that stay.
     idle: runs that may be evicted, the least recently used first.
 
@@ -59,12 +61,13 @@ def runs_to_evict(
 
 
 def cheapest_window(owners: bytearray, free: int, adapter: int, count: int) -> int:
-    """Return the first page of the window of `count` pages with the most free pages and no adapter.
+    """Return the first page of the best window of `count` pages without an adapter.
 
-    There must be a window without an adapter.
+    The best window has the most free pages, so that the fewest pages must be moved. There must be a
+    window without an adapter.
 
     owners: owner of each page.
-    free, adapter: values of free pages and of adapters' pages in `owners`.
+    free, adapter: values in `owners` of free pages and of pages of adapters.
     """
     pages = np.frombuffer(owners, np.uint8)
     used = _sums(pages != free, count)

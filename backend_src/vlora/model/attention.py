@@ -22,10 +22,11 @@ from vlora.model.rotary import Rotary
 
 
 class AttentionPlan:
-    """Pages that the rows of a step write and read. Made once per step for all layers.
+    """Pages that the rows of a step write and read. It is made once per step, for all layers.
 
     chunks: chunks of the step, in the order of their rows.
-    heads: number of query heads; `heads / kv_heads` adjacent ones share a key and value head.
+    heads: number of query heads. Each group of `heads / kv_heads` adjacent ones shares a key and
+        value head.
 
     `attend` raises ValueError if the chunks do not fit their pages.
     """
@@ -79,11 +80,11 @@ class AttentionPlan:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """Tensors in host memory that the device reads in each layer; none on the CPU."""
+        """Tensors in host memory whose copies on the device each layer reads; [] on the CPU."""
         return [] if self._gpu is None else [self.positions, *self._gpu.inputs]
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Set the copies of `inputs` on the device, before the first `attend`."""
+        """Set the copies of `inputs` on the device. Call this before the first `attend`."""
         if self._gpu is not None:
             self.uploaded_positions, *tables = uploaded
             self._gpu.place(tables)
@@ -105,6 +106,8 @@ class AttentionPlan:
         rotary: angles by which queries and keys are rotated.
         out: [T, heads · dim] fp32 to write the result to; allocated if None.
         head_norms: norms of query and key heads, computed before their rotation; None for none.
+
+        Returns [T, heads · dim]. Raises ValueError if `qkv` does not fit the plan.
         """
         kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():

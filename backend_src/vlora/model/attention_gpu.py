@@ -13,17 +13,23 @@ from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
 SPLIT_POSITIONS = 512
-"""Minimum number of positions of a part of a context, if it is split among programs."""
+"""Minimum number of positions of each part when a context is split among several GPU programs."""
 
 MAX_SPLITS = 32
-"""Maximum number of parts of a context."""
+"""Maximum number of parts into which a context is split."""
 
 PROGRAMS = 264
-"""Number of programs of a decode, from which contexts are not split: twice an H100's processors."""
+"""Number of GPU programs that a decode should have: twice the number of an H100's multiprocessors.
+
+Contexts are split into parts to reach it.
+"""
 
 
 class GpuPlan:
-    """Tables of a step: rows of one token are decoded, longer chunks are cut into tiles.
+    """Tables that the attention kernels read in one step.
+
+    Chunks of one row use the decode kernel. Longer chunks are cut into tiles for the prefill
+    kernel.
 
     Raises ValueError for a chunk whose pages do not cover it or are not in the cache.
     """
@@ -59,7 +65,7 @@ class GpuPlan:
         head_norms: HeadNorms | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Do what `AttentionPlan.attend` does; rows have the type of the weights.
+        """Compute what `AttentionPlan.attend` does. All rows have the type of the weights.
 
         A step of decoding rows needs one launch. It leaves qkv unchanged.
         """
@@ -83,7 +89,7 @@ class GpuPlan:
         return out
 
     def _slots(self, chunk: Chunk) -> list[int]:
-        """Return where the keys of a chunk's rows go: page · block + offset."""
+        """Return the location of each row's keys in the cache: page · block + offset."""
         block, pages = self._kv_cache.block, chunk.pages
         needed = pages[: -(-chunk.end // block)]
         if len(needed) * block < chunk.end:
@@ -97,7 +103,7 @@ class GpuPlan:
         ]
 
     def _tables(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Return the pages of each chunk, [chunks, longest]; shorter lines end with page 0."""
+        """Return the pages of each chunk, [chunks, longest] int32, padded with page 0."""
         counts = [-(-chunk.end // self._kv_cache.block) for chunk in chunks]
         longest = max(counts, default=0)
         lines = [
@@ -107,7 +113,7 @@ class GpuPlan:
         return _int32(lines).view(len(chunks), longest)
 
     def _tiles(self, chunks: Sequence[Chunk]) -> list[list[int]]:
-        """Return the tiles of chunks, as `launch.prefill` takes them."""
+        """Return (first row, number of rows, first position, index of the chunk) of each tile."""
         rows = on_gpu.launches().PREFILL_ROWS[self._kv_cache.cache.itemsize]
         return [
             [chunk.row + first, min(rows, chunk.length - first), chunk.start + first, line]
@@ -117,10 +123,13 @@ class GpuPlan:
 
 
 def splits(rows: int, kv_heads: int, longest: int) -> int:
-    """Return into how many parts to cut contexts: so many that the programs fill a GPU, unless the
-    parts would be short. A power of two, so that few variants of the kernel are compiled.
+    """Return the number of parts into which contexts are split, a power of two.
 
-    rows: number of rows that decode. longest: number of positions of the longest context.
+    It is large enough that the programs fill a GPU, unless the parts would then have fewer than
+    SPLIT_POSITIONS positions. Powers of two limit the number of kernel variants to compile.
+
+    rows: number of rows that decode.
+    longest: number of positions of the longest context.
     """
     wanted = min(PROGRAMS // max(rows * kv_heads, 1), longest // SPLIT_POSITIONS, MAX_SPLITS)
     return 1 << max(wanted.bit_length() - 1, 0)

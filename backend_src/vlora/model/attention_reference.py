@@ -1,9 +1,8 @@
 """Reference implementation of paged attention in plain torch: gather the pages, then attend.
 
 Masked positions may contain values that are not finite: the rest of a page has values of its
-previous owner, and a later row of the same sequence may not be finite. Since 0 · NaN is NaN, a
-weight of zero does not suffice to mask them. So such keys and values are replaced by zeros
-first.
+previous owner, and a later row of the same sequence may not be finite. A weight of zero does not
+suffice to mask them, since 0 · NaN is NaN. So such keys and values are replaced by zeros first.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from vlora.model.rotary import Rotary
 class ReferencePlan:
     """Indices of the pages that the rows of a step write and read.
 
-    Chunks of one row are attended together, padded to the longest context. Other chunks are
+    All chunks of one row are attended together, padded to the longest context. Other chunks are
     attended one by one.
     """
 
@@ -63,7 +62,10 @@ class ReferencePlan:
         qkv: torch.Tensor,
         rotary: Rotary,
     ) -> torch.Tensor:
-        """Do what `AttentionPlan.attend` does."""
+        """Compute what `AttentionPlan.attend` does.
+
+        heads: number of query heads.
+        """
         kv_cache = self._kv_cache
         query, key, value = torch.split(
             qkv.view(len(qkv), -1, kv_cache.head_dim),

@@ -1,4 +1,4 @@
-"""Constrained answers: the tokens that may come next so that the answer is one of some choices.
+"""Answers that must be one of some choices: the tokens that may come next.
 
 The comparison is by bytes, so the model may spell a choice with any tokens. A leading space is
 allowed and is not part of the answer. Requests with the same choices share a `ChoiceSet`, which
@@ -24,23 +24,24 @@ MAX_CACHED_STATES = 1024
 """Maximum number of states per set whose allowed tokens are cached."""
 
 UNREACHABLE = 1 << 30
-"""Number of tokens that counts as infinite, for an end that no tokens can reach."""
+"""Number of tokens that stands for infinity, for text that no tokens can spell."""
 
 AFTER_ALL = b"\xff"
 """Byte that sorts after every byte of UTF-8 text."""
 
 
 class ChoiceSet:
-    """Spellings of some choices, each with and without a leading space.
+    """All spellings of some choices: each choice with and without a leading space.
 
     spellings: sorted, so that spellings with a common prefix are adjacent.
-    choices: the choice that each spelling spells.
-    required_tokens: minimum number of tokens that suffices for every choice.
+    choices: choice that belongs to each spelling.
+    required_tokens: number of tokens that is enough to spell any of the choices.
     """
 
     def __init__(self, choices: Sequence[str], vocabulary: Vocabulary) -> None:
-        """Compute all spellings. Raise InvalidArgument for a choice that the vocabulary cannot
-        spell.
+        """Compute all spellings.
+
+        Raises InvalidArgument for a choice that the vocabulary cannot spell.
         """
         self._vocabulary = vocabulary
         self.required_tokens = 0
@@ -73,7 +74,7 @@ class ChoiceSet:
     def _min_tokens(self, spelling: bytes, start: int, needed: list[int]) -> int:
         """Return the minimum number of tokens that spell the rest from `start`.
 
-        needed: these numbers for all later offsets.
+        needed: these minimum numbers for all later offsets.
         """
         minimum = UNREACHABLE
         for end in self._token_ends(spelling, start):
@@ -123,9 +124,10 @@ def choice_set(choices: tuple[str, ...], vocabulary: Vocabulary) -> ChoiceSet:
 
 
 class ChoiceMatcher:
-    """State of one answer: the spellings that are still possible, and the bytes spelled so far.
+    """State of one answer: the spellings that are still possible, and the number of bytes spelled
+    so far.
 
-    required_tokens: as in `ChoiceSet`.
+    required_tokens: see `ChoiceSet`.
     """
 
     def __init__(self, choices: tuple[str, ...], vocabulary: Vocabulary) -> None:
@@ -152,8 +154,8 @@ class ChoiceMatcher:
         budget: number of tokens left for the answer, including this one. A token is excluded if no
             choice could then be completed within the budget.
 
-        If the first budget was at least `required_tokens`, the result is not empty until
-        `finished`.
+        The result is not empty until the answer is `finished`, if the budget of the first token was
+        at least `required_tokens`.
         """
         tokens, needed_after = self._set.following(self._low, self._high, self._done)
         allowed = tokens[needed_after < budget]

@@ -18,8 +18,10 @@ class Chunk(NamedTuple):
     tokens: token ids at these positions.
     prompt: the sequence's prompt, with its image features.
     pages: the sequence's block table, which covers at least `end` positions.
-    completes: whether all known tokens are computed afterwards. The step then returns the logits of
-        the last row, or with `use_head` the scores of the adapter's head.
+    completes: whether the chunk computes the last known token. The step then returns the logits of
+        the chunk's last row.
+    use_head: whether the step returns the scores of the adapter's vision task head instead of
+        logits.
     """
 
     sequence_id: str

@@ -32,8 +32,8 @@ from vlora.model.workspace import StepBuffers, Workspace
 class LevelFeatures:
     """Image features that are added to the outputs of the first layers (DeepStack).
 
-    rows: [n] int64, rows of the step with images.
-    features: [levels, n, hidden] fp32.
+    rows: [n] int64, rows of the step that are image tokens.
+    features: [levels, n, hidden] fp32; level i is added to the output of layer i.
     """
 
     rows: torch.Tensor
@@ -41,7 +41,11 @@ class LevelFeatures:
 
 
 class Decoder:
-    """The embedding, all layers and the LM head."""
+    """The decoder: embedding, all layers and LM head.
+
+    adapters: source of the A and B of each group of projections.
+    switcher: owner of the active weights, which may have an adapter merged.
+    """
 
     def __init__(
         self,
@@ -87,12 +91,13 @@ class Decoder:
         """Return the hidden states of `output_rows` after the final norm, [output rows, hidden].
 
         hidden: [T, hidden] embeddings; overwritten.
+        attention: pages that the rows write and read.
         segments: segments of the T rows.
         output_rows: numbers of the rows to return, on the device; None for all rows.
         output_segments: segments of the output rows, in their order.
         levels: image features for the first layers, or None.
 
-        After the attention of the last layer, only the output rows are computed (decision 63).
+        After the attention of the last layer, only the output rows are computed (decision 36).
         """
         rotary = self._rotary.lookup(attention.positions, attention.uploaded_positions)
         buffers = self._workspace.buffers(len(hidden))
@@ -121,7 +126,9 @@ class Decoder:
 
 
 def lora_groups(layers: int) -> list[list[MatrixId]]:
-    """Return the groups of projections that share their input, in the order of execution."""
+    """Return the groups of matrices that share their input, in the order of execution; the LM head
+    is last.
+    """
     groups = [[(layer, target) for target in group] for layer in range(layers) for group in GROUPS]
     return [*groups, [(-1, LM_HEAD)]]
 
@@ -129,7 +136,8 @@ def lora_groups(layers: int) -> list[list[MatrixId]]:
 class DecoderLayer:
     """Attention and MLP of one layer, with norms before them and residual connections.
 
-    The output of each is kept apart as `delta`. The next norm adds it to the residual stream.
+    The output of each is not added to the residual stream at once. It is passed on as `delta`,
+    which the next norm adds, because adding and normalizing together read the stream only once.
     """
 
     def __init__(
@@ -190,10 +198,10 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Project the attention, add it to `hidden` in place, and return the output of the MLP.
 
-        hidden: [T, hidden].
-        attended: [T, heads · dim].
+        hidden: [T, hidden], the residual stream.
+        attended: [T, heads · dim], result of `attend`.
 
-        Returns `buffers.delta`, [T, hidden], which the next layer adds.
+        Returns `buffers.delta`, [T, hidden], which the next layer adds to the residual stream.
         """
         projected = self._o(attended, segments, buffers.delta)
         normed = norms.add_norm(
@@ -208,7 +216,7 @@ def _fused_bias(
 ) -> torch.Tensor | None:
     """Return the concatenated biases of a group, or None if no target has a bias.
 
-    A target without a bias counts as zeros.
+    Targets without a bias contribute zeros.
     """
     if not any((layer, target) in weights.biases for target in group):
         return None

@@ -1,7 +1,11 @@
-"""Sizes of the decoder, read from a checkpoint's `config.json`. Unsupported ones are rejected."""
+"""Architecture of the decoder, read from a checkpoint's `config.json`.
+
+What the decoder cannot compute is rejected here.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +18,7 @@ from vlora.config import AUTO, Options
 from vlora.errors import InvalidArgument
 from vlora.kernels.quantized import Format
 from vlora.model.families.base import WeightNames
-from vlora.model.families.registry import FAMILIES
+from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.rotary import rope_frequencies, unsupported_rope
 from vlora.model.stored_quantization import StoredQuantization, stored_quantization
 
@@ -26,6 +30,12 @@ FRAMES_PER_SECOND = 24.0
 class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
+    layers, hidden: number of layers, and width of the residual stream.
+    heads, kv_heads, head_dim: numbers of query heads and of key and value heads, and width of a
+        head.
+    intermediate: width of the MLP.
+    vocabulary: number of tokens with an embedding.
+    norm_eps: epsilon of the RMS norms.
     context: maximum number of positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
     biased: targets with a bias.
@@ -33,9 +43,9 @@ class DecoderConfig:
     image_token: id of the image placeholder; None for a checkpoint without images.
     eos_tokens: ids of the end-of-text tokens.
     names: names of the weights in the checkpoint.
-    rope_axes: axis of each rotary frequency, as described at `DecoderFamily.rope_axes`.
-    image_merge: number of patches that become one token, along each side of an image.
-    clip_interval: distance in time positions of two pairs of frames of a clip.
+    rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
+    image_merge: number of patches along each side of an image that become one token.
+    clip_interval: distance in positions of time between two successive pairs of frames of a clip.
     image_levels: number of first layers to whose outputs image features are added (DeepStack).
     quantization: layout of the target matrices in the checkpoint; None if they are floats.
     """
@@ -63,9 +73,7 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Width of a row of image features: the embedding, followed by the features of each
-        level.
-        """
+        """Width of a row of image features: that of the embedding, then that of each level."""
         return self.hidden * (1 + self.image_levels)
 
     @property
@@ -84,8 +92,8 @@ class DecoderConfig:
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight that a checkpoint must contain, by name without the layout's
-        prefix.
+        """Shape of each weight that a checkpoint must contain, by name without the
+        layout's prefix.
         """
         names = self.names
         shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocabulary, self.hidden)}
@@ -111,16 +119,16 @@ def dtype_of(requested: str, folder: Path) -> torch.dtype:
         others.
     """
     if requested == AUTO:
-        config = _read_config(folder)
+        config = read_config(folder)
         stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         requested = "bfloat16" if stored in (torch.bfloat16, "bfloat16") else "float32"
     return torch.bfloat16 if requested == "bfloat16" else torch.float32
 
 
 def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
-    """Return the format in which the target matrices are kept, None for floats.
+    """Return the format in which the target matrices are kept in memory; None for floats.
 
-    Raises InvalidArgument if the options quantize a checkpoint that is stored quantized.
+    Raises InvalidArgument if the options ask to quantize a checkpoint that is quantized already.
     """
     stored = config.quantization
     if options.quantization is None:
@@ -142,7 +150,7 @@ def load_config(folder: Path) -> DecoderConfig:
     """
     if not (folder / "config.json").is_file():
         raise InvalidArgument(f"model: {folder} holds no checkpoint (config.json is missing)")
-    config = _read_config(folder)
+    config = read_config(folder)
     text = config.get_text_config()
     if problem := _unsupported(config, text):
         raise InvalidArgument(f"model: {folder}: {problem}")
@@ -177,8 +185,8 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def _clip_interval(vision: Any) -> float:
-    """Return the distance between two steps of a clip, in positions of time (Qwen2.5-VL); 1 for
-    others.
+    """Return `DecoderConfig.clip_interval`. It is 1, except for models like Qwen2.5-VL whose
+    positions of time follow the seconds of the clip.
     """
     per_second = getattr(vision, "tokens_per_second", None)
     if per_second is None:
@@ -194,12 +202,23 @@ def image_levels(config: Any) -> int:
 
 def load_rope_frequencies(folder: Path) -> tuple[torch.Tensor, float]:
     """Return the result of `rope_frequencies` for a checkpoint folder."""
-    return rope_frequencies(_read_config(folder).get_text_config())
+    return rope_frequencies(read_config(folder).get_text_config())
 
 
-def _read_config(folder: Path) -> Any:
+def read_config(folder: Path) -> Any:
+    """Return transformers' configuration of a checkpoint folder.
+
+    Raises InvalidArgument if config.json cannot be read, or names an architecture that is not
+    served. Code in the folder is never run.
+    """
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True)
+        model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
+    if problem := refusal(model_type):
+        raise InvalidArgument(f"model: {folder}: {problem}")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers' own checks raise many types
         raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
 
@@ -211,7 +230,10 @@ def _unsupported(config: Any, text: Any) -> str | None:
     """
     family = FAMILIES.get(text.model_type)
     if family is None:
-        return f"model type '{text.model_type}' is not supported; supported: {', '.join(FAMILIES)}"
+        return (
+            f"a decoder of model type '{text.model_type}' is not supported; supported:"
+            f" {', '.join(FAMILIES)}"
+        )
     levels = image_levels(config)
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"

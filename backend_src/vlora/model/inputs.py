@@ -26,10 +26,10 @@ class Prompt:
     feature_row: [len(ids)] int64, row of `features` that replaces the embedding of the token at
         this position, or NO_IMAGE.
     features: [rows, hidden] fp32; None without images.
-    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers; None if
-        the model has no such levels or the prompt no images.
     positions: [3, len(ids)] int64, rotary positions by time, height and width; None if the position
         of each token is its index.
+    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers; None if
+        the model has no such levels or the prompt no images.
     """
 
     ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Prompt:
 
     @cached_property
     def position_shift(self) -> int:
-        """Rotary position minus index, for generated tokens."""
+        """Number to add to the index of a generated token for its rotary position."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.ids)
 
     @classmethod
@@ -51,7 +51,7 @@ class Prompt:
 
 
 class PromptReader:
-    """Tokenizer of a checkpoint, which also expands image placeholders.
+    """Tokenizes prompts and expands their image placeholders.
 
     Any thread may use it: the tokenizer is not changed after construction and releases the GIL
     while it works.
@@ -59,17 +59,19 @@ class PromptReader:
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
         self._backend = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()
         self._token_length = TokenLength(self.tokenizer)
 
     def check_length(self, text: str, context: int) -> None:
-        """Raise InvalidArgument if `text` has too many bytes for a context of this many tokens.
+        """Raise InvalidArgument if `text` is certainly too long for a context of this many tokens.
 
-        This takes almost no time. A text that passes may still be too long, which is known after
-        tokenizing it.
+        This compares bytes and takes almost no time. Whether a text that passes is too long is
+        known only after it is tokenized.
         """
         size, limit = (
             len(text.encode(errors="replace")),

@@ -1,7 +1,7 @@
 """Rotary positions of tokens.
 
-The position of a token is its index, or in the M-RoPE of Qwen2-VL three numbers: time, height and
-width.
+The position of a token is its index in the sequence. In the M-RoPE of Qwen2-VL, it is three
+numbers: time, height and width.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Grid = tuple[int, int, int]
 def image_grids(images: ImageFeatures, merge: int) -> list[Grid]:
     """Return the grid of each image.
 
-    merge: number of patches that become one token, along each side.
+    merge: number of patches along each side that become one token.
 
     Raises InvalidArgument if the number of patches of an image does not fit its number of rows.
     """
@@ -45,10 +45,13 @@ def prompt_positions(
     """Return the positions of a prompt's tokens by time, height and width, [3, len(feature_row)].
 
     The three positions of a text token are equal. An image starts at the position after the text
-    before it. The text after an image starts as far beyond as the image's longest side.
+    before it. The text after an image starts as many positions later as the longest side of the
+    image's grid.
 
     feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
-    clip_interval: distance of two steps in time of a clip, before rounding down.
+    grids: grid of each image.
+    clip_interval: distance between successive steps in time of a clip, in positions. Results are
+        rounded down.
     """
     parts: list[torch.Tensor] = []
     index = position = 0

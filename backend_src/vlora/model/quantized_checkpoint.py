@@ -1,7 +1,7 @@
 """Weights of GPTQ, AWQ and compressed-tensors checkpoints, repacked into the slab.
 
-All of them store scale · (value − zero) with groups of inputs. They differ in what they pack into
-32 bits and in which order.
+All three methods store scale · (value − zero), with a scale and a zero for each group of inputs.
+They differ in what they pack into 32 bits and in which order.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ from vlora.lora.slab import GROUPS
 from vlora.model.stored_quantization import StoredQuantization
 
 Parts = dict[str, Callable[[], torch.Tensor]]
-"""Functions that read the tensors of a module, by the names of the tensors."""
+"""Functions that read the tensors of one quantized module, by the names of the tensors."""
 
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position in a 32-bit word of each of 8 adjacent outputs, counted in 4 bits from the lowest bits
-on.
+"""Position of each of 8 adjacent outputs in a 32-bit word of AWQ.
+
+Positions are counted in units of 4 bits from the lowest bits.
 """
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A matrix as integers.
+    """A quantized matrix, unpacked to integers: weight = scale · (value − zero).
 
     values: [d_out, d_in] int32, at least 0.
     scales: [d_out, groups].
@@ -70,9 +71,10 @@ def read_quantized(
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the unsigned integers in rows of 32-bit words, from the lowest bits on.
+    """Return the unsigned integers in rows of 32-bit words.
 
-    packed: [rows, n] int32.
+    packed: [rows, n] int32; the first integer is in the lowest bits of a word.
+    bits: number of bits of each integer.
 
     Returns [rows, n · 32 / bits] int32.
     """
@@ -82,8 +84,9 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
-    """Return a matrix stored as [in, out], whose weights are packed along inputs and zeros along
-    outputs.
+    """Return a matrix of GPTQ, which is stored as [in, out].
+
+    Weights are packed along inputs, zeros along outputs.
     """
     values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
     zeros = unpack(_part(parts, "qzeros", torch.int32, where), stored.bits).T
@@ -93,7 +96,9 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
 
 
 def _awq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
-    """Return a matrix stored as [in, out] and packed along outputs, in AWQ_ORDER."""
+    """Return a matrix of AWQ, which is stored as [in, out] and packed along outputs in
+    AWQ_ORDER.
+    """
 
     def outputs(name: str) -> torch.Tensor:
         packed = unpack(_part(parts, name, torch.int32, where), 4)
@@ -104,8 +109,9 @@ def _awq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
 
 
 def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
-    """Return a matrix of signed weights, which are packed along inputs; zeros are packed along
-    outputs.
+    """Return a matrix of compressed-tensors, whose weights are signed.
+
+    Weights are packed along inputs, zeros along outputs.
     """
     scales = _part(parts, "weight_scale", None, where)
     middle = 2 ** (stored.bits - 1)
@@ -135,7 +141,10 @@ _READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], Stored]] = {
 def _store(
     matrix: Stored, stored: StoredQuantization, target: QuantizedWeight, where: str
 ) -> torch.Tensor | None:
-    """Write a matrix to the slab; return `QuantizedWeight.order` for it."""
+    """Write a matrix to the slab.
+
+    Returns the order of its inputs in the slab (`QuantizedWeight.order`).
+    """
     rows, depth = target.shape
     group = stored.group or depth
     groups = -(-depth // group)
@@ -171,8 +180,8 @@ def _store(
 
 
 def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor | None:
-    """Return the inputs sorted by group; None if they are sorted already. See
-    `QuantizedWeight.order`.
+    """Return the inputs sorted by group, as `QuantizedWeight.order`; None if they are sorted
+    already.
     """
     depth = len(input_groups)
     adjacent = torch.arange(depth, dtype=input_groups.dtype) // group

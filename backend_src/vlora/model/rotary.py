@@ -20,7 +20,9 @@ INITIAL_POSITIONS = 1024
 
 
 def unsupported_rope(text: Any) -> str | None:
-    """Return why the rope type of a text configuration is not supported; None if it is."""
+    """Return why the rope type of a transformers text configuration is not supported; None if it
+    is.
+    """
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ROPE_TYPES:
         return None
@@ -38,7 +40,9 @@ def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of each row's angles, each [T, dim / 2] fp32. All layers use the same."""
+    """Cosines and sines of each row's angles, each [T, dim / 2] fp32. All layers use
+    the same ones.
+    """
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -50,11 +54,10 @@ class Rotary:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions up to a limit. The limit doubles when a position exceeds
-    it.
+    """Cosines and sines of all positions up to a limit, which doubles when a position exceeds it.
 
-    The table exists because computing the cosines of a few rows in each step would take longer than
-    the norms of a layer.
+    Without a table, computing the cosines of a few rows in each step would take longer than the
+    norms of a layer.
     """
 
     def __init__(

@@ -27,10 +27,11 @@ from vlora.model.loader import DecoderWeights
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outputs of the chunks that complete, in the order of the chunks.
+    """Outputs of the chunks that complete all known tokens of their sequence, in the order of the
+    chunks.
 
     logits: [rows, vocabulary] fp32, one row per chunk that does not use a head.
-    heads: one [classes] fp32 tensor per chunk that uses a head, before softmax.
+    heads: one [classes] fp32 tensor per chunk that uses a vision task head, before softmax.
     """
 
     logits: torch.Tensor
@@ -38,7 +39,7 @@ class StepResult:
 
 
 class Runner:
-    """The decoder with its adapters and its KV pages."""
+    """Computes forward passes with the decoder, the adapters and the KV pages."""
 
     def __init__(
         self,
@@ -48,7 +49,10 @@ class Runner:
         switcher: Switcher,
         kv_cache: KVCache,
     ) -> None:
-        """Create the decoder. kv_cache: the KV pages, which the engine owns."""
+        """Create the decoder.
+
+        kv_cache: the KV pages, which the engine owns.
+        """
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
@@ -60,8 +64,8 @@ class Runner:
     def forward(self, chunks: Sequence[Chunk]) -> StepResult:
         """Compute the step's chunks with the switcher's active weights.
 
-        chunks: in the order of their rows. There are the fewest segments if they are sorted by
-            `ids.order_of`.
+        chunks: in the order of their rows. If they are sorted by `ids.order_of`, there are the
+            fewest segments, which is fastest.
         """
         attention = AttentionPlan(chunks, self._kv_cache, self._query_heads)
         live = self._switcher.live

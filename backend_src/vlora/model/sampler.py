@@ -31,9 +31,9 @@ UNIFORMS_AHEAD = 16
 """Number of positions whose random numbers are computed in one call."""
 
 WEIGHT_FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
-"""Weights at which the search for the top-p set stops in turn. The maximum weight is 1. Of a
-vocabulary of 152k tokens, usually only a few hundred lie above such a floor, and only they are
-sorted.
+"""Thresholds that the search for the top-p set tries in turn. The maximum weight is 1.
+
+Usually, only a few hundred of 152k tokens are above such a threshold, and only they are sorted.
 """
 
 MIN_FP32_TEMPERATURE = 1e-30
@@ -45,7 +45,7 @@ SUM_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn token. logprobs: of the token and of the alternatives; None unless requested."""
+    """A drawn token. `logprobs` has the token and the alternatives; None unless requested."""
 
     token: int
     logprobs: tuple[TokenLogprob, ...] | None
@@ -81,7 +81,7 @@ class Uniforms:
 class TokenSampler:
     """Sampling state of one request. Preemption does not change it.
 
-    choices: state of an answer that must be one of `choices`, else None.
+    choices: state of an answer that must be one of the request's `choices`, else None.
     ends: ids of the tokens that end the answer.
     """
 
@@ -101,7 +101,7 @@ class TokenSampler:
 
     @cached_property
     def batchable(self) -> bool:
-        """True if the next token depends on the logits alone, so that rows can be drawn together.
+        """True if the next token depends only on the logits, so that rows can be drawn together.
 
         The logits of a structured request must be masked first.
         """
@@ -149,7 +149,7 @@ class TokenSampler:
         return Draw(token, self._logprobs(logits, token))
 
     def _pick(self, scores: FloatArray, position: int) -> int:
-        """Return the index of the score drawn at this position of the sequence."""
+        """Return the index of the drawn score. `position` selects the random number."""
         if self._params.greedy:
             return int(scores.argmax())
         return draw(scores, self._params, self._uniform(position))
@@ -188,7 +188,7 @@ def draw_rows(
 ) -> list[int]:
     """Draw the tokens of several requests in one call, as `draw` does for each.
 
-    In fp32, one draw in some millions may give an adjacent token of the cumulative distribution.
+    Since sums are in fp32, one draw in some millions may return the token beside the right one.
 
     logits: [T, vocabulary] fp32, contiguous. A logit of minus infinity is never drawn.
     rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The
@@ -268,7 +268,7 @@ def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     """Return the distribution after temperature, min-p, top-k and top-p, [vocabulary] float64.
 
-    The reference of `draw`, which sorts the entire vocabulary. scores: [vocabulary] fp32.
+    It sorts the entire vocabulary and is the reference of `draw`. scores: [vocabulary] fp32.
     """
     weights = weights_of(scores, params.temperature)
     # Whether the exponential returns subnormal numbers or zero depends on the CPU.
@@ -287,7 +287,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
 def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
     """Return the token at `uniform` in [0, 1) of the distribution `probabilities(scores, params)`.
 
-    It is exactly that of the full distribution, but only tokens that can affect it are sorted.
+    The result is exactly that of the full distribution, although fewer tokens are sorted.
     """
     weights = weights_of(scores, params.temperature)
     candidates = np.flatnonzero(weights >= max(params.min_p, sys.float_info.min))
@@ -307,9 +307,7 @@ def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
 def _nucleus(
     weights: DoubleArray, candidates: IndexArray, total: np.float64, top_p: float
 ) -> IndexArray:
-    """Return the smallest set of candidates with a share of `top_p` of their `total`, in ascending
-    order.
-    """
+    """Return the top-p set in ascending order: the smallest with a share `top_p` of `total`."""
     values = weights[candidates]
     large_values = values
     for floor in WEIGHT_FLOORS:
@@ -340,8 +338,7 @@ def _largest_ascending(
 def _zero_others(weights: DoubleArray, candidates: IndexArray) -> DoubleArray:
     """Return the weights with zeros for all tokens but the candidates.
 
-    Their sum is bitwise that of the full distribution, because the zeros keep the order of
-    summation.
+    Summing all of them, zeros included, gives bitwise the sum of the full distribution.
     """
     if candidates.size == weights.size:
         return weights

@@ -17,14 +17,14 @@ METHODS = {
     "awq": "awq (4 bits, version 'gemm')",
     "compressed-tensors": "compressed-tensors (pack-quantized with 4 bits, int-quantized with 8)",
 }
-"""Supported values of `quant_method`, each with what is supported of it."""
+"""Supported values of `quant_method`, each with the variants that are supported."""
 
 INSTEAD = {
     "bitsandbytes": "; NF4 and LLM.int8() have no integer weights: serve the checkpoint that it was"
     " made from with 'quantization': 'int4' or 'int8'",
     "fp8": "; serve the checkpoint that it was made from with 'quantization': 'int8'",
 }
-"""Alternatives for some other methods, for the end of the error message."""
+"""Alternatives to some unsupported methods, which end the error message."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class StoredQuantization:
 
     method: a key of METHODS.
     bits: 4 or 8.
-    group: number of inputs that share a scale in the files; None for all inputs of an output.
+    group: number of inputs that share a scale in the files; None if all inputs of an output do.
     form: format in which the matrices are kept in memory. Its groups have at most 128 inputs, so a
         longer group in the files becomes several.
     zero_offset: number to add to stored zeros: 1 for GPTQ before its version 2, else 0.
@@ -47,7 +47,9 @@ class StoredQuantization:
 
 
 def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantization | None:
-    """Return the quantization that a `quantization_config` describes; None without one.
+    """Return the quantization that a checkpoint's `quantization_config` describes.
+
+    description: the `quantization_config`; None, for which the result is None, if there is none.
 
     Raises InvalidArgument for anything that is not supported.
     """
@@ -112,7 +114,7 @@ def _format(bits: int, group: int | None, *, zeros: bool) -> Format:
 
 
 def _group(size: Any) -> int | None:
-    """Return a stored group size. −1 means all inputs and becomes None."""
+    """Return a stored group size. -1 stands for all inputs and becomes None."""
     if size in (-1, None):
         return None
     if not isinstance(size, int) or size <= 0 or size % min(GROUPS):

@@ -14,13 +14,15 @@ from typing import Any
 from vlora.model.vocabulary import BYTE_ALPHABET
 
 Spec = Mapping[str, Any]
-"""Part of the content of `tokenizer.json`."""
+"""Part of the content of a `tokenizer.json`."""
 
 NFC_SHRINKAGE = 4
-"""Maximum ratio of a text's bytes to those of its NFC form. ASCII text does not change."""
+"""Maximum ratio of a text's bytes to those of its NFC form. ASCII text keeps its length."""
 
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
-"""Pre-tokenizers that drop no text. `Split` and `Punctuation` do if their behavior is "Removed"."""
+"""Pre-tokenizers that drop no text, unless the behavior of `Split` or `Punctuation` is
+"Removed".
+"""
 
 
 class TokenLength:
@@ -48,9 +50,9 @@ class TokenLength:
             self.longest = max(*sizes, *(len(token["content"].encode()) for token in added))
 
     def max_bytes(self, text: str, tokens: int) -> float:
-        """Return the maximum number of bytes that this many tokens can cover in a text like `text`.
+        """Return an upper bound of the bytes of a text that consists of this many tokens.
 
-        The bound is larger if `text` is not ASCII.
+        text: the text itself; the bound is larger if it is not ASCII.
         """
         return tokens * self.longest * (1 if text.isascii() else self._shrinkage)
 
@@ -89,8 +91,9 @@ def _shrinkage(normalizer: Spec | None) -> float:
 
 
 def _flat(part: Spec | None, key: str) -> list[Spec]:
-    """Return the steps of a part of a tokenizer. key: key of the steps if the part is a
-    sequence.
+    """Return the steps of a normalizer or pre-tokenizer.
+
+    key: key of the list of steps if it is a sequence.
     """
     if part is None:
         return []

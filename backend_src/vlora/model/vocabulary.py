@@ -29,7 +29,10 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Any, size: int | None = None) -> None:
-        """Read the tokens. size: number of tokens of the model, if the tokenizer may have more."""
+        """Read the tokens.
+
+        size: number of tokens of the model, if the tokenizer may have more.
+        """
         added = tokenizer.added_tokens_decoder
         # Byte-level tokenizers write bytes as printable characters. Tokenizers like SentencePiece
         # write a space as "▁" and single bytes as <0x..>. The decoder shows which kind it is.
@@ -52,8 +55,9 @@ class Vocabulary:
 
     @cached_property
     def tokens_of(self) -> dict[bytes, list[int]]:
-        """Token ids by their bytes. Several tokens may have the same bytes; those of no bytes are
-        left out.
+        """Token ids by their bytes.
+
+        Several tokens may have the same bytes. Tokens without bytes are left out.
         """
         index: dict[bytes, list[int]] = {}
         for token, token_bytes in enumerate(self.bytes_of):
@@ -62,7 +66,7 @@ class Vocabulary:
         return index
 
     def token_lengths(self, prefix: bytes) -> tuple[int, ...]:
-        """Return the possible lengths in bytes of tokens at the start of a text, in ascending
+        """Return the lengths in bytes that a token at the start of a text can have, in ascending
         order.
 
         prefix: first two bytes of the text, or its only byte. Length 1 is always included.
@@ -85,9 +89,9 @@ class Vocabulary:
 class TextStream:
     """Converts tokens to text deltas without splitting characters, and stops at stop strings.
 
-    Text that may be the start of a stop string is held back until it is decided by later tokens.
-    All deltas together equal the text of the tokenizer's `decode`. This includes an incomplete
-    character at the end (as U+FFFD), which the `DecodeStream` of tokenizers never returns.
+    Text that may be the start of a stop string is held back until later tokens show whether it is.
+    All deltas together equal the text of the tokenizer's `decode`, with U+FFFD for an incomplete
+    character at the end. The `DecodeStream` of tokenizers never returns that character.
     """
 
     def __init__(

@@ -21,11 +21,16 @@ FP32_BYTES = 4
 class StepBuffers:
     """Intermediate results of a step, each [T, width], contiguous, not initialized.
 
-    `hidden` is fp32. The others are fp32 on the CPU, and on a GPU of the weights' type.
+    `hidden` is fp32. The others are fp32 on the CPU, and have the type of the weights on a GPU.
 
     qkv and gate_up share their memory, and so do normed, attended and gated. Each is read for the
     last time before the next is written.
 
+    qkv: queries, keys and values.
+    gate_up: both inputs of the MLP's gate.
+    normed: input of a projection, after the norm.
+    attended: result of attention.
+    gated: input of the MLP's last projection.
     delta: output of a layer's attention or MLP, which is added to `hidden` later.
     hidden: the residual stream.
     """
@@ -52,7 +57,7 @@ def _groups(config: DecoderConfig) -> tuple[dict[str, int], ...]:
 
 
 def workspace_bytes(config: DecoderConfig, rows: int) -> int:
-    """Return the number of bytes of the buffers of a step with this many rows."""
+    """Return the size in bytes of the buffers of a step with this number of rows."""
     return sum(max(group.values()) * rows * FP32_BYTES for group in _groups(config))
 
 
@@ -62,7 +67,10 @@ class Workspace:
     def __init__(
         self, config: DecoderConfig, device: Device = HOST, weights: torch.dtype = torch.float32
     ) -> None:
-        """weights: type of the decoder's weights."""
+        """Create the workspace; memory is allocated by the first step.
+
+        weights: type of the decoder's weights, which the buffers have on a GPU.
+        """
         self._device = device
         self._row_dtype = device.row_dtype(weights)
         self._groups = _groups(config)

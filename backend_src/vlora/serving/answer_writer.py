@@ -15,7 +15,7 @@ from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
 
 MIN_LOGPROB = -9999.0
-"""Replaces minus infinity, which JSON lacks. vLLM's server uses the same value."""
+"""Value that replaces minus infinity, which JSON lacks. vLLM's server uses the same one."""
 
 
 class AnswerWriter:
@@ -37,8 +37,9 @@ class AnswerWriter:
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """Return the response for `output`, or None if there is none yet. `output` must have no
-        error.
+        """Return the response for `output`, or None if there is none yet.
+
+        `output` must not be an error.
         """
         self._collect(output)
         if not (self._call.outputs.stream or output.finished):
@@ -107,7 +108,7 @@ def _finite(logprob: float) -> float:
 
 
 def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
-    """Return the alternatives of one token, by token id."""
+    """Return the alternatives of one token as JSON values, by token id."""
     return {
         str(entry.token_id): {
             "logprob": _finite(entry.logprob),

@@ -1,10 +1,10 @@
 """The time of a request's arrival, which is passed from model to model as a stamp.
 
-The first of our models that a request reaches stamps it. Times are of CLOCK_MONOTONIC, which all
-processes of a host share.
+The first of our models that a request reaches makes the stamp. Times are of CLOCK_MONOTONIC, which
+all processes of a host share.
 
 **Invariant:** a client cannot choose the arrival of its request. A stamp is authenticated by a key
-that only the models of one server know. A model accepts it once, and only shortly after it was
+that only the models of one server know. A model accepts a stamp once, and only shortly after it was
 made.
 """
 
@@ -27,10 +27,12 @@ from vlora.launcher.run_folder import RUN_VARIABLE
 from vlora.serving.tensors import Array, Inputs, Tensors, strings
 
 ARRIVAL_INPUT = "arrival_stamp"
-"""Name of the tensor. It is an output of `vision_encoder` and an input of the models after it."""
+"""Name of the stamp's tensor, an output of `vision_encoder` and an input of the models after it."""
 
 MAX_AGE_SECONDS = 10.0
-"""Age at which a stamp is no longer accepted. It takes milliseconds from one model to the next."""
+"""Age above which a stamp is not accepted. Passing a request to the next model takes
+milliseconds.
+"""
 
 KEY_BYTES = 32
 _CONTENT = struct.Struct("<dd8s")
@@ -39,7 +41,7 @@ _BYTES = _CONTENT.size + hashlib.sha256().digest_size
 
 
 class ArrivalStamps:
-    """Maker and reader of arrival stamps. Thread-safe.
+    """Makes and reads arrival stamps. Thread-safe.
 
     key: key that the models of a server share. If it is empty, no stamp is made or accepted.
     """
@@ -72,10 +74,11 @@ class ArrivalStamps:
         return strings([content + self._tag(content)])
 
     def read(self, tensors: Tensors) -> float:
-        """Return the arrival of a request: that in its stamp, or the present time without an
-        accepted stamp.
+        """Return the arrival in the request's stamp, or the present time if there is no valid
+        stamp.
 
-        Raises InvalidArgument for a stamp that this server did not make.
+        A stamp that is too old or was used before is not valid. Raises InvalidArgument for a stamp
+        that this server did not make.
         """
         now = self._clock()
         stamp = Inputs(tensors).blob(ARRIVAL_INPUT, _BYTES)

@@ -74,7 +74,11 @@ AUTO_TASK = "auto"
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Outputs that the client requests besides the text, and the form of the text."""
+    """Outputs that the client requests besides the text, and the form of the text.
+
+    stream: whether every new piece of text is sent as a response of its own.
+    prepend_input: whether the text begins with the prompt.
+    """
 
     stream: bool
     prepend_input: bool
@@ -95,8 +99,9 @@ class Call:
         encoded.
     counts: (number of images, number of frames).
     raw_images: image inputs that are still to be encoded.
+    metadata: content of the input `metadata`, which the answer returns; None without it.
     ensemble: True if the request came through an ensemble.
-    freshness: its arrival, deadline and stream.
+    freshness: arrival, deadline and stream of the request.
     """
 
     text: str
@@ -183,7 +188,7 @@ def freshness_keys(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def read_sampling(
     inputs: Inputs, parameters: Mapping[str, Any], limits: Limits
 ) -> Mapping[str, Any]:
-    """Return the content of `sampling_parameters`, or without it the request's own parameters.
+    """Return the content of `sampling_parameters`, or the request's own parameters without it.
 
     Raises InvalidArgument.
     """
@@ -195,10 +200,10 @@ def read_sampling(
 
 
 def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request's parameters without Triton's.
+    """Return the request's parameters without those of Triton.
 
-    Raises InvalidArgument for a key that is not a sampling key. In a request to `generate`, inputs
-    and parameters are in one object, so the message names both.
+    Raises InvalidArgument for a key that is not a sampling key. The message also names the inputs,
+    because the HTTP endpoint `generate` takes inputs and parameters in one object.
     """
     keys = {
         key: value
@@ -271,7 +276,7 @@ def _read_features(inputs: Inputs) -> ImageFeatures | None:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A request for the engine, with its task."""
+    """A request that is ready for the engine, and the task that was chosen for it."""
 
     request: Request
     task: str

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from vlora.lora.names import NameTable
 
 
-class Description:
-    """Describes a server. The JSON is rebuilt only after the adapters have changed.
+class ServerDescription:
+    """Describes a server as JSON. The JSON is rebuilt only after the adapters have changed.
 
     names: returns the present table of adapters.
     max_model_len: maximum number of tokens of a prompt and its answer.
@@ -31,7 +31,7 @@ class Description:
 
         `adapters` lists the adapters that requests can use, in order of name. Each has its name,
         tasks, accuracy by task, ranks, and the labels and tasks of its vision task head. `broken`
-        maps the names of all others to their errors.
+        maps the names of all other adapters to their errors.
         """
         names = self._names()
         if names is not self._described:

@@ -37,8 +37,10 @@ class ErrorCounts:
 
 
 class ErrorExporter(Exporter):
-    """Exports one counter per code. All exist from the start, so that the first error is an
-    increase.
+    """Exports one counter per error code.
+
+    All counters exist from the start, because monitoring sees an error only as an increase of a
+    counter.
     """
 
     def __init__(self, registry: Registry, labels: Mapping[str, str], counts: ErrorCounts) -> None:

@@ -28,10 +28,10 @@ MAX_LORA_SERIES = 128
 """Maximum number of series of `vllm:lora_requests_info`."""
 
 MAX_LORA_TEXT = 256 * 1024
-"""Number of characters in the labels of these series above which all of them are removed."""
+"""Maximum number of characters in the labels of these series. Above it, all of them are removed."""
 
 MAX_OBSERVED = 65536
-"""Maximum number of stored observations. The oldest are dropped."""
+"""Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Bounds of the histogram buckets for the latencies of a request."""
@@ -40,7 +40,7 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 """Bounds of the histogram buckets for the time per output token."""
 
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
-"""Values of the label `kv_cache_block_type`, each with the field of `EngineStats` that it shows."""
+"""Values of the label `kv_cache_block_type`, each with the field of `EngineStats` behind it."""
 
 
 class EngineExporter(Exporter):
@@ -171,8 +171,10 @@ class EngineExporter(Exporter):
         self._write_observed()
 
     def _write_once(self) -> None:
-        """Write all metrics, at most once per round. This includes all requests that end in the
-        round.
+        """Write all metrics, unless they were written in this round of responses already.
+
+        The first last response of a round causes the write, which includes all requests that end in
+        it.
         """
         self._write()
         self._stats_written = True
@@ -256,7 +258,7 @@ def _named(adapters: Mapping[str, int]) -> str:
 class ProgressExporter(Exporter):
     """Exports one counter, by which `vlora probe` distinguishes a busy server from a hung one.
 
-    It replaces a model's other metrics if `disable_log_stats` turns them off.
+    It replaces the other metrics of a model if the option `disable_log_stats` turns them off.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ class HeldBytes:
         """Set the number of bytes that a request holds, replacing its previous number.
 
         Raises Unavailable if there is no space at the moment, and InvalidArgument if the request
-        can never fit. Its number then stays as before.
+        alone is larger than the limit. After an error, the previous number still holds.
         """
         if size > self._limit:
             raise InvalidArgument(

@@ -1,5 +1,4 @@
-"""Watch of a model process over its server: whether the server is alive, and whether it is
-stopping.
+"""A thread of a model's process that notices when the server stops or has ended.
 
 Triton 2.51 tells its models neither, so this works without Triton.
 """
@@ -18,7 +17,9 @@ from vlora.launcher.tether import SERVER_VARIABLE
 POLL_SECONDS = 0.1
 
 Drain = Callable[[float], None]
-"""Rejects new requests, gives running ones this many seconds to finish, and cancels the rest."""
+"""Function that rejects new requests, lets running ones finish for this many seconds, and then
+cancels them.
+"""
 
 
 class Lifeline:
@@ -45,8 +46,9 @@ class Lifeline:
         return self._draining.is_set()
 
     def on_drain(self, drain: Drain) -> None:
-        """Set a function to be called once, when the server starts to stop. The server waits for
-        it.
+        """Set a function that is called once, when the server starts to stop.
+
+        The server waits until it returns.
         """
         self._drain = drain
         if self._folder is not None:

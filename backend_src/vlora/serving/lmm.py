@@ -74,16 +74,18 @@ Observe = Callable[[Output], None]
 """Function that is called with every output of one request before it is sent. It never raises."""
 
 
-class Adapters(Protocol):
+class AdapterLookup(Protocol):
+    """The methods of `lora.store.AdapterStore` that the service calls."""
+
     def info(self, name: str) -> AdapterInfo: ...
     def route(self, task: str, question: str) -> str | None: ...
 
 
-class Engine(Protocol):
-    """The part of `engine.loop.EngineLoop` that the service uses."""
+class LmmEngine(Protocol):
+    """The methods of `engine.loop.EngineLoop` that the service calls."""
 
     @property
-    def adapters(self) -> Adapters: ...
+    def adapters(self) -> AdapterLookup: ...
     def admit(self, request_id: str, client_id: str = "") -> None: ...
     def withdraw(self, request_id: str) -> None: ...
     def submit(self, request: Request, sink: OutputSink) -> None: ...
@@ -93,8 +95,9 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class _Encoding:
-    """A request that continues on a pool thread. images: its inputs for the encoder; may be
-    empty.
+    """A request that continues on a pool thread.
+
+    images: inputs of the request for the encoder; empty if it has no images to encode.
     """
 
     call: Call
@@ -106,24 +109,24 @@ class LmmService:
     """Answers `lmm` requests with an engine.
 
     The service owns the responders of live requests: a responder is in `_live` from `handle` until
-    its final response, and at no other time. A request that is also in `waiting` belongs to the
-    thread that removes it from there. This is the pool thread that continues with it, or the
-    thread that ends it first.
+    its final response, and at no other time. A request that is also in `waiting` is finished by the
+    thread that removes it from there: the pool thread that continues with it, or the thread that
+    ends it earlier.
 
-    pool: runs the calls of `encode`, which block, and submits long prompts. The engine has admitted
+    pool: threads that call `encode`, which blocks, and submit long prompts. The engine has admitted
         the requests that wait for a thread, so they count as part of its queue.
     stamps: reads the arrival of a request, and makes stamps for the encoder.
     waiting: requests that wait for a pool thread, or whose images are being encoded.
     observe: returns the observer for a new request.
-    cancel_elsewhere: passes the id of a cancelled request to the other model where it may still
-        wait. It blocks, and may fail.
+    cancel_elsewhere: passes the id of a cancelled request to `lmm_unary`, where it may still wait.
+        It blocks, and may fail.
     routes: whether to choose an adapter for requests that name none.
     describe: returns the answer to a request with `describe`.
     """
 
     def __init__(
         self,
-        engine: Engine,
+        engine: LmmEngine,
         template: ChatTemplate,
         limits: Limits,
         encode: Encode,

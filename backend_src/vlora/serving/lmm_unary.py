@@ -1,8 +1,10 @@
 """The `lmm_unary` model without Triton: answers a request with one response, by calling `lmm`.
 
-It exists because `lmm` is a decoupled model, which unary gRPC and ensembles with one response
-cannot call. The call of `lmm` has the client's id if that is long enough to be cancelled (16
-characters), otherwise a new id. So it can be ended when the client disconnects.
+It exists because `lmm` is a decoupled model, which can send any number of responses. Unary gRPC and
+ensembles with one response cannot call such a model.
+
+The call of `lmm` has the client's id if that is long enough to be cancelled (16 characters),
+otherwise a new id. So the call can be ended when the client disconnects.
 """
 
 from __future__ import annotations
@@ -36,17 +38,17 @@ WATCH_SECONDS = 0.2
 Ask = Callable[[Tensors, str], list[Tensors]]
 """Function that calls `lmm` with inputs and a request id, and returns its responses.
 
-It raises VLoraError.
+It raises a VLoraError if `lmm` answers with an error.
 """
 
 
 @dataclass(eq=False)
 class _Relayed:
-    """One request without a response.
+    """A request that has no response yet.
 
     inner_id: id of the call of `lmm`.
     inner: inputs of that call, until it is made.
-    arrival: arrival of the request.
+    arrival: arrival of the request, in seconds of CLOCK_MONOTONIC.
     cancelled: whether `lmm` was asked to cancel the call because the client has disconnected.
     """
 
@@ -64,8 +66,8 @@ class LmmUnaryService:
     there, sends the response.
 
     ask: calls `lmm`.
-    pool: runs the calls of `ask`, which block.
-    limits: `max_in_flight_bytes` limits the copies of requests that wait here.
+    pool: threads that call `ask`, which blocks.
+    limits: limits of requests; `max_in_flight_bytes` bounds the copies of waiting ones.
     stamps: reads the arrival of a request, and makes stamps for `lmm`.
     waiting: requests that wait for a thread.
     max_requests: maximum number of requests in this model, including those that wait for a thread.
@@ -191,7 +193,7 @@ class LmmUnaryService:
 def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Array]:
     """Return the inputs for the call of `lmm`: without streaming, and with parameters as a tensor.
 
-    sampling: the sampling parameters of the request.
+    sampling: sampling parameters of the request, whichever way the client sent them.
 
     Raises InvalidArgument.
     """

@@ -1,4 +1,4 @@
-"""Base of all exporters of metrics: the interface of the server's registry, and regular refreshing.
+"""Exporters of metrics: their base class, the registry that they write to, and regular refreshing.
 
 Every change of a value is a message to the server, so unchanged values are not sent. This module
 does not depend on Triton, whose metrics implement `Registry`.
@@ -26,7 +26,10 @@ class Metric(Protocol):
 
 
 class Registry(Protocol):
-    """Factory of metrics. A name is a metric family, and each label set in it is one metric."""
+    """Factory of metrics.
+
+    A metric family has a name. Each set of labels in a family is one metric.
+    """
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
     def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
@@ -52,6 +55,9 @@ class Exporter(ABC):
         self._safely(self._write)
 
     def _safely(self, write: Callable[[], None]) -> None:
+        """Call a function that writes metrics; log the first of consecutive failures instead of
+        raising.
+        """
         try:
             with self._lock:
                 write()
@@ -85,7 +91,7 @@ class Refresher:
 
 
 class Level:
-    """A gauge or counter whose value is set. Only changes are sent to the server."""
+    """A gauge or counter that is given absolute values. Only changes are sent to the server."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -97,6 +103,7 @@ class Level:
             self._value = value
 
     def raise_to(self, total: float) -> None:
+        """Increment a counter so that it has this total."""
         if total > self._value:
             self._metric.increment(total - self._value)
             self._value = total

@@ -99,7 +99,7 @@ def as_vlora_error(error: BaseException, what: str) -> VLoraError:
 
     An exception of any other type is a bug, so it is logged with its traceback.
 
-    what: the action that failed.
+    what: the action that failed, for the log and the message.
     """
     if isinstance(error, VLoraError):
         return error

@@ -1,4 +1,4 @@
-"""Named tensors: checked reading, and making."""
+"""Named tensors of requests and responses: checked reading of inputs, and making of outputs."""
 
 from __future__ import annotations
 
@@ -86,8 +86,9 @@ class Inputs:
         return np.array(tensor)
 
     def decode(self, name: str, content: bytes) -> str:
-        """Return `content` decoded from UTF-8. name: tensor that contains it, for the error
-        message.
+        """Return `content` decoded from UTF-8.
+
+        name: tensor that contains it, for the error message.
         """
         try:
             return content.decode("utf-8")
@@ -111,7 +112,7 @@ def as_bytes(value: Any) -> bytes:
 
 
 def strings(values: Sequence[str | bytes]) -> Array:
-    """Return a STRING tensor of shape [len(values)]."""
+    """Return a STRING tensor of shape [len(values)]. Text is encoded as UTF-8."""
     tensor = np.empty(len(values), dtype=np.object_)
     tensor[:] = [as_bytes(value) for value in values]
     return tensor

@@ -1,11 +1,12 @@
-"""The `vision_encoder` model without Triton: a queue of requests whose images are decoded and
-encoded.
+"""The `vision_encoder` model without Triton: a queue of requests with images to decode and encode.
 
 Requests are decoded in parallel. They are encoded in the order in which their pixels are ready, so
 a corrupt or slow image delays only its own request. Requests that are ready go through the vision
 tower in parts that take a short time each. The requests of a part are answered while the next part
-is encoded. The queue is limited in requests and in bytes. A request in it ends at once if its
-deadline passes or a newer request of its stream supersedes it.
+is encoded.
+
+The queue is limited in requests and in bytes. A request in it ends at once if its deadline passes
+or a newer request of its stream supersedes it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ OUTPUTS = (
 )
 
 COLLECT_SECONDS = 0.025
-"""Age of a request up to which an idle encoder waits for others to join its part (decision 13)."""
+"""Age of a request in seconds up to which an idle encoder waits for others, to encode them in one
+part (decision 67).
+"""
 
 WATCH_SECONDS = 0.05
 """Interval at which deadlines are checked."""
@@ -70,7 +73,7 @@ class BatchEncoder(Protocol):
     ) -> list[EncodedImages]: ...
 
 
-class Decoder(Protocol):
+class RequestDecoder(Protocol):
     """The part of `vision.decoder.ImageDecoder` that this module uses."""
 
     def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None: ...
@@ -79,7 +82,11 @@ class Decoder(Protocol):
 
 @dataclass(frozen=True)
 class _Queued:
-    """A request in the queue. adapter: its name, None for the base model."""
+    """A request in the queue.
+
+    key: key of the request in this model.
+    adapter: name of its adapter; None for the base model.
+    """
 
     key: str
     adapter: str | None
@@ -91,8 +98,9 @@ Decoded = list[tuple[_Queued, DecodedRequest]]
 
 
 class VisionService:
-    """Answers requests. Those without images are answered at once. Owns the decoder and two
-    threads.
+    """Answers requests of `vision_encoder`. It owns the decoder and two threads.
+
+    Requests without images are answered at once, all others from the queue.
 
     waiting: requests in the queue, until they are encoded.
     max_requests: maximum number of requests in the queue.
@@ -102,7 +110,7 @@ class VisionService:
 
     def __init__(
         self,
-        decoder: Decoder,
+        decoder: RequestDecoder,
         encoder: BatchEncoder,
         limits: Limits,
         stamps: ArrivalStamps,
@@ -217,8 +225,10 @@ class VisionService:
                 self._encode_part(part)
 
     def _collect(self, first: tuple[_Queued, DecodedRequest]) -> Decoded:
-        """Return `first` together with the requests that are ready now or within
-        COLLECT_SECONDS.
+        """Return the requests to encode next, beginning with `first`.
+
+        These are all requests that are ready now or within COLLECT_SECONDS of the first one's
+        arrival.
         """
         group = [first]
         until = first[0].arrival + COLLECT_SECONDS
@@ -233,9 +243,9 @@ class VisionService:
             group.append(following)
 
     def _split(self, group: Decoded) -> tuple[Decoded, Decoded]:
-        """Return the first part of a group and the rest.
+        """Return the first part of a group of requests, and the rest of the group.
 
-        A part has just enough requests for `images_per_batch` images.
+        A part has just enough requests to contain `images_per_batch` images.
         """
         images = itertools.accumulate(len(decoded.images) for _, decoded in group)
         size = 1 + sum(count < self._encoder.images_per_batch for count in images)

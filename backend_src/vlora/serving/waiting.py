@@ -1,4 +1,4 @@
-"""Requests that wait in a model. Those whose answers have become useless are ended.
+"""Requests that wait in a model. They are ended early when their answers have become useless.
 
 An answer is useless when its deadline has passed, or when a newer request of its stream has
 superseded it. This module does not depend on what the requests wait for.
@@ -28,12 +28,13 @@ class _Entry:
 
 
 class WaitingRequests:
-    """Requests that wait in one model, by keys of the model. Thread-safe.
+    """Requests that wait in one model, by keys that the model chooses. Thread-safe.
 
     **Invariant:** a request leaves exactly once. Either `take` removes it for the caller to
     continue with, or it is ended, which answers it with an error.
 
-    superseded, expired: number of requests that were ended for these reasons.
+    superseded: number of requests that were ended because a newer one superseded them.
+    expired: number of requests that were ended because their deadline passed.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -68,8 +69,9 @@ class WaitingRequests:
                     self.superseded += 1
 
     def take(self, key: str) -> bool:
-        """Remove a request to continue with it; return False if it has ended or its deadline has
-        passed.
+        """Remove a request to continue with it.
+
+        Returns False if it has ended already, or is ended now because its deadline has passed.
         """
         entry = self._remove(key)
         return entry is not None and not self._end_if_late(entry)
@@ -99,7 +101,7 @@ class WaitingRequests:
                 self._end_if_late(entry)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """Return `stats` with the requests that were ended here added."""
+        """Return a copy of `stats` that also counts the requests that were ended here."""
         return replace(
             stats,
             superseded=stats.superseded + self.superseded,

@@ -1,7 +1,7 @@
 """Image encoder: transformers' vision tower and connector, which turn pixels into image features.
 
-It computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is
-not loaded. This module knows no requests, caches or Triton.
+It computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is not loaded.
+This module knows no requests, caches or Triton.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoImageProcessor
+from transformers import AutoImageProcessor
 from transformers.activations import QuickGELUActivation
 
 from vlora import backends
@@ -21,7 +21,7 @@ from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument
 from vlora.kernels import ops
 from vlora.memory.device import HOST, Device
-from vlora.model.decoder_config import image_levels
+from vlora.model.decoder_config import image_levels, read_config
 from vlora.model.loader import check_files
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
@@ -32,8 +32,8 @@ from vlora.vision.images import DecodedImage
 PROCESSOR_BACKEND = "pil"
 """Backend of transformers' image processors.
 
-It is fixed because the backends give different pixels. By default transformers uses that of
-torchvision if it happens to be installed.
+It is set explicitly because the backends give different pixels, and the default of transformers
+depends on whether torchvision is installed.
 """
 
 
@@ -74,11 +74,11 @@ class VisionEncoder:
         dtype: torch.dtype = torch.float32,
         device: Device = HOST,
     ) -> None:
-        """Load the tower from a checkpoint folder, and set the number of torch's threads in this
-        process.
+        """Load the tower from a checkpoint folder.
 
+        threads: number of threads of torch, which is set for the whole process.
         dtype: type in which the matrices of linear layers are stored, float32 or bfloat16.
-        device: where the tower computes.
+        device: device on which the tower computes.
 
         Raises InvalidArgument unless the folder has a tower of a supported family with all its
         weights.
@@ -87,13 +87,18 @@ class VisionEncoder:
         torch.set_num_threads(threads)
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
+        config = read_config(checkpoint)
         try:
-            config = AutoConfig.from_pretrained(checkpoint, local_files_only=True)
             self._processor: Any = AutoImageProcessor.from_pretrained(
-                checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True
+                checkpoint,
+                backend=PROCESSOR_BACKEND,
+                local_files_only=True,
+                trust_remote_code=False,
             )
         except (OSError, ValueError) as error:
-            raise InvalidArgument(f"{checkpoint} has no readable vision tower: {error}") from None
+            raise InvalidArgument(
+                f"{checkpoint} has no readable image processor: {error}"
+            ) from None
         if self._processor.backend != PROCESSOR_BACKEND:
             raise InvalidArgument(
                 f"{checkpoint}: image processor {type(self._processor).__name__} has no"
@@ -129,18 +134,19 @@ class VisionEncoder:
         self._model: Any = model
         self._layers = linear_layers(model)
         self._config = config
+        self._clips = self._family.clip_settings(checkpoint, self._processor)
         self.hidden = int(config.text_config.hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
         self._device = device.torch_device
         self._model.to(self._device)
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Return (height, width) in patches of an image with this height and width in pixels."""
-        return self._family.grid(self._config, self._processor, height, width)
+    def grid(self, image: DecodedImage) -> tuple[int, int]:
+        """Return (height, width) of an image in patches of the tower."""
+        return self._family.grid(self._config, self._processor, image)
 
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-        """Return the images of one request with their views."""
-        return self._family.with_views(images)
+        """Return the images of one request each with its view (see `DecodedImage.view`)."""
+        return self._family.with_views(self._clips, images)
 
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None
@@ -166,7 +172,7 @@ class VisionEncoder:
         return [image_features.cpu().numpy() for image_features in features]
 
     def preprocess(self, image: DecodedImage) -> Pixels:
-        """Return the result of the checkpoint's image processor for one image."""
+        """Return the pixels of one image as the checkpoint's image processor prepares them."""
         return self._family.preprocess(self._processor, image)
 
 

@@ -47,7 +47,7 @@ class TextBox:
     """A box in the model's text.
 
     label: name before the box, or None.
-    grid: left, top, right, bottom on the grid.
+    grid: left, top, right and bottom edge on the grid, each from 0 to GRID - 1.
     """
 
     label: str | None
@@ -106,10 +106,12 @@ def build_result(
 ) -> str:
     """Return the JSON of one answer, which conforms to the schema.
 
+    text: the model's text.
     details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name).
     layout: int32 [n, 6]; its last column, is_video, is the number of frames, 0 for an image.
     size: int32 [n, 2], height and width in pixels.
     labels, scores: outputs of a vision task head, of equal length; empty without a head.
+    metadata: metadata of the request, which the result returns.
 
     Raises InvalidArgument if the arguments do not fit each other.
     """

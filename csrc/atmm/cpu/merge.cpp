@@ -152,7 +152,7 @@ int64_t limb_floats(int64_t rank, int64_t columns) {
   return ceil_div(columns, kLimbColumns) * kLimbColumns * limb_depth(rank) * kLimbs / 2;
 }
 
-// Does the same as merge_block, with AMX tiles.
+// Merges a block with AMX tiles, as merge_block does with vectors.
 void merge_block_by_limbs(const Kernels& kernels, Dtype dtype, char* out, const char* in,
                           float sign, const Task& task, const uint16_t* right) {
   const Merge& m = *task.merge;

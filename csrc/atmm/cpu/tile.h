@@ -143,7 +143,8 @@ struct ToScratch {
   }
 };
 
-// The same for a narrow panel: the last part of the depth adds the sums over even and odd steps.
+// Epilogue of the first product for a narrow panel: the last part of the depth adds the sums over
+// even and odd steps.
 struct NarrowToScratch : ToScratch {
   template <int M, int N>
   static inline __attribute__((always_inline)) void end(V (&acc)[M][N], const Tile& t,

@@ -28,7 +28,7 @@ enum { VLORA_MAX_PROJECTIONS = 8, VLORA_MAX_WAVES = 8, VLORA_MAX_SLICES = 32 };
 // Maximum number of segments, empty ones included, for which the row kernels need one launch, and
 // the bytes of the workspace's header: the first fault, and the counters of that launch.
 enum { VLORA_FUSED_SEGMENTS = 1024, VLORA_HEADER_BYTES = 32 + 4 * VLORA_FUSED_SEGMENTS };
-// As a tile index: the row kernels compute every segment. They accept all types.
+// Tile index with which the row kernels compute every segment. They accept all types.
 enum { VLORA_ROWS = -1 };
 
 enum {

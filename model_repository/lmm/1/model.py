@@ -1,4 +1,7 @@
-"""`lmm` hosts the engine. It is decoupled: `execute` passes requests on and returns at once."""
+"""`lmm` hosts the engine.
+
+It is a decoupled model: `execute` passes requests on and returns at once.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from typing import Any
 
 from vlora.engine.loop import EngineLoop
 from vlora.serving.arrivals import ArrivalStamps
-from vlora.serving.description import Description
+from vlora.serving.description import ServerDescription
 from vlora.serving.exporter import ENGINE_PROGRESS, EngineExporter, ProgressExporter
 from vlora.serving.lmm import LmmService
 from vlora.serving.triton.process import TritonProcess
@@ -60,7 +63,7 @@ class TritonPythonModel:
             observe=(lambda: lambda output: None) if exporter is None else exporter.request,
             cancel_elsewhere=self._process.calls.cancel_unary,
             routes=options.route_adapters,
-            describe=Description(
+            describe=ServerDescription(
                 lambda: self._loop.adapters.table, self._loop.max_model_len
             ).as_json,
         )

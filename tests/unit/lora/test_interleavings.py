@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.adapter_store import ADAPTER_BYTES, Harness, write_adapter
 from vlora.lora import loads, workers
-from vlora.lora.handle import TRANSITIONS, AdapterHandle, State
+from vlora.lora.handle import TRANSITIONS, AdapterHandle, AdapterState
 
 
 class SteppedThread:
@@ -56,7 +56,7 @@ def make_stepped(make_harness: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
 def check(harness: Harness, handles: set[AdapterHandle]) -> None:
     """Check what holds at any time, whatever the workers are doing."""
     harness.pool.check_integrity()
-    packing = sum(handle.state is State.PACKING for handle in handles)
+    packing = sum(handle.state is AdapterState.PACKING for handle in handles)
     assert harness.pool.adapter == packing + len(harness.store.resident)
     copies = sum(handle.adapter is not None for handle in handles)
     assert harness.store.host_bytes == copies * ADAPTER_BYTES
@@ -72,10 +72,10 @@ def test_a_copy_is_not_dropped_while_it_is_packed(make_stepped: Any) -> None:
     harness, loader, packer = make_stepped(2, 2 * ADAPTER_BYTES)
     packed, loaded = harness.handle(0), harness.handle(5)
     harness.store.advance([packed, loaded])
-    assert (packed.state, loaded.state) == (State.PACKING, State.LOADING)
+    assert (packed.state, loaded.state) == (AdapterState.PACKING, AdapterState.LOADING)
     loader.run_next()
     harness.store.apply()  # The host tier holds two: it evicts the one that is not in use.
-    assert harness.handle(1).state is State.ON_DISK
+    assert harness.handle(1).state is AdapterState.ON_DISK
     assert packed.adapter is not None
     packer.run_next()
     harness.store.apply()
@@ -90,9 +90,9 @@ def test_weights_that_arrive_for_a_replaced_version_are_not_kept(make_stepped: A
     loader.run_next()
     write_adapter(harness.root / "a0", 50)
     harness.reread()
-    assert (old.state, old.retired) == (State.ON_DISK, True)
+    assert (old.state, old.retired) == (AdapterState.ON_DISK, True)
     assert harness.store.host_bytes == 0
-    assert harness.handle(0).state is State.ON_DISK
+    assert harness.handle(0).state is AdapterState.ON_DISK
 
 
 def test_a_version_that_is_replaced_while_it_is_packed_is_evicted_first(make_stepped: Any) -> None:
@@ -101,11 +101,11 @@ def test_a_version_that_is_replaced_while_it_is_packed_is_evicted_first(make_ste
     harness.store.advance([old, harness.handle(1)])
     write_adapter(harness.root / "a0", 50)
     harness.reread()
-    assert old.state is State.PACKING
+    assert old.state is AdapterState.PACKING
     packer.run_next()
     packer.run_next()
     harness.store.advance([harness.handle(2)])
-    assert old.state is State.ON_DISK
+    assert old.state is AdapterState.ON_DISK
     assert harness.handle(1).resident
     check(harness, {old, *(harness.handle(i) for i in range(6))})
 
@@ -124,7 +124,7 @@ def test_a_version_that_cannot_be_packed_keeps_no_copy(
         patch.setattr(harness.group, "put", fail)
         packer.run_next()
     harness.store.apply()
-    assert handle.state is State.FAILED
+    assert handle.state is AdapterState.FAILED
     assert harness.store.host_bytes == before - ADAPTER_BYTES
     assert harness.pool.adapter == 0
 
@@ -136,24 +136,24 @@ def test_a_version_never_gets_a_second_digest(make_stepped: Any) -> None:
     harness.store.advance([harness.handle(1)])
     loader.run_next()
     harness.store.apply()
-    assert handle.state is State.ON_DISK
+    assert handle.state is AdapterState.ON_DISK
     assert handle.digest == digest
     write_adapter(handle.folder, 77)
     handle.stamp = harness.store.stamps["a0"][1]
     harness.store.advance([handle])
     loader.run_next()
     harness.store.apply()
-    assert handle.state is State.FAILED
+    assert handle.state is AdapterState.FAILED
     assert handle.digest == digest
 
 
 def test_every_state_can_be_reached_and_left_as_the_table_says() -> None:
-    assert set(TRANSITIONS) == set(State)
-    reached = {State.ON_DISK}
-    for _ in State:
+    assert set(TRANSITIONS) == set(AdapterState)
+    reached = {AdapterState.ON_DISK}
+    for _ in AdapterState:
         reached |= {after for state in reached for after in TRANSITIONS[state]}
-    assert reached == set(State)
-    assert [state for state in State if not TRANSITIONS[state]] == [State.FAILED]
+    assert reached == set(AdapterState)
+    assert [state for state in AdapterState if not TRANSITIONS[state]] == [AdapterState.FAILED]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -214,7 +214,7 @@ def test_any_order_of_results_changes_and_requests_leaves_a_consistent_store(
         seen |= set(known())
         states |= {handle.state for handle in seen}
         check(harness, seen)
-    assert states >= set(State) - {State.FAILED}
+    assert states >= set(AdapterState) - {AdapterState.FAILED}
     while held:
         handle = held.pop()
         handle.unpin()

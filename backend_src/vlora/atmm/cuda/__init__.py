@@ -1,4 +1,4 @@
-"""ATMM, the LoRA operator, on CUDA: the compiled library csrc/atmm/cuda as a backend of
+"""The LoRA operator (ATMM) on CUDA: the compiled library csrc/atmm/cuda as a backend of
 `vlora.atmm.op`.
 
 `library` mirrors the C interface. `choice` selects the kernels for a shape. `tables` holds the

@@ -41,19 +41,22 @@ SLICES = (1, 2, 4, 8, 16, 32)
 
 # The next two numbers rank tiles. They hold for one multiprocessor of an A100 or H100.
 MULTIPLY_ADDS_PER_BYTE = 32.0
-"""Number of 16-bit multiply-adds in the time in which one byte arrives from memory or L2."""
+"""Number of 16-bit multiply-adds that take as long as reading one byte from memory or L2."""
 STEPS_TO_FILL = 3.0
-"""Time until a block's first result, in steps of its loop over the depth."""
+"""Time until a block's pipeline is full, in steps of its loop over the depth."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """Shape of a call.
 
+    dtype: type of the rows and weights: "fp16", "bf16" or "fp32".
     rows: number of rows of the longest segment.
-    d_out: sum over all projections.
+    d_in: width of the input.
+    d_out: sum of the widths of all projections.
     rank: largest rank of an adapter.
-    segments, projections: their numbers.
+    segments: number of segments.
+    projections: number of projections.
     """
 
     dtype: str
@@ -66,8 +69,9 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """Key of the shape's bucket. Buckets are powers of two, named by their upper ends, as on
-        the CPU.
+        """Key of the bucket of shapes that this shape belongs to.
+
+        Buckets end at powers of two and are named by their upper ends, as on the CPU.
         """
         rows, rank = _bucket(self.rows, 1, 8192), _bucket(self.rank, 8, 1024)
         segments = _bucket(self.segments, 1, 256)
@@ -75,14 +79,14 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Kernels of a call. A call may use tile kernels for long segments and row kernels for short
-    ones.
+class KernelChoice:
+    """Kernels of a call. It may use tile kernels for long segments and row kernels for short ones.
 
-    shrink, expand: names of the tiles; None to use only row kernels.
+    shrink, expand: names of the tiles of the two products; None to use only row kernels.
     slices: number of depth slices of the tile kernels' shrink.
     rows_up_to: maximum number of rows of a segment for which row kernels are used.
-    row_block, row_slices: rows per block, and depth slices of the row kernels' shrink.
+    row_block: number of rows per block of the row kernels.
+    row_slices: number of depth slices of the row kernels' shrink.
     """
 
     shrink: str | None = None
@@ -100,7 +104,7 @@ class Choice:
         return f"{self.shrink} {self.expand} s{self.slices}; up to {self.rows_up_to} {rows}"
 
     @classmethod
-    def parse(cls, name: str) -> Choice:
+    def parse(cls, name: str) -> KernelChoice:
         """Return the choice with this name. Raise ValueError if the name is not valid."""
         tiles, _, rows = name.rpartition("; up to ")
         try:
@@ -122,8 +126,9 @@ class Choice:
             raise ValueError(f"{name!r} is not a configuration of ATMM for CUDA") from None
 
     def on(self, library: Library, dtype: str) -> TilesStruct:
-        """Return the library's structure for this choice. Raise ValueError if the library lacks a
-        tile.
+        """Return this choice as a structure of the C interface.
+
+        Raises ValueError if the library lacks a tile.
         """
         return TilesStruct(
             _index(library, "shrink", dtype, self.shrink),
@@ -144,18 +149,23 @@ def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
     return tile.index
 
 
-def by_rows(shape: Shape, multiprocessors: int) -> Choice:
-    """Return the row kernels, with enough depth slices to give every multiprocessor blocks."""
+def by_rows(shape: Shape, multiprocessors: int) -> KernelChoice:
+    """Return the choice of only row kernels, with enough depth slices to occupy every
+    multiprocessor.
+    """
     blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
     wanted = BLOCKS_PER_SM * multiprocessors / blocks
     max_slices = max(1, shape.d_in // MIN_DEPTH)
     slices = max(s for s in SLICES if s == 1 or s <= min(max_slices, max(1.0, wanted)))
-    return Choice(row_block=1 if shape.rows < 3 else 4, row_slices=slices)
+    return KernelChoice(row_block=1 if shape.rows < 3 else 4, row_slices=slices)
 
 
-def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cores: bool) -> Choice:
+def built_in(
+    shape: Shape, library: Library, multiprocessors: int, *, tensor_cores: bool
+) -> KernelChoice:
     """Return the choice for a shape that no table contains.
 
+    multiprocessors: number of multiprocessors of the device.
     tensor_cores: whether tensor cores can be used, which needs a 16-bit type and rows aligned to 16
         bytes.
     """
@@ -177,7 +187,10 @@ def built_in(shape: Shape, library: Library, multiprocessors: int, *, tensor_cor
 
 
 def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: int) -> float:
-    """Return the cost of a shrink, in multiply-adds of one multiprocessor's tensor cores."""
+    """Return the estimated cost of a shrink with this tile.
+
+    The unit is one multiply-add of one multiprocessor's tensor cores.
+    """
     depth = -(-shape.d_in // slices)
     blocks = _blocks(shape.rows, shape.rank, tile) * slices * shape.projections
     # The result of each slice is written to memory and read again, in fp32.
@@ -210,26 +223,29 @@ def _block_cost(tile: LoadedTile, depth: int) -> float:
 
 
 class Table:
-    """Choices for one device by key. Entries whose tiles this build lacks are skipped."""
+    """Choices for one device by key of the shape (`Shape.key`)."""
 
-    def __init__(self, entries: Mapping[str, Choice]) -> None:
+    def __init__(self, entries: Mapping[str, KernelChoice]) -> None:
         self._entries = dict(entries)
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def find(self, shape: Shape) -> Choice | None:
+    def find(self, shape: Shape) -> KernelChoice | None:
         return self._entries.get(shape.key)
 
     @classmethod
     def load(cls, path: Path, library: Library) -> Table:
-        """Read a table. Raise ValueError for an unsupported version."""
+        """Read a table. Entries with tiles that the library lacks are skipped.
+
+        Raises ValueError for an unsupported version.
+        """
         table = json.loads(path.read_text())
         if table.get("version") != TABLE_VERSION:
             raise ValueError(f"{path} has version {table.get('version')}, not {TABLE_VERSION}")
-        choices: dict[str, Choice] = {}
+        choices: dict[str, KernelChoice] = {}
         for key, entry in table["entries"].items():
-            choice, dtype = Choice.parse(entry["config"]), key.split()[0]
+            choice, dtype = KernelChoice.parse(entry["config"]), key.split()[0]
             tiles = {None, *library.tiles_of("shrink", dtype), *library.tiles_of("expand", dtype)}
             if {choice.shrink, choice.expand} <= tiles:
                 choices[key] = choice

@@ -1,8 +1,8 @@
 """The CUDA library through ctypes, with raw pointers and without torch.
 
 The structures mirror csrc/atmm/cuda/atmm_cuda.h. The library can be loaded on a machine without a
-GPU, because the CUDA runtime is linked statically. Launching a kernel needs a GPU. The exception is
-the emulation, a build whose kernels run on the host.
+GPU, because it contains the CUDA runtime. Launching a kernel needs a GPU, except in the emulation,
+a build whose kernels run on the host.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FUSED_SEGMENTS = 1024
 HEADER_BYTES = 32 + 4 * FUSED_SEGMENTS
 """First bytes of a workspace, which the caller sets to zero: a fault, and counters."""
 RANK_STEP = 8
-"""Ranks are padded with zero rows to a multiple of this, because tensor cores read 16 bytes at a
+"""Ranks are padded with zero rows to a multiple of this, since tensor cores read 16 bytes at a
 time.
 """
 ALIGNMENT = 16
@@ -124,12 +124,21 @@ STRUCTURES = (
     SegmentStruct, AdapterStruct, ProjectionStruct, CallStruct, TilesStruct, TileStruct,
     MergeStruct, MergeCallStruct,
 )  # fmt: skip
-"""Structures in the order of vlora_cuda_size_of."""
+"""Structures in the order in which the C function `vlora_cuda_size_of` numbers them."""
 
 
 @dataclass(frozen=True)
 class LoadedTile:
-    """A tile that the loaded library contains."""
+    """A tile configuration that the loaded library contains.
+
+    index: its number in the C interface.
+    kind: "shrink" or "expand".
+    dtype: type of the operands.
+    block, warp: rows, columns and depth of the tile of a block and of a warp.
+    stages: number of stages of the pipeline that loads operands.
+    threads: number of threads of a block.
+    shared_bytes: shared memory of a block in bytes.
+    """
 
     index: int
     kind: str
@@ -147,7 +156,9 @@ class LoadedTile:
 
 
 class CudaError(RuntimeError):
-    """A call that the library rejected, or a failure of CUDA. The message is the library's."""
+    """Raised for a call that the library rejected and for a failure of CUDA, with the library's
+    message.
+    """
 
 
 class Library:
@@ -198,15 +209,15 @@ class Library:
         return {t.name: t for t in self.tiles if (t.kind, t.dtype) == (kind, dtype)}
 
     def warm_up(self) -> None:
-        """Load all kernels on the current device. Call it once per device, before a graph is
-        captured.
+        """Load all kernels on the current device. Call it once per device, before capturing a
+        graph.
         """
         self._check(self._lib.vlora_cuda_warm_up())
 
     def arrange(
         self, segments: Sequence[tuple[int, int, int, int]]
     ) -> tuple[ctypes.Array[SegmentStruct], list[int]]:
-        """Arrange segments (start, length, slot, sign) in waves, in each of which no two rows
+        """Arrange segments (start, length, slot, sign) in waves, so that no two rows of a wave
         overlap.
 
         Returns the segments that are not empty, wave by wave, and the end of each wave among them.
@@ -230,20 +241,29 @@ class Library:
         return size
 
     def apply(self, call: CallStruct | None, tiles: TilesStruct, stream: int) -> None:
+        """Launch the operator's kernels on a stream. Raises CudaError if the library rejects the
+        call.
+        """
         reference = None if call is None else ctypes.byref(call)
         self._check(
             self._lib.vlora_cuda_apply(reference, ctypes.byref(tiles), ctypes.c_void_p(stream))
         )
 
     def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
-        """Assign numbers to the blocks of all merges, and return the number of blocks."""
+        """Set `first`, the number of the first block, in each merge; return the total number of
+        blocks.
+        """
         return int(self._lib.vlora_cuda_merge_blocks(merges, len(merges)))
 
     def merge(self, call: MergeCallStruct, stream: int) -> None:
+        """Launch a merge on a stream. Raises CudaError if the library rejects the call."""
         self._check(self._lib.vlora_cuda_merge(ctypes.byref(call), ctypes.c_void_p(stream)))
 
     def fault(self, word: int) -> str:
-        """Return the fault that the first word of a workspace encodes; "" if the word is 0."""
+        """Return the description of the fault that a kernel has stored in a workspace.
+
+        word: first word of the workspace; 0 means no fault, for which the result is "".
+        """
         return str(self._lib.vlora_cuda_fault(word & (1 << 64) - 1).decode())
 
     @property
@@ -258,8 +278,8 @@ class Library:
 def find_library() -> Path:
     """Return the path of the library.
 
-    It is the value of $VLORA_ATMM_CUDA if set, else next to the package or in the build folder of
-    the source tree (`make cuda`). Raises ImportError, which names the searched paths.
+    It is searched for at $VLORA_ATMM_CUDA, next to the package, and in the build folder of the
+    source tree (`make cuda`). Raises ImportError, which names the searched paths.
     """
     package = Path(__file__).resolve().parents[1]
     paths = [package / NAME, package.parents[2] / "build" / "cuda" / NAME]

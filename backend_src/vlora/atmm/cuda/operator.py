@@ -1,7 +1,8 @@
-"""ATMM on one device: the three calls of `vlora.atmm.op`.
+"""The LoRA operator on one device: the three calls of `vlora.atmm.op`.
 
-Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first. fp32
-uses the row kernels, without tensor cores and so without TF32. fp16 and bf16 use tile kernels
+Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first.
+
+fp32 uses the row kernels, without tensor cores and so without TF32. fp16 and bf16 use tile kernels
 if all operands are aligned to 16 bytes, else the row kernels. This module knows devices and
 streams, but no names, files or pools.
 """
@@ -21,9 +22,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from vlora.atmm.cuda import library as c
-from vlora.atmm.cuda.choice import Choice, Shape, Table, built_in
+from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
 from vlora.atmm.cuda.library import CudaError, Library
-from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
+from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments, is_aligned
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import Merges, MergeUpdate, Segment, Segments
 
@@ -35,7 +36,7 @@ EMULATED_MULTIPROCESSORS = 4
 
 
 class DeviceFault(RuntimeError):
-    """An invalid segment or adapter that the device found and skipped.
+    """Raised for an invalid segment or adapter that the device found and skipped.
 
     It is raised when the host next synchronizes with the device, not by the call that caused it.
     """
@@ -93,8 +94,9 @@ class Operator:
         return arranged
 
     def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
-        """Return the group's adapters on this device, including slots that were added or filled
-        again since the last call.
+        """Return the group's adapters on this device.
+
+        Slots that were added or filled again since the last call are updated first.
         """
         on_device = self._groups.get(group)
         if on_device is None:
@@ -118,8 +120,11 @@ class Operator:
 
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
-    ) -> Choice:
-        tensor_cores = group.dtype != torch.float32 and _is_aligned(y, x, group.d_outs)
+    ) -> KernelChoice:
+        """Return the kernels for a call: those of the device's table, or else those of
+        `built_in`.
+        """
+        tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(
             DTYPES[group.dtype],
             segments.longest,
@@ -142,7 +147,7 @@ class Operator:
         x: torch.Tensor,
         segments: DeviceSegments,
         group: DeviceGroup,
-        choice: Choice | None = None,
+        choice: KernelChoice | None = None,
         *,
         heads: bool = False,
     ) -> None:
@@ -204,6 +209,9 @@ class Operator:
     def merge(
         self, out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int
     ) -> None:
+        """Launch `op.merge` on the current stream. Raises CudaError if the library rejects the
+        call.
+        """
         self._check_device(out, base)
         if out is not base:
             for offset, size in Merges.of(updates).copied:
@@ -213,8 +221,9 @@ class Operator:
     # ---- faults and memory -----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Wait for the device. Raise DeviceFault if it has skipped something since the last
-        check.
+        """Wait for the device.
+
+        Raises DeviceFault if it has skipped an invalid segment or adapter since the last check.
         """
         self.synchronize()
         for workspace in self.workspaces:
@@ -253,7 +262,7 @@ class Operator:
 
 
 class MergedParts:
-    """Prepared merge of an adapter, whose table of matrices is copied to the device only once."""
+    """Prepared merge of an adapter. Its table of matrices is copied to the device only once."""
 
     def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
         self._operator = operator
@@ -290,19 +299,12 @@ def _nowhere() -> Iterator[None]:
     yield
 
 
-def _is_aligned(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
-    elements = c.ALIGNMENT // x.element_size()
-    return x.data_ptr() % c.ALIGNMENT == y.data_ptr() % c.ALIGNMENT == 0 and all(
-        n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs)
-    )
-
-
 _using: list[Operator] = []
 
 
 @contextmanager
 def using(operator: Operator) -> Iterator[Operator]:
-    """Use this operator for the backend "cuda" within the context."""
+    """Use this operator as the backend "cuda" within the context."""
     _using.append(operator)
     try:
         yield operator
@@ -311,7 +313,7 @@ def using(operator: Operator) -> Iterator[Operator]:
 
 
 def current() -> Operator:
-    """Return the operator of the backend "cuda" on torch's current device.
+    """Return the operator of the backend "cuda" for torch's current device.
 
     Raises ImportError, with the reason, if there is no library or no device.
     """
@@ -338,6 +340,9 @@ def _on_device(index: int) -> Operator:
 
 
 def table_path(device: str, folder: Path = TABLES) -> Path:
-    """Return the path of a device's tile table, which contains all types."""
+    """Return the path of the tile table for a device. It contains the entries of all types.
+
+    device: name of the device, as CUDA reports it.
+    """
     words = device.lower().replace("-", " ").split()
     return folder / f"cuda-{'-'.join(words)}.json"

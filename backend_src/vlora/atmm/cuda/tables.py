@@ -10,13 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.atmm.cuda.library import RANK_STEP
+from vlora.atmm.cuda.library import ALIGNMENT, RANK_STEP
 from vlora.atmm.types import HeadMatrix, LoraPair
 
 
 @dataclass(frozen=True)
 class DeviceSegments:
-    """Segments on the device, arranged in waves. ends: end of each wave among the segments."""
+    """Segments on the device, arranged in waves.
+
+    tensor: [segments, 4] int32: start, length, slot, sign.
+    ends: end of each wave among the segments.
+    shortest, longest: minimum and maximum length.
+    """
 
     tensor: torch.Tensor
     ends: tuple[int, ...]
@@ -31,8 +36,8 @@ class DeviceGroup:
     """Adapters of projections that share an input, as the kernels read them.
 
     `tables[output]` is [slots, 3] int64: address of A, address of B, rank. Ranks are padded with
-    zero rows to a multiple of RANK_STEP. Matrices that need padding, are not contiguous or are
-    on another device are copied. All others are used in place.
+    zero rows to a multiple of RANK_STEP. Matrices that need padding, are not contiguous or are on
+    another device are copied. All others are used in place.
     """
 
     def __init__(
@@ -55,9 +60,10 @@ class DeviceGroup:
         self.put(self.slots, pairs)
 
     def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
-        """Set the pairs of an existing slot or the next one.
+        """Set the pairs of an existing slot or of the next one.
 
-        Launches before the next `ready` on the same stream still read the previous pairs.
+        Kernels that were launched earlier, and those launched before the next `ready`, use the
+        previous pairs.
         """
         self._begin(slot)
         for rows, pair in zip(self._rows, pairs, strict=True):
@@ -65,8 +71,9 @@ class DeviceGroup:
             rows[slot : slot + 1] = [row]
 
     def put_head(self, slot: int, head: HeadMatrix | None) -> None:
-        """Set a head, with its weight in place of A and its bias in place of B. Classes are not
-        padded.
+        """Set a vision task head, with its weight in place of A and its bias in place of B.
+
+        The classes are not padded.
         """
         self._begin(slot)
         row = (0, 0, 0) if head is None else self._store(slot, *head)
@@ -106,3 +113,11 @@ def _padded(pair: LoraPair) -> LoraPair:
         return pair
     pad = torch.nn.functional.pad
     return LoraPair(pad(pair.a, (0, 0, 0, missing)), pad(pair.b, (0, missing)))
+
+
+def is_aligned(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
+    """Return whether tensor cores can read all rows of x and y, 16 bytes at a time."""
+    elements = ALIGNMENT // x.element_size()
+    return x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0 and all(
+        n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs)
+    )

@@ -29,14 +29,16 @@ class Order(Enum):
 class Candidate(NamedTuple):
     """A waiting or running request that the next step could compute. Its adapter is resident.
 
-    wait: seconds for which the request was ready but not in a step, in total. Never reset.
+    slot: slot of the adapter, or BASE.
+    arrival: seconds on the engine's clock.
+    wait: total seconds in which the request was ready but not in a step. Never reset.
     missing: number of known tokens whose keys and values are still to be computed.
     context: number of tokens that are computed already.
     remaining: maximum number of tokens that the answer may still get.
     holds_pages: whether the request holds KV pages.
     deadline: seconds on the engine's clock.
-    priority: lower values go first.
-    adapter: name of the adapter, or None. A slot can pass to another adapter, a name cannot.
+    priority: requests with lower values go first.
+    adapter: name of the adapter, or None. Unlike a slot, a name never passes to another adapter.
     """
 
     id: str
@@ -71,8 +73,8 @@ class Costs(Protocol):
     """Predicted times that policies use, in seconds."""
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
-        """Return for each request the time of a step that computes its missing tokens and nothing
-        else.
+        """Return the predicted time of a step for each request, as if the step computed only its
+        missing tokens.
 
         live: slot of the adapter in the active weights, or BASE.
         """
@@ -113,7 +115,7 @@ class Policy(Protocol):
 def ordered_union(
     first: Sequence[Candidate], everyone: Sequence[Candidate]
 ) -> tuple[Candidate, ...]:
-    """Return the members of `first` that are in `everyone`, then the rest of `everyone`."""
+    """Return the members of `first` that are in `everyone`, followed by the rest of `everyone`."""
     first_ids, all_ids = {r.id for r in first}, {r.id for r in everyone}
     return (
         *(r for r in first if r.id in all_ids),

@@ -61,7 +61,7 @@ def default_credit(
 
 
 class CreditPolicy:
-    """Algorithm 1 (§4.4.3).
+    """Algorithm 1 of the paper (§4.4.3).
 
     The credit of a request is a time in seconds: its wait, plus the predicted time of its next step
     in the present mode, plus the predicted time of a switch to its adapter.

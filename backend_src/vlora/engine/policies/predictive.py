@@ -1,6 +1,6 @@
 """The policy that maximizes the predicted gain per second of a step, and merges what saves time.
 
-It goes beyond the paper (decisions 43 and 58). The gain of a step is the sum of the shares of
+It goes beyond the paper (decision 43). The gain of a step is the sum of the shares of
 requests that it completes. Requests that are decoding continue if the step reads their adapter,
 because one more row costs little. A prompt delays all other requests while it is computed. An
 adapter that the step does not read yet costs the time to read it, which all requests with that
@@ -22,12 +22,12 @@ from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 URGENT_FACTOR = 2.0
-"""A request is urgent when the time to its deadline is at most this multiple of its
-remaining work.
+"""Multiple of its remaining work. A request with at most that much time to its deadline
+is urgent.
 """
 ENOUGH_GAIN = 0.97
 """Share of the best chunk's gain that suffices. The smallest chunk that reaches it is taken,
-because no other request can join before the step ends.
+because other requests must wait until the step ends.
 """
 FULL_ROWS = 64
 """Number of rows of a step that uses the machine well."""
@@ -37,15 +37,14 @@ cannot decode together with others until its prompt is complete. In simulations 
 policy benchmark, the values from 2 to 8 performed equally, and smaller ones worse.
 """
 SHARED_STEPS = 0.5
-"""Expected share of the decode steps of a prompt's request that it really shares with the present
-requests, of all that it could share if computed now. It is below 1 because answers may end before
-their limits.
+"""Expected share of a new request's decode steps that it shares with the present requests, of those
+that it could share if all answers had their maximum length.
 """
 MAX_REFUSALS = 64
 """Number of rejected prompts after which no others are considered."""
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
 """Sizes of chunks that are compared with the whole rest of the prompt. Smaller chunks gain less
-than their additional steps cost (decision 58).
+than their additional steps cost (decision 43).
 """
 
 
@@ -53,13 +52,11 @@ class StepCosts(Costs, Protocol):
     """Predicted times of the parts of a step, in seconds."""
 
     def products(self, rows: int, answers: int) -> float:
-        """Return the time of the matrix products: all rows, and the LM head for `answers` of
-        them.
-        """
+        """Return the time of the matrix products. `answers` rows go through the LM head."""
         ...
 
     def overhead(self, requests: int) -> float:
-        """Return the time that a step of this many requests takes outside its forward pass."""
+        """Return the time of a step with this number of requests outside its forward pass."""
         ...
 
     def attention(self, rows: int, context: int) -> float:
@@ -67,9 +64,7 @@ class StepCosts(Costs, Protocol):
         ...
 
     def lora_calls(self) -> float:
-        """Return the fixed time of a step that applies any adapter, without reading and applying
-        it.
-        """
+        """Return the fixed time of calling the LoRA operator in a step that applies any adapter."""
         ...
 
     def read_adapter(self, slot: int) -> float:
@@ -77,15 +72,14 @@ class StepCosts(Costs, Protocol):
         ...
 
     def apply_adapter(self, slot: int, rows: int) -> float:
-        """Return the time of applying an adapter to this many rows."""
+        """Return the time of applying an adapter to this number of rows."""
         ...
 
 
 class Predictive:
-    """The predictive policy.
+    """The predictive policy (see the module's docstring).
 
-    max_batch: maximum number of requests in a step.
-    max_rows: maximum number of rows in a step.
+    max_batch, max_rows: maximum numbers of requests and of rows in a step.
     max_wait: requests that have waited longer than this many seconds go first, longest wait first,
         whatever they cost. This bounds the waits.
     """
@@ -129,8 +123,8 @@ class Predictive:
         return Choice(tuple(bundle.order), next_live, bundle.rows)
 
     def _add_prompts(self, prompts: list[Candidate], work: _WorkLeft, bundle: _Bundle) -> None:
-        """Add the prompts that raise the gain per second, by priority and then by the least work
-        left.
+        """Add prompts while they raise the gain per second, by priority and then least
+        work first.
         """
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
@@ -142,8 +136,8 @@ class Predictive:
     def _best_live(self, ready: Sequence[Candidate], live: int) -> int:
         """Return the adapter whose merge saves the most time over the remaining work, or BASE.
 
-        Merging saves applying the adapter to its own rows and reading it in their steps, and in
-        steps without other adapters also the calls of the operator. It costs the switch and
+        A merged adapter need not be applied to its own rows, nor read for them, and steps without
+        other adapters need no call of the operator. The cost is that of the switch, and of
         subtracting the adapter from all other rows.
         """
         rows: defaultdict[int, int] = defaultdict(int)
@@ -168,7 +162,9 @@ class Predictive:
 
 
 class _WorkLeft:
-    """Remaining work of requests in seconds, computed for one choice as if all steps were full."""
+    """Remaining work of requests in seconds, as if all steps were full. Each choice makes a new
+    one.
+    """
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -177,7 +173,7 @@ class _WorkLeft:
         """Seconds per row by slot, including the adapter."""
 
     def seconds(self, r: Candidate) -> float:
-        """Return the remaining work of a request in seconds."""
+        """Return the predicted seconds for all missing and remaining tokens of a request."""
         rows = r.missing + r.remaining
         per_row = self._adapted_row_seconds.get(r.slot)
         if per_row is None:
@@ -189,9 +185,9 @@ class _WorkLeft:
 class _Bundle:
     """The requests of one step while it is filled.
 
-    Its value is the sum of the shares of requests that it completes. Requests are added as long as
-    its value per predicted second rises. To decide this, the cost of reading an adapter is divided
-    among all requests with that adapter, so that the first one does not bear all of it.
+    Its value is the sum of the shares of requests that it completes. A request is added if that
+    raises the value per predicted second. For this decision, the time to read an adapter is divided
+    among all requests with that adapter, so that the first of them does not bear all of it.
     """
 
     def __init__(
@@ -216,8 +212,8 @@ class _Bundle:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request. Return False if it applies an adapter not in
-        `_read`.
+        """Take one row of a decoding request if there is space. Return False, without taking it, if
+        the step does not read its adapter yet.
         """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
@@ -230,8 +226,8 @@ class _Bundle:
         return True
 
     def consider(self, r: Candidate) -> bool:
-        """Take the request if that raises the value per second of the step; return whether it was
-        taken.
+        """Take a chunk of the request if that raises the value per second of the step, and return
+        whether it was taken.
         """
         available = min(r.missing, self._free_rows)
         if available == 0:
@@ -272,9 +268,10 @@ class _Bundle:
         return products + self._added + self._costs.overhead(len(self.order) + requests)
 
     def _earns(self, r: Candidate, rows: int, adapter_seconds: float, now: float) -> float:
-        """Return the value per second of the step with these rows added.
+        """Return the value per second of the step with these rows added; `now` is that without
+        them.
 
-        adapter_seconds: time of their adapters. now: value per second without the rows.
+        adapter_seconds: time of reading and applying the adapters of the rows.
         """
         worth = _share(r, rows)
         if r.missing == rows and self._value > 0.0:
@@ -286,8 +283,8 @@ class _Bundle:
     def _sharing_gain(self, r: Candidate, now: float) -> float:
         """Return the value of decoding together with the other requests instead of after them.
 
-        Only a prompt that this step completes gains: in each decode step that it shares, the fixed
-        cost of a step is saved.
+        Only a prompt that this step completes has it: each decode step that it shares saves the
+        fixed cost of a step. `now` is the value per second without the request.
         """
         if r.missing == 1:
             return 0.0
@@ -314,8 +311,8 @@ class _Bundle:
         return fixed, per_row
 
     def _adapters_of(self, slot: int) -> tuple[tuple[int, float, float], ...]:
-        """Return (adapter, seconds to read it, seconds per row) for each adapter applied to rows of
-        a slot.
+        """Return (adapter, seconds to read it, seconds per row) for each adapter applied to a
+        slot's rows.
         """
         applied = self._applied.get(slot)
         if applied is None:

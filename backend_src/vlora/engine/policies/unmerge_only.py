@@ -11,14 +11,14 @@ from vlora.ids import BASE
 
 
 class UnmergeOnly:
-    """First come, first served within each priority. Nothing is merged.
+    """Computes requests in order of arrival within each priority, and never merges an adapter.
 
     A request that holds pages goes before the waiting ones of its priority, even before older ones
     whose adapter was loaded later.
 
     max_batch: maximum number of requests in a step.
-    max_wait: requests that have waited longer than this many seconds go first, longest wait first,
-        whatever their priority. This bounds the waits (decision 41).
+    max_wait: seconds of waiting after which a request goes first, whatever its priority (decision
+        41). Of several, the one that has waited longest goes first.
     """
 
     uses_costs = False

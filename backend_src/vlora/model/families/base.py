@@ -23,7 +23,7 @@ class WeightNames:
 
     norms: RMS norms of each layer, before attention and before the MLP.
     attention, mlp: modules that contain the target matrices.
-    head_norms: RMS norms of each layer's query and key heads; () if there are none.
+    head_norms: RMS norms of each layer's query heads and key heads; () if there are none.
     """
 
     embedding: str = "embed_tokens.weight"
@@ -45,11 +45,11 @@ class WeightNames:
         return f"layers.{layer}.{norm}.weight"
 
     def without_prefix(self, key: str) -> str | None:
-        """Return the name of a stored decoder weight without the layout's prefix; None for other
+        """Return the name of a stored decoder weight without its layout's prefix; None for other
         weights.
 
-        This accepts the layouts of transformers 4 and 5, of multimodal checkpoints and of bare
-        decoders.
+        The layouts of transformers 4 and 5, of multimodal checkpoints and of bare decoders are
+        recognized.
         """
         match = self._pattern.match(key)
         return match[1] if match else None
@@ -79,7 +79,9 @@ def has_sliding_layers(text: Any) -> bool:
 
 
 def one_axis(text: Any) -> tuple[int, ...]:
-    """Return no axes: the angle of every frequency depends on a row's index in its sequence."""
+    """Return (): the angles of all frequencies depend on one number, the row's index in its
+    sequence.
+    """
     return ()
 
 
@@ -92,6 +94,7 @@ class DecoderFamily:
     biased_targets: returns the targets with a bias.
     sliding_window: returns whether any layer uses sliding-window attention, which is not supported.
     activations: supported values of `hidden_act`.
+    names: names of the weights in a checkpoint.
     rope_axes: returns the axis (0 time, 1 height, 2 width) of each rotary frequency, or () if
         positions have one axis.
     """

@@ -7,9 +7,7 @@ from vlora.model.families.qwen2 import biased_targets
 
 
 def _rope_axes(text: Any) -> tuple[int, ...]:
-    """Return the axis of each frequency: a section for time, then one for height and one for
-    width.
-    """
+    """Return the axis of each frequency: the first section is for time, then height, then width."""
     sections = text.rope_parameters["mrope_section"]
     return tuple(axis % 3 for axis, size in enumerate(sections) for _ in range(size))
 

@@ -8,8 +8,10 @@ _NAMES = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
 
 
 def _interleaved_axes(text: Any) -> tuple[int, ...]:
-    """Return the axis of each frequency. Height and width get every third frequency, up to their
-    number.
+    """Return the axis of each frequency.
+
+    Height and width get every third frequency until each has its number of them. Time gets the
+    rest.
     """
     time, height, width = text.rope_parameters["mrope_section"]
     axes = [0] * (time + height + width)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vlora.errors import shown
 from vlora.model.families.base import DecoderFamily
 from vlora.model.families.llama import LLAMA
 from vlora.model.families.mistral import MISTRAL
@@ -11,5 +12,19 @@ from vlora.model.families.qwen3 import QWEN3, QWEN3_VL
 
 FAMILIES: dict[str, DecoderFamily] = {
     family.model_type: family
-    for family in (LLAMA, QWEN2, QWEN2_VL, QWEN2_5_VL, QWEN3, QWEN3_VL, MISTRAL)
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
 }
+
+MULTIMODAL = ("llava", "llava_next", "llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+"""Model types of the checkpoints with images, the keys of `VISION_FAMILIES`."""
+
+
+def refusal(model_type: object) -> str | None:
+    """Return why a checkpoint of this `model_type` is not served; None if it is."""
+    if isinstance(model_type, str) and model_type in (*MULTIMODAL, *FAMILIES):
+        return None
+    text_only = (name for name in FAMILIES if not name.endswith("_text"))
+    return (
+        f"config.json has model type {shown(model_type)}, which is not supported; supported:"
+        f" {', '.join(MULTIMODAL)}, and without images {', '.join(text_only)}"
+    )

@@ -25,9 +25,9 @@ VISION_ENCODER = "vision_encoder"
 ENCODE_TRIES = 3
 """Maximum number of calls of the vision encoder for one request.
 
-If the strings of one request have wrong length prefixes, Triton 2.51 fails the whole batch. Strings
-from `lmm` are always correct. So an error with a message of Triton's own was caused by another
-request of the batch, and the call is repeated.
+Triton 2.51 fails a whole batch if the strings of one of its requests have wrong length prefixes.
+Strings from `lmm` are always correct. So if an error has a message of Triton's own, another request
+of the batch caused it, and the call is repeated.
 """
 
 ALIVE_SECONDS = 5.0
@@ -74,7 +74,12 @@ class ModelCalls:
         unwrap(_request(LMM_UNARY, {"cancel": flag(True)}, ["text_output"], client_id).exec())
 
     def encode_images(self, tensors: Tensors) -> ImageFeatures:
-        """Return features from `vision_encoder`. Adds and removes its batch dimension."""
+        """Return the features of one request from `vision_encoder`.
+
+        tensors: the encoder's inputs without the batch dimension, which is added here.
+
+        Raises the encoder's error.
+        """
         batched = {name: value[None] for name, value in tensors.items()}
         outputs = ("image_features", "image_layout", ADAPTER_VERSION)
         for _ in range(ENCODE_TRIES):

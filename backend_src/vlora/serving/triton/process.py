@@ -1,4 +1,4 @@
-"""The process of one model: its options, log, metrics and lifeline."""
+"""The parts that every model's process has: its options, log, metrics and lifeline."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class TritonProcess:
     """
 
     def __init__(self, args: Mapping[str, str]) -> None:
-        """Start the process. args: the argument that Triton passes to `initialize`."""
+        """Start the process.
+
+        args: the argument that Triton passes to `initialize`.
+        """
         log_to_triton(args["model_name"])
         self.lifeline = Lifeline(args["model_name"])
         self._lmm_version = Path(args["model_repository"]).parent / LMM / "1"
@@ -65,7 +68,7 @@ class TritonProcess:
     ) -> AnyExporter | None:
         """Start the exporter that `make` returns, and return it. It is flushed once a second.
 
-        progress: makes the exporter to start instead if the options turn metrics off.
+        progress: makes the exporter that is started instead if the options turn metrics off.
 
         Returns None if metrics are turned off, by the options or in the server.
         """
@@ -112,11 +115,11 @@ class TritonProcess:
             self._refreshers.pop().close()
 
     def release(self, model: Any) -> None:
-        """Release everything that belongs to the server. This must be the end of `finalize`.
+        """Release everything that belongs to the server. Call it at the end of `finalize`.
 
-        Shared memory of the server that is still in use when the interpreter ends crashes the
-        process. So all attributes of `model` are deleted. Reference cycles are collected at once,
-        since a stored error holds the frames that it passed through.
+        The process crashes if shared memory of the server is still in use when the interpreter
+        ends. So all attributes of `model` are deleted, and reference cycles are collected, because
+        a stored error keeps the frames that it passed through.
         """
         self.lifeline.close()
         self.close_metrics()

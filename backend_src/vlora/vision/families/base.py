@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,21 +34,27 @@ class VisionFamily:
     image_text: text for one image in a prompt, with the image token once.
     part: class of the model without its decoder; `from_pretrained` loads its weights.
     config_keys: keys of the configuration that affect image features.
-    grid: (config, processor, height, width) → (height, width) of an image's features in patches of
-        the tower.
+    grid: (config, processor, image) → (height, width) of an image's features in patches of the
+        tower.
     features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
-    with_views: images of one request → the same images with their views. A view is what the
-        features depend on besides the pixels.
+    with_views: (clip settings, images of one request) → the same images with their views. A view is
+        what the features depend on besides the pixels.
     preprocess: (processor, image) → pixels.
-    joins_frames: whether the frames of a clip are one video in a prompt, not separate images.
+    clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor; {} if
+        frames are prepared by the settings of the image processor.
+    clip_text: number of frames → text for a clip in a prompt, with the image token once for each
+        row of the clip's layout; None if frames are separate images in a prompt.
     """
 
     model_type: str
     image_text: str
     part: type[Any]
     config_keys: tuple[str, ...]
-    grid: Callable[[Any, Any, int, int], tuple[int, int]]
+    grid: Callable[[Any, Any, DecodedImage], tuple[int, int]]
     features: Callable[[Any, Sequence[Pixels]], Sequence[torch.Tensor]]
-    with_views: Callable[[Sequence[DecodedImage]], Sequence[DecodedImage]] = lambda images: images
+    with_views: Callable[[Mapping[str, Any], Sequence[DecodedImage]], Sequence[DecodedImage]] = (
+        lambda clips, images: images
+    )
     preprocess: Callable[[Any, DecodedImage], Pixels] = _preprocess
-    joins_frames: bool = False
+    clip_settings: Callable[[Path, Any], Mapping[str, Any]] = lambda checkpoint, processor: {}
+    clip_text: Callable[[int], str] | None = None

@@ -14,6 +14,7 @@ from transformers.models.llava.modeling_llava import (
 )
 
 from vlora.vision.families.base import Pixels, VisionFamily
+from vlora.vision.images import DecodedImage
 
 
 class _LlavaVision(LlavaModel):  # type: ignore[misc]
@@ -28,7 +29,7 @@ class _LlavaVision(LlavaModel):  # type: ignore[misc]
         self.post_init()
 
 
-def patches_of_side(config: Any, processor: Any, height: int, width: int) -> tuple[int, int]:
+def patches_of_side(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
     """Return the grid of the tower's fixed input size, to which every image or tile is resized."""
     side = config.vision_config.image_size // config.vision_config.patch_size
     return side, side

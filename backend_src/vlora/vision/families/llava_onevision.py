@@ -7,7 +7,7 @@ belongs to the last frame.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,7 +43,7 @@ class _LlavaOnevisionVision(LlavaOnevisionModel):  # type: ignore[misc]
         self.post_init()
 
 
-def _with_views(images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
+def _with_views(clips: Mapping[str, Any], images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
     alone = sum(not image.is_video for image in images) == 1
     views = [FRAME if image.is_video else "" if alone else SEVERAL for image in images]
     if FRAME in views:

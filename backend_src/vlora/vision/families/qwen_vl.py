@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
-from PIL import Image
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen2_5_VLModel,
@@ -32,6 +31,14 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from vlora.vision.families.base import Pixels, VisionFamily
+from vlora.vision.families.qwen_clips import (
+    clip_settings,
+    frame_size_of_qwen2,
+    frame_size_of_qwen3,
+    preprocess,
+    timed_text,
+    with_pairs,
+)
 from vlora.vision.images import DecodedImage
 
 _IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
@@ -71,17 +78,16 @@ class _Qwen3Vision(Qwen3VLModel):  # type: ignore[misc]
         self.post_init()
 
 
-def _grid(config: Any, processor: Any, height: int, width: int) -> tuple[int, int]:
+def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
     patch: int = processor.patch_size
-    size = processor.size
-    resized = smart_resize(
-        height,
-        width,
+    height, width = image.scaled or smart_resize(
+        image.height,
+        image.width,
         factor=patch * processor.merge_size,
-        min_pixels=size["shortest_edge"],
-        max_pixels=size["longest_edge"],
+        min_pixels=processor.size["shortest_edge"],
+        max_pixels=processor.size["longest_edge"],
     )
-    return resized[0] // patch, resized[1] // patch
+    return height // patch, width // patch
 
 
 def _encode(model: Any, images: Sequence[Pixels]) -> Any:
@@ -103,52 +109,6 @@ def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.T
     return [torch.cat(part, dim=1) for part in parts]
 
 
-def _with_pairs(images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-    """Return the images, with each two successive frames joined and resized to the first frame's
-    size.
-
-    If a last frame has no partner, it is encoded like an image, for which the tower repeats it.
-    """
-    stills = [image for image in images if not image.is_video]
-    frames = [_resized(image, images[len(stills)]) for image in images[len(stills) :]]
-    pairs = []
-    for first in range(0, len(frames), 2):
-        pair = frames[first : first + 2]
-        rgb = np.concatenate([frame.rgb for frame in pair])
-        pairs.append(
-            replace(
-                pair[0],
-                rgb=rgb,
-                frames=len(pair),
-                continues=first > 0,
-                view="pair" if len(pair) == 2 else "",
-            )
-        )
-    return [*stills, *pairs]
-
-
-def _resized(frame: DecodedImage, like: DecodedImage) -> DecodedImage:
-    if frame.rgb.shape == like.rgb.shape:
-        return frame
-    size = (like.width, like.height)
-    scaled = Image.fromarray(frame.rgb).resize(size, Image.Resampling.BICUBIC)
-    return replace(frame, rgb=np.asarray(scaled))
-
-
-def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
-    """Return the pixels of an image, or of two frames, which become the two time steps of each
-    patch.
-    """
-    frames = [Image.fromarray(rgb) for rgb in np.split(image.rgb, image.frames)]
-    pixels: Pixels = processor(images=frames, return_tensors="pt")
-    if image.frames == 1:
-        return pixels
-    # The processor repeats each image in time: [frames, patches, colors, times, pixels].
-    halves = pixels["pixel_values"].view(2, -1, 3, 2, processor.patch_size**2)
-    joined = torch.stack([halves[0, :, :, 0], halves[1, :, :, 0]], dim=2)
-    return {"pixel_values": joined.flatten(1), "image_grid_thw": pixels["image_grid_thw"][:1]}
-
-
 QWEN2_VL = VisionFamily(
     "qwen2_vl",
     _IMAGE_TEXT,
@@ -156,11 +116,17 @@ QWEN2_VL = VisionFamily(
     ("vision_config",),
     _grid,
     _features,
-    with_views=_with_pairs,
-    preprocess=_preprocess,
-    joins_frames=True,
+    with_views=partial(with_pairs, frame_size_of_qwen2, True),
+    preprocess=preprocess,
+    clip_settings=clip_settings,
+    clip_text=lambda frames: _IMAGE_TEXT,
 )
 QWEN2_5_VL = replace(QWEN2_VL, model_type="qwen2_5_vl", part=_Qwen25Vision)
-QWEN3_VL = VisionFamily(
-    "qwen3_vl", _IMAGE_TEXT, _Qwen3Vision, ("vision_config",), _grid, _features_by_level
+QWEN3_VL = replace(
+    QWEN2_VL,
+    model_type="qwen3_vl",
+    part=_Qwen3Vision,
+    features=_features_by_level,
+    with_views=partial(with_pairs, frame_size_of_qwen3, False),
+    clip_text=partial(timed_text, _IMAGE_TEXT),
 )

@@ -101,7 +101,7 @@ struct Kernels {
   TileSet expand[kDtypes][kDtypes];  // by type of the matrices and of y; [kFp32][kBf16] is empty
   // By type of W, for rows x_stride apart.
   TileKernel merge[kDtypes][kMaxTilePanels][kMaxTileRows];
-  // The same with stores that bypass the caches; null if bundle is 1.
+  // Like `merge`, with stores that bypass the caches; null if bundle is 1.
   TileKernel merge_streaming[kDtypes][kMaxTilePanels][kMaxTileRows];
   // bf16 merge of panels whose even columns come first; null if a panel is one register.
   TileKernel merge_deinterleaved[kMaxTilePanels][kMaxTileRows];

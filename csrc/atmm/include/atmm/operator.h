@@ -24,7 +24,7 @@ class Chooser {
 void apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
            const Chooser& chooser, int threads);
 
-// The same operation inside another kernel's parallel region. The caller constructs it before the
+// apply() inside another kernel's parallel region. The caller constructs the object before the
 // region, for at least as many threads as the region will have. Then each thread of the region
 // calls it once. y is complete after the region's next barrier. The problem, the segments and the
 // kernels must outlive it.

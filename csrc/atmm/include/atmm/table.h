@@ -51,7 +51,7 @@ std::string name_of(const TileConfig& config);
 // and on whether the instruction set converts bf16 panels to fp32 (`widening`) or multiplies tiles
 // of bf16 (`tiles`). The code gives the reason for each number.
 TileConfig built_in(const Shape& shape, const runtime::Machine& machine, bool widening, bool tiles);
-// The same for this machine and the instruction set in use.
+// Returns the built-in configuration for this machine and the instruction set in use.
 TileConfig built_in(const Shape& shape);
 
 struct Entry {

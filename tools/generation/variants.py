@@ -1,0 +1,137 @@
+"""Generate adapters from a few items with each option changed, and compare the runs.
+
+usage: python -m tools.generation.variants OUT [--only NAME]...
+
+Each run differs in one setting from the run `default`. A run that was stopped continues if the
+script is started again. Runs that differ only in the merges at the end share their packing: they
+continue a copy of the run `merge-none`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from tools.generation.__main__ import export
+from tools.generation.compare import print_table
+from vlora.generation.run import STATE
+from vlora.generation.spec import PAPER, Options
+
+ITEMS = ("digits", "textures", "glyphs", "inspection", "counting", "symbols")
+"""Items of the runs. They need no package beyond those of the extra `train`."""
+EXAMPLES = 800
+"""Maximum number of pictures per item."""
+TRAINING = {"rank": 4, "max_steps": 240, "evaluate_every": 30}
+COMMAND = (sys.executable, "-m", "vlora.cli", "adapters", "generate")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Settings of a run.
+
+    training: keys of `training` in the specification, beyond those of all runs.
+    heads: whether items that have a vision task head keep it.
+    """
+
+    options: Options = field(default_factory=Options)
+    training: dict[str, Any] = field(default_factory=dict)
+    heads: bool = True
+
+    @property
+    def only_merges_differ(self) -> bool:
+        """Return whether the run packs its items as the run `default` does."""
+        unmerged = self.options.model_copy(update=_merges(Options()))
+        return replace(self, options=unmerged) == Variant()
+
+
+def _merges(options: Options) -> dict[str, Any]:
+    return {"merge": options.merge, "merge_training": options.merge_training}
+
+
+VARIANTS = {
+    "merge-none": Variant(Options(merge="none")),
+    "default": Variant(),
+    "merge-without-training": Variant(Options(merge_training=False)),
+    "merge-ties": Variant(Options(merge="ties_svd")),
+    "merge-dare": Variant(Options(merge="dare_ties_svd")),
+    "order-random": Variant(Options(order="random")),
+    "order-given": Variant(Options(order="given")),
+    "fit-last": Variant(Options(fit="last")),
+    "replay-0": Variant(Options(replay=0.0)),
+    "focus-0": Variant(Options(focus=0.0)),
+    "restarts-0": Variant(training={"restarts": 0}),
+    "margin-0": Variant(training={"margin": 0.0}),
+    "lm-heads": Variant(heads=False),
+    "paper": Variant(PAPER),
+}
+"""Runs by their names, in the order in which they run. `merge-none` must be the first."""
+
+
+def write_spec(plain: Path, name: str, variant: Variant) -> Path:
+    """Write the specification of a run beside `plain`, which all runs have in common."""
+    spec = yaml.safe_load(plain.read_text(encoding="utf-8"))
+    spec["training"] |= TRAINING | variant.training
+    spec["options"] = variant.options.model_dump()
+    if not variant.heads:
+        for item in spec["items"]:
+            item.pop("head", None)
+    path = plain.with_name(f"{name}.yaml")
+    path.write_text(yaml.safe_dump(spec, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def continue_packing(source: Path, target: Path, options: Options) -> None:
+    """Copy the state of a run that merged nothing, so that a run with other merges continues it.
+
+    source, target: folders of the runs' states.
+    """
+    part = target.with_name(f"{target.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    shutil.copytree(source, part)
+    journal = json.loads((part / STATE).read_text(encoding="utf-8"))
+    journal["settings"]["options"] = options.model_dump()
+    journal["written"] = []
+    (part / STATE).write_text(json.dumps(journal), encoding="utf-8")
+    part.rename(target)
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="Folder of the data and of the runs.")],
+    only: Annotated[list[str] | None, typer.Option(help="Name of a run. Default: all.")] = None,
+) -> None:
+    """Run all variants and print a table of them."""
+    names = only or list(VARIANTS)
+    if unknown := set(names) - set(VARIANTS):
+        raise typer.BadParameter(
+            f"unknown run '{min(unknown)}'; the runs are {', '.join(VARIANTS)}"
+        )
+    data = out / "data"
+    data.mkdir(parents=True, exist_ok=True)
+    plain = export(data, ITEMS, EXAMPLES)
+    unmerged = out / "merge-none"
+    for name in names:
+        run, variant = out / name, VARIANTS[name]
+        state = run / ".generation"
+        if (run / "report.json").exists():
+            continue
+        packed = (unmerged / "report.json").exists()
+        if packed and run != unmerged and variant.only_merges_differ and not state.exists():
+            run.mkdir(exist_ok=True)
+            continue_packing(unmerged / ".generation", state, variant.options)
+        with (out / f"{name}.log").open("ab") as log:
+            spec = write_spec(plain, name, variant)
+            subprocess.run([*COMMAND, str(spec), "--out", str(run)], stdout=log, stderr=log)
+        typer.echo(f"finished {name}", err=True)
+    print_table([out / name for name in names])
+
+
+if __name__ == "__main__":
+    typer.run(main)
