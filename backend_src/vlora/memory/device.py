@@ -204,7 +204,7 @@ def upload_step(
 ) -> list[torch.Tensor]:
     """Upload `tensors` and the inputs of all parts in one transfer; return the copies of `tensors`.
 
-    The parts are told where the copies of their inputs are.
+    Each part gets the copies of its inputs by `place`.
     """
     inputs = [part.inputs for part in parts]
     uploaded = device.upload([*tensors, *itertools.chain.from_iterable(inputs)])
