@@ -122,6 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(model.id)
             else:
                 ask(client, given)
+    except openai.NotFoundError as error:
+        # The gateway's errors have a code. Another server, such as Triton on port 8000, has none.
+        hint = "" if error.code else f"; is {given.url} the URL of a gateway?"
+        sys.exit(f"error: {error.message}{hint}")
     except openai.APIStatusError as error:
         sys.exit(f"error: {error.message}")
     except openai.APIConnectionError:

@@ -230,6 +230,7 @@ def test_wrong_requests_of_http_are_refused(gateway: Gateway) -> None:
         return status, json.loads(body)["error"]["code"]
 
     assert code("/v1/nothing") == (404, "NOT_FOUND")
+    assert "begin with /v1/" in gateway.http("/models")[1]
     assert code(path) == (405, "METHOD_NOT_ALLOWED")
     assert code(path, b"{") == (400, "INVALID_ARG")
     assert code(path, b"{}", {"content-type": "text/plain"}) == (400, "INVALID_ARG")

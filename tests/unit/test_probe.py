@@ -128,6 +128,15 @@ def test_a_free_port_is_dead(free_port: int) -> None:
     assert probe(f"127.0.0.1:{free_port}", deadline=2).health is Health.DEAD
 
 
+def test_for_an_http_port_the_reason_asks_for_the_grpc_port() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        finding = probe(f"127.0.0.1:{server.server_port}", deadline=5)
+        server.shutdown()
+    assert finding.health is Health.DEAD
+    assert finding.reason.endswith("is this the gRPC port?")
+
+
 @pytest.mark.parametrize(
     ("ready", "options", "status", "word"),
     [(True, [], 0, "ready"), (False, [], 3, "alive"), (False, ["--alive"], 0, "alive")],

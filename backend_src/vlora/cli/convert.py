@@ -28,9 +28,10 @@ def convert(
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
 
-    Pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA are converted exactly.
-    DoRA, and other methods that change the weights of linear layers, are approximated with rank
-    --rank at most. The error is printed, and nothing is written if it is above --max-error.
+    Pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA are
+    converted exactly. DoRA, and other methods that change the weights of linear
+    layers, are approximated with rank --rank at most. The error is printed, and
+    nothing is written if it is above --max-error.
     """
     with report_errors():
         # Imported here because they import torch.
@@ -61,8 +62,8 @@ def _print_result(result: Conversion, out: Path) -> None:
     print_plain(f"{result.method} → LoRA of rank {ranks} in {out}")
     if result.errors:
         print_plain(
-            f"error: {result.error:.2e} of the adapter's change,"
+            f"approximation error: {result.error:.2e} of the adapter's change,"
             f" at most {result.worst:.2e} in a matrix"
         )
     else:
-        print_plain("error: none, except for rounding")
+        print_plain("approximation error: none, except for rounding")

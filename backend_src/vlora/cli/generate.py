@@ -42,8 +42,9 @@ def generate(
 ) -> None:
     """Train the fewest adapters that reach the accuracy that every item requires.
 
-    A run that was stopped continues if it is started again with the same arguments. The exit status
-    is 1 if an item misses its accuracy; OUT/report.md says which.
+    A run that was stopped continues if it is started again with the same
+    arguments. The exit status is 1 if an item misses its accuracy; OUT/report.md
+    says which.
     """
     with report_errors():
         try:

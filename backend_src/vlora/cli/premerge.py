@@ -54,11 +54,11 @@ def premerge(
 ) -> None:
     """Merge one hot adapter into the checkpoint and adapt all others to it.
 
-    Writes OUT/model, a Hugging Face checkpoint with the hot adapter in its weights, and
-    OUT/adapters, PEFT folders that have the same effect on OUT/model as before on the old
-    checkpoint: each other adapter minus the hot one, `base` for the old checkpoint itself, and the
-    hot adapter's name for clients that still send it. Requests that name no adapter get the hot
-    one.
+    Writes OUT/model, a Hugging Face checkpoint with the hot adapter in its
+    weights, and OUT/adapters, PEFT folders that have the same effect on OUT/model
+    as before on the old checkpoint: each other adapter minus the hot one, `base`
+    for the old checkpoint itself, and the hot adapter's name for clients that
+    still send it. Requests that name no adapter get the hot one.
     """
     # Imported here because they import torch.
     from vlora.generation.premerge import premerge as run

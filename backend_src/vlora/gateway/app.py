@@ -281,7 +281,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     code = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "INVALID_ARG")
     path = f"{request.method} {request.url.path}"
-    return _Failure(ApiError(code, f"{path}: {error.detail}"))
+    outside = error.status_code == 404 and not request.url.path.startswith(("/v1/", "/playground/"))
+    hint = "; the paths of the API begin with /v1/" if outside else ""
+    return _Failure(ApiError(code, f"{path}: {error.detail}{hint}"))
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:

@@ -17,6 +17,7 @@ has a deadline.
 
 from __future__ import annotations
 
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -52,6 +53,9 @@ BUSY_MESSAGES = ("UNAVAILABLE: ", "stopped accepting")
 The first is ours (queue full or draining), the second is Triton's while it drains. The status alone
 does not suffice, because gRPC uses the same status for a broken connection.
 """
+
+NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
+"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 
 
 class Health(IntEnum):
@@ -140,7 +144,8 @@ def probe(
         except grpc.RpcError as error:
             if is_local(host) and port.isdecimal() and _is_starting(int(port)):
                 return finding(Health.ALIVE, "the server is starting; it is loading its models")
-            return finding(Health.DEAD, f"no server answers at {address}: {_describe(error)}")
+            hint = "; is this the gRPC port?" if NOT_GRPC.search(error.details() or "") else ""
+            return finding(Health.DEAD, f"no server answers at {address}: {_describe(error)}{hint}")
         if not (live and ready):
             return finding(Health.ALIVE, "the server is running; its models are not ready yet")
         before = None if metrics_port is None else _read_progress(host, metrics_port, left())
