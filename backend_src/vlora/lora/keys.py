@@ -82,7 +82,7 @@ def parse_key(key: str, model: ModelShape) -> TensorKey:
             raise UnknownKey(_reason_no_matrix(matrix, model))
         return TensorKey(path, matrix, part)
     module = _MODULE.fullmatch(path)
-    if module is None or module["prefix"] not in LAYOUTS:
+    if module is None or module["prefix"] not in LAYOUTS or model.modules:
         raise UnknownKey(_reason(key, module["prefix"] if module else None))
     matrix = (int(module["layer"]), module["target"])
     if matrix not in model.matrices:

@@ -7,7 +7,6 @@ names, so the layouts of transformers 4 and 5 and bare decoders can all be loade
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
@@ -28,13 +27,12 @@ from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.memory.device import HOST, Device
 from vlora.model.decoder_config import DecoderConfig, load_rope_frequencies
 from vlora.model.quantized_checkpoint import Parts, read_quantized
+from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
 
 log = logging.getLogger(__name__)
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types in which a checkpoint's weights may be stored."""
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -133,12 +131,6 @@ def load_weights(
         inverse_frequencies=frequencies,
         rope_scale=scale,
     )
-
-
-def check_files(folder: Path) -> None:
-    """Raise InvalidArgument for the first weights file that is missing, truncated or corrupt."""
-    for file in weight_files(folder):
-        open_weights(file)
 
 
 def adapter_shape(
@@ -280,7 +272,7 @@ def find_weights(
         )
     names = config.names
     locations: dict[str, tuple[Path, str]] = {}
-    files, index = _indexed_weight_files(folder)
+    files, index = indexed_weight_files(folder)
     for file in files:
         with open_weights(file) as opened:
             keys = list(opened.keys())
@@ -304,34 +296,6 @@ def find_weights(
     return locations
 
 
-def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weight files, chosen as transformers does.
-
-    Raises InvalidArgument if there are none or their index cannot be read.
-    """
-    return _indexed_weight_files(folder)[0]
-
-
-def _indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the folder's weight files, chosen as transformers does, and the index: key → file."""
-    index = folder / INDEX
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"], {}
-    if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise InvalidArgument(f"model: {folder} holds no .safetensors file")
-        return files, {}
-    try:
-        listed = {
-            str(key): folder / str(file)
-            for key, file in json.loads(index.read_text())["weight_map"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"model: {index} cannot be read: {error!r}") from error
-    return sorted(set(listed.values())), listed
-
-
 def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts]:
     """Return functions that read the parts of each quantized matrix, by the part's name."""
     matrices = {
@@ -348,16 +312,6 @@ def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts
             if matrix is not None:
                 parts[matrix][part] = partial(_read, opened, file, key)
     return parts
-
-
-def open_weights(file: Path) -> Any:
-    """Open a safetensors file and return it. Raise InvalidArgument if it cannot be read."""
-    # The file is not mapped. A mapped file would take memory in addition to the slab, and
-    # truncating it would end the process.
-    try:
-        return safe_open(file, framework="pt", backend="pread")
-    except (SafetensorError, OSError) as error:
-        raise InvalidArgument(f"model: {file} cannot be read: {error}") from error
 
 
 def _read(opened: Any, file: Path, key: str) -> torch.Tensor:

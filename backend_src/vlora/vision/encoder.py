@@ -21,7 +21,7 @@ from vlora.errors import InvalidArgument
 from vlora.kernels import ops
 from vlora.memory.device import HOST, Device
 from vlora.model.decoder_config import image_levels, read_config
-from vlora.model.loader import check_files
+from vlora.model.weight_files import check_files
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
 from vlora.vision.families.base import Pixels

@@ -32,7 +32,7 @@ def refusal(model_type: object) -> str | None:
     """Return why a checkpoint of this `model_type` is not served; None if it is."""
     if isinstance(model_type, str) and model_type in (*MULTIMODAL, *FAMILIES):
         return None
-    text_only = (name for name in FAMILIES if not name.endswith("_text"))
+    text_only = (name for name in FAMILIES if name not in MULTIMODAL and "_" not in name)
     return (
         f"config.json has model type {shown(model_type)}, which is not supported; supported:"
         f" {', '.join(MULTIMODAL)}, and without images {', '.join(text_only)}"
