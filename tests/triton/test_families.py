@@ -22,7 +22,7 @@ from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking
 from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import Limits, convert
+from vlora.generation.convert import ConversionLimits, convert
 from vlora.launcher.server import ServerOptions, TritonServer
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
@@ -171,7 +171,9 @@ def test_activated_and_converted_adapters_are_served(
         adapter_shape(family.checkpoint, config),
         BaseWeights(family.checkpoint, config),
     )
-    convert(tmp_path / "dora", tmp_path / "converted", shape, weights, Limits(FULL_RANK, 1e-4))
+    convert(
+        tmp_path / "dora", tmp_path / "converted", shape, weights, ConversionLimits(FULL_RANK, 1e-4)
+    )
     (tmp_path / "activated").rename(family.adapters / "activated")
     (tmp_path / "converted").rename(family.adapters / "dora")
 

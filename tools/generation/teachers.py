@@ -52,7 +52,7 @@ def _reader() -> Any:
 
 
 def read_sign(image: Image.Image) -> str | None:
-    """Return the word that PP-OCRv4 reads, or None if there is none with a token in the model.
+    """Return the word that PP-OCRv4 reads, or None if the model has no token for it.
 
     The dark text is cropped here, and the network only recognises it. Detecting it with the network
     would take twelve times as long as recognising it.

@@ -112,4 +112,4 @@ def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
 
 
 def _none(_: object) -> None:
-    """Discard a call's result."""
+    """Discard the result of a call."""

@@ -73,7 +73,7 @@ class CpuBackend:
 
     @property
     def digest(self) -> str:
-        """Hash of the compiled configurations. A search resumes only results with the same hash."""
+        """Hash of the compiled configurations. A search reuses only results with this hash."""
         names = sorted(name for known in self._all.values() for name in known)
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 

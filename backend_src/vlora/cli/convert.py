@@ -35,7 +35,7 @@ def convert(
     with report_errors():
         # Imported here because they import torch.
         from vlora.generation.base_weights import BaseWeights
-        from vlora.generation.convert import Limits
+        from vlora.generation.convert import ConversionLimits
         from vlora.generation.convert import convert as run
         from vlora.model.decoder_config import load_config
         from vlora.model.loader import adapter_shape
@@ -48,7 +48,7 @@ def convert(
                 out,
                 shape,
                 base,
-                Limits(rank, max_error),
+                ConversionLimits(rank, max_error),
                 lambda matrix: status.update(escape(matrix)),
             )
         _print_result(result, out)

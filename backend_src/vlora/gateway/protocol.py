@@ -1,15 +1,20 @@
-"""Limits of a request's head, which uvicorn lacks: its size, and the time in which it must arrive.
+"""Limits of a connection that uvicorn lacks, and the end of all its requests when it is lost.
 
-The application sees a request only after its head. The parser joins the parts of a header again
-whenever another part arrives. So without limits, one client could take all memory and time.
+The size of a request's head and the time in which it must arrive are limited. The application sees
+a request only after its head. The parser joins the parts of a header again whenever another part
+arrives. So without limits, one client could take all memory and time.
+
+A client may send requests before the earlier ones are answered (pipelining). uvicorn answers them
+in turn. If the connection is lost, it tells this only to the last one; the others would continue.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size of everything in a request but its body, besides the read in which it begins.
@@ -24,8 +29,12 @@ CHUNK_OVERHEAD = 8
 """Maximum number of additional bytes for each byte of a body that is sent in chunks."""
 
 
-class LimitedHeads(HttpToolsProtocol):
-    """One HTTP connection, which is closed if a head exceeds a limit."""
+MAX_WAITING = 16
+"""Maximum number of requests on a connection that wait until earlier ones are answered."""
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """One HTTP connection, which is closed if a limit is exceeded."""
 
     head_seconds = HEAD_SECONDS
 
@@ -33,6 +42,7 @@ class LimitedHeads(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._cycles: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -40,8 +50,12 @@ class LimitedHeads(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Tell all requests that the client is gone."""
         self._stop_timer()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -59,9 +73,14 @@ class LimitedHeads(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
-        """Start to answer the request."""
+        """Start to answer the request, or let it wait until the earlier ones are answered."""
         self._stop_timer()
+        if len(self.pipeline) >= MAX_WAITING:
+            raise ValueError(f"more than {MAX_WAITING} requests wait")  # It is answered with 400.
         super().on_headers_complete()
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Pass on a part of the body."""

@@ -109,7 +109,7 @@ class Ask:
 
 def read_body(body: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object of a body. Raises ApiError."""
-    if (commas := body.count(b",")) > MAX_COMMAS:
+    if len(body) > MAX_COMMAS and (commas := body.count(b",")) > MAX_COMMAS:
         raise ApiError("TOO_LARGE", f"the body has {commas} commas; the limit is {MAX_COMMAS}")
     try:
         return load_object(body.decode(), "the body", MAX_DEPTH)

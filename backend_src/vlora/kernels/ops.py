@@ -27,7 +27,7 @@ stride in elements, and the number of rows.
 
 
 class Matrix:
-    """A weight with its bias. They are checked once, for all steps that use them.
+    """A weight with its bias, which are checked once for all steps that use them.
 
     weight: [d_out, d_in], contiguous, fp32 or bf16.
     bias: [d_out] fp32, or None.
@@ -177,9 +177,7 @@ def linear(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Return x weightᵀ + bias for a weight that is used rarely. `Matrix` describes the
-    arguments.
-    """
+    """Return x weightᵀ + bias, for a weight that is used rarely. See `Matrix` for the arguments."""
     return Matrix(weight, bias)(x, backend=backend)
 
 
@@ -195,9 +193,9 @@ def embed(
 
     tokens: [T] int64.
     table: [vocabulary, width], contiguous, fp32 or bf16.
-    images: (first_row, feature_rows, features) of each range of rows with images. Row `first_row +
-        i` becomes `features[feature_rows[i]]`, unless `feature_rows[i]` is negative. feature_rows:
-        [n] int64. features: [m, width] fp32, contiguous.
+    images: (first_row, feature_rows, features) of each range of rows with images, where
+        feature_rows is [n] int64, and features [m, width] fp32, contiguous. Row `first_row + i`
+        becomes `features[feature_rows[i]]`, unless `feature_rows[i]` is negative.
 
     Raises IndexError for a token that is not in the table or a feature row that does not exist, and
     ValueError for a wrong shape, type or layout.
