@@ -155,5 +155,5 @@ def test_conversion_of_fused_weights_is_refused(root: Path) -> None:
 
 def test_a_broken_token_list_is_refused(root: Path, tmp_path: Path) -> None:
     (tmp_path / "qwen.tiktoken").write_text("??? 1\n")
-    with pytest.raises(InvalidArgument, match="qwen.tiktoken cannot be read"):
+    with pytest.raises(InvalidArgument, match=r"qwen\.tiktoken cannot be read"):
         load_tokenizer(tmp_path)

@@ -1,4 +1,4 @@
-"""Qwen-VL of the first generation: a small checkpoint in the published layout, and a slow reference.
+"""Qwen-VL of the first generation: a small checkpoint as published, and a slow reference.
 
 transformers has no such model. The reference follows the published architecture with plain tensor
 operations, one head, layer and image at a time.
@@ -10,6 +10,7 @@ import base64
 import json
 import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,7 +139,7 @@ def slow_tokens(text: str) -> list[int]:
         data = word.encode()
         parts = [data[i : i + 1] for i in range(len(data))]
         while len(parts) > 1:
-            joined = [ranks.get(a + b, 1 << 30) for a, b in zip(parts, parts[1:], strict=False)]
+            joined = [ranks.get(a + b, 1 << 30) for a, b in pairwise(parts)]
             best = min(range(len(joined)), key=joined.__getitem__)
             if joined[best] == 1 << 30:
                 break
@@ -184,6 +185,19 @@ class Reference:
                     b = factors[key.replace("lora_A", "lora_B")]
                     changed[f"{module}.weight"] = base[f"{module}.weight"] + 2.0 * b @ a
             self._weights[name] = changed
+
+    def greedy(
+        self, ids: Sequence[int], images: Sequence[Any], adapter: str | None, count: int
+    ) -> list[int]:
+        """Return the first tokens of the greedy answer to a prompt.
+
+        images: pixels of each image, uint8 [height, width, 3].
+        """
+        features = [self.features(rgb) for rgb in images]
+        answer: list[int] = []
+        for _ in range(count):
+            answer.append(int(self.logits([*ids, *answer], features, adapter)[-1].argmax()))
+        return answer
 
     @torch.inference_mode()
     def features(self, rgb: Any) -> torch.Tensor:

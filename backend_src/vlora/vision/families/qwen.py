@@ -56,7 +56,8 @@ class _SelfAttention(nn.Module):
         """Return the attention of x, [images, patches, width], to itself."""
         images, patches, width = x.shape
         projected = self.in_proj(x).view(images, patches, self._heads, -1).transpose(1, 2)
-        attended = functional.scaled_dot_product_attention(*projected.chunk(3, dim=-1))
+        query, key, value = projected.chunk(3, dim=-1)
+        attended = functional.scaled_dot_product_attention(query, key, value)
         return self.out_proj(attended.transpose(1, 2).reshape(images, patches, width))  # type: ignore[no-any-return]
 
 
@@ -75,7 +76,8 @@ class _Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the layer's output, of the shape of x."""
         x = x + self.attn(self.ln_1(x))
-        return x + self.mlp["c_proj"](functional.gelu(self.mlp["c_fc"](self.ln_2(x))))
+        inner = functional.gelu(self.mlp["c_fc"](self.ln_2(x)))
+        return x + self.mlp["c_proj"](inner)  # type: ignore[no-any-return]
 
 
 class _CrossAttention(nn.Module):
@@ -92,11 +94,11 @@ class _CrossAttention(nn.Module):
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """Return the attention of queries to keys with values, each [images, n, width]."""
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
-        heads = [
-            functional.linear(x, weight, bias).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2)
+        query, key, value = (
+            functional.linear(x, weight, bias).view(*x.shape[:2], -1, HEAD_DIM).transpose(1, 2)
             for x, weight, bias in zip(inputs, weights, biases, strict=True)
-        ]
-        attended = functional.scaled_dot_product_attention(*heads)
+        )
+        attended = functional.scaled_dot_product_attention(query, key, value)
         return self.out_proj(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
 
@@ -142,7 +144,7 @@ class _Tower(nn.Module):
         """Return [images, queries, out] for pixels, [images, 3, side, side]."""
         x = self.conv1(pixels).flatten(2).transpose(1, 2)
         x = self.ln_pre(x + _positions(self.positional_embedding, x.shape[1]))
-        for block in self.transformer["resblocks"]:  # type: ignore[union-attr]
+        for block in self.transformer["resblocks"].children():
             x = block(x)
         return self.ln_post(self.attn_pool(x)) @ self.proj  # type: ignore[no-any-return]
 
