@@ -6,24 +6,38 @@ mixed and unmerged steps, preemption, and reuse of prefixes.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
-from tests.support.qwen_vl import RANKS, Reference, make_adapter, make_qwen_vl, slow_tokens
+from tests.support.qwen_vl import (
+    RANKS,
+    Reference,
+    make_adapter,
+    make_qwen_vl,
+    make_tower_adapter,
+    slow_tokens,
+)
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
 from vlora.generation.base_weights import BaseWeights
 from vlora.ids import BASE
+from vlora.kernels.quantized import Format, QuantizedWeight, dequantize
+from vlora.lora.adapter import load_adapter
+from vlora.lora.folders import FolderFinder
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
+from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.tokenizer import load_tokenizer
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
+from vlora.vision.adapters import VisionAdapters
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
@@ -59,6 +73,44 @@ def test_features_equal_those_of_the_reference(
     images = [DecodedImage(rng.integers(0, 256, (*s, 3), np.uint8)) for s in ((20, 90), (56, 56))]
     for found, image in zip(encoder.encode(images), images, strict=True):
         np.testing.assert_allclose(found, reference.features(image.rgb), rtol=1e-4, atol=1e-4)
+
+
+def test_an_adapter_of_the_tower_equals_the_reference(
+    root: Path, encoder: VisionEncoder, tmp_path: Path
+) -> None:
+    make_tower_adapter(tmp_path / "tower")
+    reference = Reference(root / "model", {"tower": tmp_path / "tower"})
+    shape = adapter_shape(root / "model", load_config(root / "model"))
+    adapters = VisionAdapters(shape, FolderFinder(tmp_path, {}), 1 << 30, None)
+    image = DecodedImage(np.random.default_rng(4).integers(0, 256, (30, 70, 3), np.uint8))
+    try:
+        (found,) = encoder.encode([image], adapters.part("tower"))
+    finally:
+        adapters.close()
+    np.testing.assert_allclose(found, reference.features(image.rgb, "tower"), rtol=1e-3, atol=1e-3)
+    assert np.abs(found - reference.features(image.rgb).numpy()).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("transformer.h.2.attn.c_attn", "its layers are 0 to 1"),
+        ("model.layers.0.self_attn.q_proj", "which is not a known layout"),
+    ],
+)
+def test_adapters_of_other_modules_are_refused(
+    root: Path, tmp_path: Path, module: str, reason: str
+) -> None:
+    make_adapter(tmp_path / "bad", 0, ["attn.c_attn"])
+    file = tmp_path / "bad" / "adapter_model.safetensors"
+    renamed = {
+        key.replace("transformer.h.0.attn.c_attn", module): value
+        for key, value in load_file(file).items()
+    }
+    save_file(renamed, file)
+    shape = adapter_shape(root / "model", load_config(root / "model"))
+    with pytest.raises(InvalidArgument, match=reason):
+        load_adapter("bad", tmp_path / "bad", shape)
 
 
 @pytest.mark.parametrize("mode", ["unmerged", "mixed", "preempted"])
@@ -146,6 +198,26 @@ def test_a_chat_ends_with_its_turn_and_the_context_with_the_trained_length(root:
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n<|im_start|>user\n"
         "<img><imgpad></img>, x Answer:<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+def test_quantized_checkpoints_are_refused(root: Path, tmp_path: Path) -> None:
+    stored = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    config = json.loads((root / "model" / "config.json").read_text())
+    config |= {"quantization_config": stored}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(InvalidArgument, match="quantized checkpoints of model type 'qwen'"):
+        load_config(tmp_path)
+
+
+def test_projections_that_are_stored_together_are_quantized_apart(root: Path) -> None:
+    folder = root / "model"
+    slab = load_weights(folder, load_config(folder), quantization=Format(8, None)).slab
+    stored = load_file(folder / "model.safetensors")["transformer.h.1.attn.c_attn.weight"]
+    for target, rows in zip(("q_proj", "k_proj", "v_proj"), stored.chunk(3), strict=True):
+        found = slab.target(1, target)
+        assert isinstance(found, QuantizedWeight)
+        error = (dequantize(found) - rows).abs().max()
+        assert error <= rows.abs().max() / 127
 
 
 def test_conversion_of_fused_weights_is_refused(root: Path) -> None:

@@ -148,6 +148,28 @@ def slow_tokens(text: str) -> list[int]:
     return found
 
 
+TOWER = ("transformer.resblocks.1.attn.in_proj", "transformer.resblocks.0.mlp.c_fc")
+TOWER += ("attn_pool.kv_proj", "attn_pool.attn.out_proj")
+
+
+def make_tower_adapter(folder: Path) -> None:
+    """Write an adapter of the vision tower as PEFT saves it."""
+    torch.manual_seed(7)
+    shapes = ((3 * WIDTH, WIDTH), (int(WIDTH * VISUAL["mlp_ratio"]), WIDTH), (HIDDEN, WIDTH))
+    tensors = {}
+    for name, (rows, columns) in zip(TOWER, (*shapes, (HIDDEN, HIDDEN)), strict=True):
+        prefix = f"base_model.model.transformer.visual.{name}.lora_"
+        tensors |= {
+            f"{prefix}A.weight": torch.randn(4, columns) * 0.2,
+            f"{prefix}B.weight": torch.randn(rows, 4) * 0.2,
+        }
+    names = [name.rpartition(".")[2] for name in TOWER]
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": names}
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
 def make_adapter(folder: Path, seed: int, targets: Sequence[str]) -> None:
     """Write an adapter as PEFT saves it, of modules such as `attn.c_attn`."""
     torch.manual_seed(seed)
@@ -200,11 +222,11 @@ class Reference:
         return answer
 
     @torch.inference_mode()
-    def features(self, rgb: Any) -> torch.Tensor:
+    def features(self, rgb: Any, adapter: str | None = None) -> torch.Tensor:
         """Return the features of one image, [queries, hidden]."""
         w = {
             key.removeprefix("transformer.visual."): value
-            for key, value in self._weights[None].items()
+            for key, value in self._weights[adapter].items()
             if key.startswith("transformer.visual.")
         }
         picture = Image.fromarray(rgb).resize((56, 56), Image.Resampling.BICUBIC)

@@ -159,6 +159,11 @@ def load_config(folder: Path) -> DecoderConfig:
     except InvalidArgument as error:
         raise InvalidArgument(f"model: {folder}: {error}") from None
     family = FAMILIES[text.model_type]
+    if quantization is not None and family.names.modules:
+        raise InvalidArgument(
+            f"model: {folder}: quantized checkpoints of model type '{text.model_type}' are not"
+            " supported; use the float checkpoint with the option 'quantization'"
+        )
     heads = text.num_attention_heads
     return DecoderConfig(
         layers=text.num_hidden_layers,
