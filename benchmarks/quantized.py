@@ -87,7 +87,7 @@ class QuantizedBenchmark(Benchmark[int]):
                 lead=True,
                 budget=QUICK_BUDGET if self.quick else BUDGET,
             )
-            # A sample is shorter than the time for which another process may take the core.
+            # The fastest sample was not interrupted: it is shorter than a time slice of the system.
             fastest = {name: Timing((min(t.samples),)) for name, t in timings.items()}
             read, peak = rates.rates(fastest)
             for kind in matrices:

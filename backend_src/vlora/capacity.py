@@ -246,7 +246,13 @@ def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCo
 def _example_cost(
     config: DecoderConfig, store: AdapterStore, rank: int, label: str, page: int
 ) -> AdapterCost:
-    """Return the cost of an adapter of one rank for a set of targets in all layers."""
+    """Return the cost of an example adapter, which changes the same targets in all layers.
+
+    store: store whose groups give the size of packed matrices.
+    rank: rank of all of its matrices.
+    label: key of EXAMPLE_TARGETS, which lists the targets.
+    page: size of a page in bytes.
+    """
     ranks: dict[MatrixId, int] = {
         (layer, target): rank for layer in range(config.layers) for target in EXAMPLE_TARGETS[label]
     }

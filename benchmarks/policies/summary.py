@@ -118,7 +118,7 @@ def _on_one_machine(
 
 
 def _worst_vs_best(rows: Sequence[ResultRow], settings: Iterable[Setting]) -> float | None:
-    """Return the largest ratio of our latency to that of the setting's best baseline."""
+    """Return the largest ratio of our latency to that of the best baseline in the same setting."""
     return _largest(
         _mean(_ratios(rows, name, **setting)) for setting in settings for name in BASELINES
     )

@@ -248,7 +248,7 @@ def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
 
 
 def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[str, Any]:
-    """Return the bytes in MiB of the grid's first model, loaded with each storage type, by key."""
+    """Return the memory in MiB of the grid's first model, as one summary key per storage type."""
     dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
     folder = llava.make(llava.MODELS[cells[0].model], root).folder
     sizes = footprints(folder, [ENGINE_NAMES[dtype] for dtype in dtypes])

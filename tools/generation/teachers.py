@@ -1,6 +1,7 @@
 """Pretrained teachers: OpenCV's face cascade and the text reader PP-OCR.
 
-Each takes a PIL image and returns the answer for its knowledge item. None leaves the image out.
+Each takes a PIL image and returns the answer for its knowledge item. An image without an answer
+(None) is left out.
 """
 
 from __future__ import annotations

@@ -122,9 +122,7 @@ class CpuBackend:
         ]
         x = torch.randn(shape.rows * shape.segments, shape.d_in).to(DTYPES[self.dtype])
         y = torch.zeros(shape.rows * shape.segments, shape.d_out, dtype=DTYPES[self.dtype])
-        turn = [
-            0
-        ]  # Configurations share the data, so none of them has data that only it left in a cache.
+        turn = [0]  # All use the same data, so none finds data of its own in a cache.
 
         def call_of(index: int) -> Callable[[], None]:
             def call() -> None:

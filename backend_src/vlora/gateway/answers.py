@@ -57,8 +57,9 @@ class AnswerWriter:
         }
 
     def events(self, piece: Piece) -> bytes:
-        """Return the server-sent events of one piece, including those that begin and end the
-        stream.
+        """Return the server-sent events for one piece.
+
+        Those for the first and the last piece include the events that begin and end the stream.
         """
         self._count(piece)
         if self._started and piece.finish_reason is None and not self._ask.logprobs:
@@ -105,7 +106,10 @@ class AnswerWriter:
     def _chunk(
         self, delta: Mapping[str, str], logprobs: dict[str, Any] | None, last: Piece | None
     ) -> dict[str, Any]:
-        """Return one chunk of a stream. last: the last piece of the answer, for its last chunk."""
+        """Return one chunk of a stream.
+
+        last: the last piece of the answer, for the last chunk; None for any other.
+        """
         content = {"delta": delta} if self._ask.chat else {"text": delta.get("content", "")}
         choice = {
             "index": 0,
@@ -136,8 +140,8 @@ class AnswerWriter:
         }
 
     def _logprobs(self, tokens: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-        """Return the log probabilities of tokens; None if they were not requested or there are no
-        tokens.
+        """Return the log probabilities of tokens; None if there are no tokens or they were not
+        requested.
         """
         top = self._ask.top_logprobs
         if top is None or not tokens:
@@ -183,5 +187,5 @@ def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _extra(last: Piece) -> dict[str, Any]:
-    """Return the fields that this server adds to OpenAI's. last: last piece of the answer."""
+    """Return the fields that this server adds to OpenAI's, from the last piece of the answer."""
     return {**last.details, **({"scores": last.scores} if last.scores else {})}

@@ -48,7 +48,7 @@ Result = TypeVar("Result")
 
 
 class Disconnected(Exception):
-    """The client has closed its connection."""
+    """Raised when the client has closed its connection."""
 
 
 class Gateway:
@@ -140,9 +140,7 @@ class Gateway:
             return Response(status_code=499)
 
     async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
-        """Return the response. It does not start before the first piece of the answer has
-        arrived.
-        """
+        """Return the response to a request, after the first piece of the answer has arrived."""
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = AnswerWriter(ask, id)
         sampling = ask.sampling
@@ -247,9 +245,10 @@ async def _all(pieces: Pieces) -> list[Piece]:
 
 
 async def connected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Return the result of `work`. If the client disconnects, cancel it and raise Disconnected.
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise
+    Disconnected.
 
-    receive: the function that returns messages about the request, whose body must have been read.
+    The request's body must have been received already.
     """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_until_gone(receive))

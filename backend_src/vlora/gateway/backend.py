@@ -71,12 +71,9 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One response to a question.
+    """One response to a question. The answer to a question that streams has several.
 
-    finish_reason: `stop` or `length` in the last piece; None in the others.
-    logprobs: alternatives by token id, for each token; the sampled token comes first.
-    details: task, adapter, timings and cached tokens; {} before the last piece.
-    scores: score of each label; {} unless a vision task head answered.
+    outputs: values of each output by name.
     """
 
     text: str = ""
@@ -222,7 +219,10 @@ class Backend:
             return self._described[1]
 
     async def _control(self, flag: str, id: str = "") -> dict[str, Any]:
-        """Send a request whose only input is this BOOL; return the outputs of its response."""
+        """Send a request with one BOOL input, and return the outputs of its response.
+
+        flag: name of the input, `cancel` or `describe`.
+        """
         request = service_pb2.ModelInferRequest(model_name=MODEL, id=id)
         request.inputs.add(name=flag, datatype="BOOL", shape=[1])
         request.raw_input_contents.append(b"\x01")

@@ -1,11 +1,8 @@
-"""Limits of a connection that uvicorn lacks, and the end of all its requests when it is lost.
+"""Limits of a request's head, which uvicorn lacks: its size, and the time in which it must arrive.
 
-The size of a request's head and the time in which it must arrive are limited. The application sees
-a request only after its head. The parser joins the parts of a header again whenever another part
-arrives. So without limits, one client could take all memory and time.
-
-A client may send requests before the earlier ones are answered (pipelining). uvicorn answers them
-in turn. If the connection is lost, it tells this only to the last one; the others would continue.
+The head is everything before the body. The application sees a request only after its head. The
+parser joins the parts of a header again whenever another part arrives. So without limits, one
+client could take all memory and time.
 """
 
 from __future__ import annotations
@@ -17,16 +14,18 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size of everything in a request but its body, besides the read in which it begins.
+"""Maximum size in bytes of a request without its body.
 
-A read has at most 256 KiB.
+The network read that contains the start of a request is not counted; it has at most 256 KiB.
 """
 
 HEAD_SECONDS = 30.0
-"""Time limit for a head, from the start of the connection or the end of the last response."""
+"""Time limit in seconds for a head, from the start of the connection or the end of the last
+response.
+"""
 
 CHUNK_OVERHEAD = 8
-"""Maximum number of additional bytes for each byte of a body that is sent in chunks."""
+"""Maximum number of bytes of framing for each byte of a body that is sent in chunks."""
 
 
 MAX_WAITING = 16

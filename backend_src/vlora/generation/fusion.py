@@ -176,7 +176,8 @@ Goals = Mapping[str, Goal]
 
 
 def goals_of(spec: Spec, examples: Mapping[str, int]) -> Goals:
-    """Return the goals: the required accuracy plus `margin` standard errors of its measurement.
+    """Return the goal of each item: its required accuracy plus `margin` standard errors of its
+    measurement.
 
     examples: number of validation examples of each item.
     """

@@ -114,7 +114,7 @@ class Schedule:
         return min(self._cosine(step), falling)
 
     def end_early(self, step: int) -> None:
-        """Let the rate decay linearly from `step` on, so that the round ends soon."""
+        """Let the round end soon: the rate decays linearly from `step` on."""
         self._cooling = step
         self.end = min(self.end, step + self._cooling_steps)
 

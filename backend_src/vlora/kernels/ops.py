@@ -121,7 +121,7 @@ class Matrix:
         return reference.linear(x, self.weight, self._bias)
 
     def _multiply(self, y: int, x: torch.Tensor) -> None:
-        """Store the product at an address, [rows, d_out] fp32."""
+        """Write the product with x, [rows, d_out] fp32, to the address `y`."""
         native.kernels().gemm.multiply(
             y,
             self.shape[0],
@@ -133,7 +133,10 @@ class Matrix:
         )
 
     def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
-        """Store the gated product at an address; the product may be stored at `scratch`."""
+        """Write the gated product with x to the address `out`.
+
+        scratch: address at which the product itself may be stored.
+        """
         native.kernels().gemm.multiply_gated(
             out,
             scratch,

@@ -194,7 +194,9 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(weight: QuantizedWeight) -> torch.Tensor:
-    """Return the integers of a matrix, [d_out, d_in] int32, in stored order."""
+    """Return the integers of a matrix, [d_out, d_in] int32, in the order in which they
+    are stored.
+    """
     rows, depth = weight.shape
     if weight.format.bits == 8:
         return weight.values.view(torch.int8)[:, :depth].int()

@@ -170,7 +170,11 @@ def _unclosed(tag: re.Match[str]) -> str:
 def _pictures(
     objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
 ) -> list[dict[str, Any]]:
-    """Return the objects of the frames, or of the images, with indices from 0."""
+    """Return the objects in each image, or in each frame, with indices from 0.
+
+    objects, is_video: objects in each picture of the request, and whether it is a frame.
+    frames: whether to return those of frames instead of images.
+    """
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
     return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]
 
