@@ -48,8 +48,7 @@ class StepTrace:
     tower: Work | None
 
     def floor(self, peak: float, rate: float) -> LoadTimes:
-        """Return the times of a run in which the tower and each step take exactly their
-        roofline."""
+        """Return the times of a run in which the tower and each step reach their roofline."""
         now = 0.0 if self.tower is None else self.tower.flops / peak
         step_ends = [now := now + work.seconds(peak, rate) for work in self.works]
         return LoadTimes(

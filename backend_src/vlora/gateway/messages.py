@@ -34,6 +34,9 @@ All other fields must have one of the listed values, which ask for nothing.
 """
 
 
+MAX_MEDIA = 1024
+"""Maximum number of images and frames of a request. The limit of the server is lower."""
+
 CLIP = "data:video/jpeg;base64,"
 """Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM."""
 
@@ -151,6 +154,7 @@ class _Reader:
             return False, PLACEHOLDER * self._clip(value["url"], f"{param}.url")
         if self.frames:
             raise unsupported(param, "an image after a clip is not supported; put images first")
+        self._check_number(1, param)
         self.images.append(Media(value["url"], f"{param}.url"))
         return False, PLACEHOLDER
 
@@ -162,6 +166,16 @@ class _Reader:
             raise unsupported(
                 param, f"'{param}' must be a list of JPEG frames, {CLIP}FRAME,FRAME,…"
             )
+        self._check_number(url.removeprefix(CLIP).count(",") + 1, param)
         frames = url.removeprefix(CLIP).split(",")
         self.frames += [Media(f"data:image/jpeg;base64,{frame}", param) for frame in frames]
         return len(frames)
+
+    def _check_number(self, more: int, param: str) -> None:
+        """Check that there may be this many more images and frames."""
+        number = len(self.images) + len(self.frames) + more
+        if number > MAX_MEDIA:
+            raise invalid(
+                param,
+                f"the request has {number} or more images and frames; the limit is {MAX_MEDIA}",
+            )

@@ -1,8 +1,17 @@
-"""Limits of a request's head, which uvicorn lacks: its size, and the time in which it must arrive.
+"""Limits of a connection that uvicorn lacks, and the end of all its requests when it is lost.
 
-The head is everything before the body. The application sees a request only after its head. The
-parser joins the parts of a header again whenever another part arrives. So without limits, one
-client could take all memory and time.
+The size of a request's head, which is everything before the body, and the time in which it must
+arrive are limited. The application sees a request only after its head. The parser joins the parts
+of a header again whenever another part arrives. So without limits, one client could take all memory
+and time.
+
+A client may send requests before the earlier ones are answered (pipelining). uvicorn answers them
+one after another. If the connection is lost, uvicorn tells only the last of them; the others would
+continue.
+
+A client may offer another protocol in its first request, as Java's client does (`Upgrade: h2c`).
+The parser then stops before the body. A server may ignore the offer, so such a request is parsed
+again without it.
 """
 
 from __future__ import annotations
@@ -11,6 +20,7 @@ import asyncio
 from collections import deque
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
@@ -62,7 +72,13 @@ class LimitedConnection(HttpToolsProtocol):
         if self._timer is None and self.cycle is not None and self.cycle.response_complete:
             self._start_timer()
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._ignore_offer(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head has more than {MAX_HEAD_BYTES} bytes, the limit.")
 
@@ -73,6 +89,8 @@ class LimitedConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """Start to answer the request, or let it wait until the earlier ones are answered."""
+        if self.parser.should_upgrade():
+            return  # `_ignore_offer` follows.
         self._stop_timer()
         if len(self.pipeline) >= MAX_WAITING:
             raise ValueError(f"more than {MAX_WAITING} requests wait")  # It is answered with 400.
@@ -85,6 +103,26 @@ class LimitedConnection(HttpToolsProtocol):
         """Pass on a part of the body."""
         self._head_bytes = max(0, self._head_bytes - (1 + CHUNK_OVERHEAD) * len(body))
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body of a request."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _ignore_offer(self, rest: bytes) -> None:
+        """Parse the head of a request again, without its offer of another protocol.
+
+        rest: what has arrived after the head.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # It has no meaning without the other protocol.
+            self.send_400_response("This is not a proxy.")
+            return
+        headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
+        lines = [b"%b %b HTTP/1.1" % (method, self.url), *map(b": ".join, headers), b"", rest]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn does.
+        self.data_received(b"\r\n".join(lines))
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(self.head_seconds, self.transport.close)

@@ -19,7 +19,7 @@ from vlora.strict_json import load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
 from vlora.value_readers import is_text
 
-MAX_COMMAS = 1 << 20
+MAX_COMMAS = 1 << 18
 """Maximum number of commas in a body. It limits the number of values, which take time to check."""
 
 MAX_HINT_LENGTH = 64
