@@ -113,7 +113,7 @@ class Benchmark(ABC, Generic[CellT]):
 
     @abstractmethod
     def cells(self) -> Sequence[CellT]:
-        """Return the parts of the grid in the order in which they are measured."""
+        """Return the cells of the grid in the order in which they are measured."""
 
     @abstractmethod
     def run(self, cell: CellT) -> Iterable[Row]:

@@ -37,7 +37,7 @@ class DemoModelBenchmark(Benchmark[CellT]):
         self.set_up()
 
     def set_up(self) -> None:
-        """Set the attributes of the subclass. The options are known at this point."""
+        """Set the attributes of the subclass. Called when the options have been parsed."""
 
     def settings(self) -> dict[str, Any]:
         return {"threads": self._threads}

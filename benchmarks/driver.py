@@ -95,7 +95,7 @@ class Outcome:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency: the sum of all end-to-end times over the number of tokens."""
+        """Average token latency: the sum of end-to-end times divided by the number of tokens."""
         return sum(self.end) / max(1, self.tokens)
 
     def as_row(self) -> dict[str, Any]:
@@ -217,7 +217,7 @@ class _ReadCounter:
 
 @contextmanager
 def _counted_reads() -> Iterator[_ReadCounter]:
-    """Count the reads of the current thread within the context."""
+    """Count how often the current thread opens or reads a file of weights in this context."""
     counter, thread = _ReadCounter(), threading.get_ident()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,7 +80,7 @@ class GpuWork:
 
 
 def interleaved(candidates: Mapping[str, GpuWork], rounds: int) -> dict[str, GpuTiming]:
-    """Time all candidates: one sample of each per round, in an order that rotates."""
+    """Time all candidates: each round takes one sample of each, in an order that rotates."""
     passes = {name: work.passes_for(SAMPLE_SECONDS) for name, work in candidates.items()}
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for number in range(rounds):
@@ -134,4 +134,4 @@ def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLi
 
 
 def discard(_: object) -> None:
-    """Drop a result, so that the call returns None."""
+    """Discard a result. It turns a function with a result into one that returns None."""

@@ -53,7 +53,7 @@ def has_bf16_instructions() -> bool:
 
 
 def operator_meta() -> dict[str, Any]:
-    """Return which implementation is measured, and its number of tile configurations."""
+    """Return metadata: the measured implementation, and its number of tile configurations."""
     if not is_compiled():
         return {"atmm": "reference"}
     from vlora.atmm import tiles
@@ -119,7 +119,7 @@ class ConcurrentRates:
 
 
 def without_rates(timings: Mapping[str, Timing]) -> dict[str, Timing]:
-    """Return the timings without those of the microbenchmarks."""
+    """Return only the timings of the work, without those of the microbenchmarks."""
     return {name: timing for name, timing in timings.items() if name not in (READ, MULTIPLY)}
 
 

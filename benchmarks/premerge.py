@@ -70,7 +70,7 @@ def adapters_of(requests: int, share: float, cold: int) -> list[int]:
 
 
 class PremergeBenchmark(Benchmark[Cell]):
-    """Time of a step after premerging over its time before, by the hot adapter's share."""
+    """Time of a step after premerging divided by that before, by the hot adapter's share."""
 
     name = "premerge"
     bars: ClassVar[Mapping[str, Bar]] = {"decode_hot": at_most(1.0), "prefill_hot": at_most(1.0)}
@@ -133,7 +133,7 @@ class PremergeBenchmark(Benchmark[Cell]):
             }
 
     def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
-        """Return the engines before and after premerging. Drop those of another storage type."""
+        """Return engines of the base and the premerged checkpoint. Release those of other types."""
         from benchmarks import llava
         from benchmarks.synthetic_model import SyntheticModel
 
@@ -152,7 +152,7 @@ class PremergeBenchmark(Benchmark[Cell]):
         return self._models[dtype]
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest ratio over the storage types, for the shares 1 and 0."""
+        """Return the largest ratio of any storage type, for the shares 1 and 0."""
 
         def worst(step: str, share: float) -> float | None:
             ratios = [
@@ -189,7 +189,7 @@ class PremergeBenchmark(Benchmark[Cell]):
 
 
 def draw_sweep(rows: Sequence[Row], folder: Path) -> Path:
-    """Draw the time of a premerged step over that of the same step before, and return the file."""
+    """Draw the ratio of each step's time after premerging to that before. Return the file."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)

@@ -87,7 +87,7 @@ class QuantizedBenchmark(Benchmark[int]):
                 lead=True,
                 budget=QUICK_BUDGET if self.quick else BUDGET,
             )
-            # A sample is shorter than the time for which another process may take the core.
+            # The fastest sample was not interrupted: it is shorter than a time slice of the system.
             fastest = {name: Timing((min(t.samples),)) for name, t in timings.items()}
             read, peak = rates.rates(fastest)
             for kind in matrices:
@@ -127,7 +127,7 @@ class QuantizedBenchmark(Benchmark[int]):
 
 
 def matrix_bytes(kind: str, width: int, depth: int) -> int:
-    """Return the bytes of a matrix in one of the grid's types."""
+    """Return the size in bytes of a matrix in one of the grid's types."""
     form = _format(kind)
     if form is None:
         return width * depth * (4 if kind == "fp32" else 2)
@@ -136,7 +136,7 @@ def matrix_bytes(kind: str, width: int, depth: int) -> int:
 
 
 def _format(kind: str) -> Any:
-    """Return the format of a quantized type, or None for other types."""
+    """Return the format of the weights of a quantized type, or None for fp32 and bf16."""
     from vlora.kernels.quantized import Format
 
     name = kind.removesuffix(" bf16")

@@ -1,9 +1,10 @@
 """The roofline of this machine, measured in the same run as the work that it is compared with.
 
-The limit of a cell is the larger of two times: its flops over the peak, and its bytes over the
-bandwidth. Our own microbenchmarks measure both rates. The peak is that of a loop on registers with
-the fastest multiplication that the instruction set in use has for the cell's type. The bandwidth is
-that of reads from a working set of the cell's size; for cold cells it is larger than the caches.
+The limit of a cell is the larger of two times: its flops divided by the peak, and its bytes divided
+by the bandwidth. Our own microbenchmarks measure both rates. The peak is that of a loop on
+registers with the fastest multiplication that the instruction set in use has for the cell's type.
+The bandwidth is that of reads from a working set of the cell's size; for cold cells it is larger
+than the caches.
 
 Other programs share the memory and the cores, so these rates change by half from one second to the
 next. Where the rounds of a cell include the microbenchmarks, the medians of these rounds count.

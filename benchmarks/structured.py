@@ -79,7 +79,7 @@ class Load:
 
 
 def run_load(engine: Engine, cell: Cell, tokens: int) -> Load:
-    """Run one load to its end."""
+    """Run one load to its end and return its times."""
     from vlora.request import Request
     from vlora.sampling import SamplingParams
 
@@ -167,7 +167,7 @@ class StructuredBenchmark(DemoModelBenchmark[Cell]):
         )
 
     def summarize(self) -> dict[str, Any]:
-        """Return the figures of the largest load."""
+        """Return the figures of the load with the most requests."""
         requests = max(row["requests"] for row in self.rows)
 
         def figure(structure: str, key: str) -> float:

@@ -30,7 +30,7 @@ FILL_ELEMENTS = 1 << 22
 
 
 class SyntheticModel:
-    """One checkpoint in its own engine.
+    """Engine with one checkpoint, whose steps can be repeated.
 
     kv_tokens: number of positions that its pages must hold.
     max_rows: maximum number of rows in a step.

@@ -92,7 +92,7 @@ def tower_work(images: int, sizes: Sizes) -> Work:
 
 
 def combined_work(parts: Iterable[Work]) -> Work:
-    """Return the work of all parts at once, with every weight read only once."""
+    """Return the work of all parts together, as if every weight were read only once."""
     parts = list(parts)
     return Work(
         flops=sum(part.flops for part in parts),
@@ -110,7 +110,7 @@ def slab_elements(sizes: Sizes) -> int:
 
 
 def adapter_width(sizes: Sizes) -> int:
-    """Return an adapter's elements per rank: inputs plus outputs of its targets in all layers."""
+    """Return the number of elements of an adapter of rank 1: d_in + d_out, over all its targets."""
     kv = sizes.kv_heads * (sizes.hidden // sizes.heads)
     return sizes.layers * (ADAPTED_TARGETS * sizes.hidden + 2 * sizes.hidden + 2 * kv)
 

@@ -12,9 +12,9 @@ from vlora.errors import InvalidArgument
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file. If this is interrupted, the old file stays intact.
+    """Write a UTF-8 file in one step. If this is interrupted, the old file stays intact.
 
-    Readers, and other processes that write the same file, never see a partial file.
+    Readers never see a partial file, even if several processes write the file at the same time.
     """
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(text, encoding="utf-8")
@@ -23,7 +23,8 @@ def replace_text(path: Path, text: str) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a folder beside `out`, which is renamed to `out` at the end or removed after an error.
+    """Yield a temporary folder next to `out`. At the end it is renamed to `out`; after an error it
+    is removed.
 
     Raises InvalidArgument if `out` exists or the folder cannot be made.
     """

@@ -38,9 +38,10 @@ def backend_of(
 ) -> Backend:
     """Return the backend of `component` for tensors on `device`.
 
-    By default, it is the compiled kernels if they were built, or for tensors on a GPU the CUDA
-    library. Otherwise it is the reference, with one warning. The environment variable overrides
-    this. The step's kernels for tensors on a GPU are always "gpu", as only they read its pages.
+    On the CPU, it is "cpu" if the kernels were compiled. On a GPU, it is "gpu" for the kernels of a
+    step, and "cuda" for the LoRA operator if its library can be used. In all other cases it is
+    "reference", with one warning. The environment variable of the component overrides every choice
+    but "gpu".
 
     device: a torch device type.
     start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
@@ -57,8 +58,9 @@ def backend_of(
 
 @contextmanager
 def override(component: Component, backend: Backend | None) -> Iterator[None]:
-    """Use `backend` for `component` on the CPU within the context; None chooses again. For
-    tests.
+    """Use `backend` for `component` on the CPU within the context; for tests.
+
+    With None, the backend is chosen again.
     """
     key = (component, "cpu")
     before = _chosen.pop(key, None)
@@ -98,7 +100,9 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
 
 
 def _start_cpu(component: Component, core: Any) -> None:
-    """Log the instruction sets of the compiled kernels. Load the operator's tile tables."""
+    """Log the instruction sets of the compiled kernels, and load the LoRA operator's
+    tile tables.
+    """
     if component == "kernels":
         log.info("kernels: compiled for the CPU, instruction set %s", core.runtime.isa())
         return
@@ -112,9 +116,9 @@ def _start_cpu(component: Component, core: Any) -> None:
 
 
 def _peaks(runtime: Any, dtype: str) -> str:
-    """Return the instruction set in use and the peak speed of each available one.
+    """Return a text with the instruction set in use and the peak speed of each available one.
 
-    The form is "avx2 (GFLOP/s per core: avx2 103, …)".
+    Its form is "avx2 (GFLOP/s per core: avx2 103, …)".
     """
     peaks = (f"{isa} {runtime.core_peak(isa, dtype) / 1e9:.0f}" for isa in runtime.isas(dtype))
     return f"{runtime.isa(dtype)} (GFLOP/s per core: {', '.join(peaks)})"

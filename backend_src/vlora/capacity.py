@@ -53,20 +53,20 @@ class AdapterCost:
 
 @dataclass(frozen=True)
 class Capacity:
-    """Memory plan of an engine.
+    """Memory plan of an engine. All sizes are in bytes.
 
     memory_bytes: available memory.
-    process_bytes: bytes of interpreter, libraries and tokenizer.
-    weights_bytes: bytes of the decoder's weights.
-    merged_bytes: bytes of the second copy of the matrices that known adapters change.
-    step_bytes: bytes of the intermediate results of the largest step.
-    host_bytes: bytes of the host copies of adapters.
-    page_bytes: bytes per page of the pool.
+    process_bytes: memory of interpreter, libraries and tokenizer.
+    weights_bytes: the decoder's weights.
+    merged_bytes: second copy of the matrices that known adapters change.
+    step_bytes: intermediate results of the largest step.
+    host_bytes: host copies of adapters.
+    page_bytes: one page of the pool.
     block_tokens: number of tokens whose keys and values fit into a page.
-    context_tokens: maximum length of a sequence.
-    configured_pages: number of pages of the pool with these options.
+    context_tokens: maximum number of tokens of a sequence.
+    configured_pages: number of pages that the pool has with these options.
     adapters: costs of the known adapters.
-    examples: costs of example adapters by rank and targets.
+    examples: costs of example adapters with different ranks and targets.
     """
 
     memory_bytes: int
@@ -90,12 +90,12 @@ class Capacity:
 
     @property
     def configured_bytes(self) -> int:
-        """Bytes of an engine with these options, once all of its memory has been used."""
+        """Size in bytes of an engine with these options, once it has used all of its memory."""
         return self.fixed_bytes + self.configured_pages * self.page_bytes
 
     @property
     def pages(self) -> int:
-        """Number of pages that fit into the available memory."""
+        """Number of pages that fit into the available memory after everything else."""
         return max(0, self.memory_bytes - self.fixed_bytes) // self.page_bytes
 
     @property
@@ -114,13 +114,17 @@ class Capacity:
         return sum(cost.pages for cost in self.adapters)
 
     def sequences(self, adapter_pages: int) -> int:
-        """Return how many sequences of maximum length fit besides adapters of this many pages."""
+        """Return the number of sequences of maximum length that fit together with the adapters.
+
+        adapter_pages: number of pages of these adapters.
+        """
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
     def sequences_beside(self, count: int, cost: AdapterCost) -> int:
-        """Return how many sequences of maximum length fit besides `count` equal resident adapters.
+        """Return the number of sequences of maximum length that fit together with equal adapters.
 
-        These adapters replace the known ones.
+        count: number of these adapters, all resident. They replace the known ones.
+        cost: cost of each of them.
         """
         fixed = self.fixed_bytes - self.host_bytes + count * cost.host_bytes
         pages = max(0, self.memory_bytes - fixed) // self.page_bytes
@@ -133,8 +137,8 @@ def plan(
     """Return the memory plan of an engine with these options.
 
     names: name → folder of adapters, as `config.load_adapter_names` returns them.
-    memory_bytes: available memory of the process; if `process_bytes` is 0, of the engine alone.
-    process_bytes: memory of interpreter, libraries and tokenizer.
+    memory_bytes: available memory.
+    process_bytes: memory of interpreter, libraries and tokenizer, which is subtracted from it.
 
     Raises InvalidArgument for an unsupported model.
     """
@@ -178,7 +182,7 @@ def plan(
 
 
 def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = None) -> int:
-    """Return the bytes of the decoder's weights.
+    """Return the size in bytes of the decoder's weights.
 
     itemsize: bytes per element of matrices. Norms and biases are fp32.
     form: format of the target matrices, if they are quantized.
@@ -196,9 +200,10 @@ def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = No
 
 
 def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:
-    """Return the bytes of the intermediate results of a step.
+    """Return the size in bytes of the intermediate results of a step.
 
-    These are its buffers, the embeddings, and the logits twice, since they are filtered in a copy.
+    These are its buffers, the embeddings, and two copies of the logits, because they are filtered
+    in a copy.
 
     rows: maximum number of rows.
     sequences: maximum number of requests, each with one row of logits.
@@ -208,13 +213,13 @@ def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:
 
 
 def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int:
-    """Return the maximum bytes of the host copies.
+    """Return the maximum size in bytes of the host copies.
 
     The budget limits the copies of adapters that are not resident. Resident adapters always have a
     copy, because merging needs it.
 
     pages: number of pages of the pool for adapters.
-    budget: `adapter_host_bytes`.
+    budget: the option `adapter_host_bytes`.
     """
     resident = 0
     for cost in sorted(adapters, key=lambda cost: cost.pages):
@@ -225,9 +230,9 @@ def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int
 
 
 def process_bytes(options: Options) -> int:
-    """Return the memory of this process once it has loaded the tokenizer.
+    """Return the memory of this process in bytes once it has loaded the tokenizer.
 
-    An engine without weights, pages and adapters needs about as much.
+    An engine needs about as much in addition to its weights, pages and adapters.
     """
     PromptReader(options.model, load_config(options.model))
     pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -241,7 +246,13 @@ def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCo
 def _example_cost(
     config: DecoderConfig, store: AdapterStore, rank: int, label: str, page: int
 ) -> AdapterCost:
-    """Return the cost of an adapter of one rank for a set of targets in all layers."""
+    """Return the cost of an example adapter, which changes the same targets in all layers.
+
+    store: store whose groups give the size of packed matrices.
+    rank: rank of all of its matrices.
+    label: key of EXAMPLE_TARGETS, which lists the targets.
+    page: size of a page in bytes.
+    """
     ranks: dict[MatrixId, int] = {
         (layer, target): rank for layer in range(config.layers) for target in EXAMPLE_TARGETS[label]
     }
@@ -251,9 +262,10 @@ def _example_cost(
 
 
 def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize: int) -> int:
-    """Return the bytes of all fused groups that contain one of `matrices`.
+    """Return the size in bytes of all fused groups that contain one of `matrices`.
 
-    The slab allocates huge pages, which may take up to one more at each end of a group.
+    They are allocated in huge pages, so the memory in use may exceed this by one huge page at each
+    end of a group.
     """
     changed = {
         (layer, group)

@@ -1,7 +1,7 @@
 """The cores that this process may use, and how the engine and the vision encoder share them.
 
-Both the affinity mask and a container's quota count. The functions that decide (`usable_cores`,
-`split_cores`) are pure. The rest of the module reads the limits from the kernel.
+The affinity mask and a container's quota both limit them. The functions that decide
+(`usable_cores`, `split_cores`) are pure. The rest of the module reads the limits from the kernel.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vlora.config import AUTO, IntOrAuto, Options
 log = logging.getLogger(__name__)
 
 CORES_PER_ENCODER_THREAD = 4
-"""Number of cores for which the encoder gets one thread. It has less than a quarter of the work."""
+"""Number of cores per thread of the encoder, which has less than a quarter of the work."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/cgroup")
@@ -32,11 +32,12 @@ class Split(NamedTuple):
 
 
 def usable_cores(affinity: int, quota: float | None) -> int:
-    """Return the number of threads for `affinity` cores under a quota.
+    """Return the number of threads to use.
 
+    affinity: number of cores in the affinity mask.
     quota: number of cores that a container's quota allows, or None. It is rounded to the nearest
-        whole number, at least 1. When threads have used up the quota together, all of them stop
-        until its period ends.
+        whole number, at least 1. More threads would use up the quota together, and all of them
+        would stop until its period ends.
     """
     if quota is None:
         return max(1, affinity)
@@ -46,14 +47,16 @@ def usable_cores(affinity: int, quota: float | None) -> int:
 def split_cores(
     cores: int, engine: IntOrAuto = AUTO, encoder: IntOrAuto = AUTO, *, by_quota: bool = False
 ) -> Split:
-    """Return the threads of engine and encoder on `cores` cores. Explicit numbers are not changed.
+    """Return the number of threads of engine and encoder on `cores` cores.
 
-    The encoder gets a part of the cores, at least one. The engine gets all cores. Its threads take
-    work in small pieces, so a core that the encoder uses for a while costs the engine no more than
-    that core (decision 33).
+    engine, encoder: numbers that the options set, which are kept, or "auto".
+    by_quota: whether a quota limits `cores`.
 
-    by_quota: whether a quota limits `cores`. The engine then gets only the cores that the encoder
-        does not, since two processes that use up the quota together stop until its period ends.
+    By default, the encoder gets a part of the cores, at least one, and the engine gets all cores.
+    The engine's threads take work in small pieces, so a core that the encoder uses for a while
+    costs the engine no more than that core (decision 33). With a quota, the engine gets only the
+    cores that the encoder does not, since two processes that use up the quota together stop until
+    its period ends.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -77,14 +80,16 @@ def split_threads(options: Options) -> Split:
 
 
 def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
-    """Return the smallest CPU quota of this process's control groups, in cores; None without
-    one.
+    """Return the smallest CPU quota of this process's control groups, in cores; None without a
+    quota.
     """
     return tightest_limit(_version_2, "cpu", _version_1, process, root)
 
 
 Reader = Callable[[Path], float | None]
-"""Function that reads a limit from the folder of a control group; None if the group sets none."""
+"""Function that reads a limit from the folder of a control group; None if the group has
+no limit.
+"""
 
 
 def tightest_limit(
@@ -94,9 +99,10 @@ def tightest_limit(
     process: Path = PROCESS,
     root: Path = CGROUPS,
 ) -> float | None:
-    """Return the smallest limit that this process's control groups set, or None.
+    """Return the smallest limit that this process's control groups set; None without any.
 
-    version_2, version_1: read the limit from a group's folder in the layout of each version.
+    version_2, version_1: functions that read the limit of a group, for both versions of control
+        groups.
     controller: name of the controller in version 1.
     """
     try:
@@ -116,7 +122,7 @@ def tightest_limit(
 
 
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
-    """Yield the limits of a group and of all groups above it.
+    """Yield the limits of a group and of all groups that contain it.
 
     In a container, the path may be one of the host that is not visible. `root` is then the
     container's own group.
@@ -133,7 +139,7 @@ def _with_parents(path: str) -> Iterable[str]:
 
 
 def _version_2(folder: Path) -> float | None:
-    """Read `cpu.max`, which contains "quota period" in µs, or "max period"."""
+    """Read `cpu.max`, which contains "quota period" or "max period", in µs."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -142,7 +148,7 @@ def _version_2(folder: Path) -> float | None:
 
 
 def _version_1(folder: Path) -> float | None:
-    """Read `cpu.cfs_quota_us`, which is −1 without a quota."""
+    """Read `cpu.cfs_quota_us`, which is -1 without a quota."""
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

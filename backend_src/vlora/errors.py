@@ -1,6 +1,6 @@
 """The errors that reach a client, and parts of their messages.
 
-Every rejected request gets one of these errors. Any other exception is a bug. It is reported as
+Every rejected request gets one of these errors. Any other exception is a bug, which is reported as
 `Internal`, without a traceback. `code` is the name of the corresponding code of
 `pb_utils.TritonError`.
 """
@@ -14,7 +14,9 @@ from typing import Any, ClassVar
 
 
 class VLoraError(Exception):
-    """A request failed. The message says what was wrong and what would be right."""
+    """Base of the errors that end a request. The message says what was wrong and what would be
+    right.
+    """
 
     code: ClassVar[str] = "INTERNAL"
     counted_elsewhere = False
@@ -27,37 +29,37 @@ class VLoraError(Exception):
 
 
 class InvalidArgument(VLoraError):
-    """The request is invalid."""
+    """Raised for an invalid request, option or adapter."""
 
     code = "INVALID_ARG"
 
 
 class NotFound(VLoraError):
-    """The request names an adapter that does not exist."""
+    """Raised for a request that names an adapter which does not exist."""
 
     code = "NOT_FOUND"
 
 
 class Unavailable(VLoraError):
-    """The queue is full, or the server is shutting down."""
+    """Raised for a request that the server cannot accept now, such as when its queue is full."""
 
     code = "UNAVAILABLE"
 
 
 class Cancelled(VLoraError):
-    """The request was cancelled."""
+    """Raised for a request that was cancelled or superseded, or whose deadline has passed."""
 
     code = "CANCELLED"
 
 
 class Unsupported(VLoraError):
-    """The request is valid, but needs a feature that this server does not have."""
+    """Raised for a valid request that needs a feature which this server does not have."""
 
     code = "UNSUPPORTED"
 
 
 class Internal(VLoraError):
-    """The server has a bug, or a resource such as memory failed."""
+    """Raised if the server has a bug, or if a resource such as memory has failed."""
 
     code = "INTERNAL"
 
@@ -79,10 +81,12 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | None = None) -> str:
-    """Return the end of a sentence about an unknown adapter: the nearest name, and known names.
+    """Return the end of a sentence about an unknown adapter: the nearest name, and some known
+    names.
 
-    similar: names that are searched for the nearest one; None for all. Comparing thousands of names
-        takes noticeable time.
+    names: all known names.
+    similar: names among which the nearest one is searched; None for all. Comparing thousands of
+        names takes noticeable time.
     """
     if not names:
         return " (no adapter is loaded)"

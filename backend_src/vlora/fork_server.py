@@ -1,7 +1,7 @@
 """A fork server: a process that has done the slow imports and forks others within milliseconds.
 
-`ForkServer` starts a fork server and asks it for processes. `serve` is the main loop of the module
-that the fork server runs. Each forked process has its own socket to our process.
+`ForkServer` starts a fork server and asks it for processes. `serve` is the main loop of the fork
+server itself. Each forked process has its own socket to the process that uses it.
 
 **Invariant:** the fork server ends when the process that started it has ended, and the forked
 processes end with the fork server, whatever they are doing. Ctrl-C in a terminal ends none of them.
@@ -26,7 +26,7 @@ PR_SET_PDEATHSIG = 1
 
 FORK, STOP = b"F", b"K"
 COMMAND = struct.Struct("<ci")
-"""Kind and process id, sent to the fork server. FORK carries the new process's socket."""
+"""Command to the fork server: kind and process id. FORK carries the new process's socket."""
 
 ANSWER = struct.Struct("<i")
 """Answer of the fork server: the id of the new process, or an exit code as in `subprocess`."""
@@ -39,7 +39,7 @@ OUT_OF_TIME = -signal.SIGPROF
 
 
 class ForkServer:
-    """A fork server. If it has ended, the next `fork` starts it again. Thread-safe."""
+    """Starts a fork server, and starts it again if it has ended. Thread-safe."""
 
     def __init__(
         self,
@@ -50,9 +50,9 @@ class ForkServer:
     ) -> None:
         """Start the fork server, without waiting until it is ready.
 
-        module: module to run; it must call `serve`.
-        settings: environment variables in addition to ours.
-        data: bytes that the fork server can read by `given_data`.
+        module: module that the fork server runs; it must call `serve`.
+        settings: environment variables that are added to ours.
+        data: bytes that the fork server can read with `given_data`.
         kind: kind of the forked processes' sockets.
         """
         self._module = module
@@ -66,7 +66,7 @@ class ForkServer:
         self._start()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Return the process id and the socket of a new process.
+        """Fork a process, and return its process id and our end of its socket.
 
         Raises ConnectionError if this object is closed or the fork server cannot be started.
         """
@@ -152,7 +152,7 @@ def given_data() -> bytes:
 def serve(run: Callable[[socket.socket], object]) -> None:
     """Fork a process for each command, until the other side closes the socket.
 
-    run: called in a forked process with its socket. The process ends when it returns.
+    run: called in each forked process with its socket. The process ends when it returns.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):

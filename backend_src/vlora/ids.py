@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 MatrixId = tuple[int, str]
-"""A matrix that an adapter may change: (layer, target), (-1, "lm_head"), or (VISION, path)."""
+"""Id of a matrix that an adapter may change: (layer, target), (-1, "lm_head"), or
+(VISION, path).
+"""
 
 VISION = -2
-"""First part of the id of a linear layer of the vision tower or the connector. The second part is
-its path, as `model_shape.vision_path` returns it.
+"""First part of the id of a linear layer of the vision tower or the connector.
+
+The second part is its path, as `model_shape.vision_path` returns it.
 """
 
 BASE = -1
@@ -18,8 +21,10 @@ NO_IMAGE = -1
 
 
 def order_of(slot: int, live: int) -> tuple[int, int]:
-    """Return the sort key of a step's rows: live adapter first, then the base, then by slot.
+    """Return the sort key of a row of a step: rows of the live adapter come first, then the base,
+    then by slot.
 
-    In this order, the rows of each adapter are contiguous, and so are all rows that need −live.
+    In this order, the rows of each adapter are contiguous, and so are all rows from which the live
+    adapter must be subtracted.
     """
     return (0 if slot == live else 1, slot)

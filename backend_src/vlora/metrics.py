@@ -16,11 +16,12 @@ class TierCounters:
     """Totals of adapter loading since the start.
 
     hits: requests whose adapter was resident when they were queued.
-    host_hits: requests whose adapter was in host memory.
-    misses: requests whose adapter was on disk only.
+    host_hits: requests whose adapter was then in host memory.
+    misses: requests whose adapter was then only on disk.
     loads: adapters read from disk.
-    packs: adapters written into the pool.
-    evictions, host_evictions: adapters evicted from the pool, and from host memory.
+    packs: adapters packed into the pool.
+    evictions: adapters evicted from the pool.
+    host_evictions: adapters evicted from host memory.
     """
 
     hits: int = 0
@@ -36,9 +37,11 @@ class TierCounters:
 class GrammarCounters:
     """Totals of structured answers since the start. Each total has only one writer at a time.
 
-    compiled, refused: structures that were compiled, and structures that could not be.
-    compile_seconds: processor time of compiling the first kind.
-    masks, mask_seconds: number of token masks, and their processor time.
+    compiled: structures that were compiled.
+    refused: structures that could not be compiled.
+    compile_seconds: processor seconds of the successful compilations.
+    masks: number of token masks.
+    mask_seconds: processor seconds of computing them.
     failed: answers that ended with an error of their structure.
     """
 
@@ -51,7 +54,12 @@ class GrammarCounters:
 
 
 class Export(NamedTuple):
-    """Published form of a statistic. kind: "counter" or "gauge"."""
+    """Metric under which a statistic is published.
+
+    kind: "counter" or "gauge".
+    name: name of the metric.
+    help: its help text.
+    """
 
     kind: str
     name: str
@@ -68,18 +76,20 @@ def _gauge(name: str, text: str, default: float = 0) -> Any:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Totals since the start, and present values.
+    """Statistics of an engine: totals since the start, and present values.
 
     decode_rows: rows that belong to an answer.
     decode_steps: steps with at least one decode row. So decode_rows / decode_steps is the mean
         decode batch.
     aborted: cancelled requests, including superseded and expired ones.
     mode: mode of the last step.
-    mode_steps, mode_seconds: totals by mode.
+    mode_steps, mode_seconds: number of steps, and seconds of forward passes, by mode.
     prediction_error: median relative error of the latest step predictions.
     paused: requests that hold pages and had no rows in the last step.
     highest_credit, median_credit: in seconds; 0 under a policy without credits.
     pages_used: pages with keys and values of running requests.
+    pages_total: pages of the pool.
+    page_tokens: number of tokens per page.
     pages_cached: pages of cached prefix blocks that no request holds.
     running_adapters, waiting_adapters: number of requests by adapter name; "" is the base model.
     """
@@ -196,12 +206,12 @@ class EngineStats:
 
     @property
     def kv_usage(self) -> float:
-        """Share of the pages that are in use, 0 to 1."""
+        """Share of the pages that hold keys and values of running requests, from 0 to 1."""
         return self.pages_used / self.pages_total if self.pages_total else 0.0
 
 
 def exported_stats() -> dict[str, Export]:
-    """Return how each statistic with its own metric is published, by attribute of `EngineStats`."""
+    """Return the metric of each statistic that has one, by attribute of `EngineStats`."""
     exports = {f.name: f.metadata["export"] for f in fields(EngineStats) if f.metadata}
     exports["kv_usage"] = Export(
         "gauge", "vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1."

@@ -1,6 +1,7 @@
-"""Access to the compiled kernels, `vlora._kernels`. They have one submodule per folder in csrc/.
+"""Access to the compiled kernels, the module `vlora._kernels`, which has a submodule per folder in
+csrc/.
 
-The submodule `runtime` has what the others share: instruction set, threads and microbenchmarks.
+The submodule `runtime` has what the others share: instruction sets, threads and microbenchmarks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Environment variables that make waiting OpenMP threads sleep instead of spin.
 
 A spinning thread takes a core from our kernels' threads, the encoder's process or another process
-(decision 33). The OpenMP runtime of torch reads the variables when it is loaded, so they must be
-set before.
+(decision 33). torch's OpenMP runtime reads the variables when it is loaded, so they must be set
+before torch is imported.
 """
 
 from __future__ import annotations

@@ -28,13 +28,15 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
 MIN_TEMPERATURE = 0.01
-"""Minimum temperature above 0, as in vLLM. Dividing scores by less loses their differences."""
+"""Minimum temperature above 0, as in vLLM. Dividing by a lower one would lose precision of the
+scores.
+"""
 
 RANDOM_SEED = -1
 """Seed that stands for no seed, as in vLLM."""
 
 ADAPTER_KEY = "lora_name"
-"""Key that names the adapter. It is among the sampling keys but does not affect sampling."""
+"""Key that names the adapter. It is sent with the sampling keys but does not affect sampling."""
 
 MAX_STREAM_ID = 256
 """Maximum number of characters of a stream's id."""
@@ -63,7 +65,7 @@ RANGES: dict[str, Range] = {
 """Valid values of the numeric keys. `docs/api.md` lists them.
 
 The engine also compares numbers of tokens with the context, and token ids with the vocabulary.
-`top_k` has no upper limit, because all values from the size of the vocabulary on mean the same;
+`top_k` has no upper limit: if it exceeds the size of the vocabulary, it has no effect.
 `SamplingParams` stores at most MAX_INTEGER.
 """
 
@@ -84,7 +86,8 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "extra_args": ({},),
 }
-"""Values with which a refused vLLM key is accepted, because they describe what this server does.
+"""Values with which a refused vLLM key is nevertheless accepted, since they describe what this
+server does.
 
 Every refused key is also accepted as null.
 """
@@ -174,6 +177,9 @@ class SamplingParams:
     @staticmethod
     def parse(raw: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
         """Return checked parameters from JSON-like values. Numbers may be given as text.
+
+        raw: values by key.
+        defaults: parameters for the missing keys.
 
         Raises InvalidArgument, which names the key, the value and what it must be, and Unsupported
         for keys that are known but not supported.

@@ -1,4 +1,4 @@
-"""Readers, each of which checks a JSON-like value of a client and converts it.
+"""Readers, which check and convert a client's values, such as those from JSON.
 
 A reader takes the key, for its error message, and the value. It raises InvalidArgument, which names
 the key, what the value must be, and the value. Numbers and booleans may be given as text.
@@ -19,7 +19,7 @@ BOOLEANS = {"true": True, "false": False}
 
 
 def wrong_value(key: str, value: Any, expected: str) -> InvalidArgument:
-    """Return the error for a value that does not fit the description `expected`."""
+    """Return the error for a value that is not what `expected` describes."""
     return InvalidArgument(f"'{key}' must be {expected}, not {shown(value)}")
 
 
@@ -80,9 +80,7 @@ def read_text(key: str, value: Any) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a string that UTF-8 can encode. Lone surrogates cannot be
-    encoded.
-    """
+    """Return whether a value is a string that UTF-8 can encode, so one without lone surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
@@ -92,7 +90,9 @@ def is_text(value: Any) -> bool:
 def read_texts(key: str, value: Any, expected: str) -> tuple[str, ...]:
     """Return a list of at least one non-empty string as a tuple without duplicates.
 
-    Raises InvalidArgument with `expected` as the description.
+    expected: description of valid values, for the error.
+
+    Raises InvalidArgument.
     """
     if not isinstance(value, list) or not value:
         raise wrong_value(key, value, expected)

@@ -80,7 +80,7 @@ class ManyAdapters:
         return Options(model=self._model, adapters=root, **(defaults | options))
 
     def link_folders(self, name: str, adapters: Sequence[str], aliases: int = 0) -> Path:
-        """Make a folder with links to these adapters, and `aliases` further links to them."""
+        """Create a folder with links to these adapters, and `aliases` further links to them."""
         root = self._scratch / name
         root.mkdir()
         for adapter in adapters:
@@ -137,7 +137,7 @@ class ManyAdapters:
         """Measure steps with a growing number of adapters, and compare them with a prediction.
 
         The prediction is the time of the step with the fewest adapters, plus the time to read the
-        bytes of the others. `over_predicted` is the measured time over this prediction.
+        bytes of the others. `over_predicted` is the measured time divided by this prediction.
         """
         batch = max(self._grid["distinct"])
         root = self.link_folders("distinct", self.names[:batch])
@@ -224,7 +224,7 @@ class ManyAdapters:
         settings: Sequence[tuple[str, Path, Mapping[str, Any]]],
         names: Sequence[str],
     ) -> list[AdaptersResult]:
-        """Measure the same requests on two engines, which take turns to run first.
+        """Measure the same requests on two engines, which alternate in running first.
 
         The second result also has the medians, over the rounds, of its ratios to the first.
         """
@@ -313,5 +313,5 @@ def _load_seconds(engine: Engine, name: str) -> float:
 
 
 def _middle(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return the outcome with the median throughput."""
+    """Return that outcome whose throughput is the median."""
     return sorted(outcomes, key=lambda outcome: outcome.throughput)[len(outcomes) // 2]

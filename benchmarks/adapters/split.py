@@ -79,7 +79,7 @@ class SplitPool(PagePool):
 
 
 class SplitPrefixCache(PrefixCache):
-    """Prefix cache that ignores evicted adapters, since they are on the other side of the wall."""
+    """Prefix cache whose order of eviction does not depend on evicted adapters."""
 
     def evict_first(self, scope: str) -> None:
         """Do nothing: the order of eviction stays as it is."""
@@ -122,7 +122,7 @@ class UnpairedPages:
     cached: list[float] = field(default_factory=list)
 
     def count(self, engine: Engine) -> None:
-        """Count the pages of an engine."""
+        """Append the present numbers of an engine to `held` and `cached`."""
         assert engine.memory.prefix is not None
         resident = set(engine.adapters.resident.values())
         without = (s for s in engine.scheduler.running if s.adapter not in resident)
@@ -143,7 +143,7 @@ class UnpairedPages:
 def run_split(
     adapters: ManyAdapters, grid: Mapping[str, Any], status: Callable[[str], None]
 ) -> list[AdaptersResult]:
-    """Measure each trace on both engines.
+    """Measure each trace on an engine with one pool and on one with a split pool.
 
     All adapters are in host memory. All requests for one adapter share the start of their prompt.
     """
@@ -160,7 +160,7 @@ def run_split(
 def _run_trace(
     adapters: ManyAdapters, root: Path, grid: Mapping[str, Any], kind: str, order: Sequence[str]
 ) -> list[AdaptersResult]:
-    """Measure one trace on both engines, which take turns to run first."""
+    """Measure one trace on both engines, which alternate in running first."""
     split = grid["split"]
     length = split["shared"] + grid["prompt"] + grid["output"] + BLOCK
     options = adapters.options(

@@ -1,1 +1,1 @@
-"""Attention over KV pages against its reference implementation and the roofline."""
+"""Benchmark of attention over KV pages, compared with torch's attention and the roofline."""

@@ -68,7 +68,7 @@ class AttentionCell:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one layer's keys and values that are read."""
+        """Number of bytes of one layer's keys and values that a call reads."""
         positions = sum(rows + start for rows, start in self.chunks)
         return 2 * positions * self.kv_heads * self.dim * DTYPES[self.dtype].itemsize
 
@@ -157,7 +157,7 @@ def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[Attenti
 
 
 class SyntheticAttention:
-    """Random keys and values of so many layers that they are cold, and the chunks of one step."""
+    """Chunks of one step, and random keys and values of more layers than the caches hold."""
 
     def __init__(self, cell: AttentionCell) -> None:
         page_counts = [-(-(rows + start) // cell.block) for rows, start in cell.chunks]

@@ -25,7 +25,7 @@ separate."""
 
 
 class DLora:
-    """dLoRA's policy with the step times of this machine.
+    """Policy of dLoRA with the step times of this machine.
 
     The cost model provides them when the first mergeable adapter arrives. Until then the published
     times are used.
@@ -107,7 +107,7 @@ class DLora:
             self._leave = self._speed
 
     def _credited(self, ready: Sequence[Candidate]) -> list[Candidate]:
-        """Return requests of the adapters that are served by credit, highest credit first."""
+        """Return the requests of adapters with enough credit, highest credit first."""
         self._by_credit = {
             name
             for name in self._known
@@ -118,7 +118,7 @@ class DLora:
         return [r for name in order for r in ready if _name(r) == name][: self.max_batch]
 
     def _settle(self, fcfs: Sequence[Candidate], chosen: Sequence[Candidate], price: float) -> None:
-        """Move credit from requests that were served early to those that were passed over."""
+        """Move credit from adapters that were served early to those that were passed over."""
         served, due = {r.id for r in chosen}, {r.id for r in fcfs}
         early = [r for r in chosen if r.id not in due]
         passed = [r for r in fcfs if r.id not in served]

@@ -10,7 +10,7 @@ from vlora.ids import BASE
 
 
 class MergeOnly:
-    """Run all requests of the oldest request's adapter, with that adapter merged."""
+    """Policy that merges the oldest request's adapter and runs all requests of this adapter."""
 
     uses_costs = False
     orders = (Order.ARRIVAL,)

@@ -133,7 +133,7 @@ class EngineBenchmark(Benchmark[Job]):
             result.peers.append(peer.run(result.load.draw(self._checkpoint, seed)))
 
     def _peer_dtype(self) -> Any:
-        """Return the type in which torch is fastest on this CPU."""
+        """Return the name of the storage type in which torch is fastest on this CPU."""
         import torch
 
         from benchmarks.machine import has_bf16_instructions

@@ -48,7 +48,7 @@ class StepTrace:
     tower: Work | None
 
     def floor(self, peak: float, rate: float) -> LoadTimes:
-        """Return the times of a run in which the tower and each step take their roofline."""
+        """Return the times of a run in which the tower and each step reach their roofline."""
         now = 0.0 if self.tower is None else self.tower.flops / peak
         step_ends = [now := now + work.seconds(peak, rate) for work in self.works]
         return LoadTimes(
@@ -62,7 +62,7 @@ class StepTrace:
 
 
 class InProcess:
-    """Engine loop and vision encoder in this process, as a context manager."""
+    """Engine loop and vision encoder in this process. Use as a context manager."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, engine_options: dict[str, Any]) -> None:
         options = Options(
@@ -144,7 +144,7 @@ class InProcess:
 
 
 class _Recorder:
-    """Recorder of the work of every step, and of the steps that gave each request its tokens."""
+    """Recorder of every step's work, and of each request's first and last step."""
 
     def __init__(self, checkpoint: Checkpoint, itemsize: int) -> None:
         self._sizes = checkpoint.sizes
@@ -154,7 +154,7 @@ class _Recorder:
         self.last: dict[str, int] = {}
 
     def wrap(self, forward: Callable[..., StepResult]) -> Callable[..., StepResult]:
-        """Return `forward` with recording."""
+        """Return a function that calls `forward` and records the work of the step."""
 
         def recorded(runner: Runner, chunks: Any, *arguments: Any) -> StepResult:
             for chunk in chunks:

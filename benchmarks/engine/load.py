@@ -75,7 +75,7 @@ class Load:
         return f"{self.kind}_{self.adapters}"
 
     def draw(self, checkpoint: Checkpoint, seed: int) -> list[LoadRequest]:
-        """Return the requests. Their prompts and images differ from those of any other seed."""
+        """Return the requests of this load, with prompts and images that differ for each seed."""
         names, sizes = checkpoint.adapter_names, checkpoint.sizes
         words = (TEXT_TOKENS if self.kind == "text" else IMAGE_TEXT_TOKENS) - 1
         return [
@@ -97,7 +97,7 @@ class LoadTimes:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency: the sum of all end-to-end times over the number of tokens."""
+        """Average token latency: the sum of end-to-end times divided by the number of tokens."""
         return sum(self.end) / (len(self.end) * OUTPUT)
 
     @property

@@ -24,7 +24,7 @@ READ_BYTES = 256 << 20
 
 @dataclass
 class EngineResult:
-    """One load with all its repeats.
+    """Results of one load: the times of all its repeats.
 
     in_process: for each repeat, its times, the floor of its steps, and the roofline in seconds of
         all its work together.
@@ -118,7 +118,7 @@ class EnginePair:
         self._warm = False
 
     def run(self, load: Load, repeats: int) -> EngineResult:
-        """Run a load in process and over gRPC in turn. Each repeat has prompts of its own."""
+        """Run a load in process and over gRPC alternately. Each repeat has other prompts."""
         if not self._warm:
             self._engine.run(load.draw(self._checkpoint, 0)[:2])
             self._warm = True

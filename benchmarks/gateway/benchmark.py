@@ -92,7 +92,7 @@ class GatewayBenchmark(Benchmark[Cell]):
             yield row | self._runner.run(self._cut(serving, number))
 
     def _start(self, name: str) -> tuple[Serving, Clients]:
-        """Return the server of a model and its clients. Start them if they do not run yet."""
+        """Return the server of the model `name` and its clients. The first call starts them."""
         from benchmarks.gateway.serving import Model, Serving
 
         if self._serving is None or self._serving.model.name != name:
@@ -256,7 +256,7 @@ class GatewayBenchmark(Benchmark[Cell]):
 
 
 async def _clients(serving: Serving) -> Clients:
-    """Return clients for the running event loop: a gRPC channel belongs to one loop."""
+    """Return new clients for the running event loop, since a gRPC channel belongs to one loop."""
     from benchmarks.gateway.clients import Clients
     from vlora.launcher.exposure import LOOPBACK
 
@@ -264,7 +264,7 @@ async def _clients(serving: Serving) -> Clients:
 
 
 async def _in_groups(work: Sequence[Any]) -> list[Any]:
-    """Await all items, a few at a time. Return the results, or the errors of those that failed."""
+    """Await all items, CONNECT_AT_ONCE at a time. Return the result or the error of each."""
     done: list[Any] = []
     for start in range(0, len(work), CONNECT_AT_ONCE):
         group = work[start : start + CONNECT_AT_ONCE]
@@ -299,6 +299,6 @@ def _median_ms(seconds: Sequence[float]) -> float:
 
 
 def _spread(values: Sequence[float]) -> float:
-    """Return the interquartile range over the median."""
+    """Return the interquartile range divided by the median."""
     low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
     return (high - low) / middle

@@ -90,7 +90,10 @@ class Connection:
         await self._writer.drain()
 
     async def head(self) -> bytes:
-        """Return the head of the answer, which comes with the first token. Raise BenchmarkError."""
+        """Return the head of the answer, which arrives with the first token.
+
+        Raise BenchmarkError if the request failed.
+        """
         assert self._reader is not None
         head = await self._reader.readuntil(2 * SEPARATOR)
         if not head.startswith(b"HTTP/1.1 200"):
@@ -98,7 +101,10 @@ class Connection:
         return head
 
     async def body(self) -> AsyncIterator[bytes]:
-        """Yield the parts of the answer's body as they arrive. Raise BenchmarkError."""
+        """Yield the parts of the answer's body as they arrive.
+
+        Raise BenchmarkError if the request failed.
+        """
         head = await self.head()
         assert self._reader is not None
         lines = head.lower().split(SEPARATOR)

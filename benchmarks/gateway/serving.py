@@ -30,7 +30,7 @@ STOP_SECONDS = 10.0
 
 
 class Model:
-    """A checkpoint with adapters, and requests for it.
+    """Checkpoint with adapters, and requests for it.
 
     name: `demo`, `mid-size`, or `instant` for a server that answers at once, without a model.
     """
@@ -42,7 +42,7 @@ class Model:
             self._checkpoint = llava.make(llava.MODELS["whole"], root)
 
     def server(self) -> TritonServer | InstantServer:
-        """Return its server, which is not started."""
+        """Return a server of the model, which the caller starts."""
         if self.name == "instant":
             return InstantServer()
         if self._checkpoint is None:
@@ -115,7 +115,7 @@ class Serving:
         return sum(float(line[-1]) for line in lines if line and line[0].partition("{")[0] == name)
 
     def gateway_seconds(self) -> float:
-        """Return the processor seconds that the gateway has taken so far."""
+        """Return the CPU time in seconds that the gateway's process has taken so far."""
         times = self.gateway.cpu_times()
         return float(times.user + times.system)
 

@@ -1,1 +1,1 @@
-"""Benchmark of the LoRA operator against its baselines over a fixed grid."""
+"""Benchmark of the LoRA operator, compared with its baselines over a fixed grid."""

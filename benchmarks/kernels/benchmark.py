@@ -1,4 +1,4 @@
-"""The kernels benchmark: ATMM against its baselines over a fixed grid."""
+"""The kernels benchmark: ATMM compared with its baselines over a fixed grid."""
 
 from __future__ import annotations
 

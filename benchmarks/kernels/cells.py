@@ -72,7 +72,7 @@ class KernelCell:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Ranks of the adapters that occur, by slot."""
+        """Rank of each adapter that a request uses, by slot."""
         if isinstance(self.rank, int):
             return (self.rank,) * self.adapters
         return tuple(MIXED_RANKS[slot % len(MIXED_RANKS)] for slot in range(self.adapters))

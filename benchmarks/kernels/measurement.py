@@ -135,7 +135,7 @@ class KernelResult:
 
 @dataclass
 class Rotation:
-    """Calls of one operator for one layer after another.
+    """Function whose calls run one operator on one layer after another.
 
     A hot cell has one layer. A cold cell has so many layers that each has left the caches before
     its next call.
@@ -212,7 +212,7 @@ def _rows(operator: LoraOperator, x: torch.Tensor) -> tuple[torch.Tensor, torch.
 
 
 def _layers(cell: KernelCell) -> int:
-    """Return the number of layers that the calls rotate through."""
+    """Return the number of layers whose adapters the calls of a cell use in turn."""
     if not cell.cold:
         return 1
     layers = -(-COLD_TOTAL_BYTES // cell.adapter_bytes)

@@ -39,7 +39,7 @@ class LoraOperator(ABC):
 
     @abstractmethod
     def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
-        """Return a call for copies of these adapters. Operators share no weights in the caches."""
+        """Return a call that uses copies of these adapters, so that operators share no weights."""
 
 
 class PeftLoop(LoraOperator):

@@ -14,7 +14,7 @@ from benchmarks.report import figure_table
 
 
 def kernel_table(results: Sequence[KernelResult]) -> Table:
-    """Return one line per cell and thread count."""
+    """Return a table with one line per cell and thread count."""
     table = figure_table(
         (
             *("cell", "threads", "ATMM µs", "limit/time"),
@@ -39,7 +39,7 @@ def kernel_table(results: Sequence[KernelResult]) -> Table:
 
 
 def stability_table(rows: Sequence[Mapping[str, Any]], rounds: int) -> Table:
-    """Return one line per cell with each operator's coefficient of variation."""
+    """Return a table with each operator's coefficient of variation, one line per cell."""
     names = ("atmm", *(baseline.name for baseline in BASELINES))
     table = figure_table(
         ("cell", *(name.replace("_", " ") for name in names)),

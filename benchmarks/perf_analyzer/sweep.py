@@ -67,7 +67,7 @@ class ServerCounters:
 
     @classmethod
     def read(cls, metrics_url: str) -> ServerCounters:
-        """Return the present counters."""
+        """Read the counters from the server's metrics."""
         time.sleep(REFRESH_SECONDS)
         metrics = read_metrics(metrics_url)
         return cls(

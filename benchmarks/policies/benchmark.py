@@ -177,7 +177,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         return [] if self._plot is None else draw_figures(self.rows, self._plot)
 
     def _capacity_cells(self) -> Iterator[PolicyCell]:
-        """Yield a cell for each application with all requests at once."""
+        """Yield a cell for each application in which all requests arrive at the same time."""
         from benchmarks.policies.grid import CAPACITY, SUMMARY_SETTING, PolicyCell
 
         values = self._grid.values
@@ -271,7 +271,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         yield key | replay.as_row()
 
     def _may_measure(self) -> bool:
-        """Return whether there is time for another measurement."""
+        """Return whether enough time is left to measure another cell."""
         return self._last_measurement is not None and time.monotonic() <= self._last_measurement
 
     def _trace(self, cell: PolicyCell) -> Any:
@@ -288,7 +288,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         return self._engine
 
     def _key(self, job: Job) -> Row:
-        """Return the keys and values that identify the row of a job."""
+        """Return the items that a row of this job has and no row of another job."""
         from benchmarks.policies.source_fingerprint import source_fingerprint
 
         assert job.cell is not None

@@ -1,9 +1,9 @@
 """A closed loop on the demo checkpoint: each finished request is replaced by a new one.
 
 All but the first requests generate the same number of tokens. They rotate over the base model and
-some adapters. The number of concurrent requests is constant, so their latency is this number over
-the throughput; only the throughput is measured. Here a policy gains nothing from the order of
-requests. The steps are short, which makes the overhead of a policy visible.
+some adapters. The number of concurrent requests is constant, so their latency is this number
+divided by the throughput; only the throughput is measured. Here a policy gains nothing from the
+order of requests. The steps are short, which makes the overhead of a policy visible.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ closed loop: the rows of `closed_loop`.
 class PolicyCell:
     """One trace at one rate, and the policies that run it, in order.
 
-    load: arrival rate over the throughput of unmerge_only.
+    load: arrival rate divided by the throughput of unmerge_only.
     kind: kind of its rows.
     """
 
@@ -50,7 +50,10 @@ class PolicyCell:
         return f"{w.application} load {self.load:g} skew {w.skew:g} seed {self.seed}"
 
     def trace(self, capacity: float) -> list[TracedRequest]:
-        """Return the requests. capacity: throughput of unmerge_only in requests per second."""
+        """Return the trace's requests.
+
+        capacity: throughput of unmerge_only in requests per second.
+        """
         return self.workload.trace(self.seed, self.load * capacity, self.count)
 
     def as_row(self) -> dict[str, Any]:
@@ -110,7 +113,7 @@ class PolicyGrid:
                 yield PolicyCell(workload, entry["count"], seed, load, policies, TWO_ADAPTERS)
 
     def simulated_cells(self) -> Iterator[PolicyCell]:
-        """Yield the cells that are simulated only."""
+        """Yield the cells whose traces are simulated and not measured."""
         values = self.values["simulated"]
         for entry, arrivals, adapters, load, skew in itertools.product(
             self.values["workloads"],

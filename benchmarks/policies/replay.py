@@ -59,7 +59,7 @@ class Replay:
 
     @property
     def token_latency(self) -> float:
-        """Average token latency (§6.1): the sum of all end-to-end times over all tokens."""
+        """Average token latency (§6.1): the sum of all end-to-end times divided by all tokens."""
         return sum(self.end[i] - self.arrival[i] for i in self.end) / self.tokens
 
     def as_row(self) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def replay_simulated(
 
 
 class _Simulation:
-    """A scheduler whose steps take predicted time."""
+    """Scheduler and pages of a simulation, in which a step takes its predicted time."""
 
     def __init__(
         self,

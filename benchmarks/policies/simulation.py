@@ -1,4 +1,4 @@
-"""Parts of a simulated engine: derived cost models, and adapters without files."""
+"""Parts of simulated replays: copies of cost models, and adapters without files."""
 
 from __future__ import annotations
 

@@ -31,9 +31,9 @@ POLICY_MODULES = {
 
 @cache
 def source_fingerprint(name: str) -> str:
-    """Return the fingerprint of the modules that decide a policy's choices and predictions.
+    """Return a hash of the code on which the choices and predictions of the policy `name` depend.
 
-    The model and its kernels are left out: they are equally fast for all policies.
+    The code of the model and its kernels is left out: all policies share it.
     """
     modules = (*COMMON_MODULES, POLICY_MODULES[POLICY_OF_SYSTEM.get(name, name)])
     sources = (Path(str(module.__file__)).read_text() for module in modules)
@@ -41,7 +41,7 @@ def source_fingerprint(name: str) -> str:
 
 
 def canonical_code(source: str) -> str:
-    """Return Python code without comments, docstrings and formatting, as a syntax tree."""
+    """Return a text that differs only if code, not comments, docstrings or formatting, differs."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
@@ -58,7 +58,7 @@ def code_fingerprint(code: str) -> str:
 
 
 def current(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows that the present code measured, and rows without a policy."""
+    """Return those rows that were measured with the present code, or that have no policy."""
     return [
         row
         for row in rows

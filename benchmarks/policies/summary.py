@@ -101,7 +101,7 @@ def _on_one_machine(
 
     The speed of a shared machine may change by half within a minute. Each measured latency is
     multiplied by a ratio of simulated latencies of its trace: with the cost model of the end of the
-    run, over that with the cost model at the time of the measurement.
+    run, divided by that with the cost model at the time of the measurement.
     """
     simulated_again = {(row["policy"], _trace(row)): row["token_latency_ms"] for row in again}
     keys = [(row, (row["policy"], _trace(row))) for row in measured if row["simulated_ms"]]
@@ -118,7 +118,7 @@ def _on_one_machine(
 
 
 def _worst_vs_best(rows: Sequence[ResultRow], settings: Iterable[Setting]) -> float | None:
-    """Return the largest ratio of our latency to that of the setting's best baseline."""
+    """Return the largest ratio of our latency to that of the best baseline in the same setting."""
     return _largest(
         _mean(_ratios(rows, name, **setting)) for setting in settings for name in BASELINES
     )

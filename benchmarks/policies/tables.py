@@ -19,7 +19,7 @@ SECONDS = ("p50_s", "p95_s", "p99_s", "first_token_s", "requests_per_s")
 
 
 def policy_table(rows: Sequence[ResultRow]) -> Table:
-    """Return one line per setting and policy, with means over seeds."""
+    """Return a table with one line per setting and policy, with means over seeds."""
     table = figure_table(
         (
             *("trace", "policy", "ms/token", "p50 s", "p95 s", "p99 s", "first s", "req/s"),
@@ -47,7 +47,7 @@ def policy_table(rows: Sequence[ResultRow]) -> Table:
 
 
 def gain_table(gains: Sequence[ResultRow]) -> Table:
-    """Return one line per setting of `gains_by_setting`."""
+    """Return a table with one line per row of `gains_by_setting`."""
     names = [name for name in (gains[0] if gains else ()) if name not in SETTING]
     table = figure_table(
         ("trace", *(name.replace("_", " ") for name in names)),

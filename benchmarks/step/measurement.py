@@ -74,7 +74,7 @@ class StepCell:
         return self.rows if self.phase == "decode" else max(1, adapters)
 
     def length(self, adapters: int) -> int:
-        """Return the number of tokens that a request has after the step."""
+        """Return the number of tokens that each request has after the step."""
         if self.phase == "decode":
             return self.context + 1
         return self.rows // self.requests(adapters)
@@ -122,16 +122,16 @@ class StepResult:
         return self.limit(adapters) / self.timings[adapters].median
 
     def cost(self, adapters: int) -> float:
-        """Return the time with adapters divided by the time of the base model."""
+        """Return the step's time with this number of adapters, divided by its time without any."""
         return self.timings[adapters].median / self.timings[0].median
 
     def cost_by_bytes(self, adapters: int) -> float:
-        """Return the value of `cost` that the moved bytes alone predict."""
+        """Return the value of `cost` that follows from the bytes read and written alone."""
         return self.cell.work(adapters).moved / self.cell.work(0).moved
 
     @property
     def elsewhere(self) -> float:
-        """Share of the base model's step that is not matrix products, attention or LoRA."""
+        """Share of the base model's step outside matrix products, attention and LoRA."""
         return 1.0 - sum(self.shares[0].values())
 
     @property
@@ -248,7 +248,7 @@ def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
 
 
 def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[str, Any]:
-    """Return the memory of the grid's first model by storage type, as keys of the summary."""
+    """Return the memory in MiB of the grid's first model, as one summary key per storage type."""
     dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
     folder = llava.make(llava.MODELS[cells[0].model], root).folder
     sizes = footprints(folder, [ENGINE_NAMES[dtype] for dtype in dtypes])
@@ -256,7 +256,7 @@ def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[
 
 
 def _shares(step: Callable[[], None], steps: int) -> dict[str, float]:
-    """Return each part's share of the time of a step, measured over `steps` steps."""
+    """Return the share of the step's time that each part takes, measured over `steps` steps."""
     with timed_parts() as spent:
         started = time.perf_counter()
         for _ in range(steps):

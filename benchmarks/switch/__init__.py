@@ -1,1 +1,1 @@
-"""Benchmark of merging, switching adapters and deLoRA."""
+"""Benchmark of merging adapters, switching between them, and mixture mode (deLoRA)."""

@@ -1,4 +1,4 @@
-"""The switch benchmark: merges, mode switches, deLoRA's work and in-place drift."""
+"""The switch benchmark: merges, changes of mode, mixture mode, and drift of merging in place."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Job = tuple["MergeModel | str", "int | str"]
 
 
 class SwitchBenchmark(Benchmark[Job]):
-    """Cost of changing the live adapter: times of merges, and delays that requests see."""
+    """Benchmark of changing the live adapter: times of merges, and delays that requests see."""
 
     name = "switch"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -107,7 +107,7 @@ class SwitchBenchmark(Benchmark[Job]):
             yield from drifts
 
     def _run_changes(self, dtype: str) -> Iterator[Row]:
-        """Measure mode switches and, in fp32, the work of deLoRA on the same engine."""
+        """Measure changes of mode and, in fp32, LoRA in mixture mode, on one engine."""
         from benchmarks.switch import delora_work, mode_changes
 
         self.status("a mode switch between two tokens")

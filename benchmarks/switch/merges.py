@@ -74,7 +74,7 @@ class MergeModel:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """Timings of all ways to merge one model."""
+    """Timings of the different ways to merge one model."""
 
     model: MergeModel
     threads: int
@@ -177,7 +177,7 @@ def measure(model: MergeModel, threads: int, roofline: Roofline, rounds: int) ->
 
 
 def summarize(results: Sequence[MergeResult]) -> dict[str, Any]:
-    """Return the mean and worst share of the limit, and the mean speed-up over addmm, by type."""
+    """Return, by type, the mean and worst share of the roofline, and the speed-up over addmm."""
     summary: dict[str, Any] = {}
     for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
         of_type = [result for result in results if result.model.dtype == dtype]

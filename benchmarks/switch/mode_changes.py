@@ -70,7 +70,7 @@ def model_for(grid: Mapping[str, Any], dtype: str, root: Path | None = None) -> 
 def measure_changes(
     grid: Mapping[str, Any], model: SyntheticModel, dtype: str, *, quick: bool
 ) -> ModeChangeGaps:
-    """Run decoding requests through rounds of all changes. The first round warms up."""
+    """Measure rounds of all changes with decoding requests. The first round is not counted."""
     requests, context = grid["requests"], grid["context"]
     model.stage(requests, context + 1, context)
     # Two adapters of the largest rank, so that all merges are equally large.

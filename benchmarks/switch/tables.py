@@ -15,7 +15,7 @@ from benchmarks.switch.mode_changes import ModeChangeGaps
 
 
 def merge_table(results: Sequence[MergeResult]) -> Table:
-    """Return one line per model, rank, type and thread count."""
+    """Return a table of merges: one line per model, rank, type and thread count."""
     names = (ATMM, IN_PLACE, ADDMM, COPY)
     table = figure_table(
         (
@@ -47,7 +47,7 @@ def merge_table(results: Sequence[MergeResult]) -> Table:
 
 
 def change_table(changes: Sequence[ModeChangeGaps]) -> Table:
-    """Return one line per change of mode and type."""
+    """Return a table with one line per change of mode and storage type."""
     table = figure_table(
         ("change between two tokens", "type", "p50 ms", "p99 ms"),
         "time between two tokens of a decoding request",
@@ -61,7 +61,7 @@ def change_table(changes: Sequence[ModeChangeGaps]) -> Table:
 
 
 def delora_table(results: Sequence[DeloraResult]) -> Table:
-    """Return one line per phase and number of starved requests."""
+    """Return a table with one line per phase and number of starved requests."""
     table = figure_table(
         ("phase", "starved", "unmerged ms", "mixture ms", "ratio", "predicted", "by peak"),
         "LoRA in one step: deLoRA's time over unmerged's",
@@ -79,7 +79,7 @@ def delora_table(results: Sequence[DeloraResult]) -> Table:
 
 
 def drift_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Return one line per type and number of switches."""
+    """Return a table of the drift: one line per storage type and number of switches."""
     table = figure_table(
         ("type", "switches", "largest change", "weights changed"),
         "base weights after merging and unmerging in place (out of place they never change)",

@@ -16,6 +16,7 @@ import pytest
 import yaml
 
 from tests.support import deploy_kit as kit
+from tests.support.gateway import running
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, picture
 from vlora.launcher.server import ServerOptions, TritonServer
@@ -61,15 +62,15 @@ class Prometheus:
 
 
 @contextmanager
-def scraping(programs: Path, target: str, folder: Path) -> Iterator[Prometheus]:
+def scraping(programs: Path, targets: list[str], folder: Path) -> Iterator[Prometheus]:
     """Run Prometheus with the configuration of compose and yield a client.
 
-    It differs in the target, in an interval of one second instead of five, and in alerts that fire
+    It differs in the targets, in an interval of one second instead of five, and in alerts that fire
     without a delay.
     """
     config = yaml.safe_load(CONFIG.read_text())
     config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
-    config["scrape_configs"][0]["static_configs"][0]["targets"] = [target]
+    config["scrape_configs"][0]["static_configs"][0]["targets"] = targets
     (folder / "prometheus.yaml").write_text(yaml.safe_dump(config))
     (rules,) = config["rule_files"]
     text = re.sub(r"^( +for:) \w+$", r"\1 0s", ALERTS.read_text(), flags=re.MULTILINE)
@@ -111,8 +112,11 @@ def test_every_query_has_data_from_a_real_server_and_its_end_fires_an_alert(
     with TritonServer(options) as server:
         target = f"127.0.0.1:{server.options.metrics_port}"
         asker = Asker(server.grpc_url, server.http_url, server.metrics_url)
-        with scraping(programs, target, tmp_path) as prometheus:
-            until(lambda: prometheus.values("up") == [1.0])
+        with (
+            running(server.grpc_url, tmp_path) as gateway,
+            scraping(programs, [target, gateway.address], tmp_path) as prometheus,
+        ):
+            until(lambda: prometheus.values("up") == [1.0, 1.0])
 
             def queries_without_data() -> list[str]:
                 """Send one request of each kind; return the queries that have no value yet."""
@@ -120,6 +124,10 @@ def test_every_query_has_data_from_a_real_server_and_its_end_fires_an_alert(
                     keys = {"lora_name": name, "max_tokens": 5, "ignore_eos": True}
                     asker.stream("lmm", text_input="hello", stream=True, sampling_parameters=keys)
                 asker.once("video_analytics", text_input="?", image=picture())
+                structure = {"structured_outputs": {"regex": "a{3}b"}}
+                asker.stream("lmm", text_input="hello", sampling_parameters=structure)
+                body = {"model": "base", "prompt": "hello", "max_tokens": 5}
+                assert gateway.http("/v1/completions", json.dumps(body).encode())[0] == 200
                 with pytest.raises(Refused):
                     asker.once("lmm_unary", text_input="?", sampling_parameters={"lora_name": "x"})
                 results = {query: prometheus.values(query) for query in QUERIES}

@@ -15,7 +15,7 @@ from tests.support import adapter_kinds as kinds
 from tests.support.families import Family
 from vlora.errors import InvalidArgument
 from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import Conversion, Limits, convert
+from vlora.generation.convert import Conversion, ConversionLimits, convert
 from vlora.lora.adapter import load_adapter
 from vlora.lora.keys import parse_key
 from vlora.model.decoder_config import load_config
@@ -34,7 +34,7 @@ def family(
     return Family(request.param, checkpoint, tmp_path_factory.mktemp(request.param))
 
 
-def run(checkpoint: Path, source: Path, out: Path, limits: Limits) -> Conversion:
+def run(checkpoint: Path, source: Path, out: Path, limits: ConversionLimits) -> Conversion:
     config = load_config(checkpoint)
     return convert(
         source, out, adapter_shape(checkpoint, config), BaseWeights(checkpoint, config), limits
@@ -52,7 +52,7 @@ def test_a_converted_adapter_answers_as_the_original_with_peft(
     family: Family, tmp_path: Path, kind: str
 ) -> None:
     kinds.save(kinds.CONVERTED[kind](family.checkpoint), tmp_path / "source" / kind)
-    limits = Limits(FULL_RANK, 1e-4)
+    limits = ConversionLimits(FULL_RANK, 1e-4)
     result = run(family.checkpoint, tmp_path / "source" / kind, tmp_path / "root" / kind, limits)
     assert result.error < 1e-5
     load_alone(family, tmp_path / "source" / kind, kind)
@@ -76,7 +76,7 @@ def test_the_stated_error_is_that_of_the_weights(family: Family, tmp_path: Path,
     errors = []
     for rank in (8, 20, 40):
         out = tmp_path / f"{kind}-{rank}"
-        result = run(family.checkpoint, tmp_path / kind, out, Limits(rank, 1.0))
+        result = run(family.checkpoint, tmp_path / kind, out, ConversionLimits(rank, 1.0))
         pairs = load_adapter(kind, out, shape).pairs
         assert result.errors.keys() == pairs.keys() == changes.keys()
         for matrix, (a, b) in pairs.items():
@@ -100,10 +100,12 @@ def test_an_error_above_the_limit_is_refused_with_the_rank_that_keeps_it(
 ) -> None:
     kinds.save(kinds.lora(family.checkpoint, use_dora=True), tmp_path / "dora")
     with pytest.raises(InvalidArgument, match=r"the limit is 0\.05.*needs --rank") as caught:
-        run(family.checkpoint, tmp_path / "dora", tmp_path / "out", Limits(8, 0.05))
+        run(family.checkpoint, tmp_path / "dora", tmp_path / "out", ConversionLimits(8, 0.05))
     assert not list(tmp_path.glob("out*"))
     rank = int(str(caught.value).split("--rank ")[1].split(";")[0])
-    result = run(family.checkpoint, tmp_path / "dora", tmp_path / "out", Limits(rank + 2, 0.05))
+    result = run(
+        family.checkpoint, tmp_path / "dora", tmp_path / "out", ConversionLimits(rank + 2, 0.05)
+    )
     assert result.worst <= 0.05
     assert max(result.ranks) == rank + 2
 
@@ -116,7 +118,7 @@ def test_all_layouts_of_a_dora_convert_to_the_same_adapter(
     kinds.save(kinds.lora(family.checkpoint, use_dora=True), tmp_path / "dora")
     kinds.rename(tmp_path / "dora", tmp_path / layout, kinds.LAYOUTS[layout])
     for name in ("dora", layout):
-        run(family.checkpoint, tmp_path / name, tmp_path / f"out-{name}", Limits(20, 1.0))
+        run(family.checkpoint, tmp_path / name, tmp_path / f"out-{name}", ConversionLimits(20, 1.0))
     ours, theirs = (
         load_file(tmp_path / f"out-{name}" / "adapter_model.safetensors")
         for name in ("dora", layout)
@@ -141,7 +143,7 @@ def test_a_pickle_is_converted_without_a_change_of_any_value(
     kinds.save(model, tmp_path / "x")
     expected = load_file(tmp_path / "x" / "adapter_model.safetensors")
     pickled(tmp_path / "x")
-    result = run(family.checkpoint, tmp_path / "x", tmp_path / "out", Limits(1, 0.0))
+    result = run(family.checkpoint, tmp_path / "x", tmp_path / "out", ConversionLimits(1, 0.0))
     assert (result.error, result.ranks) == (0.0, (2, 4))
     got = load_file(tmp_path / "out" / "adapter_model.safetensors")
     assert {key: tensor.dtype for key, tensor in got.items()} == dict.fromkeys(expected, dtype)
@@ -165,10 +167,12 @@ def test_copies_of_the_base_are_dropped_and_trained_ones_are_refused(
                 parameter.copy_(base[plain])
     model.save_pretrained(tmp_path / "copied")
     assert len(load_file(tmp_path / "copied" / "adapter_model.safetensors")) == 2 * 15 + 2
-    result = run(family.checkpoint, tmp_path / "copied", tmp_path / "root" / "x", Limits())
+    result = run(
+        family.checkpoint, tmp_path / "copied", tmp_path / "root" / "x", ConversionLimits()
+    )
     assert len(result.dropped) == 2
     load_alone(family, tmp_path / "copied", "x")
     kinds.check_answers(family, tmp_path / "root", {"x": "x"})
     with pytest.raises(InvalidArgument, match=r"differs from the base model's own .* no LoRA can"):
-        run(family.checkpoint, tmp_path / "trained", tmp_path / "out", Limits())
+        run(family.checkpoint, tmp_path / "trained", tmp_path / "out", ConversionLimits())
     assert not list(tmp_path.glob("out*"))

@@ -44,14 +44,14 @@ def family(
 def questions(family: Family) -> list[tuple[str, list[DecodedImage], str | None]]:
     """Return prompts with their images, of sizes that make different numbers of tokens.
 
-    Where a clip is a video, the first and the last three-image prompt have a clip instead.
+    The first and the last prompt with three pictures have a clip, the others independent images.
     """
     rng = np.random.default_rng(7)
     template = ChatTemplate.from_checkpoint(family.checkpoint)
     drawn: list[tuple[str, list[DecodedImage], str | None]] = []
     for number in range(9):
         count = 1 + number % 3
-        is_clip = number in CLIPS and family.name in VIDEO_FAMILIES
+        is_clip = number in CLIPS
         sizes = rng.integers(9, 90, (1 if is_clip else count, 2)).repeat(3 if is_clip else 1, 0)
         images = [
             DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8), is_clip) for size in sizes

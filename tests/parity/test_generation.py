@@ -23,7 +23,7 @@ from tests.support.oracle import Oracle
 from tools.generation.served import question
 from tools.generation.variants import continue_packing
 from vlora.errors import InvalidArgument
-from vlora.generation.fusion import Packed, State
+from vlora.generation.fusion import Packed, RunState
 from vlora.generation.learner import WEIGHTS, Learner
 from vlora.generation.report import as_json, write_report
 from vlora.generation.run import Outcome, generate, load_splits
@@ -284,7 +284,7 @@ def test_a_question_is_not_padded_to_the_length_of_a_clip(data: Path, tmp_path: 
 
 def test_the_state_is_readable(data: Path, outcome: Outcome) -> None:
     saved = json.loads((data / "work" / "state.json").read_text())
-    assert State.from_json(saved["state"]) == outcome.state
+    assert RunState.from_json(saved["state"]) == outcome.state
 
 
 def test_two_processes_share_a_run_and_one_of_them_writes(

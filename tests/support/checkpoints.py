@@ -11,6 +11,8 @@ from transformers import (
     AutoModelForImageTextToText,
     AutoTokenizer,
     CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
     LlavaNextConfig,
     LlavaOnevisionConfig,
     MistralConfig,
@@ -21,6 +23,7 @@ from transformers import (
     Qwen3VLConfig,
     SiglipVisionConfig,
 )
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import (
     LlavaNextImageProcessorPil,
 )
@@ -90,8 +93,8 @@ def _qwen3_vl(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
     return Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
 
 
-def _llava_next(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
-    vision = CLIPVisionConfig(
+def _clip() -> CLIPVisionConfig:
+    return CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=3,
@@ -99,8 +102,19 @@ def _llava_next(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
         image_size=TILE,
         patch_size=PATCH,
     )
+
+
+def _llava(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
+    return LlavaConfig(
+        vision_config=_clip(),
+        text_config=LlamaConfig(**text),
+        image_token_index=ids["image_token_id"],
+    )
+
+
+def _llava_next(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedConfig:
     return LlavaNextConfig(
-        vision_config=vision,
+        vision_config=_clip(),
         text_config=MistralConfig(**text, sliding_window=None),
         image_grid_pinpoints=PINPOINTS,
         image_token_index=ids["image_token_id"],
@@ -128,6 +142,7 @@ def _llava_onevision(text: dict[str, Any], ids: dict[str, int]) -> PreTrainedCon
 
 
 FAMILIES: dict[str, Callable[[dict[str, Any], dict[str, int]], PreTrainedConfig]] = {
+    "llava": _llava,
     "llava_next": _llava_next,
     "llava_onevision": _llava_onevision,
     "qwen2_vl": _qwen2_vl,
@@ -140,8 +155,10 @@ def make_checkpoint(family: str, tokenizer_of: Path, folder: Path) -> Path:
     """Write a checkpoint of a family with another checkpoint's tokenizer. Return its folder."""
     torch.manual_seed(5)
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-    if family == "llava_next":
-        processor: Any = LlavaNextImageProcessorPil(
+    if family == "llava":
+        processor: Any = CLIPImageProcessorPil(size={"shortest_edge": TILE}, crop_size=TILE)
+    elif family == "llava_next":
+        processor = LlavaNextImageProcessorPil(
             size={"shortest_edge": TILE}, crop_size=TILE, image_grid_pinpoints=PINPOINTS
         )
     elif family == "llava_onevision":

@@ -1,13 +1,16 @@
-"""Count of GPU launches: GPU kernels, and operations of torch other than views."""
+"""Count of GPU launches: GPU kernels, ATMM's, and operations of torch other than views."""
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from vlora.atmm.cuda.library import Library
 
 NO_LAUNCH = {
     "T",
@@ -47,12 +50,36 @@ class _Recorder(TorchDispatchMode):
         return result
 
 
+class EmulatedCounts(ctypes.Structure):
+    """emulation::Counts of csrc/atmm/cuda/host/emulation.cuh."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_uint64) for name in ("blocks", "shared_accesses", "warp_counts", "launches")
+    )
+
+    @classmethod
+    def of(cls, library: Library) -> EmulatedCounts:
+        """Return the counts of an emulated library since it was loaded."""
+        function = ctypes.CDLL(str(library.path)).vlora_emulated_counts
+        function.restype = cls
+        counts: EmulatedCounts = function()
+        return counts
+
+
 @contextmanager
 def recorded_launches() -> Iterator[list[str]]:
-    """Yield the names of all launches in this context, in order. Kernels are interpreted."""
+    """Yield the names of all launches in this context, in order. Kernels are interpreted.
+
+    Each launch of ATMM, which is emulated, is named "atmm".
+    """
     from triton.runtime.interpreter import GridExecutor
 
-    recorder, run = _Recorder(), GridExecutor.__call__
+    recorder, run, apply = _Recorder(), GridExecutor.__call__, Library.apply
+
+    def emulate(self: Library, *args: Any) -> None:
+        before = EmulatedCounts.of(self).launches
+        apply(self, *args)
+        recorder.names += ["atmm"] * (EmulatedCounts.of(self).launches - before)
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.names.append(self.fn.__name__.removesuffix("_kernel"))
@@ -62,5 +89,6 @@ def recorded_launches() -> Iterator[list[str]]:
         finally:
             recorder.in_kernel = False
 
-    with patch.object(GridExecutor, "__call__", call), recorder:
+    kernels = patch.object(GridExecutor, "__call__", call)
+    with kernels, patch.object(Library, "apply", emulate), recorder:
         yield recorder.names

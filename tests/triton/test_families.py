@@ -1,6 +1,7 @@
-"""Tests of a Qwen3-VL checkpoint behind a real server, compared with transformers and PEFT.
+"""Tests of checkpoints behind a real server, compared with transformers and PEFT.
 
-Some tests use adapters of the vision tower, which are added and replaced while the server runs.
+The families are those whose images and clips reach the engine in different forms. Some tests use
+adapters of the vision tower, which are added and replaced while the server runs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking
 from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import Limits, convert
+from vlora.generation.convert import ConversionLimits, convert
 from vlora.launcher.server import ServerOptions, TritonServer
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
@@ -33,9 +34,16 @@ FULL_RANK = 96
 """Rank at which every change of the small checkpoint's weights is exact."""
 
 
+FAMILIES = ("llava_onevision", "qwen2_5_vl", "qwen3_vl")
+each_family = pytest.mark.parametrize("family", FAMILIES, indirect=True)
+one_family = pytest.mark.parametrize("family", FAMILIES[-1:], indirect=True)
+
+
 @pytest.fixture(scope="module")
-def family(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return Family("qwen3_vl", checkpoint, tmp_path_factory.mktemp("served-family"))
+def family(
+    request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Family:
+    return Family(request.param, checkpoint, tmp_path_factory.mktemp("served-family"))
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +102,14 @@ def questions(family: Family, ask: Asker) -> Questions:
     return Questions(family, ask)
 
 
+@each_family
 def test_served_text_equals_that_of_the_stock_model(questions: Questions) -> None:
     for number, adapter in enumerate((None, *ADAPTERS)):
         images = 1 + number % 2
         assert questions.text(adapter, images) == questions.expected(adapter, images)
 
 
+@each_family
 @pytest.mark.parametrize(("images", "frames"), [(0, 5), (1, 4)])
 def test_served_clips_equal_those_of_the_stock_model(
     questions: Questions, images: int, frames: int
@@ -109,6 +119,7 @@ def test_served_clips_equal_those_of_the_stock_model(
         assert served == questions.expected(adapter, images, frames)
 
 
+@one_family
 def test_adapters_of_the_vision_tower_are_added_and_replaced(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:
@@ -143,6 +154,7 @@ def test_adapters_of_the_vision_tower_are_added_and_replaced(
     assert questions.text(None, 2) == base
 
 
+@one_family
 def test_activated_and_converted_adapters_are_served(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:
@@ -159,7 +171,9 @@ def test_activated_and_converted_adapters_are_served(
         adapter_shape(family.checkpoint, config),
         BaseWeights(family.checkpoint, config),
     )
-    convert(tmp_path / "dora", tmp_path / "converted", shape, weights, Limits(FULL_RANK, 1e-4))
+    convert(
+        tmp_path / "dora", tmp_path / "converted", shape, weights, ConversionLimits(FULL_RANK, 1e-4)
+    )
     (tmp_path / "activated").rename(family.adapters / "activated")
     (tmp_path / "converted").rename(family.adapters / "dora")
 
@@ -177,6 +191,7 @@ def test_activated_and_converted_adapters_are_served(
     assert len({questions.text(None, 1), *found.values()}) == 3
 
 
+@one_family
 def test_a_broken_part_of_the_vision_tower_is_the_error_of_its_adapter(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:

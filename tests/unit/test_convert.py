@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from vlora import cli
 from vlora.errors import InvalidArgument
 from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import Conversion, Limits, convert
+from vlora.generation.convert import Conversion, ConversionLimits, convert
 from vlora.generation.low_rank import EXACT_SIDE, factorize, sufficient_rank
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
@@ -43,9 +43,9 @@ class Base:
             BaseWeights(checkpoint, config),
         )
 
-    def run(self, source: Path, limits: Limits | None = None) -> Conversion:
+    def run(self, source: Path, limits: ConversionLimits | None = None) -> Conversion:
         out = source.with_name("out")
-        return convert(source, out, self.shape, self.weights, limits or Limits())
+        return convert(source, out, self.shape, self.weights, limits or ConversionLimits())
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,9 @@ def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
     save_file(tensors, folder / WEIGHTS)
 
 
-def check_refused(base: Base, source: Path, reason: str, limits: Limits | None = None) -> None:
+def check_refused(
+    base: Base, source: Path, reason: str, limits: ConversionLimits | None = None
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
         base.run(source, limits)
     message = str(caught.value)
@@ -136,7 +138,7 @@ def test_a_broken_dora_is_refused(
     base: Base, dora: Path, change: Callable[[Tensors], object], reason: str
 ) -> None:
     edit(dora, change)
-    check_refused(base, dora, reason, Limits(192, 1.0))
+    check_refused(base, dora, reason, ConversionLimits(192, 1.0))
 
 
 def test_a_dora_needs_its_key_in_the_config_and_the_config_its_magnitudes(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from tests.support.atmm_problems import emulation
+from tests.support.count_launches import EmulatedCounts as Counts
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
@@ -17,14 +17,6 @@ from vlora.atmm.types import LoraPair, Segment
 THREADS = 256
 """Threads of a block of the row kernels; a block of the expand computes as many columns."""
 LANES = 32
-
-
-class Counts(ctypes.Structure):
-    """emulation::Counts of csrc/atmm/cuda/host/emulation.cuh."""
-
-    _fields_ = tuple(
-        (name, ctypes.c_uint64) for name in ("blocks", "shared_accesses", "warp_counts")
-    )
 
 
 @pytest.fixture(scope="module")
@@ -40,8 +32,6 @@ def call(
     rank: int = 64,
 ) -> Callable[[], Counts]:
     """Prepare a call in bf16 on 40 rows; calling the result runs it and returns its counts."""
-    library = ctypes.CDLL(str(operator.library.path))
-    library.vlora_emulated_counts.restype = Counts
     group = DeviceGroup(64, d_outs, torch.bfloat16, operator.device)
     group.append([LoraPair(values(rank, 64), values(d_out, rank)) for d_out in d_outs])
     group.ready()
@@ -49,9 +39,9 @@ def call(
         segments = operator.segments(segments)
 
     def run() -> Counts:
-        before = library.vlora_emulated_counts()
+        before = Counts.of(operator.library)
         operator.apply(values(40, sum(d_outs)), values(40, 64), segments, group, choice)
-        after = library.vlora_emulated_counts()
+        after = Counts.of(operator.library)
         return Counts(*(getattr(after, n) - getattr(before, n) for n, _ in Counts._fields_))
 
     return run
@@ -61,19 +51,45 @@ def values(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).to(torch.bfloat16)
 
 
-def test_the_expand_launches_no_blocks_beyond_a_projection_s_columns(operator: Operator) -> None:
+RANK, VECTOR = 64, 8
+ACCESSES = RANK + THREADS * VECTOR
+"""Accesses to shared memory of a block of the expand, if each lane reads its part once."""
+
+
+def test_the_expand_computes_no_blocks_beyond_a_projection_s_columns(operator: Operator) -> None:
     """Keys and values of grouped attention have fewer columns than queries."""
-    blocks = [
-        call(operator, (columns, 256, 256), [Segment(0, 1, 0)], KernelChoice())().blocks
+    accesses = [
+        call(
+            operator, (columns, 256, 256), [Segment(0, 1, 0)], KernelChoice(), RANK
+        )().shared_accesses
         for columns in (256, 8 * 256)
     ]
-    assert blocks[1] - blocks[0] == 7
+    assert accesses == [3 * ACCESSES, 10 * ACCESSES]
 
 
 def test_a_lane_of_the_expand_reads_its_part_of_the_intermediate_once(operator: Operator) -> None:
-    rank, vector = 64, 8
-    counts = call(operator, (256,), [Segment(0, 1, 0)], KernelChoice(), rank)()
-    assert counts.shared_accesses == rank + THREADS * vector
+    counts = call(operator, (256,), [Segment(0, 1, 0)], KernelChoice(), RANK)()
+    assert counts.shared_accesses == ACCESSES
+
+
+OWN = tuple(Segment(row, 1, 0) for row in range(40))
+LIVE = Segment(0, 40, 0, -1)
+
+
+@pytest.mark.parametrize(
+    ("segments", "launches"),
+    [
+        (OWN, 1),
+        ((*OWN, LIVE), 1),
+        # Three waves: one shrink, and an expand for each wave.
+        ((LIVE, LIVE, LIVE), 4),
+    ],
+    ids=["own adapters", "mixture", "three segments of a row"],
+)
+def test_the_row_kernels_need_one_launch(
+    operator: Operator, segments: Sequence[Segment], launches: int
+) -> None:
+    assert call(operator, (72, 40, 40), segments, KernelChoice())().launches == launches
 
 
 def test_a_tile_is_found_in_two_reads_among_a_thousand_problems(operator: Operator) -> None:

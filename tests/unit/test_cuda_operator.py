@@ -81,9 +81,8 @@ class Case:
     ) -> torch.Tensor:
         if not isinstance(segments, DeviceSegments):
             segments = self.operator.segments(segments)
-        self.operator.workspaces[-1][16:] = (
-            0xFF  # NaN in every type: nothing may depend on previous content.
-        )
+        # NaN in every type: nothing may depend on previous content.
+        self.operator.workspaces[-1][c.HEADER_BYTES :] = 0xFF
         y = self.before.clone()
         self.operator.apply(y, self.x, segments, self.group, choice)
         self.operator.synchronize()
@@ -362,7 +361,7 @@ def test_without_a_table_the_estimate_chooses_tiles_of_the_library(shape: Shape)
     library = emulation()
     choice = built_in(shape, library, 132, tensor_cores=True)
     choice.on(library, shape.dtype)
-    assert (choice.shrink is None) == (shape.rows <= 8)
+    assert (choice.shrink is None) == (shape.rows <= 32)
     assert built_in(shape, library, 132, tensor_cores=False).shrink is None
 
 

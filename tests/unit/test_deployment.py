@@ -15,6 +15,7 @@ from jsonschema import Draft7Validator
 from tests.support.dockerfile import read, settings
 from tests.support.fakes import FakeRegistry
 from vlora.cli import app
+from vlora.gateway.metrics import GatewayMetrics
 from vlora.launcher.probe import ENSEMBLE, QUESTION, SAMPLING
 from vlora.metrics import EngineStats
 from vlora.serving.error_counts import ErrorCounts, ErrorExporter
@@ -24,7 +25,7 @@ from vlora.vision.features import EncoderCounters
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 COMMAND = typer.main.get_command(app)
-METRIC = re.compile(r"\b(?:vllm|vlora):[a-z0-9_]+")
+METRIC = re.compile(r"\b(?:vllm:|vlora:|vlora_gateway_)[a-z0-9_]+")
 SERIES = re.compile(r"_(?:bucket|sum|count)$")
 TRITON = ("--grpc-",)
 """Prefixes of options of tritonserver."""
@@ -41,12 +42,13 @@ def metrics_of(text: str) -> set[str]:
 
 
 def exported() -> set[str]:
-    """Return the names of all metrics that a server exports."""
+    """Return the names of all metrics that a server and a gateway export."""
     registry = FakeRegistry()
     EngineExporter(registry, {}, EngineStats, max_tokens=100).flush()
     EncoderExporter(registry, {}, EncoderCounters).flush()
     ErrorExporter(registry, {}, ErrorCounts()).flush()
-    return {name for name, _ in registry.metrics}
+    gateway = re.findall(r"^# TYPE (\S+)", GatewayMetrics().text().decode(), re.MULTILINE)
+    return {name for name, _ in registry.metrics}.union(gateway)
 
 
 @pytest.mark.parametrize("file", ["grafana/dashboard.json", "chart/files/alerts.yaml"])

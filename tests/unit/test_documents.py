@@ -55,6 +55,22 @@ def test_the_index_lists_every_decision_once() -> None:
     assert [int(number) for number, _ in listed] == [int(record.name[:4]) for record in RECORDS]
 
 
+def test_every_cited_decision_has_a_record_or_is_part_of_another() -> None:
+    index = (DOCS / "decisions" / "README.md").read_text()
+    rows = re.findall(r"^\| (\d+(?:, \d+)*) \|", index, flags=re.MULTILINE)
+    known = {int(number) for row in rows for number in row.split(", ")}
+    sources = [*PAGES, *(ROOT / "backend_src").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    cited = {
+        (int(number), _name(path))
+        for path in sources
+        for citation in re.findall(
+            r"\b[Dd]ecisions? (\d+(?:(?:,| and|, and| to) \d+)*)", path.read_text()
+        )
+        for number in re.findall(r"\d+", citation)
+    }
+    assert {citation for citation in cited if citation[0] not in known} == set()
+
+
 @pytest.mark.parametrize("page", sorted((DOCS / "kernels").glob("*.md")), ids=_name)
 def test_a_page_about_kernels_stays_within_its_length(page: Path) -> None:
     assert len(page.read_text().splitlines()) <= KERNEL_PAGE_LINES

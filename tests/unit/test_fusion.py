@@ -18,7 +18,7 @@ from vlora.generation.fusion import (
     Attempt,
     Goals,
     Packed,
-    State,
+    RunState,
     fuse_next,
     goals_of,
     may_share,
@@ -103,19 +103,19 @@ def goals_in(spec: Spec) -> Goals:
     return goals_of(spec, {item.name: 900 for item in spec.items})
 
 
-def run(spec: Spec, options: Options, trainer: TableTrainer) -> State:
+def run(spec: Spec, options: Options, trainer: TableTrainer) -> RunState:
     goals = goals_in(spec)
-    state = State(pending=tuple(item.name for item in spec.items))
+    state = RunState(pending=tuple(item.name for item in spec.items))
     while state.pending:
         state = fuse_next(spec, options, goals, state, trainer)
-        state = State.from_json(json.loads(json.dumps(state.as_json())))
+        state = RunState.from_json(json.loads(json.dumps(state.as_json())))
     merging = partial(merge_next, spec, options, goals)
     while options.merge != "none" and (merged := merging(state, trainer)) is not None:
-        state = State.from_json(json.loads(json.dumps(merged.as_json())))
+        state = RunState.from_json(json.loads(json.dumps(merged.as_json())))
     return state
 
 
-def packed(state: State) -> list[tuple[str, ...]]:
+def packed(state: RunState) -> list[tuple[str, ...]]:
     return [adapter.items for adapter in state.adapters]
 
 
@@ -224,7 +224,7 @@ def test_a_killed_run_takes_the_same_decisions() -> None:
 
     for life in range(1, 4):
         trainer = Mortal(capacity=2, apart=apart)
-        states = [State(pending=tuple(item.name for item in spec.items))]
+        states = [RunState(pending=tuple(item.name for item in spec.items))]
         deaths = 0
         while states[-1].pending:
             trainer.left = life

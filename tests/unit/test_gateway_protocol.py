@@ -13,7 +13,7 @@ pytest.importorskip("uvicorn", reason="the extra `gateway` is not installed")
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from vlora.gateway.protocol import LimitedHeads
+from vlora.gateway.protocol import MAX_WAITING, LimitedConnection
 
 START = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -25,7 +25,7 @@ REFUSAL = (
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
 
 
-class Impatient(LimitedHeads):
+class Impatient(LimitedConnection):
     head_seconds = 0.1
 
 
@@ -42,11 +42,13 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def talk(client: Talk, protocol: type[LimitedHeads] = LimitedHeads) -> bytes:
+def talk(
+    client: Talk, protocol: type[LimitedConnection] = LimitedConnection, answer: Any = app
+) -> bytes:
     """Return what a client received from a server of these connections."""
 
     async def run() -> bytes:
-        config = Config(app, log_config=None, access_log=False)
+        config = Config(answer, log_config=None, access_log=False)
         config.load()
         state = ServerState()
         loop = asyncio.get_running_loop()
@@ -127,3 +129,49 @@ def test_a_later_head_that_does_not_arrive_ends_the_connection(rest: bytes) -> N
         return received + await reader.read()
 
     assert talk(client, Impatient).count(b"200 OK") == 1
+
+
+def test_every_request_of_a_lost_connection_is_told() -> None:
+    """The first of two requests is running when the client leaves."""
+
+    async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
+        running, told = asyncio.Event(), asyncio.Event()
+        state.extend((running, told))
+        writer.write((START + b"\r\n") * 2)
+        await running.wait()
+        writer.transport.abort()
+        await told.wait()
+        return b"told"
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        running, told = state
+        running.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.set()
+
+    state: list[asyncio.Event] = []
+    assert talk(client, answer=waiting) == b"told"
+
+
+def test_a_limited_number_of_requests_may_wait_on_a_connection() -> None:
+    last = START + b"Connection: close\r\n\r\n"
+    few = (START + b"\r\n") * MAX_WAITING + last
+    assert talk(sending(few)).count(b"200 OK") == MAX_WAITING + 1
+    # The gateway reads so little at once, so the client does not lose the answer.
+    received = talk(sending((START + b"\r\n") * (MAX_WAITING + 2)))
+    assert received.endswith(b"Invalid HTTP request received.")
+    assert received.count(b"200 OK") == 0
+
+
+@pytest.mark.parametrize("cut", [0, 3, 30])
+def test_an_offer_of_another_protocol_is_ignored(cut: int) -> None:
+    """The request keeps its body, and the connection is used again."""
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMA\r\n"
+    request = POST.replace(b"\r\n\r\n", b"\r\n" + offer + b"\r\n") + b"5\r\nhello\r\n0\r\n\r\n"
+    last = START + b"Connection: close\r\n\r\n"
+    received = talk(sending(request[: len(request) - cut], request[len(request) - cut :], last))
+    assert [part[-1:] for part in received.split(b"HTTP/1.1 200 OK")[1:]] == [b"5", b"0"]
+    many = talk(sending((START + offer + b"\r\n") * (MAX_WAITING + 2)))
+    assert many.endswith(b"Invalid HTTP request received.")
+    assert talk(sending(b"CONNECT /x HTTP/1.1\r\n\r\n")).endswith(b"This is not a proxy.")

@@ -9,6 +9,7 @@ import pytest
 
 from vlora.errors import BY_CODE
 from vlora.gateway.errors import STATUSES, ApiError
+from vlora.gateway.messages import MAX_MEDIA
 from vlora.gateway.requests import MAX_COMMAS, Ask, read_body, read_chat, read_completion
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
@@ -42,6 +43,17 @@ def test_a_clip_is_a_list_of_frames() -> None:
     clip = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB,CC"}}
     frames = chat(clip, text("What happens?")).conversation.frames
     assert [frame.url.rpartition(",")[2] for frame in frames] == ["AA", "BB", "CC"]
+
+
+@pytest.mark.parametrize("frames", [0, 1000])
+def test_the_number_of_images_and_frames_is_limited_before_they_are_read(frames: int) -> None:
+    clip = "data:video/jpeg;base64," + ",".join(["AA"] * frames)
+    parts = [IMAGE] * (MAX_MEDIA - frames)
+    parts += [{"type": "video_url", "video_url": {"url": clip}}] if frames else []
+    read = chat(*parts).conversation
+    assert len(read.images) + len(read.frames) == MAX_MEDIA
+    with pytest.raises(ApiError, match="has 1025 or more images and frames; the limit is 1024"):
+        chat(IMAGE, *parts)
 
 
 def test_several_messages_go_to_the_chat_template_with_a_placeholder_for_every_image() -> None:

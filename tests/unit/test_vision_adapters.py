@@ -18,7 +18,7 @@ from tests.support.polling import until
 from vlora.engine.checks import admissible
 from vlora.errors import InvalidArgument, Unavailable
 from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import Limits, convert
+from vlora.generation.convert import ConversionLimits, convert
 from vlora.generation.premerge import check_hot
 from vlora.lora.adapter import AdapterFiles, load_adapter
 from vlora.lora.folders import FolderFinder, stamp_of
@@ -231,8 +231,8 @@ def test_only_plain_parts_are_converted_and_none_is_premerged(
     expected = load_adapter("x", folder, shape).info.digest
     (folder / WEIGHTS).unlink()
     base = BaseWeights(checkpoint, config)
-    convert(folder, root / "out", shape, base, Limits())
+    convert(folder, root / "out", shape, base, ConversionLimits())
     assert load_adapter("out", root / "out", shape).info.digest == expected
     configure(folder, init_lora_weights="pissa")
     with pytest.raises(InvalidArgument, match="connector by pissa, which is converted for the"):
-        convert(folder, root / "none", shape, base, Limits())
+        convert(folder, root / "none", shape, base, ConversionLimits())

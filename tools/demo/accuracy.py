@@ -38,7 +38,7 @@ SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Served:
-    """Answer of the server: the text, and softmax scores by label if a task head answered."""
+    """Answer of the server: its text, and the probability of each label if a task head answered."""
 
     text: str
     scores: dict[str, float] | None
@@ -128,7 +128,7 @@ def server_at(url: str | None, dtype: str) -> Iterator[str]:
 
 
 def _accuracy(entry: Mapping[str, Any]) -> float:
-    """Return the accuracy of the domain's adapter, or of the base if it has none."""
+    """Return the accuracy of a domain with its adapter, or with the base if it has no adapter."""
     return float(entry["base"] if entry["adapter"] is None else entry["adapter"])
 
 

@@ -64,7 +64,7 @@ not use; digits come from a split that training leaves out.
 
 
 def write_card(checkpoint: Path, adapters: Path, measured: list[Measured]) -> None:
-    """Write README.md into the checkpoint's folder."""
+    """Write the model card into the checkpoint's folder, as README.md."""
     parts = (
         _INTRODUCTION,
         "## Accuracy on held-out items\n",

@@ -70,7 +70,7 @@ def crowd_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
 
 
 def _separate_cells(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
-    """Return cells of an 8x8 board that do not touch each other."""
+    """Return `count` cells of an 8x8 board, no two of which touch."""
     while True:
         chosen: list[tuple[int, int]] = []
         for number in rng.permutation(64):

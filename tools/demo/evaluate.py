@@ -42,7 +42,7 @@ def blinded(item: Item) -> Item:
 
 
 def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str, list[bool]]:
-    """Return, for each kind of question, whether each answer is right."""
+    """Return a list for each kind of question with whether each of its answers is right."""
     right: dict[str, list[bool]] = defaultdict(list)
     for item in track(asked, f"{asked[0].domain} by {adapter or 'base'}", transient=True):
         right[item.kind].append(is_right(item, oracle.answer(item, adapter).text))

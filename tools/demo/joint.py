@@ -39,7 +39,7 @@ OPENING = 4.0
 
 @dataclass(frozen=True)
 class JointBatch:
-    """Questions with their images.
+    """Questions with their images, and labels of the images for the auxiliary task.
 
     dense: for batches of scenes, the images of `pack` and of further scenes with their labels.
     """
@@ -116,7 +116,7 @@ def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads)
 
 
 def _first_row(name: str) -> int:
-    """Return the first readout row of a dense head."""
+    """Return the index of the first output of the dense head `name` among all readouts."""
     names = list(HEADS)
     return sum(HEADS[earlier] for earlier in names[: names.index(name)])
 

@@ -37,7 +37,7 @@ class Stage:
 
 
 class Run:
-    """State of a stage: modules, optimizer, and the number of completed steps."""
+    """State of a stage of training: modules, optimizers, and the number of completed steps."""
 
     def __init__(
         self,

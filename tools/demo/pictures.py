@@ -34,7 +34,7 @@ class Caption:
 
 
 def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
-    """Draw an answered request: its image with boxes, or its frames, above the caption.
+    """Return a picture of an answer: the image with boxes, or the frames, above the caption.
 
     frames: [h, w, 3] uint8 each; one for an image. objects: as in the output `result`, with boxes
     in pixels of the last frame.
@@ -57,7 +57,7 @@ def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: C
 
 
 def sheet(tiles: Sequence[Any]) -> Any:
-    """Arrange all tiles on one page."""
+    """Return one picture with all tiles."""
     rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
     heights = [max(one.height for one in row) for row in rows]
     width = COLUMNS * (SIDE + MARGIN) + MARGIN

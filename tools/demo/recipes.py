@@ -21,7 +21,7 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 class Sample:
     """A picture or clip of a domain with a question about it.
 
-    `question` determines the domain. Either `scene` or `clip` is shown.
+    Either `scene` or `clip` is set: the question is about a picture or a clip.
     """
 
     question: Question

@@ -122,7 +122,7 @@ def _adapter_picture(folder: Path, domain: str, number: int) -> dict[str, Any]:
 
 
 def _clip(folder: Path, name: str, clip: Clip, adapter: str | None) -> dict[str, Any]:
-    """Write one second of video and return its index entry."""
+    """Write one second of video and return its entry of `index.json`."""
     times = [float(time) for time in np.linspace(0, 1, FRAMES_PER_SECOND)]
     file = folder / f"{name}.mp4"
     write_video(file, clip.frames(times, SIZE))

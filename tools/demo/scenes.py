@@ -74,7 +74,7 @@ def draw(scene: Scene, size: int = SIDE) -> Drawing:
 
 
 def _draw_surface(scene: Scene, line: Floats) -> Floats:
-    """Return the empty canvas [side, side, 3] in 0..255."""
+    """Return the surface of a scene without objects, [side, side, 3] in 0..255."""
     colour = np.array(lexicon.BACKGROUNDS[scene.surface], np.float32)
     canvas = np.empty((line.size, line.size, 3), np.float32)
     canvas[:] = colour
@@ -120,7 +120,7 @@ def colour_of(name: str) -> tuple[int, int, int]:
 
 
 def opacity_of(thing: Thing, u: Floats, v: Floats) -> Floats:
-    """Return the object's opacity, 0 to 1, at coordinates -1 to 1 of its box."""
+    """Return an object's opacity (0 to 1) at points u, v, which are -1 to 1 within its box."""
     if thing.mark is None:
         return OUTLINES[thing.shape](u, v).astype(np.float32)
     return _sample_mark(thing.mark, u, v)

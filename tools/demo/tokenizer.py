@@ -70,7 +70,7 @@ def corpus() -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the task corpus, in less than a second and always the same."""
+    """Train the tokenizer on the task corpus, which always gives the same result."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()

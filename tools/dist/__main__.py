@@ -52,7 +52,7 @@ def tracked() -> dict[str, bytes]:
 
 
 def check(made: Path, kind: str, tools: Path, log: Path) -> None:
-    """Check contents and metadata. Raise TrialError with all faults."""
+    """Check a distribution's contents and metadata. Raise a TrialError that lists all faults."""
     tree = tracked()
     if kind == "wheel":
         faults = faults_of_wheel(read_wheel(made), tree)

@@ -154,7 +154,7 @@ def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, st
 
 
 def _domain(domain: str) -> Callable[[Path, int], None]:
-    """Return the exporter of one of the demo's adapter domains."""
+    """Return a function that exports pictures of one of the demo's adapter domains."""
 
     def export(folder: Path, count: int) -> None:
         drawn = items(domain, count)

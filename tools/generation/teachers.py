@@ -1,6 +1,7 @@
 """Pretrained teachers: OpenCV's face cascade and the text reader PP-OCR.
 
-Each takes a PIL image and returns the answer for its knowledge item. None leaves the image out.
+Each takes a PIL image and returns the answer for its knowledge item. An image without an answer
+(None) is left out.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def _reader() -> Any:
 
 
 def read_sign(image: Image.Image) -> str | None:
-    """Return the word that PP-OCRv4 reads, or None if there is none with a token in the model.
+    """Return the word that PP-OCRv4 reads, or None if the model has no token for it.
 
     The dark text is cropped here, and the network only recognises it. Detecting it with the network
     would take twelve times as long as recognising it.

@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
 
 
 def stamp() -> str:
-    """Return a hash of what results depend on: the sources of the operator and its tools."""
+    """Return a hash of the sources of the operator and its tools, on which results depend."""
     digest = hashlib.sha256(platform.node().encode())
     for folder in ("csrc/atmm", "tools/gpu", "tools/tile_search", "backend_src/vlora/atmm"):
         for file in sorted((ROOT / folder).rglob("*")):

@@ -126,9 +126,12 @@ def launch_all(dtype: torch.dtype) -> None:
     angles = empty(ROWS, DIM // 2, dtype=fp32)
     launch.rotate(qkv, keys, values, angles, angles, numbers(ROWS), HEADS, DIM)
     out, tables = empty(ROWS, HEADS * DIM), numbers(ROWS, MAX_PAGES)
+    normed = launch.Rotation(angles, angles, (head_weight, head_weight, 1e-6))
     for splits in (1, SPLITS):
-        contexts = launch.DecodeRows(numbers(ROWS), numbers(ROWS), tables, splits)
-        launch.decode(out, qkv, keys, values, contexts, HEADS, DIM)
+        counters = numbers(ROWS * KV_HEADS)
+        contexts = launch.DecodeRows(numbers(ROWS), numbers(ROWS), tables, counters, splits)
+        for rotation in (None, launch.Rotation(angles, angles), normed):
+            launch.decode(out, qkv, keys, values, contexts, HEADS, DIM, rotation)
     launch.prefill(out, qkv, keys, values, numbers(ROWS, 4), tables, HEADS, DIM)
     logits = empty(ROWS, VOCABULARY, dtype=fp32)
     draws.argmax(logits)

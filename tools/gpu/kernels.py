@@ -192,7 +192,7 @@ def run(
     limits: GpuLimits,
     seconds: float,
 ) -> Iterator[GpuKernelResult]:
-    """Yield results until the next cell would not be finished in time."""
+    """Yield the results of the cells, and stop before a cell that would take too long."""
     end, longest = time.monotonic() + seconds, 0.0
     for cell in cells:
         started = time.monotonic()
@@ -205,7 +205,7 @@ def run(
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return geometric means of speed-ups by regime. Those named `_eager` are timed call by call.
 
-    PEFT's loop is measured call by call only. `limit` is the roofline over the measured time.
+    PEFT's loop is measured call by call only. `limit` is the roofline divided by the measured time.
     """
     summary: dict[str, Any] = {"cells": len(rows)}
     for regime, chosen in (

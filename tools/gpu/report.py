@@ -26,7 +26,7 @@ def report(out: Path) -> str:
 
 
 def summary(out: Path) -> str:
-    """Return a page for docs/benchmarks with the figures of all stages."""
+    """Return the text of a page for docs/benchmarks, with the figures of all stages."""
     here, stages = read(out / "machine.json"), read(out / "stages.json").get("stages", {})
     lines = [f"# ATMM on {here.get('device', 'no GPU')}", ""]
     if "limits" in here:

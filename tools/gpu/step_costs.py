@@ -2,10 +2,9 @@
 
 usage: python -m tools.gpu.step_costs
 
-For a 7B model in bf16 without adapters, it adds up what each kernel of a step reads and writes. It
-compares the sum with what every implementation must read: the weights once, and the keys and
-values. `tests/unit/gpu/test_engine.py` counts the launches of a real step. No GPU is needed or
-used.
+For a 7B model in bf16, it adds up what each kernel of a step reads and writes. It compares the sum
+with what every implementation must read: the weights and adapters once, and the keys and values.
+`tests/unit/gpu/test_engine.py` counts the launches of a real step. No GPU is needed or used.
 """
 
 from __future__ import annotations
@@ -21,6 +20,9 @@ GAP_SECONDS = 1.5e-6
 """Predicted time between two launches of a captured graph."""
 
 FP32, BF16 = 4, 2
+
+RANK = 64
+"""Rank of the adapters in the table; each row has one of its own, for all projections."""
 
 
 @dataclass(frozen=True)
@@ -65,26 +67,43 @@ def add_norm(model: Model, rows: int) -> Kernel:
     return Kernel("add_norm", FP32 * model.hidden, (2 * FP32 + 2 * BF16) * rows * model.hidden)
 
 
-def layer(model: Model, rows: int, context: int) -> list[Kernel]:
-    """Return the launches of a layer for `rows` decoding rows with `context` positions each."""
+def atmm(d_in: int, d_out: int, rows: int, rank: int) -> Kernel:
+    """Return ATMM's launch for a group of projections, if each row has an adapter of its own.
+
+    rank: sum of the ranks of an adapter's projections.
+    """
+    adapters = BF16 * rows * rank * (d_in + d_out)
+    return Kernel("atmm", adapters, BF16 * rows * (d_in + 2 * d_out) + 2 * FP32 * rows * rank)
+
+
+def layer(model: Model, rows: int, context: int, rank: int = 0) -> list[Kernel]:
+    """Return the launches of a layer for `rows` decoding rows with `context` positions each.
+
+    rank: rank of each row's adapter in every projection; 0 without adapters.
+    """
     parts = splits(rows, model.kv_heads, context)
     pages = BF16 * 2 * model.kv_heads * model.dim * context * rows
-    partial = FP32 * parts * rows * model.query
+    partial = 2 * FP32 * parts * rows * model.query if parts > 1 else 0
     attended = BF16 * rows * model.query
-    attention = [Kernel("decode", pages, 2 * attended)]
-    if parts > 1:
-        attention = [Kernel("decode", pages, attended + partial)]
-        attention.append(Kernel("reduce", 0, partial + attended))
+
+    def projections(name: str, d_in: int, *d_outs: int) -> list[Kernel]:
+        kernels = [product(name, d_in, sum(d_outs), rows)]
+        if rank:
+            # An adapter has a factor B for each projection; each reads its own part of the rank.
+            width = sum(d_outs) // len(d_outs)
+            kernels.append(atmm(d_in, width, rows, rank * len(d_outs)))
+        return kernels
+
+    kv = model.kv_heads * model.dim
     return [
         add_norm(model, rows),
-        product("qkv", model.hidden, model.qkv, rows),
-        Kernel("rotate", 0, 2 * BF16 * rows * model.qkv),
-        *attention,
-        product("o", model.query, model.hidden, rows),
+        *projections("qkv", model.hidden, model.query, kv, kv),
+        Kernel("decode", pages, BF16 * rows * model.qkv + attended + partial),
+        *projections("o", model.query, model.hidden),
         add_norm(model, rows),
-        product("gate_up", model.hidden, 2 * model.inner, rows),
+        *projections("gate_up", model.hidden, model.inner, model.inner),
         Kernel("gate", 0, 3 * BF16 * rows * model.inner),
-        product("down", model.inner, model.hidden, rows),
+        *projections("down", model.inner, model.hidden),
     ]
 
 
@@ -105,29 +124,29 @@ def around_layers(model: Model, rows: int) -> list[Kernel]:
     ]
 
 
-def step(model: Model, rows: int, context: int) -> list[Kernel]:
-    """Return all launches of a greedy decoding step."""
-    return layer(model, rows, context) * model.layers + around_layers(model, rows)
+def step(model: Model, rows: int, context: int, rank: int = 0) -> list[Kernel]:
+    """Return all launches of a greedy decoding step; `rank` as in `layer`."""
+    return layer(model, rows, context, rank) * model.layers + around_layers(model, rows)
 
 
 def table(model: Model) -> str:
-    """Return a table in Markdown: bytes and times of steps by batch and context."""
+    """Return a table in Markdown: bytes and times of steps by batch, context and adapters."""
     lines = [
-        "| rows | context | needed GB | moved GB | moved / needed | needed ms | launches"
-        " (a layer) | gaps ms | moved + gaps / needed |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| rows | context | adapters | needed GB | moved GB | moved / needed | needed ms"
+        " | launches (a layer) | gaps ms | moved + gaps / needed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for rows in (1, 16, 64):
-        for context in (1024, 8192):
-            kernels = step(model, rows, context)
+        for context, rank in ((1024, 0), (1024, RANK), (8192, 0)):
+            kernels = step(model, rows, context, rank)
             needed = sum(kernel.needed for kernel in kernels)
             moved = needed + sum(kernel.rows for kernel in kernels)
             gaps = len(kernels) * GAP_SECONDS
             least = needed / BANDWIDTH
             lines.append(
-                f"| {rows} | {context} | {needed / 1e9:.2f} | {moved / 1e9:.2f}"
-                f" | {moved / needed:.3f} | {1e3 * least:.2f}"
-                f" | {len(kernels)} ({len(layer(model, rows, context))}) | {1e3 * gaps:.2f}"
+                f"| {rows} | {context} | {rows if rank else 0} | {needed / 1e9:.2f}"
+                f" | {moved / 1e9:.2f} | {moved / needed:.3f} | {1e3 * least:.2f}"
+                f" | {len(kernels)} ({len(layer(model, rows, context, rank))}) | {1e3 * gaps:.2f}"
                 f" | {(moved / BANDWIDTH + gaps) / least:.2f} |"
             )
     return "\n".join(lines)

@@ -105,11 +105,11 @@ def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
     for offset, (a, b) in (updates[0], updates[-1]):
         place = slice(offset, offset + b.shape[0] * a.shape[1])
         want = base[place].double() + (b.double() @ a.double()).flatten()
-        # Near zero the rounding of the fp32 sum dominates that to the storage type.
+        # Near zero, rounding the fp32 sum loses more than rounding to the storage type.
         error = (out[place].double() - want).abs() / (want.abs() + 1e-4)
         worst = max(worst, float(error.max()))
     return worst
 
 
 def _none(_: object) -> None:
-    """Discard a call's result."""
+    """Discard the result of a call."""

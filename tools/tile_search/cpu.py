@@ -73,7 +73,7 @@ class CpuBackend:
 
     @property
     def digest(self) -> str:
-        """Hash of the compiled configurations. A search resumes only results with the same hash."""
+        """Hash of the compiled configurations. A search reuses only results with this hash."""
         names = sorted(name for known in self._all.values() for name in known)
         return hashlib.sha256("\n".join(names).encode()).hexdigest()[:12]
 
@@ -122,9 +122,7 @@ class CpuBackend:
         ]
         x = torch.randn(shape.rows * shape.segments, shape.d_in).to(DTYPES[self.dtype])
         y = torch.zeros(shape.rows * shape.segments, shape.d_out, dtype=DTYPES[self.dtype])
-        turn = [
-            0
-        ]  # Configurations share the data, so none of them has data that only it left in a cache.
+        turn = [0]  # All use the same data, so none finds data of its own in a cache.
 
         def call_of(index: int) -> Callable[[], None]:
             def call() -> None:

@@ -70,10 +70,10 @@ class Backend(Protocol):
     """Interface of the device whose configurations are searched."""
 
     def key(self, shape: Shape) -> str:
-        """Return the shape's key in the table. Shapes with the same key are profiled once."""
+        """Return the key of a shape in the table. Of shapes with the same key, one is profiled."""
 
     def built_in(self, shape: Shape) -> str:
-        """Return the configuration that applies without a table."""
+        """Return the configuration that is used if there is no table."""
 
     def configs(self, shape: Shape) -> Sequence[str]:
         """Return the names of the configurations to measure, after pruning."""
@@ -81,7 +81,10 @@ class Backend(Protocol):
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
     ) -> Mapping[str, Callable[[], None]]:
-        """Return a function per configuration. cold: use data that exceed the caches in turn."""
+        """Return a function for each configuration, which runs it once.
+
+        cold: whether its calls rotate through data that exceed the caches.
+        """
 
 
 @dataclass(frozen=True)
@@ -216,7 +219,7 @@ class Duel:
 
     @property
     def log_ratios(self) -> list[float]:
-        """Logarithms of our time over the other time, sample by sample."""
+        """Logarithm of our time divided by the other time, for each pair of samples."""
         return [math.log(a / b) for a, b in zip(self.ours, self.others, strict=True)]
 
     @property
@@ -227,7 +230,7 @@ class Duel:
 
 
 def wins(hot: Duel, cold: Duel) -> bool:
-    """Return whether ours is faster, hot and cold together, by more than both duels' noise."""
+    """Return whether ours is faster, in both duels together, by more than their noise."""
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)
 
@@ -240,7 +243,7 @@ def duel(
     rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
-    """Measure two calls alternately. Each pair of samples starts with the other call."""
+    """Measure two calls alternately. The call that starts a pair of samples changes each time."""
     calls = (ours, other)
     estimate = min(_seconds(call, 1, clock) for call in calls)
     count = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
@@ -263,7 +266,7 @@ def _duel(
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
-    """Return the entries, and copies for segment counts that were not searched.
+    """Return the entries, with copies of them for numbers of segments that were not searched.
 
     An entry for apply is copied to twice its number of segments. An entry for merge, whose segments
     are matrices, is copied to all numbers. An exact match is a hash look-up, while the nearest

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass
 class State:
-    """Results so far, in a file with one JSON object per line."""
+    """Results of a search so far, in a file with one JSON object per line."""
 
     path: Path
     stamp: str

@@ -1,4 +1,4 @@
-"""Files of tile tables, one for each CPU, instruction set and storage type."""
+"""Writing of tile tables: one file for each CPU, instruction set and storage type."""
 
 from __future__ import annotations
 

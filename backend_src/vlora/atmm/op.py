@@ -7,7 +7,7 @@ takes `backend`, which overrides the default for one call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from vlora import backends, native
 from vlora.atmm import reference
 from vlora.atmm.cuda import operator
+from vlora.atmm.cuda.tables import DeviceSegments
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
 from vlora.backends import Backend
@@ -97,6 +98,32 @@ def apply(
         -1 if config is None else config,
         threads or torch.get_num_threads(),
     )
+
+
+class StepSegments:
+    """Lists of segments of a step whose copies on a device are part of the step's upload.
+
+    Equal lists should be one object. On the CPU, nothing is copied.
+    """
+
+    def __init__(self, lists: Iterable[Segments], device: torch.device) -> None:
+        self._operator = None
+        self._arranged: list[tuple[Segments, DeviceSegments]] = []
+        if backends.backend_of("atmm", device.type, operator.current) == "cuda":
+            self._operator = operator.current()
+            distinct = {id(segments): segments for segments in lists if segments}
+            self._arranged = [(s, self._operator.arrange(s)) for s in distinct.values()]
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Tensors to upload, in host memory."""
+        return [arranged.tensor for _, arranged in self._arranged]
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Set the copies of `inputs` on the device. Calls with these lists then read them."""
+        if self._operator is not None:
+            for (segments, arranged), tensor in zip(self._arranged, uploaded, strict=True):
+                self._operator.place(segments, arranged, tensor)
 
 
 def bind_epilogue(

@@ -77,8 +77,8 @@ def check_adapters(
 def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     """Return a table with one adapter per row, which fits into 80 columns.
 
-    Targets are listed without `_proj`; `vision` stands for the vision tower and the connector. If
-    there is an activated LoRA, a column has the token ids of each invocation.
+    Targets are listed without `_proj`. `vision` stands for the vision tower and the connector. A
+    column with the invocation's token ids is added if there is an activated LoRA.
     """
     infos = list(adapters)
     activated = any(info.invocation for info in infos)
@@ -111,9 +111,7 @@ def _targets_of(info: AdapterInfo) -> tuple[str, ...]:
 def _read_all(
     configured: Configuration,
 ) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
-    """Return the adapters that a server with this configuration would load, and the errors
-    by name.
-    """
+    """Return (adapters that a server with this configuration would load, errors by name)."""
     from vlora.lora.folder_reader import read_infos
     from vlora.lora.folders import find_folders
     from vlora.model.decoder_config import load_config

@@ -55,8 +55,10 @@ OptionsFileOption = Annotated[
 class Configuration:
     """The options that a server would have, and their sources.
 
-    replacing: keys that replace those of `model.json`.
-    names: adapter folders by name.
+    repository: folder of the model repository.
+    replacing: keys that replace those of its `model.json`.
+    options: the resulting options.
+    names: adapter folders by name, as in `multi_lora.json`.
     """
 
     repository: Path
@@ -87,6 +89,10 @@ def load_configuration(
     options_file: Path | None = None,
 ) -> Configuration:
     """Return the configuration of a model repository, with these overrides.
+
+    model, adapters: folders that replace those in its `model.json`.
+    repository: folder of the model repository; None for the one of vlora.
+    options_file: JSON file with keys that replace those of `model.json`.
 
     Raises ServerError if there is no checkpoint or no adapters folder at the configured paths, and
     InvalidArgument for invalid options.

@@ -28,14 +28,14 @@ def convert(
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
 
-    Exact: pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA. DoRA, and other
-    methods that change the weights of linear layers, are truncated to --rank. The error is
-    printed, and nothing is written if it is above --max-error.
+    Pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA are converted exactly.
+    DoRA, and other methods that change the weights of linear layers, are approximated with rank
+    --rank at most. The error is printed, and nothing is written if it is above --max-error.
     """
     with report_errors():
         # Imported here because they import torch.
         from vlora.generation.base_weights import BaseWeights
-        from vlora.generation.convert import Limits
+        from vlora.generation.convert import ConversionLimits
         from vlora.generation.convert import convert as run
         from vlora.model.decoder_config import load_config
         from vlora.model.loader import adapter_shape
@@ -48,7 +48,7 @@ def convert(
                 out,
                 shape,
                 base,
-                Limits(rank, max_error),
+                ConversionLimits(rank, max_error),
                 lambda matrix: status.update(escape(matrix)),
             )
         _print_result(result, out)

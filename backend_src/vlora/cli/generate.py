@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vlora.generation.trainer import Progress
 
 STATUS_SECONDS = 5.0
-"""Time between two lines of status if the output is not a terminal."""
+"""Seconds between two status lines if the output is not a terminal."""
 
 
 def generate(
@@ -127,7 +127,7 @@ def generate(
 
 
 def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
-    """Print the items and the maximum number of training steps of a run."""
+    """Print the items, and the maximum number of training steps that the run may take."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("item", "task", "metric"):
         table.add_column(heading)

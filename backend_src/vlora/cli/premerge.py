@@ -108,9 +108,7 @@ def premerge(
 def _check_adapters(
     root: Path, shape: ModelShape
 ) -> tuple[dict[str, Path], dict[str, AdapterFiles], dict[str, InvalidArgument]]:
-    """Return the folders under `root`, the files of those that can be read, and the errors
-    by name.
-    """
+    """Return (folders under `root`, files of those that can be read, errors by name)."""
     from vlora.lora.adapter import AdapterFiles
     from vlora.lora.folder_reader import read_each
     from vlora.lora.folders import find_folders
@@ -123,7 +121,10 @@ def _check_adapters(
 
 
 def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape) -> str:
-    """Return the adapter whose merge saves the most work for these requests, and print how much."""
+    """Return the adapter whose merge saves the most work, and print how much.
+
+    requests: file with a log of requests, which says how often each adapter is used.
+    """
     from vlora.generation.hot_adapter import choose_hot, lora_work, read_request_log
 
     work = {name: lora_work(one.description.ranks, shape) for name, one in files.items()}
@@ -146,9 +147,10 @@ def _read(folder: Path, files: AdapterFiles) -> tuple[Path, Adapter]:
 
 
 def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int]:
-    """Return the rank that each delta adapter will have, without reading weights.
+    """Return the rank of each delta adapter, without reading weights.
 
-    A delta adapter is an adapter minus the hot one.
+    A delta adapter is an adapter minus the hot one. It has the effect of the adapter on a
+    checkpoint into which the hot adapter is merged.
     """
     from vlora.generation.premerge import BASE_ADAPTER
 

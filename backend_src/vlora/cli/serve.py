@@ -128,7 +128,11 @@ def serve(
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
-    """Print the addresses of a server that is ready and a first request, and start the gateway."""
+    """Print the addresses of a server that is ready and a first request to try, and start the
+    gateway.
+
+    seconds: time that the server took to become ready.
+    """
     models = ", ".join(server.names)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 MODEL_VARIABLE = "VLORA_MODEL"
+"""Environment variables that override the folders in `model.json`; `vlora serve` sets them."""
 ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
 """Environment variables with which `vlora serve --model/--adapters` overrides `model.json`."""
 
@@ -35,8 +36,9 @@ IntOrAuto = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request or one adapter. An error about a limit states the value and the
-    limit.
+    """Limits of one request or one adapter.
+
+    An error about a limit states the value and the limit.
     """
 
     max_prompt_bytes: int = 1024 * 1024
@@ -55,7 +57,8 @@ class Limits:
     """Maximum size of all images and frames of a request; a decoded pixel takes 3 bytes."""
 
     max_batch_megapixels: float = 160.0
-    """Maximum size of the decoded images of several requests that the encoder holds.
+    """Maximum size of the decoded images of several requests that the encoder holds at the same
+    time.
 
     A larger batch is encoded in parts. The images of the request that is being decoded are not
     counted. So the encoder's memory is limited by the sum of this limit and
@@ -63,7 +66,7 @@ class Limits:
     """
 
     max_aspect_ratio: float = 200.0
-    """Maximum ratio of an image's longer edge to its shorter edge, as in Qwen-VL.
+    """Maximum ratio of an image's longer edge to its shorter edge; the default is that of Qwen-VL.
 
     A processor that scales the shorter edge to a fixed length would make a long strip huge.
     """
@@ -99,7 +102,7 @@ class Limits:
     """Maximum size in bytes of all choices of a request."""
 
     max_grammar_bytes: int = 64 * 1024
-    """Maximum size in bytes of the text of `structured_outputs`."""
+    """Maximum size in bytes of `structured_outputs`."""
 
     max_grammar_seconds: float = 2.0
     """Maximum processor time in seconds for compiling `structured_outputs`, and for each token
@@ -110,8 +113,8 @@ class Limits:
     """Maximum processor time in seconds for all token masks of an answer."""
 
     max_grammar_memory: int = 128 * 1024**2
-    """Maximum memory in bytes for compiling `structured_outputs` and for the answers that follow
-    it.
+    """Maximum memory in bytes of the process that compiles `structured_outputs` and computes its
+    masks.
     """
 
     max_grammars: int = 64
@@ -176,13 +179,17 @@ class Options:
     """
 
     theta_min: float = 1.0
-    """Credit in seconds above which a request is starved, for "credit" and "paper"."""
+    """Minimum credit in seconds with which a request counts as starved, for "credit"
+    and "paper".
+    """
 
     theta_factor: float = 4.0
-    """Multiple of the median wait above which a request is starved, for "credit"."""
+    """Multiple of the median wait that the credit of a starved request also exceeds,
+    for "credit".
+    """
 
     max_wait_seconds: float = 30.0
-    """Seconds after which a request that is ready but not computed goes first."""
+    """Seconds of waiting after which a request goes before all others."""
 
     deterministic: bool = False
     """True to merge no adapters.
@@ -206,26 +213,29 @@ class Options:
     """Size of the page pool for KV, in tokens. KV may also use the adapters' unused pages."""
 
     merging: str = "out_of_place"
-    """Way of merging an adapter into the weights.
+    """Method of merging an adapter into the weights.
 
     "out_of_place" writes to a second copy of the weights. "in_place", the paper's way, needs no
     copy, but accumulates rounding errors. "off" never merges.
     """
 
     merged_weights_bytes: int | None = None
-    """Maximum number of bytes for merged weights. If they need more, no adapter is merged.
+    """Maximum size in bytes of merged weights. If they need more, no adapter is merged.
 
     None: the memory that the machine or the container has available at the start.
     """
 
     adapter_pool_bytes: IntOrAuto = AUTO
-    """Bytes of the pages for packed adapters, in addition to `kv_cache_tokens`.
+    """Size in bytes of the pages for packed adapters, in addition to `kv_cache_tokens`.
 
     "auto": the size of all known adapters, at most 1 GiB. Adapters may also use unused pages of KV.
     """
 
     adapter_host_bytes: int = 4 * 1024**3
-    """Maximum bytes of adapters in host memory, in float32. Adapters in use are kept beyond it."""
+    """Maximum size in bytes of adapters in host memory, in float32.
+
+    Adapters in use are kept even if they exceed it.
+    """
 
     enable_prefix_caching: bool = True
     """True to cache the KV of full blocks for later prompts with the same prefix."""
@@ -237,7 +247,7 @@ class Options:
     """Number of threads of the encoder's process; "auto": see `cores.split_cores`."""
 
     feature_cache_bytes: int = 256 * 1024 * 1024
-    """Maximum bytes of the encoder's cache of image features; 0 turns the cache off."""
+    """Maximum size in bytes of the encoder's cache of image features; 0 turns the cache off."""
 
     disable_log_stats: bool = False
     """True to export only Triton's own metrics."""
@@ -246,7 +256,9 @@ class Options:
     """Limits of one request or one adapter."""
 
     notes: tuple[str, ...] = ()
-    """Sentences about keys in the file that have no effect. This is not a key itself."""
+    """Sentences to log about keys in the file that have no effect. This field is not
+    itself a key.
+    """
 
     @property
     def max_step_requests(self) -> int:

@@ -42,8 +42,8 @@ def load_options(
     environment: variables that override folders; by default those of this process.
     replacing: keys that replace those in the file.
 
-    The adapters in the file belong to its model, so they are not used with another model. Raises
-    InvalidArgument with the file, the key and its valid values.
+    If the model is overridden, the adapters in the file are not used, because they belong to its
+    model. Raises InvalidArgument with the file, the key and its valid values.
     """
     replacing = replacing or {}
     keys = replace_keys(read_keys(path), replacing)
@@ -59,9 +59,10 @@ def load_options(
 
 
 def replace_keys(keys: Mapping[str, Any], replacing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `model.json` with those of `replacing` in their place.
+    """Return the keys of a `model.json`, with the keys of `replacing` in place of its own.
 
-    If the model is replaced, its adapters and vLLM's key `tokenizer` are dropped.
+    If the model is replaced, the adapters and vLLM's key `tokenizer` are dropped, because they
+    belong to the old model.
     """
     dropped = {"adapters", *RENAMED} if "model" in replacing else set()
     return {key: value for key, value in keys.items() if key not in dropped} | dict(replacing)
@@ -77,10 +78,10 @@ def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def load_replacing(path: Path) -> dict[str, Any]:
-    """Read keys that replace those of a `model.json`. Their folders are relative to the file's
-    folder.
+    """Read a file with keys that replace those of a `model.json`.
 
-    Raises InvalidArgument if the file is not a JSON object.
+    Relative folders in it start at the file's folder. Raises InvalidArgument if the file is not a
+    JSON object.
     """
     return resolve_folders(read_keys(path), path.parent)
 
@@ -88,7 +89,7 @@ def load_replacing(path: Path) -> dict[str, Any]:
 def load_adapter_names(path: Path) -> dict[str, str]:
     """Read `multi_lora.json`: name → folder, relative to the adapters' folder.
 
-    Returns {} if there is no such file. Raises InvalidArgument.
+    Returns {} if there is no such file. Raises InvalidArgument if it is invalid.
     """
     if not path.is_file():
         return {}
@@ -99,7 +100,10 @@ def load_adapter_names(path: Path) -> dict[str, str]:
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file, without checking its keys. Raises InvalidArgument."""
+    """Return the JSON object in a file, without checking its keys.
+
+    Raises InvalidArgument if the file cannot be read or is not a JSON object.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -108,12 +112,12 @@ def read_keys(path: Path) -> dict[str, Any]:
 
 
 def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
-    """Return the options in a JSON object.
+    """Return the options in the JSON object of a `model.json`.
 
     where: name of the file, for messages.
-    folder: base of relative paths.
+    folder: folder at which relative paths start.
 
-    Raises InvalidArgument.
+    Raises InvalidArgument, which names the key and its valid values.
     """
     values: dict[str, Any] = {}
     notes = []
@@ -203,15 +207,22 @@ def _one_of(values: Iterable[str]) -> str:
 
 
 def _boolean(value: Any) -> Any:
-    """Return the boolean that `value` spells, else `value`. vLLM's tutorials write booleans as
-    strings.
+    """Return the boolean that a text spells, and any other value unchanged.
+
+    vLLM's tutorials write booleans as strings.
     """
     spelled = {"true": True, "false": False}
     return spelled.get(value.lower(), value) if isinstance(value, str) else value
 
 
 def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values for the fields of a dataclass. Raises InvalidArgument."""
+    """Return the values for the fields of a dataclass.
+
+    kind: the dataclass.
+    where: name of the file, for messages.
+
+    Raises InvalidArgument for an unknown key or a value of another type.
+    """
     known = {f.name for f in fields(kind)} - {"notes"}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
@@ -223,8 +234,12 @@ def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cast(value: Any, hint: Any, what: str) -> Any:
-    """Return `value` as the type of a field. Numbers must be positive, but sizes in bytes
-    may be 0.
+    """Return `value` converted to the type of a field.
+
+    hint: type of the field.
+    what: name of the value, for messages.
+
+    Raises InvalidArgument for another type. Numbers must be positive, but sizes in bytes may be 0.
     """
     if hint in (Path, Path | None) and isinstance(value, str) and value:
         return Path(value)

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 RENAMED: dict[str, str] = {"tokenizer": "model"}
-"""vLLM keys with the key of ours that means the same. Both must have the same value."""
+"""Keys of vLLM that mean the same as one of our keys. If both are set, their values
+must be equal.
+"""
 
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_lora": (True,),
@@ -17,14 +19,14 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_log_requests": (True, False),
     "enable_chunked_prefill": (True,),
 }
-"""vLLM keys without an equivalent, with the values that describe what this server does."""
+"""Keys of vLLM without an equivalent here, with the values that describe what this server does."""
 
 NO_EFFECT: dict[str, str] = {
     "gpu_memory_utilization": "the size of the page pool is 'kv_cache_tokens'",
     "max_loras": "the number of resident adapters is limited by 'adapter_pool_bytes'",
     "max_lora_rank": "each adapter has its own rank, without padding",
 }
-"""Keys in vLLM's tutorials that have no effect here. They are accepted, and this note is logged."""
+"""Keys of vLLM's tutorials that have no effect here, with the note to log about them."""
 
 REFUSED: dict[str, str] = {
     "kv_cache_memory_bytes": "set the size of the page pool with 'kv_cache_tokens'",
@@ -39,4 +41,4 @@ REFUSED: dict[str, str] = {
     "seed": "send 'seed' with the request",
     "tokenizer_mode": "the checkpoint's fast tokenizer is used",
 }
-"""vLLM keys that are rejected, with our equivalent or the reason."""
+"""Keys of vLLM that are rejected, with our equivalent or the reason."""

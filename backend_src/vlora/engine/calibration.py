@@ -260,10 +260,10 @@ class Calibration:
         return self._add_merges(profile)
 
     def _add_attention(self, profile: Profile) -> Profile:
-        """Return the profile with `position`, `pair` and `answer`, by steps with different
-        contexts.
+        """Return the profile with measured `position`, `pair` and `answer`.
 
-        The steps that measured `products` contain attention, so its time is subtracted from them.
+        The steps differ only in their context. Those that measured `products` contain attention,
+        too, so its time is subtracted from them.
         """
         steps = self.steps
         largest = profile.products[-1][0]
@@ -288,9 +288,10 @@ class Calibration:
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Return the profile with `lora_calls`, `adapter_element` and `adapter_element_row`, by
-        steps with the smallest adapter, with the largest ones, and with many rows of the largest
-        one.
+        """Return the profile with measured `lora_calls`, `adapter_element` and
+        `adapter_element_row`.
+
+        The steps have the smallest adapter, the largest ones, or many rows of the largest one.
         """
         sizes = self.sizes
         count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
@@ -326,7 +327,7 @@ class Calibration:
         return max(0.0, min(own for own, _ in pairs) - min(base for _, base in pairs))
 
     def _add_merges(self, profile: Profile) -> Profile:
-        """Return the profile with `merge`. Merge nothing if no adapter is mergeable."""
+        """Return the profile with measured `merge`; unchanged if no adapter may be merged."""
         by_work = sorted((self.sizes(slot).product, slot) for slot in self.mergeable)
         if not by_work:
             return profile

@@ -310,7 +310,9 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """True if all in-flight requests wait for adapters and no loading has ended since."""
+        """True if all in-flight requests wait for adapters and no load ended since the
+        last step.
+        """
         return self._stalled and not self.adapters.has_results
 
     @property

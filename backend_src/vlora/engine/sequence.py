@@ -183,7 +183,7 @@ class Sequence:
             self._pinned = None
 
     def end(self) -> None:
-        """Release the pages, and let go of this version of the adapter for good."""
+        """Release the pages and this version of the adapter. The sequence cannot begin again."""
         self.leave()
         if self._held is not None:
             self._held.release()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vlora.gateway.backend import Piece
 from vlora.gateway.requests import Ask
 
 DONE = b"data: [DONE]\n\n"
+
+TEXT_MARK = "text"
+"""Text of the chunk from which the others are made. No field after the text contains it."""
 
 
 class AnswerWriter:
@@ -26,6 +29,7 @@ class AnswerWriter:
         self._created = int(time.time())
         self._started = False
         self._text_offset = 0
+        self._around_text: tuple[bytes, bytes] | None = None
         self.prompt_tokens = 0
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -53,10 +57,13 @@ class AnswerWriter:
         }
 
     def events(self, piece: Piece) -> bytes:
-        """Return the server-sent events of one piece, including those that begin and end the
-        stream.
+        """Return the server-sent events for one piece.
+
+        Those for the first and the last piece include the events that begin and end the stream.
         """
         self._count(piece)
+        if self._started and piece.finish_reason is None and not self._ask.logprobs:
+            return self._text_event(piece.text) if piece.text else b""
         chunks = []
         if self._ask.chat and not self._started:
             chunks.append(self._chunk({"role": "assistant", "content": ""}, None, None))
@@ -71,8 +78,17 @@ class AnswerWriter:
                 chunks.append(
                     {**self._head(self._chunk_kind), "choices": [], "usage": self._usage()}
                 )
-        events = b"".join(b"data: %b\n\n" % json.dumps(chunk).encode() for chunk in chunks)
+        events = b"".join(map(_event, chunks))
         return events + DONE if piece.finish_reason is not None else events
+
+    def _text_event(self, text: str) -> bytes:
+        """Return the event of a chunk that has only text. Such chunks differ in nothing else."""
+        if self._around_text is None:
+            event = _event(self._chunk({"content": TEXT_MARK}, None, None))
+            before, _, after = event.rpartition(json.dumps(TEXT_MARK).encode())
+            self._around_text = before, after
+        before, after = self._around_text
+        return b"%b%b%b" % (before, json.dumps(text).encode(), after)
 
     @property
     def _chunk_kind(self) -> str:
@@ -90,7 +106,10 @@ class AnswerWriter:
     def _chunk(
         self, delta: Mapping[str, str], logprobs: dict[str, Any] | None, last: Piece | None
     ) -> dict[str, Any]:
-        """Return one chunk of a stream. last: the last piece of the answer, for its last chunk."""
+        """Return one chunk of a stream.
+
+        last: the last piece of the answer, for the last chunk; None for any other.
+        """
         content = {"delta": delta} if self._ask.chat else {"text": delta.get("content", "")}
         choice = {
             "index": 0,
@@ -120,9 +139,9 @@ class AnswerWriter:
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
-    def _logprobs(self, tokens: list[dict[str, dict[str, Any]]]) -> dict[str, Any] | None:
-        """Return the log probabilities of tokens; None if they were not requested or there are no
-        tokens.
+    def _logprobs(self, tokens: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
+        """Return the log probabilities of tokens; None if there are no tokens or they were not
+        requested.
         """
         top = self._ask.top_logprobs
         if top is None or not tokens:
@@ -154,6 +173,10 @@ class AnswerWriter:
         }
 
 
+def _event(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: %b\n\n" % json.dumps(chunk).encode()
+
+
 def _rank(entry: Mapping[str, Any]) -> int:
     return int(entry["rank"])
 
@@ -164,5 +187,5 @@ def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _extra(last: Piece) -> dict[str, Any]:
-    """Return the fields that this server adds to OpenAI's. last: last piece of the answer."""
+    """Return the fields that this server adds to OpenAI's, from the last piece of the answer."""
     return {**last.details, **({"scores": last.scores} if last.scores else {})}

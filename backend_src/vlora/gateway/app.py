@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
@@ -19,7 +20,7 @@ from vlora.errors import shown
 from vlora.gateway.answers import AnswerWriter
 from vlora.gateway.backend import Backend, Piece, Question
 from vlora.gateway.bodies import Bodies
-from vlora.gateway.door import App, Door, Visit, send_error
+from vlora.gateway.door import App, Door, Receive, Visit, send_error
 from vlora.gateway.errors import ApiError
 from vlora.gateway.keys import RateLimit, load_keys
 from vlora.gateway.media import MediaLoader
@@ -35,11 +36,19 @@ METRICS_SECONDS = 5.0
 MAX_LOGGED = 256
 """Maximum number of characters of a model's name in the log."""
 
+EVENT_HEADERS = {
+    "content-type": "text/event-stream; charset=utf-8",
+    "cache-control": "no-cache",
+    "x-accel-buffering": "no",
+}
+"""Headers of a stream of server-sent events."""
+
+Pieces = AsyncGenerator[Piece, None]
 Result = TypeVar("Result")
 
 
 class Disconnected(Exception):
-    """The client has closed its connection."""
+    """Raised when the client has closed its connection."""
 
 
 class Gateway:
@@ -56,6 +65,8 @@ class Gateway:
         self._backend = Backend(self.options.grpc, self.options.answer_seconds)
         self._media = MediaLoader(self.options)
         self._bodies = Bodies(self.options)
+        gc.collect()
+        gc.freeze()  # Later collections need not visit what the libraries have created.
         yield
         await self._media.close()
         await self._backend.close()
@@ -129,9 +140,7 @@ class Gateway:
             return Response(status_code=499)
 
     async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
-        """Return the response. It does not start before the first piece of the answer has
-        arrived.
-        """
+        """Return the response to a request, after the first piece of the answer has arrived."""
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = AnswerWriter(ask, id)
         sampling = ask.sampling
@@ -151,22 +160,23 @@ class Gateway:
         )
         if ask.stream:
             try:
-                first = await connected(request, anext(pieces))
+                first = await connected(request.receive, anext(pieces))
             except ApiError as error:
                 if error.code != "CANCELLED" or not sampling.get("supersede"):
                     raise
                 # The client itself superseded the request. A browser would report an error status
                 # in its console, so the error is sent as an event.
                 visit.code = error.code
-                return _stream(_only(_event(error)))
-            return _stream(self._events(writer, first, pieces, visit))
-        answer = writer.whole(await connected(request, _all(pieces)))
+                return _Events(_only(_event(error)), pieces, self.metrics)
+            events = self._events(writer, first, pieces, visit)
+            return _Events(events, pieces, self.metrics)
+        answer = writer.whole(await connected(request.receive, _all(pieces)))
         _note(visit, writer)
         return JSONResponse(answer)
 
     async def _events(
-        self, writer: AnswerWriter, first: Piece, pieces: AsyncIterator[Piece], visit: Visit
-    ) -> AsyncIterator[bytes]:
+        self, writer: AnswerWriter, first: Piece, pieces: Pieces, visit: Visit
+    ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error after its beginning is sent as an event."""
         try:
             yield writer.events(first)
@@ -175,17 +185,44 @@ class Gateway:
         except ApiError as error:
             visit.code = error.code
             yield _event(error)
-        except BaseException:
-            self.metrics.disconnects.inc()
-            raise
         finally:
             _note(visit, writer)
-            await pieces.aclose()  # type: ignore[attr-defined]
 
 
-def _stream(events: AsyncIterator[bytes]) -> Response:
-    headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-    return StreamingResponse(events, media_type="text/event-stream", headers=headers)
+class _Events(Response):
+    """A response that is a stream of server-sent events.
+
+    Starlette's response for streams takes more time for each event.
+
+    events: the events.
+    pieces: what the events are made of. It is closed after the response, even if the client
+        disconnects before the first event.
+    """
+
+    def __init__(
+        self, events: AsyncGenerator[bytes, None], pieces: Pieces, metrics: GatewayMetrics
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers(EVENT_HEADERS)
+        self._events = events
+        self._pieces = pieces
+        self._metrics = metrics
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with aclosing(self._pieces), aclosing(self._events):
+            head = {"status": self.status_code, "headers": self.raw_headers}
+            await send({"type": "http.response.start", **head})
+            try:
+                await connected(receive, self._send(send))
+            except Disconnected:
+                self._metrics.disconnects.inc()
+
+    async def _send(self, send: Any) -> None:
+        async for event in self._events:
+            if event:
+                await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 def _event(error: ApiError) -> bytes:
@@ -193,7 +230,7 @@ def _event(error: ApiError) -> bytes:
     return b"data: %b\n\n" % error.as_json()
 
 
-async def _only(event: bytes) -> AsyncIterator[bytes]:
+async def _only(event: bytes) -> AsyncGenerator[bytes, None]:
     yield event
 
 
@@ -203,17 +240,18 @@ def _note(visit: Visit, writer: AnswerWriter) -> None:
     visit.finish_reason = writer.finish_reason
 
 
-async def _all(pieces: AsyncIterator[Piece]) -> list[Piece]:
+async def _all(pieces: Pieces) -> list[Piece]:
     return [piece async for piece in pieces]
 
 
-async def connected(request: Request, work: Awaitable[Result]) -> Result:
-    """Return the result of `work`. If the client disconnects, cancel it and raise Disconnected.
+async def connected(receive: Receive, work: Awaitable[Result]) -> Result:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise
+    Disconnected.
 
-    The request's body must have been read.
+    The request's body must have been received already.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(request))
+    gone = asyncio.ensure_future(_until_gone(receive))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -227,8 +265,8 @@ async def connected(request: Request, work: Awaitable[Result]) -> Result:
                     await waiting
 
 
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
         pass
 
 

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 import struct
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,20 @@ from vlora.serving.responder import from_message
 
 log = logging.getLogger(__name__)
 
-service_pb2, service_pb2_grpc = load_grpc_stubs()
+service_pb2, _ = load_grpc_stubs()
 
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 MODEL = "lmm"
 CONTROL_SECONDS = 5.0
 """Time limit in seconds of a cancellation, and of a request for the server's description."""
 
 DESCRIPTION_SECONDS = 1.0
 """Seconds for which a description is reused."""
+
+CONTENT_TAG = bytes(
+    [service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2]
+)
+"""Tag of a serialized `raw_input_contents`: its field number, and the type for bytes."""
 
 UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
 """Options of the channel. Other code limits the sizes of requests and answers."""
@@ -63,50 +69,62 @@ class Question:
     logprobs: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
-    """One response to a question. outputs: decoded outputs by name."""
+    """One response to a question. The answer to a question that streams has several.
 
-    outputs: Mapping[str, Any]
+    outputs: values of each output by name.
+    """
 
-    @property
-    def text(self) -> str:
-        return str(self._first("text_output", ""))
+    text: str = ""
+    finish_reason: str | None = None
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    logprobs: Sequence[Mapping[str, Mapping[str, Any]]] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def finish_reason(self) -> str | None:
-        """`stop` or `length` in the last piece; None in the others."""
-        reason = str(self._first("finish_reason", "None"))
-        return None if reason == "None" else reason
 
-    @property
-    def num_input_tokens(self) -> int:
-        return int(self._first("num_input_tokens", 0))
+class _Answers:
+    """Reads the messages of one call, with a time limit for each.
 
-    @property
-    def num_output_tokens(self) -> int:
-        return int(self._first("num_output_tokens", 0))
+    A timer is set once and follows the reads, because setting one for each token is expensive.
+    """
 
-    @property
-    def logprobs(self) -> list[dict[str, dict[str, Any]]]:
-        """Alternatives by token id, for each token; the sampled token comes first."""
-        return json.loads(self._first("logprobs", "null")) or []
+    def __init__(self, call: Any, seconds: float) -> None:
+        self._call = call
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._reading_since: float | None = None
+        self._late = False
+        self._timer = self._loop.call_later(seconds, self._check)
 
-    @property
-    def details(self) -> dict[str, Any]:
-        """Task, adapter, timings and cached tokens; {} before the last piece."""
-        details: dict[str, Any] = json.loads(self._first("details", "{}"))
-        return details
+    async def next(self) -> Any:
+        """Return the next message, or EOF. Raise TimeoutError if it is late."""
+        self._reading_since = self._loop.time()
+        try:
+            return await self._call.read()
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._late and task is not None and not task.cancelling():
+                raise TimeoutError from None
+            raise
+        finally:
+            self._reading_since = None
 
-    @property
-    def scores(self) -> dict[str, float]:
-        """Score of each label; {} unless a vision task head answered."""
-        labels = self.outputs.get("head_labels", ())
-        return dict(zip(labels, self.outputs.get("head_scores", ()), strict=True))
+    def close(self) -> None:
+        """Cancel the call and the timer."""
+        self._timer.cancel()
+        self._call.cancel()
 
-    def _first(self, name: str, default: Any) -> Any:
-        values = self.outputs.get(name)
-        return values[0] if values else default
+    def _check(self) -> None:
+        now = self._loop.time()
+        since = now if self._reading_since is None else self._reading_since
+        if now >= since + self._seconds:
+            self._late = True
+            self._call.cancel()
+        else:
+            self._timer = self._loop.call_at(since + self._seconds, self._check)
 
 
 class Backend:
@@ -122,7 +140,10 @@ class Backend:
         self._answer_seconds = answer_seconds
         host = address.rpartition(":")[0]
         self._channel = grpc.aio.insecure_channel(address, [*UNLIMITED, *grpc_options(host)])
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        # Requests are sent as bytes, which `_request` serializes.
+        self._stream = self._channel.stream_stream(
+            METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString
+        )
         self._cancels: set[asyncio.Task[None]] = set()
         self._described: tuple[float, dict[str, Any]] | None = None
         self._describing = asyncio.Lock()
@@ -133,13 +154,14 @@ class Backend:
             await asyncio.wait(self._cancels)
         await self._channel.close()
 
-    async def ask(self, question: Question) -> AsyncIterator[Piece]:
+    async def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
         """Yield the pieces of the answer. The last one has a finish reason.
 
         If the iterator is closed before its end, the question is cancelled by its id. Raises
         ApiError.
         """
-        call = self._stub.ModelStreamInfer()
+        call = self._stream()
+        answers = _Answers(call, self._answer_seconds)
         id, sampling = question.id, question.sampling
         ended = finished = False
         try:
@@ -147,8 +169,7 @@ class Backend:
             del question  # It holds the images.
             await call.done_writing()
             while not ended:
-                async with asyncio.timeout(self._answer_seconds):
-                    message = await call.read()
+                message = await answers.next()
                 if message is grpc.aio.EOF:
                     ended = True
                     break
@@ -158,7 +179,7 @@ class Backend:
                 response = message.infer_response
                 ended = response.parameters["triton_final_response"].bool_param
                 if response.outputs:
-                    piece = Piece(_outputs(response))
+                    piece = _piece(_outputs(response))
                     finished = piece.finish_reason is not None
                     yield piece
             if not finished:
@@ -174,7 +195,7 @@ class Backend:
         finally:
             if not ended:
                 self._cancel(id)
-            call.cancel()
+            answers.close()
 
     def _cancel(self, id: str) -> None:
         """Cancel a question by its id, in the background."""
@@ -198,14 +219,17 @@ class Backend:
             return self._described[1]
 
     async def _control(self, flag: str, id: str = "") -> dict[str, Any]:
-        """Send a request whose only input is this BOOL; return the outputs of its response."""
+        """Send a request with one BOOL input, and return the outputs of its response.
+
+        flag: name of the input, `cancel` or `describe`.
+        """
         request = service_pb2.ModelInferRequest(model_name=MODEL, id=id)
         request.inputs.add(name=flag, datatype="BOOL", shape=[1])
         request.raw_input_contents.append(b"\x01")
         request.parameters["triton_enable_empty_final_response"].bool_param = True
-        call = self._stub.ModelStreamInfer(timeout=CONTROL_SECONDS)
+        call = self._stream(timeout=CONTROL_SECONDS)
         try:
-            await call.write(request)
+            await call.write(request.SerializeToString())
             await call.done_writing()
             message = await call.read()
             if message is grpc.aio.EOF:
@@ -219,22 +243,23 @@ class Backend:
             call.cancel()
 
 
-def _request(question: Question) -> Any:
+def _request(question: Question) -> bytes:
+    """Return the serialized request.
+
+    The concatenation of two serialized messages is the message with the fields of both. The files
+    are added in this way, because protobuf itself would copy them twice.
+    """
     request = service_pb2.ModelInferRequest(model_name=MODEL, id=question.id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
-    strings: dict[str, Sequence[bytes]] = {
-        "text_input": [question.text.encode()],
-        "sampling_parameters": [json.dumps(question.sampling).encode()],
-        "image": question.images,
-        "frames": question.frames,
+    strings = {
+        "text_input": question.text,
+        "sampling_parameters": json.dumps(question.sampling),
+        "task": question.task,
     }
-    if question.task is not None:
-        strings["task"] = [question.task.encode()]
-    for name, values in strings.items():
-        if values:
-            request.inputs.add(name=name, datatype="BYTES", shape=[len(values)])
-            packed = [part for value in values for part in (struct.pack("<I", len(value)), value)]
-            request.raw_input_contents.append(b"".join(packed))
+    for name, text in strings.items():
+        if text is not None:
+            request.inputs.add(name=name, datatype="BYTES", shape=[1])
+            request.raw_input_contents.append(b"".join(_packed([text.encode()])))
     flags = {
         "stream": question.stream,
         "exclude_input_in_output": True,
@@ -248,7 +273,47 @@ def _request(question: Question) -> Any:
         request.raw_input_contents.append(b"\x01" if value else b"\x00")
     for name in (*OUTPUTS, *HEAD_OUTPUTS, *(("logprobs",) if question.logprobs else ())):
         request.outputs.add(name=name)
-    return request
+    contents: list[bytes] = []
+    for name, files in (("image", question.images), ("frames", question.frames)):
+        if files:
+            request.inputs.add(name=name, datatype="BYTES", shape=[len(files)])
+            contents += _content(_packed(files))
+    return b"".join([request.SerializeToString(), *contents])
+
+
+def _packed(values: Iterable[bytes]) -> list[bytes]:
+    """Return the parts of Triton's form of a BYTES tensor: each value after its length."""
+    return [part for value in values for part in (struct.pack("<I", len(value)), value)]
+
+
+def _content(parts: Sequence[bytes]) -> list[bytes]:
+    """Return the parts of a serialized message whose only field is one of `raw_input_contents`."""
+    length, varint = sum(map(len, parts)), bytearray()
+    while length > 0x7F:
+        varint.append(length & 0x7F | 0x80)
+        length >>= 7
+    varint.append(length)
+    return [CONTENT_TAG, bytes(varint), *parts]
+
+
+def _piece(outputs: Mapping[str, Any]) -> Piece:
+    """Return the piece with these outputs, each a list."""
+
+    def first(name: str, default: Any) -> Any:
+        values = outputs.get(name)
+        return values[0] if values else default
+
+    reason = first("finish_reason", "None")
+    labels, scores = outputs.get("head_labels", ()), outputs.get("head_scores", ())
+    return Piece(
+        first("text_output", ""),
+        None if reason == "None" else reason,
+        first("num_input_tokens", 0),
+        first("num_output_tokens", 0),
+        json.loads(outputs["logprobs"][0]) or () if outputs.get("logprobs") else (),
+        json.loads(outputs["details"][0]) if outputs.get("details") else {},
+        dict(zip(labels, scores, strict=True)),
+    )
 
 
 def _outputs(response: Any) -> dict[str, Any]:

@@ -23,15 +23,15 @@ DISCARD_SECONDS = 5.0
 """Limits for receiving the unused rest of a body."""
 
 Hold = Callable[[int], None]
-"""Function that counts this many more bytes. It raises ApiError if they exceed the limit."""
+"""Function that counts additional bytes in memory. It raises ApiError if they exceed the limit."""
 
 
 class BodyReceiver:
-    """Passes on the parts of one request's body, and can discard those that were not asked for.
+    """Receives the body of one request part by part, and can discard the rest if it is not needed.
 
     A client that is still sending when the connection is closed usually loses the answer: it
-    reports a broken connection instead of the error. So a request that is answered early is
-    received to its end first, within limits.
+    reports a broken connection instead of the error. So if a request is answered early, the rest of
+    its body is received first, within limits.
     """
 
     def __init__(

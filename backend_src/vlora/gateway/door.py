@@ -35,7 +35,14 @@ API = "/v1/"
 
 @dataclass
 class Visit:
-    """One request as the log shows it. The routes fill in what they learn."""
+    """One request as the access log shows it. The routes set the fields that they learn.
+
+    id: id of the request.
+    tenant: tenant of its API key.
+    model: name of the model in its body.
+    prompt_tokens, completion_tokens: numbers of tokens.
+    finish_reason: reason why the answer ended.
+    """
 
     id: str
     tenant: str = ANYBODY
@@ -48,13 +55,14 @@ class Visit:
 
 
 class Door:
-    """Checks requests, then passes them to `app`.
+    """Checks each request, then passes it to `app`.
 
-    keys: API keys; None admits everybody. Without keys, only requests to this machine's own names
-        are served. Otherwise a web page could reach a loopback gateway by a host name that it
-        controls.
+    keys: API keys; None admits everybody. Without keys, the Host header of a request must name this
+        machine itself. Otherwise a web page could reach a gateway on a loopback address through a
+        host name that the page's owner points to it.
     limit: rate limit of each tenant, or None.
-    origins: origins of web pages that may use the gateway, besides its own.
+    origins: origins of web pages that may use the gateway, in addition to its own.
+    metrics: metrics to update.
     log: file for the access log, with one JSON object per line.
     """
 

@@ -45,9 +45,10 @@ _QUOTED = re.compile(r"'(\w+)'")
 
 
 class ApiError(Exception):
-    """An error for the client.
+    """Raised for a request that is answered with an error.
 
-    param: field of the request that caused it, or None.
+    code: key of STATUSES.
+    param: field of the request that caused the error, or None.
     retry_after: seconds after which the client may retry, or None.
     """
 
@@ -87,9 +88,9 @@ def unsupported(param: str, message: str) -> ApiError:
 
 
 def from_server(error: VLoraError, fields: Container[str]) -> ApiError:
-    """Return the server's error in the form of the API.
+    """Return an error of the V-LoRA server in the form of the API.
 
-    fields: fields of the request. The first one that the message quotes becomes `param`.
+    fields: names of the request's fields. The first one that the message quotes becomes `param`.
     """
     quoted = (name for name in _QUOTED.findall(error.message) if name in fields)
     param = "model" if error.code == "NOT_FOUND" else next(quoted, None)
@@ -97,7 +98,10 @@ def from_server(error: VLoraError, fields: Container[str]) -> ApiError:
 
 
 def from_grpc(error: Any) -> ApiError:
-    """Return the error for a failed call. error: an `AioRpcError`."""
+    """Return the error of the API for a failed gRPC call.
+
+    error: an `AioRpcError`.
+    """
     details = error.details() or "no details"
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         return ApiError("UNAVAILABLE", f"the V-LoRA server cannot be reached: {details}")

@@ -26,11 +26,16 @@ class Keys:
     """Tenants by key. Only digests of the keys are kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Store the digests. tenants: tenant by key."""
+        """Store the digests of the keys.
+
+        tenants: tenant by key.
+        """
         self._digests = [(_digest(key), tenant) for key, tenant in tenants.items()]
 
     def tenant(self, key: str) -> str | None:
-        """Return the tenant of a key, or None. The time taken does not depend on the key."""
+        """Return the tenant of a key; None for an unknown key. The time it takes is the same for
+        every key.
+        """
         digest, found = _digest(key), None
         for known, tenant in self._digests:
             if hmac.compare_digest(known, digest):
@@ -68,7 +73,11 @@ def load_keys(path: Path) -> Keys:
 
 @dataclass
 class _Bucket:
-    """Number of requests that a tenant may send at the time `at`."""
+    """Allowance of one tenant.
+
+    requests: number of requests that the tenant may send at time `at`.
+    at: seconds on the clock of the rate limit.
+    """
 
     requests: float
     at: float
@@ -76,9 +85,11 @@ class _Bucket:
 
 @dataclass
 class RateLimit:
-    """Limits the requests of each tenant to a number per minute, all of which may come at once.
+    """Limits the number of requests of each tenant per minute. All of them may come at the same
+    time.
 
-    There is one bucket per tenant in the file of keys, so their number is bounded.
+    A tenant has one bucket. Tenants come from the file of keys, so the number of buckets is
+    bounded.
     """
 
     per_minute: int

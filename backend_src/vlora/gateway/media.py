@@ -1,8 +1,8 @@
 """Images of a request, from data URLs or from http(s) URLs of hosts that the operator allows.
 
 **Invariant:** the gateway connects to no address of a private network. The address is checked where
-the connection is opened. So a host name that changes its address cannot evade the check. Redirects
-are not followed.
+the connection is opened, so a host name whose address changes cannot evade the check. Redirects are
+not followed.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from vlora.gateway.messages import Media
 from vlora.gateway.options import GatewayOptions
 
 MAX_FETCHES = 16
-"""Maximum number of connections at the same time."""
+"""Maximum number of connections for fetching images at the same time."""
 
 MAX_HEADER = 256
-"""Maximum length of the part of a data URL before its content."""
+"""Maximum number of characters of a data URL before its content."""
 
 PORTS = {"http": 80, "https": 443}
 """Default port of each scheme. Any other port must be allowed explicitly, as HOST:PORT."""
@@ -36,7 +36,7 @@ UNICAST6 = ipaddress.ip_network("2000::/3")
 
 
 class PrivateAddress(Exception):
-    """A host has an address that is not public."""
+    """Raised if a host has an address that is not public."""
 
 
 class MediaLoader:
@@ -53,9 +53,10 @@ class MediaLoader:
         await self._pool.aclose()
 
     async def load(self, media: Sequence[Media]) -> list[bytes]:
-        """Return the encoded files. Raises ApiError, which says which URL is wrong.
+        """Return the encoded files of the images, in order.
 
-        All images fetched for one request have at most `max_body_bytes` together.
+        The images fetched for one request may have `max_body_bytes` in total. Raises ApiError,
+        which says which URL is wrong.
         """
         files, left = [], self._options.max_body_bytes
         for one in media:
@@ -123,7 +124,7 @@ def decode(media: Media) -> bytes:
 
 
 def _read_url(media: Media) -> tuple[httpcore2.URL, str]:
-    """Return the parsed URL, and its host in the form of the allow-list.
+    """Return the parsed URL, and its host in the form that the list of allowed hosts uses.
 
     The URL is parsed only once, so that the URL that is checked is the one that is fetched.
     """
@@ -158,7 +159,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connect to an address of `host`. Raise PrivateAddress unless all its addresses are
+        """Connect to an address of `host`. Raise PrivateAddress unless all of its addresses are
         public.
         """
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -171,7 +172,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         )
 
     async def connect_unix_socket(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise PrivateAddress: a URL must not name a socket of this machine."""
+        """Raise PrivateAddress, because a URL must not name a socket of this machine."""
         raise PrivateAddress("images are not fetched from sockets of this machine")
 
     async def sleep(self, seconds: float) -> None:
@@ -181,7 +182,8 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
 def is_public(address: str) -> bool:
     """Return whether an IP address belongs to the public Internet.
 
-    An address that wraps an IPv4 address (mapped, 6to4, NAT64) is public if the IPv4 address is.
+    An IPv6 address that contains an IPv4 address (mapped, 6to4, NAT64) is public if the IPv4
+    address is.
     """
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):

@@ -1,7 +1,7 @@
 """Messages of a chat: their text, and the images and clips in them.
 
-A single message becomes the text of a task. Several messages become JSON, which the server puts
-into the checkpoint's chat template (task `chat`).
+A single message becomes the text of a task. Several messages become JSON, which the server renders
+with the checkpoint's chat template (task `chat`).
 """
 
 from __future__ import annotations
@@ -28,19 +28,24 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "tool_calls": ([],),
     "annotations": ([],),
 }
-"""Fields of a message. None marks a field that is read. For any other field, these are the values
-that are accepted because they ask for nothing.
+"""Fields of a message. Those with None are read.
+
+All other fields must have one of the listed values, which ask for nothing.
 """
 
 
+MAX_MEDIA = 1024
+"""Maximum number of images and frames of a request. The limit of the server is lower."""
+
 CLIP = "data:video/jpeg;base64,"
-"""Prefix of a clip's URL. Frames follow, separated by commas, as in vLLM."""
+"""Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM."""
 
 
 @dataclass(frozen=True)
 class Media:
-    """URL of an image, or of a frame of a clip. param: place of the URL in the request, for
-    errors.
+    """URL of an image, or of a frame of a clip.
+
+    param: path of the URL within the request, for error messages.
     """
 
     url: str
@@ -77,7 +82,7 @@ def read_messages(messages: Any) -> Conversation:
 class _Reader:
     """Collects the media of messages, in order.
 
-    places_all: whether images before a message's text also get placeholders.
+    places_all: whether images that stand before a message's text get placeholders, too.
     """
 
     def __init__(self, places_all: bool) -> None:
@@ -149,6 +154,7 @@ class _Reader:
             return False, PLACEHOLDER * self._clip(value["url"], f"{param}.url")
         if self.frames:
             raise unsupported(param, "an image after a clip is not supported; put images first")
+        self._check_number(1, param)
         self.images.append(Media(value["url"], f"{param}.url"))
         return False, PLACEHOLDER
 
@@ -160,6 +166,16 @@ class _Reader:
             raise unsupported(
                 param, f"'{param}' must be a list of JPEG frames, {CLIP}FRAME,FRAME,…"
             )
+        self._check_number(url.removeprefix(CLIP).count(",") + 1, param)
         frames = url.removeprefix(CLIP).split(",")
         self.frames += [Media(f"data:image/jpeg;base64,{frame}", param) for frame in frames]
         return len(frames)
+
+    def _check_number(self, more: int, param: str) -> None:
+        """Check that there may be this many more images and frames."""
+        number = len(self.images) + len(self.frames) + more
+        if number > MAX_MEDIA:
+            raise invalid(
+                param,
+                f"the request has {number} or more images and frames; the limit is {MAX_MEDIA}",
+            )

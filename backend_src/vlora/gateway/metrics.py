@@ -8,7 +8,9 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 3
 
 
 class GatewayMetrics:
-    """Metrics with labels that clients cannot choose, such as route and status."""
+    """Metrics of the gateway. Their labels, such as route and status, cannot be chosen
+    by clients.
+    """
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -22,9 +22,10 @@ class GatewayOptions:
     image_hosts: hosts from which the gateway may fetch images; none by default. Each is HOST, or
         HOST:PORT for a port other than the scheme's.
     cors_origins: origins of web pages that may use the gateway; none by default.
-    metrics_url: URL of the server's metrics, which are appended to the gateway's own.
+    metrics_url: URL of the server's metrics, which are appended to the gateway's own; None for
+        none.
     max_body_bytes: maximum size of a request's body, and of all images fetched for it.
-    max_held_bytes: maximum size of all bodies that were not passed on to the server yet.
+    max_held_bytes: maximum size of all bodies that are not passed on to the server yet.
     max_fetch_bytes: maximum size of one fetched image.
     fetch_seconds: time limit for fetching one image.
     answer_seconds: time limit for each response of the server.

@@ -29,7 +29,7 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""Content-Security-Policy: only files of this gateway, and no text that becomes markup or code."""
+"""Content-Security-Policy. It allows only files of this gateway, and no text as markup or code."""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -46,7 +46,7 @@ class StaticPages(StaticFiles):
     """Serves the files of a folder with `HEADERS`."""
 
     async def get_response(self, path: str, scope: Any) -> Response:
-        """Return a file, or the response that the client's copy is current."""
+        """Return a file, or the response that says that the client's copy is up to date."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response

@@ -1,31 +1,49 @@
-"""Limits of a request's head, which uvicorn lacks: its size, and the time in which it must arrive.
+"""Limits of a connection that uvicorn lacks, and the end of all its requests when it is lost.
 
-The application sees a request only after its head. The parser joins the parts of a header again
-whenever another part arrives. So without limits, one client could take all memory and time.
+The size of a request's head, which is everything before the body, and the time in which it must
+arrive are limited. The application sees a request only after its head. The parser joins the parts
+of a header again whenever another part arrives. So without limits, one client could take all memory
+and time.
+
+A client may send requests before the earlier ones are answered (pipelining). uvicorn answers them
+one after another. If the connection is lost, uvicorn tells only the last of them; the others would
+continue.
+
+A client may offer another protocol in its first request, as Java's client does (`Upgrade: h2c`).
+The parser then stops before the body. A server may ignore the offer, so such a request is parsed
+again without it.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size of everything in a request but its body, besides the read in which it begins.
+"""Maximum size in bytes of a request without its body.
 
-A read has at most 256 KiB.
+The network read that contains the start of a request is not counted; it has at most 256 KiB.
 """
 
 HEAD_SECONDS = 30.0
-"""Time limit for a head, from the start of the connection or the end of the last response."""
+"""Time limit in seconds for a head, from the start of the connection or the end of the last
+response.
+"""
 
 CHUNK_OVERHEAD = 8
-"""Maximum number of additional bytes for each byte of a body that is sent in chunks."""
+"""Maximum number of bytes of framing for each byte of a body that is sent in chunks."""
 
 
-class LimitedHeads(HttpToolsProtocol):
-    """One HTTP connection, which is closed if a head exceeds a limit."""
+MAX_WAITING = 16
+"""Maximum number of requests on a connection that wait until earlier ones are answered."""
+
+
+class LimitedConnection(HttpToolsProtocol):
+    """One HTTP connection, which is closed if a limit is exceeded."""
 
     head_seconds = HEAD_SECONDS
 
@@ -33,6 +51,7 @@ class LimitedHeads(HttpToolsProtocol):
         super().__init__(*arguments, **options)
         self._head_bytes = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._cycles: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Begin to wait for the first head."""
@@ -40,8 +59,12 @@ class LimitedHeads(HttpToolsProtocol):
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget the connection."""
+        """Tell all requests that the client is gone."""
         self._stop_timer()
+        for cycle in self._cycles:
+            if not cycle.response_complete:
+                cycle.disconnected = True
+                cycle.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -49,7 +72,13 @@ class LimitedHeads(HttpToolsProtocol):
         if self._timer is None and self.cycle is not None and self.cycle.response_complete:
             self._start_timer()
         self._head_bytes += len(data)
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as offer:
+            self._ignore_offer(data[offer.args[0] :])
+        except httptools.HttpParserError:
+            self.send_400_response("Invalid HTTP request received.")
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The head has more than {MAX_HEAD_BYTES} bytes, the limit.")
 
@@ -59,14 +88,41 @@ class LimitedHeads(HttpToolsProtocol):
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
-        """Start to answer the request."""
+        """Start to answer the request, or let it wait until the earlier ones are answered."""
+        if self.parser.should_upgrade():
+            return  # `_ignore_offer` follows.
         self._stop_timer()
+        if len(self.pipeline) >= MAX_WAITING:
+            raise ValueError(f"more than {MAX_WAITING} requests wait")  # It is answered with 400.
         super().on_headers_complete()
+        while self._cycles and self._cycles[0].response_complete:
+            self._cycles.popleft()
+        self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         """Pass on a part of the body."""
         self._head_bytes = max(0, self._head_bytes - (1 + CHUNK_OVERHEAD) * len(body))
         super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        """End the body of a request."""
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+    def _ignore_offer(self, rest: bytes) -> None:
+        """Parse the head of a request again, without its offer of another protocol.
+
+        rest: what has arrived after the head.
+        """
+        method = self.parser.get_method()
+        if method == b"CONNECT":  # It has no meaning without the other protocol.
+            self.send_400_response("This is not a proxy.")
+            return
+        headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
+        lines = [b"%b %b HTTP/1.1" % (method, self.url), *map(b": ".join, headers), b"", rest]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn does.
+        self.data_received(b"\r\n".join(lines))
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(self.head_seconds, self.transport.close)

@@ -19,7 +19,7 @@ from vlora.strict_json import load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
 from vlora.value_readers import is_text
 
-MAX_COMMAS = 1 << 20
+MAX_COMMAS = 1 << 18
 """Maximum number of commas in a body. It limits the number of values, which take time to check."""
 
 MAX_HINT_LENGTH = 64
@@ -59,9 +59,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields of features that this server lacks, each with the values that ask for nothing.
+"""Fields of features that this server lacks, each with the values that do not ask for the feature.
 
-Each of these fields is also accepted as null.
+Each of these fields may also be null.
 """
 
 OWN = frozenset({"task"})
@@ -89,7 +89,8 @@ class Ask:
     conversation: text, images and clips. Their URLs are not fetched yet.
     task: task for the server; None sends none.
     sampling: the server's `sampling_parameters`, without the adapter.
-    include_usage: whether a stream ends with the usage.
+    stream: whether the answer is sent as a stream of events.
+    include_usage: whether a stream ends with the numbers of tokens.
     top_logprobs: number of alternatives to list for each token; None without log probabilities.
     """
 
@@ -109,7 +110,7 @@ class Ask:
 
 def read_body(body: bytes | bytearray) -> dict[str, Any]:
     """Return the JSON object of a body. Raises ApiError."""
-    if (commas := body.count(b",")) > MAX_COMMAS:
+    if len(body) > MAX_COMMAS and (commas := body.count(b",")) > MAX_COMMAS:
         raise ApiError("TOO_LARGE", f"the body has {commas} commas; the limit is {MAX_COMMAS}")
     try:
         return load_object(body.decode(), "the body", MAX_DEPTH)
@@ -170,8 +171,12 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
 
 
 def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:
-    """Return the fields of a body that are not null. Raise ApiError for fields that this API
-    lacks.
+    """Return the fields of a body that are not null.
+
+    known: fields that are read.
+    what: name of the body, for messages.
+
+    Raises ApiError for fields that this API lacks.
     """
     given = {}
     for name, value in body.items():
@@ -194,7 +199,7 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling keys among the fields, including the structure of the answer."""
+    """Return the sampling keys among the given fields, including the structure of the answer."""
     sampling = {
         key: value for key, value in given.items() if key in PASSED and key not in STRUCTURE_KEYS
     }
@@ -205,7 +210,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structure(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return {kind: value} for the structure that the answer must have; None for free text."""
+    """Return {kind: value} for the structure that the answer must have; None for a free answer."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := _response_format(given.get("response_format"))) is not None:
         found.append(("response_format", wanted))
@@ -265,9 +270,7 @@ def _model(given: Mapping[str, Any]) -> str:
 
 
 def _max_tokens(given: Mapping[str, Any]) -> Any:
-    """Return the maximum number of tokens of the answer; None means that only the context limits
-    it.
-    """
+    """Return the maximum number of tokens of the answer; None if only the context limits it."""
     newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
     if newer is not None and older is not None and newer != older:
         raise invalid(
@@ -292,7 +295,12 @@ def _chat_logprobs(given: Mapping[str, Any], sampling: dict[str, Any]) -> int | 
 
 
 def _alternatives(name: str, value: Any) -> int:
-    """Return the number of alternatives per token. Raise ApiError if it is invalid."""
+    """Return the number of alternatives per token.
+
+    name, value: field of the request, and its value.
+
+    Raises ApiError if it is invalid.
+    """
     if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
         raise invalid(
             name,

@@ -19,11 +19,14 @@ from vlora.lora.weights_file import WeightsFile
 from vlora.lora.weights_reader import FLOATS
 
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-"""Pattern of the name of the code that a pickle would run, in torch's error."""
+"""Pattern that finds, in torch's error, the name of the code that a pickle would run."""
 
 
 class Tensors(Protocol):
-    """Tensors by key. shapes: shape of each tensor, known without reading it."""
+    """Tensors by key, from either kind of file.
+
+    shapes: shape of each tensor, known without reading it.
+    """
 
     shapes: dict[str, tuple[int, ...]]
 
@@ -55,8 +58,10 @@ class PickledTensors:
 
 
 def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
-    """Return the folder's tensors and the name of their file: `adapter_model.safetensors`, or the
-    pickled `adapter_model.bin` if only that one exists.
+    """Return the folder's tensors and the name of their file.
+
+    This is `adapter_model.safetensors`, or the pickled `adapter_model.bin` if only that one exists.
+    Raises InvalidArgument if neither can be read.
     """
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
         return PickledTensors(folder / PICKLED, invalid.in_file(PICKLED)), PICKLED
@@ -87,6 +92,6 @@ def _unpickle(path: Path, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
 
 
 def base_of(config: Mapping[str, Any]) -> str:
-    """Return the name of the base model in an adapter's config; "" if there is none."""
+    """Return the name of the base model in an adapter's config; "" if the config has none."""
     name = config.get("base_model_name_or_path")
     return name if isinstance(name, str) else ""

@@ -14,8 +14,9 @@ from vlora.model.loader import find_weights, open_weights, read_weight, weight_f
 
 
 class BaseWeights:
-    """Weights of the language model of the checkpoint in `folder`. Each is read when it is
-    needed.
+    """Weights of the language model of a checkpoint. Each is read when it is needed.
+
+    folder: folder of the checkpoint.
     """
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
@@ -27,7 +28,7 @@ class BaseWeights:
     def matrix(self, matrix: MatrixId | None) -> torch.Tensor:
         """Return a matrix that an adapter may change, [d_out, d_in] fp32.
 
-        matrix: None means the input embeddings.
+        matrix: id of the matrix; None for the input embeddings.
         """
         if matrix is not None and matrix[0] == VISION:
             return self._of_vision(matrix[1])

@@ -6,8 +6,9 @@
   negative product becomes further rows of A and columns of B, so that the adapter fits the
   unchanged base model. This is exact.
 - DoRA scales each row of W + B A to a trained norm m. Its change m (W + B A) / |W + B A| - W has
-  full rank. So A and B are a truncated singular value decomposition of it, whose error is stated.
-- A method that PEFT can express as a change of the weights is decomposed in the same way.
+  full rank. So the change is approximated: A and B are its truncated singular value decomposition,
+  whose error is stated.
+- A method that PEFT can express as a change of the weights is approximated in the same way.
 
 The result is then loaded as the server loads it, which applies all checks of adapters.
 """
@@ -40,12 +41,12 @@ from vlora.lora.peft_options import KNOWN_CHANGES
 
 DEFAULT_RANK = 64
 DEFAULT_MAX_ERROR = 0.05
-"""Default limit of the error of a conversion, relative to the adapter's change."""
+"""Default maximum of the error of a conversion, relative to the adapter's change."""
 MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
-class Limits:
+class ConversionLimits:
     """Limits of a conversion that is not exact.
 
     rank: maximum rank of the result.
@@ -61,9 +62,9 @@ class Conversion:
     """Result of a conversion.
 
     method: method of the source, such as "DoRA".
-    dropped: keys of tensors that equal the base model's weights.
-    errors: by matrix, Frobenius norm of the error, relative to that of the change.
-    changes: by matrix, Frobenius norm of the change.
+    dropped: keys of tensors that were left out because they equal the base model's weights.
+    errors: Frobenius norm of the error of each matrix, relative to that of its change.
+    changes: Frobenius norm of the change of each matrix.
     ranks: ranks of the result.
     """
 
@@ -75,14 +76,14 @@ class Conversion:
 
     @property
     def error(self) -> float:
-        """Relative error over all matrices together."""
+        """Frobenius norm of the errors of all matrices, relative to that of all changes."""
         left = math.hypot(*(self.errors[m] * self.changes[m] for m in self.errors))
         change = math.hypot(*self.changes.values())
         return left / change if change else 0.0
 
     @property
     def worst(self) -> float:
-        """Largest relative error of a matrix."""
+        """Largest relative error of any matrix."""
         return max(self.errors.values(), default=0.0)
 
 
@@ -159,15 +160,17 @@ def convert(
     out: Path,
     shape: ModelShape,
     base: BaseWeights,
-    limits: Limits,
+    limits: ConversionLimits,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Conversion:
     """Write the adapter in `source` to the new folder `out` as a plain LoRA.
 
     shape, base: shape and weights of the checkpoint that the adapter was trained for.
+    limits: limits of the approximation, if the conversion is not exact.
     progress: called with the name of each matrix before it is decomposed.
 
-    If the adapter cannot be converted within the limits, raises InvalidArgument and writes nothing.
+    Raises InvalidArgument, and writes nothing, if the adapter cannot be converted within the
+    limits.
     """
     name = source.absolute().name
     invalid = ErrorFactory(name)
@@ -195,8 +198,9 @@ def convert(
 
 
 def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> AdapterFiles:
-    """Write A and B of the source unchanged, with the config of a plain LoRA; return the checked
-    files.
+    """Write A and B of the source unchanged to the folder `part`, with the config of a plain LoRA.
+
+    Returns the files after the checks of adapters.
     """
     factors = {}
     for key in source.tensors.shapes:
@@ -217,11 +221,13 @@ def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> 
 def _pairs_of_lora(
     source: _Source,
     plain: AdapterFiles,
-    limits: Limits,
+    limits: ConversionLimits,
     result: Conversion,
     progress: Callable[[str], None],
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return new A and B for an adapter of type LORA; {} if those written already are right."""
+    """Return new A and B for an adapter of type LORA; {} if the ones in `plain` are
+    right already.
+    """
     if source.method == "LoRA":
         return {}
     if plain.description.vision is not None:
@@ -247,7 +253,7 @@ def _pairs_of_lora(
 
 
 def _pairs_by_peft(
-    source: _Source, limits: Limits, result: Conversion, progress: Callable[[str], None]
+    source: _Source, limits: ConversionLimits, result: Conversion, progress: Callable[[str], None]
 ) -> Mapping[MatrixId, LoraPair]:
     """Return A and B for an adapter of another type, from the changes of weights that PEFT
     computes.
@@ -269,11 +275,16 @@ def _factorize(
     source: _Source,
     matrices: Collection[MatrixId],
     change_of: Callable[[MatrixId], torch.Tensor],
-    limits: Limits,
+    limits: ConversionLimits,
     result: Conversion,
     progress: Callable[[str], None],
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return A and B for all changes, and store their errors in `result`."""
+    """Return A and B for the changes of all matrices, and store their errors in `result`.
+
+    change_of: returns the change of a matrix.
+
+    Raises InvalidArgument if an error exceeds the limits.
+    """
     pairs = {}
     if any(layer == VISION for layer, _ in matrices):
         raise source.invalid(_vision_stays(source))

@@ -1,4 +1,7 @@
-"""Examples of knowledge items: reading them, and splitting them by image."""
+"""Examples of knowledge items: reading them, and splitting them by image.
+
+A knowledge item is a data set with the accuracy that an adapter must reach on it (`spec.Item`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from vlora.generation.spec import Item
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 PLACEHOLDER = "<image>"
 MAX_LEFT_OUT = 0.1
-"""Maximum share of an item's images that may be left out. Above it, the whole item is refused."""
+"""Maximum share of an item's images that may be left out. If more fail, the item is refused."""
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
 
@@ -36,7 +39,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples of one item. No image is in two splits."""
+    """Examples of one item for training, validation and test. No image is in two of them."""
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
@@ -50,9 +53,10 @@ def read_examples(
 ) -> list[Example]:
     """Return all examples of an item whose images can be read, in a fixed order.
 
-    label: the teacher, which returns the answer for an image, or None to leave the image out.
-    left_out: called with the reason for each image that cannot be read or that the teacher fails
-        on.
+    label: the item's teacher, which returns the answer for an image, or None to leave the image
+        out.
+    left_out: called with the reason for each image that cannot be read or on which the teacher
+        fails.
 
     Raises InvalidArgument, which names the item and the file, if a file is wrong or if more than
     MAX_LEFT_OUT of the images would be left out.

@@ -1,9 +1,10 @@
 """The paper's accuracy-aware knowledge-fusion algorithm (§4.2.1, Fig. 10), and our additions.
 
-The paper's heuristic takes the next item, trains the open adapter with it, and evaluates every item
-fused so far. If all promises (required accuracies) are kept, it keeps the weights. If one is
-broken, it rolls the weights back and opens a new adapter with this item. `Options` selects our
-additions.
+The algorithm packs knowledge items into as few adapters as possible. Each item has a promise: the
+accuracy that it requires. The paper's heuristic takes the next item, trains the newest adapter with
+it, and evaluates all items of that adapter. If all promises are kept, it keeps the weights. If one
+is broken, it restores the previous weights and trains a new adapter with this item.
+`spec.Options` selects our additions.
 
 This module decides, and a `Trainer` trains and evaluates. States are immutable. So a run that is
 killed continues from the last saved state and takes the same decisions again.
@@ -20,21 +21,23 @@ from typing import Any, Protocol
 from vlora.generation.spec import Item, Options, Spec
 
 NEAR_ERRORS = 2.0
-"""Number of standard errors below a goal within which a score is nearly enough."""
+"""Number of standard errors below a goal up to which a score is nearly enough."""
 
 
 HOPELESS_ERRORS = 5.0
-"""Standard errors below a goal at which an attempt shows that two adapters cannot be one."""
+"""Number of standard errors below a goal from which on an attempt shows that items do not fit
+together.
+"""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """One adapter of a run.
+    """One adapter of a run, with the items that are packed into it.
 
-    number: from 1, in the order in which adapters are opened.
+    number: from 1, in the order in which adapters are created.
     version: number of the attempt that produced its weights.
-    items: names of its items, in the order of their fusion.
-    scores: accuracy by item on the validation split.
+    items: names of its items, in the order in which they were added.
+    scores: accuracy of each item on the validation split.
     """
 
     number: int
@@ -45,8 +48,12 @@ class Packed:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Result of training: accuracy by item on the validation split, and the steps and seconds it
-    took.
+    """Result of one training.
+
+    version: number of the attempt.
+    scores: accuracy of each item on the validation split.
+    steps: number of training steps.
+    seconds: time that they took.
     """
 
     version: int
@@ -57,9 +64,11 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Event:
-    """One decision, for the report.
+    """One decision about an item, for the report.
 
+    item: name of the item.
     adapter: number of the adapter that was tried.
+    attempt: the attempt to add the item to it.
     broken: items whose promise the attempt broke; () if it was accepted.
     """
 
@@ -74,6 +83,7 @@ class Merge:
     """One attempt to merge two adapters.
 
     versions: versions of the two.
+    attempt: evaluation of the merged weights.
     broken: items whose promise the merged weights break; () if they replaced the two.
     """
 
@@ -83,7 +93,7 @@ class Merge:
 
 
 @dataclass(frozen=True)
-class State:
+class RunState:
     """Progress of a run.
 
     pending: items that are not packed yet, in order.
@@ -104,7 +114,7 @@ class State:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> State:
+    def from_json(cls, value: Mapping[str, Any]) -> RunState:
         return cls(
             pending=tuple(value["pending"]),
             adapters=tuple(
@@ -127,27 +137,29 @@ class Trainer(Protocol):
     """Trains and evaluates adapters."""
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
-        """Train an adapter with `item` and evaluate all its items.
+        """Train an adapter with `item` and evaluate all items of the adapter.
 
         onto: adapter whose weights the attempt starts from; None for a new adapter.
-        version: number under which the weights are stored. With the run's seed, it determines all
-            random numbers.
+        version: number under which the weights are stored. Together with the run's seed, it
+            determines all random numbers.
         """
 
     def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
         """Merge two adapters and evaluate all their items.
 
-        train: whether to train the merged weights on all the items if a promise is broken.
+        version: see `train`.
+        train: whether to train the merged weights on all these items if a promise is broken.
         """
 
     def similarity(self, item: Item, others: Sequence[str]) -> float:
-        """Return how similar `item` is to other items; a higher number means more similar."""
+        """Return how similar `item` is to other items. A higher number means more similar."""
 
 
 @dataclass(frozen=True)
 class Goal:
     """Validation accuracy that an item must reach.
 
+    accuracy: the accuracy, from 0 to 1.
     error: standard error of its measurement on the validation split.
     """
 
@@ -164,7 +176,8 @@ Goals = Mapping[str, Goal]
 
 
 def goals_of(spec: Spec, examples: Mapping[str, int]) -> Goals:
-    """Return the goals: the required accuracy plus `margin` standard errors of its measurement.
+    """Return the goal of each item: its required accuracy plus `margin` standard errors of its
+    measurement.
 
     examples: number of validation examples of each item.
     """
@@ -181,10 +194,10 @@ def broken_promises(goals: Goals, scores: Mapping[str, float]) -> tuple[str, ...
 
 
 def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
-    """Return whether an adapter can hold an item besides its others.
+    """Return whether an adapter may contain an item in addition to those that it has.
 
-    An adapter has at most one head, for items of one task (§4.2.2), and the head answers all
-    requests of that task. So no other item of the adapter may have that task.
+    An adapter has at most one vision task head, for items of one task (§4.2.2). The head answers
+    all requests of that task, so no item without a head may have the same task.
     """
     others = [spec.item(name) for name in adapter.items]
     headed = {other.task for other in others if other.head}
@@ -196,7 +209,7 @@ def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
 
 
 def candidates(
-    spec: Spec, options: Options, state: State, item: Item, trainer: Trainer
+    spec: Spec, options: Options, state: RunState, item: Item, trainer: Trainer
 ) -> list[Packed]:
     """Return the adapters to try for an item, in order.
 
@@ -214,13 +227,14 @@ def fuse_next(
     spec: Spec,
     options: Options,
     goals: Goals,
-    state: State,
+    state: RunState,
     trainer: Trainer,
-    save: Callable[[State], None] = lambda _: None,
-) -> State:
-    """Pack the next pending item and return the new state.
+    save: Callable[[RunState], None] = lambda _: None,
+) -> RunState:
+    """Pack the next pending item into an adapter, and return the new state.
 
-    save: called after each attempt that was rolled back, so that a killed run does not repeat it.
+    save: called with the state after each attempt that was rejected, so that a killed run does not
+        repeat it.
     """
     item = spec.item(state.pending[0])
     tried = {event.adapter for event in state.events if event.item == item.name and event.broken}
@@ -242,8 +256,11 @@ def fuse_next(
     return _open_adapter(goals, state, item, trainer)
 
 
-def _open_adapter(goals: Goals, state: State, item: Item, trainer: Trainer) -> State:
-    """Train a new adapter for one item. If it cannot keep the promise, open no adapter."""
+def _open_adapter(goals: Goals, state: RunState, item: Item, trainer: Trainer) -> RunState:
+    """Train a new adapter for one item, and return the new state.
+
+    If the item's promise is broken even then, the item becomes unreachable and has no adapter.
+    """
     number = 1 + max((adapter.number for adapter in state.adapters), default=0)
     attempt = trainer.train(item, None, state.next_version)
     event = Event(item.name, number, attempt, broken_promises(goals, attempt.scores))
@@ -256,9 +273,9 @@ def _open_adapter(goals: Goals, state: State, item: Item, trainer: Trainer) -> S
 
 
 def merge_next(
-    spec: Spec, options: Options, goals: Goals, state: State, trainer: Trainer
-) -> State | None:
-    """Try to merge the next two adapters and return the new state; None if no pair is left to try.
+    spec: Spec, options: Options, goals: Goals, state: RunState, trainer: Trainer
+) -> RunState | None:
+    """Try to merge the next two adapters, and return the new state; None if all pairs were tried.
 
     Pairs with the fewest items come first. If the merged adapter breaks a promise, both adapters
     stay as they are.
@@ -285,8 +302,10 @@ def merge_next(
     return replace(state, adapters=(merged, *others))
 
 
-def _hopeless(goals: Goals, state: State, first: Packed, second: Packed) -> bool:
-    """Return whether an item of one adapter was far from joining the other when it was tried."""
+def _hopeless(goals: Goals, state: RunState, first: Packed, second: Packed) -> bool:
+    """Return whether an item of one adapter was far below its goal when it was tried in the other
+    one.
+    """
     items = {first.number: second.items, second.number: first.items}
     return any(
         event.attempt.scores[name] < goals[name].accuracy - HOPELESS_ERRORS * goals[name].error
@@ -301,9 +320,12 @@ def _may_merge(spec: Spec, first: Packed, second: Packed) -> bool:
 
 
 def similar_order(names: Sequence[str], likeness: Callable[[str, str], float]) -> tuple[str, ...]:
-    """Return the items so that each is followed by the most similar one of those left.
+    """Return the items in an order in which each is followed by the most similar one of the
+    remaining items.
 
     The first is the one that is most similar to all others.
+
+    likeness: returns how similar two items are.
     """
     left = list(names)
     order: list[str] = []

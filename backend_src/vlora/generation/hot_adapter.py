@@ -1,8 +1,9 @@
-"""Choice of the adapter to merge into the base, from the requests that a server received.
+"""Choice of the hot adapter, which is merged into the base, from a log of requests.
 
 The work of LoRA for one row is proportional to the sum of rank · (d_in + d_out) over the matrices
-that the adapter changes. Merging the hot adapter saves its own work. But it adds as much to every
-other request, whose delta adapter subtracts the hot one.
+that the adapter changes. Merging the hot adapter saves its own work. But all other adapters become
+delta adapters, which must also subtract the hot one. So every other request needs that much work in
+addition.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ from vlora.ids import MatrixId
 from vlora.lora.model_shape import ModelShape
 
 NAME_KEYS = ("lora_name", "adapter", "model")
-"""Keys that name the adapter in a request log. The first that is present counts."""
+"""Keys that may name the adapter in a request log. The first one that is present counts."""
 BASE_NAME = ""
 """Name by which requests without an adapter are counted."""
 MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
-class Choice:
-    """Result of a choice.
+class HotChoice:
+    """The adapter to merge, and what merging it saves.
 
     hot: name of the adapter to merge; None if merging none is cheapest.
-    work_before, work_after: mean multiplications of LoRA per row, unmerged and with `hot` merged.
+    work_before: mean number of LoRA's multiplications per row, with no adapter merged.
+    work_after: the same number with `hot` merged.
     """
 
     hot: str | None
@@ -38,7 +40,10 @@ class Choice:
 
 
 def lora_work(ranks: Mapping[MatrixId, int], shape: ModelShape) -> int:
-    """Return the multiplications of LoRA per row: the sum of rank · (d_in + d_out)."""
+    """Return the number of multiplications of an adapter per row: the sum of rank · (d_in + d_out).
+
+    ranks: rank of each matrix that the adapter changes.
+    """
     return sum(rank * sum(shape.shape_of(matrix)) for matrix, rank in ranks.items())
 
 
@@ -53,11 +58,14 @@ def work_after_merge(requests: Mapping[str, int], work: Mapping[str, int], hot: 
     return (sum(others) - requests.get(hot, 0) * 2 * work[hot]) / total
 
 
-def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> Choice:
+def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> HotChoice:
     """Return the adapter whose merge makes the mean request cheapest.
 
-    Requests for adapters that are not in `work` count as requests for the base. Raises
-    InvalidArgument if there are no requests.
+    requests: number of requests by adapter. Those for adapters that are not in `work` count as
+        requests for the base.
+    work: `lora_work` of each adapter.
+
+    Raises InvalidArgument if there are no requests.
     """
     total = sum(requests.values())
     if not total:
@@ -66,16 +74,16 @@ def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> Choice:
     costs = {name: work_after_merge(requests, work, name) for name in sorted(work)}
     hot = min(costs, key=costs.__getitem__, default=None)
     if hot is None or costs[hot] >= before:
-        return Choice(None, before, before)
-    return Choice(hot, before, costs[hot])
+        return HotChoice(None, before, before)
+    return HotChoice(hot, before, costs[hot])
 
 
 def read_request_log(path: Path) -> Counter[str]:
     """Return the number of requests by adapter.
 
-    A line is a JSON object with one of `NAME_KEYS`, or just the adapter's name. A null or empty
-    name means the base. Empty lines are skipped. Raises InvalidArgument, which names the file and
-    the line.
+    Each line is a JSON object with one of NAME_KEYS, or just the adapter's name. A null or empty
+    name stands for the base. Empty lines are skipped. Raises InvalidArgument, which names the file
+    and the line.
     """
     counts: Counter[str] = Counter()
     try:

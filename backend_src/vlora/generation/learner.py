@@ -41,12 +41,12 @@ MAX_TEXTS = 1 << 16
 """Maximum number of texts whose tokens are cached."""
 WEIGHTS = "adapter_model.safetensors"
 MERGE_DENSITY = 0.5
-"""Share of the weights that TIES and DARE keep."""
+"""Share of the weights that the merging methods TIES and DARE keep."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One example as tokens. label: class of the head that answers it; None for the LM head."""
+    """One example as token ids. label: class of the head that answers it; None for the LM head."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -58,10 +58,10 @@ class Row:
 class Batch:
     """Rows of one training step, padded on the right.
 
-    tokens, targets: [rows, length]. targets is IGNORED except for answers of the LM head.
+    tokens, targets: [rows, length]. targets are the tokens of LM head answers, elsewhere IGNORED.
     mask: [rows, length], 1 for tokens and 0 for padding.
     ends: [rows], position of each prompt's last token.
-    labels: [rows], class of the head; IGNORED for rows of the LM head.
+    labels: [rows], class of the vision task head; IGNORED for rows of the LM head.
     features: [image tokens of all rows, hidden].
     """
 
@@ -84,7 +84,7 @@ class Base:
         *,
         fast_attention: bool = True,
     ) -> None:
-        """Load the checkpoint. cache_mib: maximum size of the feature cache in MiB.
+        """Load the checkpoint onto `device`, with at most `cache_mib` MiB of cached features.
 
         fast_attention: also use torch's fused attention on a CPU, where its gradient in bf16 is
             slow.
@@ -161,7 +161,7 @@ class Base:
         return torch.cat([found[path] for path in paths]).to(self.device)
 
     def batches(self, rows: Sequence[Row]) -> list[Batch]:
-        """Return training rows in batches of similar lengths."""
+        """Return batches of rows with similar lengths (see LENGTH_RATIO)."""
         groups: list[list[Row]] = []
         for row in sorted(rows, key=_length):
             if not groups or _length(row) > LENGTH_RATIO * _length(groups[-1][0]):
@@ -196,7 +196,7 @@ def _length(row: Row) -> int:
 
 
 class Learner(nn.Module):
-    """The base with one adapter, and a head over `labels` if there are any."""
+    """The frozen base with one adapter to train, and a head over `labels` if there are any."""
 
     def __init__(self, base: Base, training: Training, labels: Sequence[str], seed: int) -> None:
         super().__init__()
@@ -223,14 +223,15 @@ class Learner(nn.Module):
         self.adapted.unload()
 
     def load(self, folder: Path) -> None:
-        """Load the weights of an earlier adapter, and the rows of its head."""
+        """Load an earlier adapter's weights and those of its head, whose labels must be in
+        `labels`.
+        """
         set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
         self._load_head(folder)
 
     def load_merged(self, folders: Sequence[Path], method: str) -> None:
-        """Load the merge of several adapters by PEFT's `add_weighted_adapter`, with weight 1 each.
-
-        method: its `combination_type`, which must keep the rank.
+        """Load the merge of several adapters by PEFT's `add_weighted_adapter`, with weight 1 each;
+        `method` is its `combination_type` and must keep the rank.
         """
         config = self.adapted.peft_config["default"]
         names = [f"part{number}" for number in range(len(folders))]
@@ -280,7 +281,7 @@ class Learner(nn.Module):
     def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Return the mean cross entropy of the rows of all batches (§4.2.1, L = CE(y, ŷ)).
 
-        Every row has the same weight, whatever the number of tokens of its answer.
+        Every row has the same weight, however long its answer is.
         """
         losses = [self._loss(batch) for batch in batches]
         return torch.stack(losses).sum() / sum(len(batch.tokens) for batch in batches)
@@ -325,8 +326,8 @@ class Learner(nn.Module):
 
     @torch.inference_mode()
     def answer(self, rows: Sequence[Row], task: str) -> list[str]:
-        """Return greedy answers of at most the task's number of tokens, or the head's top
-        labels.
+        """Return the greedy answer to each row, as long as the task allows, or the head's top
+        label.
         """
         length = max(len(row.prompt) for row in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.long, device=self.base.device)

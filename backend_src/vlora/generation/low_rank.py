@@ -9,12 +9,14 @@ import torch
 from vlora.atmm.types import LoraPair
 
 EXACT_SIDE = 1024
-"""Maximum smaller side of a matrix that is decomposed fully, which takes about a second. Larger
-matrices are decomposed by random projection, which takes as long as a few products.
+"""Maximum smaller side of a matrix that is decomposed fully, which takes about a second.
+
+Larger matrices are decomposed by random projection, which takes as long as a few products.
 """
 OVERSAMPLING, POWER_ITERATIONS = 16, 4
-"""Parameters of the random projection. Its error is within 1 % of the minimum even for matrices
-whose singular values decrease slowly.
+"""Parameters of the random projection: additional dimensions, and number of power iterations.
+
+With these, the error is within 1 % of the minimum even if the singular values decrease slowly.
 """
 ROUNDING = 1e-5
 """Singular values below this share of the largest one are rounding errors."""
@@ -22,7 +24,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True)
 class LowRank:
-    """A and B for a change, and their error.
+    """A and B that approximate the change of a matrix.
 
     error: Frobenius norm of the error, relative to that of the change.
     change: Frobenius norm of the change.
@@ -38,10 +40,9 @@ class LowRank:
 
 
 def factorize(change: torch.Tensor, max_rank: int) -> LowRank:
-    """Return A and B of at most rank `max_rank` for a change [d_out, d_in] fp32.
+    """Return A and B, of rank `max_rank` at most, whose product B·A approximates a change.
 
-    If the rank of the change is lower, so is that of the result. The error is measured on the
-    result.
+    change: [d_out, d_in] fp32. If its rank is lower, so is that of the result.
     """
     norm = float(torch.linalg.norm(change))
     u, s, vt = _decompose(change, min(max_rank, *change.shape))

@@ -1,4 +1,4 @@
-"""Accuracy metrics from 0 to 1, which compare answers with references."""
+"""Metrics of accuracy, from 0 to 1, which compare a model's answers with the right ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from vlora.vision.results import parse_boxes
 
 Metric = Callable[[Sequence[str], Sequence[str]], float]
-"""Function of answers and their references, in the same order, that returns the accuracy."""
+"""Function that returns the accuracy of answers.
+
+Its arguments are the answers and the references (the right answers), in the same order.
+"""
 
 Box = tuple[float, float, float, float]
 """Left, top, right and bottom, in any unit."""
@@ -21,7 +24,9 @@ _NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUM
 
 
 def top1(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of answers that equal their label, ignoring space around them."""
+    """Return the share of answers that equal their reference, apart from surrounding
+    white space.
+    """
     pairs = zip(answers, references, strict=True)
     return sum(answer.strip() == label.strip() for answer, label in pairs) / len(references)
 
@@ -42,8 +47,9 @@ def _normal(text: str) -> str:
 
 
 def f1_iou50(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the F1 score of all boxes. Boxes match if they have the same label and an IoU of at
-    least 0.5.
+    """Return the F1 score of all boxes.
+
+    Boxes match if they have the same label and an intersection over union of at least 0.5.
 
     Answers and references have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`.
     Each reference box matches at most one box of the answer. If there are no boxes at all, the

@@ -1,4 +1,4 @@
-"""Optimization of one attempt: its precision, its learning rate, and the average of its weights."""
+"""Optimization in one attempt: precision, learning rate, and the average of the weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FINAL_RATE = 0.05
 COOLING_SHARE = 0.2
 """Share of `max_steps` over which the rate falls if an attempt ends early."""
 RESTART_RATE = 0.5
-"""Learning rate at which another round of an attempt begins, as a share of the maximum."""
+"""Learning rate with which a further round of an attempt begins, as a share of the maximum."""
 AVERAGE_DECAY = 0.97
 
 
@@ -37,10 +37,11 @@ def _bf16_is_fast() -> bool:
 
 
 class WeightAverage:
-    """Exponential moving average of weights, which is what an attempt evaluates and keeps.
+    """Exponential moving average of the trained weights, which is evaluated and kept in their
+    place.
 
-    Weights that are trained at a high rate fluctuate around a better point. Their average is close
-    to it.
+    Weights that are trained at a high rate fluctuate around a better point, and their average is
+    close to it.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
@@ -84,12 +85,15 @@ def assign(weights: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 class Schedule:
     """Learning rate of an attempt, as a factor, and the step at which the attempt ends.
 
-    A round is a linear warm-up and a cosine down to FINAL_RATE. It may end early, by a short linear
-    fall. Another round may follow, which starts at a lower rate.
+    A round consists of a linear warm-up and a cosine decay to FINAL_RATE. It may end early, with a
+    short linear decay. Another round may follow, which starts at a lower rate.
     """
 
     def __init__(self, steps: int) -> None:
-        """Begin the first round. steps: number of steps in a round."""
+        """Begin the first round.
+
+        steps: number of steps in a round.
+        """
         self._steps = steps
         self._start = 0
         self._peak = 1.0
@@ -110,7 +114,7 @@ class Schedule:
         return min(self._cosine(step), falling)
 
     def end_early(self, step: int) -> None:
-        """Let the rate fall from `step` on, so that the round ends soon."""
+        """Let the round end soon: the rate decays linearly from `step` on."""
         self._cooling = step
         self.end = min(self.end, step + self._cooling_steps)
 

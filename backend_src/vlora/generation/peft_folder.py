@@ -1,8 +1,8 @@
-"""Writer of adapter folders as PEFT saves them.
+"""Writer of adapter folders in the form in which PEFT saves them.
 
-The scale is folded into B. So every matrix has alpha equal to its rank, and PEFT's scale is 1.
-Servers that ignore `rank_pattern` and `alpha_pattern` then compute the same result.
-`target_modules` lists whole paths, because a vision tower may have modules of the same names.
+The scale is folded into B. So alpha equals the rank of every matrix, and PEFT's scale is 1. Servers
+that ignore `rank_pattern` and `alpha_pattern` then compute the same result. `target_modules` lists
+whole paths, because a vision tower may have modules with the same names.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def write_adapter(
 
 
 def rename_base(folder: Path, base: str) -> None:
-    """Replace the path of the base, which is one of the training machine, in an adapter's
-    config.
+    """Replace the name of the base model in an adapter's config, which is a path on the training
+    machine.
     """
     path = folder / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
@@ -88,12 +88,14 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def copy_head(source: Path, target: Path) -> None:
-    """Copy the vision task head and `vlora.json` of an adapter folder to another, if they exist."""
+    """Copy `vlora.json` and the vision task head of an adapter folder to another one, if they
+    exist.
+    """
     for name in HEAD_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
 
 def _module_path(matrix: MatrixId, shape: ModelShape) -> str:
-    """Return the path of a module in transformers' model."""
+    """Return the path of a matrix's module in transformers' model."""
     return paths_of(matrix, shape, "")[-1]

@@ -1,4 +1,4 @@
-"""Methods other than LoRA as changes of the base model's weights, which PEFT itself computes."""
+"""PEFT's methods other than LoRA, as changes of the base model's weights that PEFT computes."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ def changes_of(
     The whole model is loaded in fp32.
 
     config, tensors: config and tensors of an adapter in PEFT's format.
+    checkpoint: folder of the base model.
+    invalid: makes the errors.
 
     Raises InvalidArgument if PEFT cannot load the adapter or cannot express its type as a change,
     or if it changes anything but matrices of the language model. Raises Unsupported if PEFT is not

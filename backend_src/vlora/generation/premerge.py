@@ -1,9 +1,10 @@
 """Premerge: one hot adapter is merged into the checkpoint, and all others become delta adapters.
 
-This follows equations 1 to 5 of the plug-and-play multi-LoRA layer. W_fused = W + B_hot A_hot, and
-a cold adapter becomes B = [B_cold, -B_hot], A = [A_cold; A_hot]. A matrix that only the cold
-adapter changes keeps its A and B. One that only the hot adapter changes gets -B_hot A_hot. The
-results are a Hugging Face checkpoint and PEFT folders, so any server can use them.
+This follows equations 1 to 5 of the plug-and-play multi-LoRA layer. The fused weights are W + B_hot
+A_hot. Any other adapter is called cold. Its delta adapter, cold minus hot, has B = [B_cold, -B_hot]
+and A = [A_cold; A_hot]. A matrix that only the cold adapter changes keeps its A and B. One that
+only the hot adapter changes gets -B_hot A_hot. The results are a Hugging Face checkpoint and PEFT
+folders, so any server can use them.
 """
 
 from __future__ import annotations
@@ -29,14 +30,17 @@ from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import find_weights, open_weights, weight_files
 
 BASE_ADAPTER = "base"
-"""Name of the delta adapter that restores the base without the hot adapter."""
+"""Name of the delta adapter that restores the base model, by subtracting the hot adapter."""
 REPORT = "premerge.json"
 DEFAULT_MAX_RANK = 64
 
 
 @dataclass(frozen=True)
 class Delta:
-    """Delta adapter that was written. rank: largest rank of a matrix."""
+    """A delta adapter that was written.
+
+    rank: largest rank of its matrices.
+    """
 
     name: str
     rank: int
@@ -50,6 +54,8 @@ class Report:
     matrices: number of fused matrices.
     rounding: largest rounding error of a fused weight, relative to the largest change of a weight
         by the hot adapter; 0 if the stored type represents every result exactly.
+    max_rank: rank above which a delta adapter causes a warning.
+    deltas: delta adapters that were written.
     failed: reason for each adapter that could not be rewritten, by name.
     """
 
@@ -85,7 +91,7 @@ class Report:
 def delta_pairs(
     cold: Mapping[MatrixId, LoraPair], hot: Mapping[MatrixId, LoraPair]
 ) -> dict[MatrixId, LoraPair]:
-    """Return A and B of cold minus hot, by matrix.
+    """Return A and B of the delta adapter, cold minus hot, by matrix.
 
     cold, hot: A [rank, d_in] and B [d_out, rank], with the scale folded into B.
     """
@@ -101,7 +107,9 @@ def delta_pairs(
 
 
 def no_change(hot: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
-    """Return an adapter of rank 1 that changes nothing, for requests that name the hot adapter."""
+    """Return an adapter of rank 1 that changes nothing. It is served under the hot
+    adapter's name.
+    """
     matrix, pair = next(iter(sorted(hot.items())))
     return {matrix: LoraPair(torch.zeros(1, pair.a.shape[1]), torch.zeros(pair.b.shape[0], 1))}
 
@@ -119,7 +127,7 @@ def check_hot(hot: Adapter, config: DecoderConfig) -> None:
 def _check_mergeable(adapter: Adapter) -> None:
     """Raise InvalidArgument for an adapter that cannot be merged.
 
-    An activated LoRA does not act on all tokens. Weights of the vision tower are not written.
+    An activated LoRA does not change all tokens, and premerging does not write a vision tower.
     """
     if adapter.info.vision_ranks:
         raise InvalidArgument(
@@ -144,6 +152,7 @@ def fuse_checkpoint(
     """Write the checkpoint with the hot adapter merged into it, one weights file at a time.
 
     target: new folder. Its files have the same names and metadata as those of the source.
+    hot: A and B of the hot adapter.
     exact: store fused weights in fp32 and declare fp32 in config.json. Otherwise they are rounded
         to the type in which the source stores them.
     progress: called with the name of each weights file before it is read.
@@ -177,7 +186,7 @@ def fuse_checkpoint(
 
 
 def _declare_float32(path: Path) -> None:
-    """Change every type that a config.json declares to float32."""
+    """Replace every type that a config.json declares for weights by float32."""
 
     def declare(value: Any) -> Any:
         if not isinstance(value, dict):
@@ -206,10 +215,13 @@ def premerge(
 
     The folder `out` appears when everything has been written. An interrupted run leaves nothing.
 
+    model, config, shape: folder of the checkpoint, its configuration, and the shapes for adapters.
     hot: folder and weights of the adapter to merge.
     cold: by name, a function that reads the folder and the weights of each other adapter. If it
         raises InvalidArgument, the adapter is reported, and the others are still written.
-    exact: as in `fuse_checkpoint`.
+    max_rank: rank above which a delta adapter causes a warning.
+    exact: see `fuse_checkpoint`.
+    progress: called with the name of each step.
 
     Raises InvalidArgument if `out` exists or the hot adapter cannot be merged.
     """

@@ -59,8 +59,9 @@ def _attempt(decision: Event | Merge) -> dict[str, Any]:
 
 
 def write_report(outcome: Outcome, folder: Path) -> Path:
-    """Write the reports, and the plots if matplotlib is installed. Return the path of
-    `report.md`.
+    """Write the reports, and the plots if matplotlib is installed.
+
+    Returns the path of `report.md`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(as_json(outcome), indent=2)
@@ -119,7 +120,9 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
 
 
 def _result(outcome: Outcome, decision: Event | Merge) -> str:
-    """Return the last columns of an attempt's row: broken promises, steps and seconds."""
+    """Return the last columns of an attempt's line in the table: broken promises, steps and
+    seconds.
+    """
     attempt = decision.attempt
     broken = ", ".join(
         f"{name} ({attempt.scores[name]:.3f} of {outcome.goals[name].accuracy:.3f})"
@@ -129,7 +132,7 @@ def _result(outcome: Outcome, decision: Event | Merge) -> str:
 
 
 def _plot(outcome: Outcome, folder: Path) -> list[str]:
-    """Write plots like figures 4 and 15, 5, and 10 of the paper; return the names of their files.
+    """Write plots like figures 4, 5, 10 and 15 of the paper, and return the names of their files.
 
     Without matplotlib, nothing is written.
     """
@@ -179,7 +182,7 @@ def _plot(outcome: Outcome, folder: Path) -> list[str]:
 
 
 def _capacity(outcome: Outcome) -> dict[str, dict[int, float]]:
-    """Return the mean accuracy over all attempts, by task and number of items in the adapter."""
+    """Return the mean accuracy of all attempts, by task and by number of items in the adapter."""
     found: dict[str, dict[int, list[float]]] = {}
     for event in outcome.state.events:
         for name, score in event.attempt.scores.items():

@@ -1,4 +1,5 @@
-"""A generation run: examples, base accuracy, fusion, final evaluation, adapter folders, report.
+"""A generation run: examples, accuracy of the base, packing, final evaluation, adapter folders,
+report.
 
 The run's folder contains everything that a killed run needs to continue: `state.json`, which is
 replaced after each decision, and the weights of each attempt.
@@ -22,7 +23,7 @@ from vlora.generation.examples import Splits, read_examples, split
 from vlora.generation.fusion import (
     Goals,
     Packed,
-    State,
+    RunState,
     fuse_next,
     merge_next,
     similar_order,
@@ -44,16 +45,17 @@ class Outcome:
     """Result of a run.
 
     goals: goal of each item on the validation split.
-    base: accuracy of the base by item, on the test split.
-    reached: accuracy of each item on the test split, by the adapter that holds it.
+    base: accuracy of the base model for each item, on the test split.
+    reached: accuracy of each item on the test split, with the adapter that contains it.
+    teachers: accuracy of the teacher of each item on the test split, if the right answers are
+        known.
     left_out: reason for each image that was not used.
-    teachers: accuracy of each teacher on the test split, by item, if the truth is known.
     folders: folder of each adapter by number.
     """
 
     spec: Spec
     options: Options
-    state: State
+    state: RunState
     goals: Goals
     base: Mapping[str, float]
     reached: Mapping[str, float]
@@ -63,7 +65,7 @@ class Outcome:
 
     @property
     def holders(self) -> dict[str, str]:
-        """Name of the adapter folder that holds each item."""
+        """Name of the adapter folder that contains each item."""
         return {
             item: folder_name(self.spec, adapter)
             for adapter in self.state.adapters
@@ -72,7 +74,7 @@ class Outcome:
 
     @property
     def missed(self) -> dict[str, float]:
-        """Accuracy of each item whose promise is not kept on the test split."""
+        """Accuracy of each item that is below its promise on the test split."""
         missed = dict(self.state.unreachable)
         for name, score in self.reached.items():
             if score < self.spec.item(name).required:
@@ -81,7 +83,7 @@ class Outcome:
 
 
 Status = Callable[[str], None]
-"""Function that is called with a line about what the run is doing."""
+"""Function that is called with a line of text about what the run is doing."""
 
 
 def load_splits(
@@ -113,10 +115,10 @@ def load_splits(
 class _Journal:
     """The file from which a killed run continues.
 
+    settings: everything besides the items that determines the result.
+    items: settings of each item. Items may be added, but not changed.
     writes: whether this process writes the file. Of several processes, only the first does.
-    settings: everything except for the items that determines the result. Items may be added, but
-        not changed.
-    base: accuracy of the base by item, on the test split.
+    base: accuracy of the base model for each item, on the test split.
     written: names of the adapter folders that the run has written.
     """
 
@@ -127,7 +129,7 @@ class _Journal:
     base: dict[str, float] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
 
-    def read(self) -> State | None:
+    def read(self) -> RunState | None:
         """Return the saved state with new items added to `pending`; None if there is none.
 
         Raises InvalidArgument if the saved run had other settings or an item has changed.
@@ -146,11 +148,11 @@ class _Journal:
             )
         self.base.update(saved["base"])
         self.written += saved["written"]
-        state = State.from_json(saved["state"])
+        state = RunState.from_json(saved["state"])
         new = [name for name in self.items if name not in saved["items"]]
         return replace(state, pending=(*state.pending, *new))
 
-    def write(self, state: State) -> None:
+    def write(self, state: RunState) -> None:
         """Replace the file atomically, if this process writes it."""
         if not self.writes:
             return
@@ -170,14 +172,14 @@ def generate(
     work: Path,
     out: Path,
     report: Callable[[Progress], None] = lambda _: None,
-    decided: Callable[[State], None] = lambda _: None,
+    decided: Callable[[RunState], None] = lambda _: None,
     status: Status = lambda _: None,
     accelerator: Accelerator | None = None,
 ) -> Outcome:
     """Start or continue a generation run and write the adapter folders.
 
     If items were added to the specification of a finished run, the run is extended. Its adapters
-    stay, and the new items are fused into them or get new adapters.
+    stay, and the new items are added to them or get new adapters.
 
     work: folder of the run's state.
     out: folder for the adapters. Folders of the same run in it are replaced.
@@ -205,7 +207,7 @@ def generate(
     saved = journal.read()
     _check_output(spec, out, journal.written)
     accelerator.wait_for_everyone()
-    state = saved or State(tuple(item.name for item in spec.items))
+    state = saved or RunState(tuple(item.name for item in spec.items))
     new = [item for item in spec.items if item.name not in journal.base]
     status("measuring the base model's accuracy")
     journal.base.update(trainer.base_scores(new, "test"))
@@ -252,7 +254,9 @@ def generate(
 
 
 def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float]:
-    """Return the accuracy of the teachers whose truth is known, on the test split."""
+    """Return the accuracy on the test split of each teacher for which the right answers
+    are known.
+    """
     scores = {
         item.name: teacher_score(item, splits[item.name].test, read_truth(item))
         for item in spec.items
@@ -265,7 +269,7 @@ def _ordered(
 ) -> tuple[str, ...]:
     """Return the pending items in the order that the options select.
 
-    It does not depend on how often the run was stopped.
+    The order is the same if the run was stopped and continued.
     """
     listed = [item.name for item in spec.items]
     if options.order == "random":
@@ -276,7 +280,11 @@ def _ordered(
 
 
 def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
-    """Raise InvalidArgument if `out` has a folder of another run that this run might replace."""
+    """Raise InvalidArgument if this run would replace a folder in `out` that belongs to another
+    run.
+
+    written: names of the folders that this run has written.
+    """
     for number in range(1, len(spec.items) + 1):
         name = f"{spec.prefix}-{number}"
         if (out / name).exists() and name not in written:

@@ -1,4 +1,4 @@
-"""First-order estimates of how well items go together, from gradients at the base model.
+"""Estimates of how well items go together in one adapter, from gradients at the base model.
 
 A small training step on item b with learning rate η changes the loss of item a by -η gₐ·g_b to
 first order, where g is the gradient with respect to the adapter's weights. So the cosine of the two
@@ -18,15 +18,15 @@ from vlora.generation.learner import Base, Learner
 from vlora.generation.spec import Item, Training
 
 EXAMPLES = 64
-"""Number of training examples per item."""
+"""Number of training examples of each item from which its gradient is computed."""
 BUCKETS = 1 << 16
-"""Length of a sketch. The error of a cosine is about 1 / √BUCKETS."""
+"""Length of a sketch, the compressed gradient. The error of a cosine is about 1 / √BUCKETS."""
 
 
 def similarities(
     base: Base, training: Training, items: Sequence[Item], splits: Mapping[str, Splits], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the cosine of the gradients of every two items, by their names."""
+    """Return the cosine of the gradients of every two items, by the names of both."""
     learner = Learner(base, training, (), seed)
     try:
         sketches = {item.name: _sketch(learner, item, splits[item.name], seed) for item in items}
@@ -45,8 +45,8 @@ def similarities(
 def _sketch(learner: Learner, item: Item, splits: Splits, seed: int) -> torch.Tensor:
     """Return the count sketch of an item's gradient, [BUCKETS].
 
-    Every weight adds its gradient, with a random sign, to a random bucket. Sketches with the same
-    seed preserve inner products in expectation.
+    The gradient of every weight is added, with a random sign, to a random bucket. Sketches with the
+    same seed preserve inner products in expectation.
     """
     step = max(1, len(splits.train) // EXAMPLES)
     rows = [learner.base.row(item, example, ()) for example in splits.train[::step][:EXAMPLES]]

@@ -28,7 +28,13 @@ class _Strict(BaseModel):
 
 
 class OnnxTeacher(_Strict):
-    """An ONNX classifier: input [1, 3, size, size], output [1, labels]."""
+    """An ONNX classifier: input [1, 3, size, size], output [1, labels].
+
+    file: the ONNX file.
+    labels: answer for each class.
+    size: height and width in pixels to which images are scaled.
+    mean, std: normalization of the three channels, whose values are from 0 to 1.
+    """
 
     file: Path
     labels: tuple[str, ...]
@@ -38,7 +44,7 @@ class OnnxTeacher(_Strict):
 
 
 class Teacher(_Strict):
-    """A small model that labels images (§4.2.1, Fig. 9). Exactly one key must be set.
+    """A small model that labels images (§4.2.1, Fig. 9). Exactly one of its keys must be set.
 
     pipeline: arguments of a `transformers` pipeline, such as {"task": "image-classification",
         "model": "folder"}.
@@ -59,12 +65,14 @@ class Teacher(_Strict):
 
 
 class Item(_Strict):
-    """One piece of knowledge, with the accuracy that its application requires.
+    """A knowledge item: a data set, with the accuracy that its application requires.
 
-    conversations: LLaVA conversations as JSON or JSONL. `images` is then the folder of their
-        images.
-    images: without `conversations` and `teacher`, a folder with one folder of images per label.
-    teacher: labels the images in `images`.
+    name: name of the item.
+    task: task of its requests.
+    images: folder of the images. Without `conversations` and `teacher`, it has one folder of images
+        per label.
+    conversations: LLaVA conversations as JSON or JSONL about these images.
+    teacher: model that labels the images.
     truth: JSON object with the right answer by image file, to measure the teacher.
     question: text of every request, for items without conversations.
     metric: metric of the accuracy.
@@ -108,7 +116,10 @@ class Item(_Strict):
 class Training(_Strict):
     """Settings of one attempt to train an adapter.
 
-    alpha: LoRA's alpha; twice the rank if absent.
+    rank, alpha: LoRA's rank and alpha; alpha is twice the rank if absent.
+    targets: names of the matrices to adapt in every layer.
+    learning_rate: maximum learning rate.
+    batch_size: number of examples per step.
     max_steps: maximum number of steps. An attempt ends earlier once all promises are kept.
     evaluate_every: number of steps between two evaluations on the validation split.
     patience: number of evaluations without a better score after which an attempt ends.
@@ -167,12 +178,16 @@ PAPER = Options(
 
 
 class Spec(_Strict):
-    """A generation run. Paths are relative to the file.
+    """Specification of a generation run. Relative paths start at the folder of the YAML file.
 
     base: folder of the checkpoint.
+    items: the knowledge items.
     prefix: prefix of the adapters' names.
+    seed: seed of all random numbers.
     split: shares of the examples for training, validation and test. Examples are split by image, so
         no image is in two of them.
+    training: settings of each attempt.
+    options: settings of the packing.
     """
 
     base: Path

@@ -65,6 +65,7 @@ def remembered(
     Stored answers of another teacher are dropped. The file is written after every SAVE_EVERY
     answers and at the end, even after an error or a signal.
 
+    label: the teacher.
     status: called before the teacher labels an image.
     """
     teacher = item.teacher.model_dump(mode="json") if item.teacher else None
@@ -114,8 +115,10 @@ def read_truth(item: Item) -> dict[Path, str]:
 def teacher_score(
     item: Item, examples: Sequence[Example], truth: Mapping[Path, str]
 ) -> float | None:
-    """Return the teacher's accuracy on the examples whose truth is known; None if there are
+    """Return the teacher's accuracy on the examples whose right answer is known; None if there are
     none.
+
+    truth: right answer by image file.
     """
     known = [one for one in examples if one.images[0] in truth]
     if not known:

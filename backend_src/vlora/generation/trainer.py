@@ -29,8 +29,13 @@ MAX_GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of an attempt, for a progress bar. scores: accuracy by item at the last
-    evaluation.
+    """Progress of an attempt, for a progress bar.
+
+    item: name of the item that is added.
+    adapter: number of the adapter that is trained; None for a new one.
+    step, max_steps: present and maximum number of steps.
+    loss: present training loss.
+    scores: accuracy of each item at the last evaluation.
     """
 
     item: str
@@ -42,7 +47,11 @@ class Progress:
 
 
 class PeftTrainer:
-    """Trainer of attempts. The weights of attempt N are in the folder `work/attempt-N`."""
+    """Trains and evaluates attempts. The weights of attempt N are in the folder `work/attempt-N`.
+
+    splits: examples of each item.
+    report: called after each evaluation.
+    """
 
     def __init__(
         self,
@@ -77,7 +86,7 @@ class PeftTrainer:
         return sum(own.get(other, 0.0) for other in others) / len(others)
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
-        """Train as `fusion.Trainer` describes, until all promises are kept or there is no
+        """Train as `fusion.Trainer` describes, until all promises are kept or there is no more
         progress.
         """
         started = time.monotonic()
@@ -98,9 +107,10 @@ class PeftTrainer:
         return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
     def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
-        """Merge two adapters by PEFT's `add_weighted_adapter`, with weight 1 each.
+        """Merge two adapters by PEFT's `add_weighted_adapter`, with weight 1 each, and evaluate the
+        result.
 
-        train: whether to train the merged weights on all the items if a promise is broken.
+        train: whether to train the merged weights on all items if a promise is broken.
         """
         started = time.monotonic()
         items = [self._spec.item(name) for name in (*first.items, *second.items)]
@@ -138,13 +148,14 @@ class PeftTrainer:
         adapter: int | None,
         version: int,
     ) -> tuple[dict[str, float], int]:
-        """Train until the promises are kept. Return the scores of the best weights, and the steps.
+        """Train until the promises are kept. Returns the scores of the best weights, and the number
+        of steps.
 
         new: name of the item that joins the others; None if two adapters are merged.
         adapter: number of the adapter whose weights are trained; None for a new adapter.
 
-        An attempt that makes no progress for `patience` evaluations ends with a short fall of the
-        learning rate, which often brings the missing points. The first item of an adapter uses all
+        An attempt that makes no progress for `patience` evaluations ends with a short decay of the
+        learning rate, which often raises the scores enough. The first item of an adapter uses all
         steps, because no other adapter can take it. An attempt that nearly keeps its promises at
         the end continues from its best weights, up to `restarts` times.
         """
@@ -215,7 +226,9 @@ class PeftTrainer:
         version: int,
         step: int,
     ) -> list[Row]:
-        """Return the rows of one step. The probability of each item is its share."""
+        """Return the examples of one step. Each is drawn from an item with the probability in
+        `shares`.
+        """
         process = self._accelerator.process_index
         rng = np.random.default_rng([self._spec.seed, version, step, process])
         size = self._spec.training.batch_size
@@ -245,7 +258,9 @@ class PeftTrainer:
         return METRICS[item.metric]([a for a, _ in pairs], [wanted for _, wanted in pairs])
 
     def base_scores(self, items: Sequence[Item], split: str) -> dict[str, float]:
-        """Return the accuracy of the base without adapters. It answers with its LM head."""
+        """Return the accuracy of the base model without adapters, whose LM head answers
+        all items.
+        """
         learner = Learner(self.base, self._spec.training, (), self._spec.seed)
         try:
             headless = [item.model_copy(update={"head": False}) for item in items]
@@ -274,9 +289,10 @@ def row_shares(
     names: Sequence[str],
     scores: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the share of each item in the batches of an attempt; the shares add up to 1.
+    """Return the share of each item in the batches of an attempt. The shares add up to 1.
 
-    new: the item that is added; None if all are equal. names: all items of the attempt, with it.
+    new: name of the item that is added; None if two adapters are merged.
+    names: names of all items of the attempt, including `new`.
     scores: validation accuracy of each item so far; empty before the first evaluation.
     """
     old = [name for name in names if name != new]

@@ -1,4 +1,4 @@
-"""Changes of a weight that are not just a product B·A."""
+"""Changes of a weight that differ from a plain product B·A."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from vlora.atmm.types import LoraPair
 
 
 def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the change m (W + B A) / |W + B A| - W of a DoRA, [d_out, d_in]. Norms are of rows.
+    """Return the change that a DoRA makes to a matrix, m (W + B A) / |W + B A| - W, [d_out, d_in].
 
     weight: W [d_out, d_in].
+    pair: A and B.
     magnitude: m [d_out].
 
-    All tensors are fp32.
+    The norms are those of rows. All tensors are fp32.
     """
     changed = weight + pair.b @ pair.a
     factor: torch.Tensor = magnitude / torch.linalg.norm(changed, dim=1)
@@ -21,13 +22,14 @@ def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -
 
 
 def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: float) -> LoraPair:
-    """Return A and B for the unchanged base, given those for the base that initialization changed.
+    """Return A and B for the unchanged base model, for a LoRA whose initialization changed the
+    base.
 
-    The scale is folded into B.
-
+    pair: A and B of that LoRA, for the changed base.
     weight: W [d_out, d_in] fp32 of the unchanged base.
     kind: `pissa`, which subtracts the part of W with the largest singular values, or `olora`, which
-        subtracts `scale` times the first columns of Q by the first rows of R.
+        subtracts `scale` times the first columns of Q by the first rows of R, where W = Q R.
+    scale: scale of the LoRA, which is folded into the resulting B.
     """
     rank = pair.a.shape[0]
     if kind == "pissa":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from vlora import backends, native
@@ -53,6 +55,14 @@ def add_norm(
         torch.get_num_threads(),
     )
     return out
+
+
+class HeadNorms(NamedTuple):
+    """Weights of the RMS norms of query heads and of key heads, each [dim] fp32, and their eps."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
 
 
 def head_norm(

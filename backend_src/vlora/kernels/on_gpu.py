@@ -1,8 +1,8 @@
 """The step's operations on a GPU: products by torch, and the kernels of `vlora.kernels.gpu`.
 
-The functions do what those with the same names in `ops` and `norms` do, with one difference. Rows
-have the type of the weights, where `ops` has fp32 rows. The residual stream, norm weights and
-logits are fp32. Arguments are checked only if the kernel would otherwise fail badly.
+Each function computes what the function with the same name in `ops` or `norms` computes. But rows
+have the type of the weights here, and fp32 there. The residual stream, norm weights and logits are
+fp32. Arguments are checked only if the kernel would otherwise fail badly.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ import torch.nn.functional as F
 
 @cache
 def launches() -> Any:
-    """Return `vlora.kernels.gpu.launch`. Raise ImportError if `triton` is not installed."""
+    """Return the module `vlora.kernels.gpu.launch`. Raise ImportError if `triton` is
+    not installed.
+    """
     return importlib.import_module("vlora.kernels.gpu.launch")
 
 
 @cache
 def draws() -> Any:
-    """Return `vlora.kernels.gpu.draws`. Raise ImportError if `triton` is not installed."""
+    """Return the module `vlora.kernels.gpu.draws`. Raise ImportError if `triton` is not
+    installed.
+    """
     return importlib.import_module("vlora.kernels.gpu.draws")
 
 

@@ -27,7 +27,7 @@ stride in elements, and the number of rows.
 
 
 class Matrix:
-    """A weight with its bias. They are checked once, for all steps that use them.
+    """A weight with its bias, which are checked once for all steps that use them.
 
     weight: [d_out, d_in], contiguous, fp32 or bf16.
     bias: [d_out] fp32, or None.
@@ -121,7 +121,7 @@ class Matrix:
         return reference.linear(x, self.weight, self._bias)
 
     def _multiply(self, y: int, x: torch.Tensor) -> None:
-        """Store the product at an address, [rows, d_out] fp32."""
+        """Write the product with x, [rows, d_out] fp32, to the address `y`."""
         native.kernels().gemm.multiply(
             y,
             self.shape[0],
@@ -133,7 +133,10 @@ class Matrix:
         )
 
     def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
-        """Store the gated product at an address; the product may be stored at `scratch`."""
+        """Write the gated product with x to the address `out`.
+
+        scratch: address at which the product itself may be stored.
+        """
         native.kernels().gemm.multiply_gated(
             out,
             scratch,
@@ -177,9 +180,7 @@ def linear(
     *,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Return x weightᵀ + bias for a weight that is used rarely. `Matrix` describes the
-    arguments.
-    """
+    """Return x weightᵀ + bias, for a weight that is used rarely. See `Matrix` for the arguments."""
     return Matrix(weight, bias)(x, backend=backend)
 
 
@@ -195,9 +196,9 @@ def embed(
 
     tokens: [T] int64.
     table: [vocabulary, width], contiguous, fp32 or bf16.
-    images: (first_row, feature_rows, features) of each range of rows with images. Row `first_row +
-        i` becomes `features[feature_rows[i]]`, unless `feature_rows[i]` is negative. feature_rows:
-        [n] int64. features: [m, width] fp32, contiguous.
+    images: (first_row, feature_rows, features) of each range of rows with images, where
+        feature_rows is [n] int64, and features [m, width] fp32, contiguous. Row `first_row + i`
+        becomes `features[feature_rows[i]]`, unless `feature_rows[i]` is negative.
 
     Raises IndexError for a token that is not in the table or a feature row that does not exist, and
     ValueError for a wrong shape, type or layout.

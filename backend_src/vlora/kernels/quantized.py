@@ -16,16 +16,18 @@ from vlora.kernels import reference
 from vlora.kernels.ops import Matrix
 
 BLOCK = 64
-"""Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
+"""Number of values in a block. A row of values is stored in whole blocks
+(csrc/quantized/quantized.h).
+"""
 
 GROUPS = (32, 64, 128)
-"""Numbers of values that may share a scale. None means all values of an output."""
+"""Numbers of values that may share a scale; with None, all values of an output share one."""
 
 WHOLE_ROW = 62
-"""Value for the logarithm of the group size if a group is a whole row."""
+"""Logarithm of the group size that tells the kernels that a group is a whole row."""
 
 SYMMETRIC_ZERO = 8
-"""Zero of all int4 groups of a matrix without zeros."""
+"""Zero of all groups of an int4 matrix that stores no zeros."""
 
 ZERO_STEPS = 8
 """Steps of a stored zero from one value to the next."""
@@ -65,11 +67,11 @@ class Format:
 
     @property
     def name(self) -> str:
-        """Name for messages, as in "int4 in groups of 128"."""
+        """Name for messages, such as "int4 in groups of 128"."""
         return f"int{self.bits}" + ("" if self.group is None else f" in groups of {self.group}")
 
     def row_bytes(self, depth: int) -> int:
-        """Return the number of bytes of a row of values."""
+        """Return the number of bytes of a row of `depth` values."""
         return -(-depth // BLOCK) * BLOCK * self.bits // 8
 
     def groups(self, depth: int) -> int:
@@ -89,9 +91,9 @@ class QuantizedWeight:
     scales: [d_out, groups] fp32, contiguous.
     zeros: [d_out, groups] int8, contiguous, distances from SYMMETRIC_ZERO in 1/ZERO_STEPS; or None.
     depth: d_in.
-    dtype: type in which products with many rows multiply, fp32 or bf16.
-    order: [d_in] int64, input of each stored value; None if they are stored in the order of the
-        inputs.
+    dtype: type in which products with many rows are computed, fp32 or bf16.
+    order: [d_in] int64, index of the input to which each stored value belongs; None if they are
+        stored in the order of the inputs.
     """
 
     format: Format
@@ -162,8 +164,10 @@ class QuantizedWeight:
 def allocate(
     form: Format, rows: int, depth: int, dtype: torch.dtype, memory: torch.Tensor | None = None
 ) -> QuantizedWeight:
-    """Return a matrix that is not initialized.
+    """Return a matrix with uninitialized content.
 
+    rows, depth: d_out and d_in.
+    dtype: see `QuantizedWeight`.
     memory: uint8, at least `matrix_bytes` long and aligned to 4 bytes; allocated if None.
     """
     size = form.matrix_bytes(rows, depth)
@@ -187,8 +191,8 @@ def allocate(
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return integers [rows, depth] as packed rows of whole blocks, as `QuantizedWeight` stores
-    them.
+    """Return integers [rows, depth] as packed rows of whole blocks, as in
+    `QuantizedWeight.values`.
     """
     rows, depth = values.shape
     padded = torch.nn.functional.pad(values, (0, -depth % BLOCK))
@@ -202,7 +206,9 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(weight: QuantizedWeight) -> torch.Tensor:
-    """Return the integers of a matrix, [d_out, d_in] int32, in stored order."""
+    """Return the integers of a matrix, [d_out, d_in] int32, in the order in which they
+    are stored.
+    """
     rows, depth = weight.shape
     if weight.format.bits == 8:
         return weight.values.view(torch.int8)[:, :depth].int()
@@ -227,7 +233,7 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
-    """Quantize a matrix [d_out, d_in].
+    """Quantize a matrix [d_out, d_in], and write it to `into`.
 
     For int8, the largest absolute value of a group becomes 127. For int4, which must have zeros,
     the smallest value of a group becomes 0 and the largest 15. Then the zero and the scale with the
@@ -293,7 +299,7 @@ def _one_of_groups() -> str:
 
 
 class QuantizedMatrix(Matrix):
-    """A quantized weight with its bias. They are checked once, for all steps that use them.
+    """A quantized weight with its bias, which are checked once for all steps that use them.
 
     bias: [d_out] fp32, or None.
 

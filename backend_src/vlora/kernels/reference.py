@@ -1,5 +1,5 @@
-"""Reference implementations of the kernels in plain torch. The compiled kernels are tested with
-them.
+"""Reference implementations of the kernels in plain torch, against which the compiled ones are
+tested.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Rotate each pair (i, i + dim / 2) of a head's values by the angle of its row.
+    """Return the rotated heads: each pair (i, i + dim / 2) of a head's values, turned by an angle.
 
-    x: [T, heads, dim]. cosines, sines: [T, dim / 2].
+    x: [T, heads, dim].
+    cosines, sines: [T, dim / 2], of the angles of each row.
     """
     cos, sin = cosines[:, None], sines[:, None]
     first, second = x.chunk(2, dim=-1)

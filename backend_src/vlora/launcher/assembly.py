@@ -18,13 +18,13 @@ import vlora
 
 
 class ServerError(Exception):
-    """The server cannot run. The message says why and how to correct it."""
+    """Raised if the server cannot run. The message says why and how to correct it."""
 
 
 @dataclass(frozen=True)
 class Assembly:
-    """A server's binary, with the arguments and environment variables by which it finds its
-    parts.
+    """A `tritonserver`, with the arguments and environment variables with which it
+    finds its parts.
     """
 
     binary: Path
@@ -35,7 +35,7 @@ class Assembly:
 def assemble(folder: Path) -> Assembly:
     """Return the server to start.
 
-    folder: an existing folder of the caller, in which the links to the backend are created.
+    folder: existing folder for links to the parts of the Python backend.
 
     Raises ServerError, which names what is missing and the command that installs it.
     """
@@ -93,7 +93,9 @@ def find_libpython() -> Path:
 
 
 def _python_environment(libraries: list[Path]) -> dict[str, str]:
-    """Return the variables by which the Python in the backend finds the packages of this Python.
+    """Return the variables with which the Python in the backend finds the packages of this Python.
+
+    libraries: folders of shared libraries.
 
     The wheel's stub ignores PYTHONPATH. It uses the packages of the first `python3` on PATH, which
     may belong to a virtual environment. The container's stub reads PYTHONPATH.

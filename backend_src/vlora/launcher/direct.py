@@ -33,7 +33,7 @@ def get(url: str, seconds: float, direct: bool) -> bytes:
     """Return the body of the response to an HTTP GET.
 
     seconds: time limit of each blocking operation.
-    direct: use no proxy.
+    direct: whether to use no proxy.
 
     Raises OSError, also for HTTP errors.
     """

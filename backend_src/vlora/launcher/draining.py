@@ -13,19 +13,23 @@ from pathlib import Path
 
 
 def register(folder: Path, name: str) -> None:
-    """Make the server wait for this model. name: unique within the run."""
+    """Report that a model has requests to finish, so that a stopping server waits for it.
+
+    folder: folder of the run.
+    name: name of the model's process, unique within the run.
+    """
     models = folder / "draining"
     models.mkdir(exist_ok=True)
     (models / name).touch()
 
 
 def deregister(folder: Path, name: str) -> None:
-    """Report that this model has finished."""
+    """Report that a model has finished. The server no longer waits for it."""
     (folder / "draining" / name).unlink(missing_ok=True)
 
 
 def begin(folder: Path, seconds: float) -> None:
-    """Ask all models to finish within this many seconds."""
+    """Ask all models to finish within this number of seconds."""
     temporary = folder / "drain.new"
     temporary.write_text(str(time.monotonic() + seconds))
     temporary.replace(folder / "drain")
@@ -41,5 +45,5 @@ def seconds_left(folder: Path) -> float | None:
 
 
 def unfinished(folder: Path) -> list[str]:
-    """Return the names of the models that have not finished."""
+    """Return the names of the models that have requests to finish."""
     return sorted(path.name for path in (folder / "draining").glob("*"))

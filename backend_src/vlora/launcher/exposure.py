@@ -1,4 +1,4 @@
-"""The address that a server listens on, and the protocols that it closes to clients."""
+"""The address that a server listens on, and the protocols that are closed to its clients."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def check_host(host: str) -> None:
 
 
 def check_keys(host: str, keys: Path | None, option: str) -> None:
-    """Raise ServerError for a gateway that is open to a network and has no file of API keys.
+    """Raise ServerError if a gateway is open to a network and has no file of API keys.
 
     host: IP address that the gateway listens on.
     keys: file of API keys, or None.
-    option: option that names the file, for the message.
+    option: name of the option for the file, for the message.
     """
     if keys is None and not ipaddress.ip_address(host).is_loopback:
         raise ServerError(
@@ -56,9 +56,7 @@ def check_keys(host: str, keys: Path | None, option: str) -> None:
 
 
 def reachable_host(host: str) -> str:
-    """Return the host, as in a URL, at which this machine reaches a server that listens on
-    `host`.
-    """
+    """Return the host with which a URL on this machine reaches a server that listens on `host`."""
     address = ipaddress.ip_address(host)
     if address.version == 4:
         return LOOPBACK if address.is_unspecified else host
@@ -82,10 +80,11 @@ def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
 
 
 def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[str]:
-    """Return the arguments by which Triton closes protocols over HTTP and gRPC.
+    """Return the arguments with which Triton closes protocols over HTTP and gRPC.
 
     A closed protocol requires a header with a random value that is stored nowhere.
 
+    allow_shared_memory: whether to leave the protocol SHARED_MEMORY open.
     given: the operator's own arguments for Triton. A protocol that they restrict is not closed
         here.
     """
@@ -99,7 +98,10 @@ def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[s
 
 
 def _restricted_by(option: str, given: Sequence[str]) -> set[str]:
-    """Return the protocols in arguments `OPTION=NAME,…:KEY=VALUE` or `OPTION NAME,…:KEY=VALUE`."""
+    """Return the protocols that the operator's arguments restrict.
+
+    The arguments have the form `OPTION=NAME,…:KEY=VALUE` or `OPTION NAME,…:KEY=VALUE`.
+    """
     values = [word.removeprefix(f"{option}=") for word in given if word.startswith(f"{option}=")]
     values += [value for word, value in pairwise(given) if word == option]
     return {name.strip() for value in values for name in value.partition(":")[0].split(",")}

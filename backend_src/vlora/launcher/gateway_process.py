@@ -16,15 +16,14 @@ from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import ended_with, start_tied
 
 FIRST_WAIT_SECONDS = 1.0
+"""Minimum and maximum wait before a gateway that has ended is restarted. It doubles each time."""
 MAX_WAIT_SECONDS = 30.0
 """Shortest and longest wait before a gateway that has ended is restarted. The wait doubles each
 time.
 """
 
 STOP_SECONDS = 5.0
-"""Seconds that the gateway gets to end. Its requests have ended before, together with the
-server's.
-"""
+"""Seconds that the gateway gets to end. By then its requests have ended, with the server's."""
 
 
 class GatewayProcess:
@@ -55,7 +54,7 @@ class GatewayProcess:
         self._changed = threading.Condition()
 
     def start(self, grpc_url: str, metrics_url: str) -> None:
-        """Start the gateway for the server at these addresses. Do nothing if it was started
+        """Start the gateway for the server at these addresses. Does nothing if it was started
         before.
         """
         if self._process is not None:

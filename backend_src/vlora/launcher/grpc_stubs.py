@@ -17,8 +17,8 @@ PACKAGE = "tritonclient.grpc"
 def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
     """Return the modules `service_pb2` and `service_pb2_grpc` of tritonclient.
 
-    An empty package with the same path stands in for tritonclient.grpc meanwhile, so that its
-    `__init__` does not run. A later import of the package is not affected.
+    While they are imported, an empty package takes the place of tritonclient.grpc, so that its
+    `__init__` does not run. Later imports of the package are not affected.
     """
     stand_in = None
     if PACKAGE not in sys.modules:

@@ -19,10 +19,10 @@ STANDARD_OUTPUT = Path("-")
 
 
 def default_repository() -> Path:
-    """Return the folder of the model repository: that of the source tree, or else that of the
-    installed package.
+    """Return the folder of the model repository.
 
-    Raises ServerError if there is none.
+    It is in the source tree if the package runs from one, otherwise in the installed package.
+    Raises ServerError if it does not exist.
     """
     folder = model_repository()
     if not folder.is_dir():
@@ -42,7 +42,7 @@ class ServerOptions:
     model_json: keys that replace those of `model.json`, in a copy of the repository.
     multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
     environment: variables that are added to the server's environment.
-    log: file for the log, or `STANDARD_OUTPUT`. None: a file that is removed at the end of the run.
+    log: file for the log, or STANDARD_OUTPUT. None: a file that is removed at the end of the run.
     keep_log: if `log` is None, write to the file `kept_log(http_port)`, which is not removed.
     start_seconds: maximum number of seconds until the server is ready; None for no limit.
     grace_seconds: seconds that running requests get to finish when the server stops.

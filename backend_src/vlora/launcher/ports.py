@@ -13,7 +13,7 @@ MAX_PORT = 65535
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
-    """Return different ports, by name (`http_port`, …), that are free at this moment.
+    """Return different ports by name (such as `http_port`), all of which are free at this moment.
 
     requested: port by name; 0 chooses a free one.
     host: IP address to listen on.

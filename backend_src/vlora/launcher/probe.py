@@ -1,14 +1,14 @@
-"""Asks a running server for one short answer, which is the only way to notice that a model has
-died.
+"""Asks a running server for one short answer, the only way to notice that a model has died.
 
 Triton reports itself as live and ready even after a model's process has ended. A request without an
-image to `video_analytics` passes through all four model processes, and its answer is one token.
-A healthy server does not answer it in three cases:
+image to `video_analytics` passes through all four model processes, and its answer is one token. A
+healthy server does not answer it in three cases:
 
 - A server that is starting has not opened a port yet. On the same machine, `vlora serve` leaves a
   file that shows this.
-- A server with a long queue does not answer within the deadline, and neither does a hung one. The
-  numbers of forward passes and of encoded images in its metrics tell the two apart.
+- A server with a long queue does not answer within the deadline, and neither does a hung one. Its
+  metrics tell the two apart: the numbers of forward passes and of encoded images grow only if it
+  works.
 - A server that drains, or whose queue is full, refuses the request with an error that says so.
 
 Kubernetes runs the probe every few seconds. So it imports neither torch nor numpy, and every call
@@ -42,7 +42,9 @@ PROGRESS = {
 """Counters that grow while a server works, with what each counts."""
 
 METRICS_SHARE = 0.25
-"""Share of the deadline that is reserved for reading the metrics if the request is not answered."""
+"""Share of the deadline that is reserved for reading the metrics of a server that does
+not answer.
+"""
 
 BUSY_MESSAGES = ("UNAVAILABLE: ", "stopped accepting")
 """Parts of the error messages of a healthy server that accepts no requests.
@@ -58,18 +60,21 @@ class Health(IntEnum):
     READY = 0
     """The server answers requests."""
     DEAD = 1
-    """The server does not listen, a model's process has ended, or the deadline passed without an
-    answer and without progress.
+    """The server does not listen, a model's process has ended, or nothing happened within the
+    deadline.
     """
     ALIVE = 3
-    """The server runs but accepts no requests now: it is starting or draining, or its queue is
-    full.
-    """
+    """The server runs but accepts no requests now: it starts, drains, or has a full queue."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a probe: the health, the reason, and the seconds that the probe took."""
+    """Result of a probe.
+
+    health: state of the server.
+    reason: sentence for the user.
+    seconds: seconds that the probe took.
+    """
 
     health: Health
     reason: str
@@ -82,7 +87,7 @@ class Tls:
 
     ca: certificate authority.
     name: name in the server's certificate, if it differs from the host.
-    key, certificate: those of the client, for mutual TLS.
+    key, certificate: key and certificate of the client, for mutual TLS.
     """
 
     ca: Path
@@ -188,7 +193,9 @@ def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def _work_done(before: Mapping[str, float] | None, after: Mapping[str, float]) -> str:
-    """Return a text that says how much the counters have grown; "" if none has."""
+    """Return a text that says how much the counters have grown between two readings; "" if not at
+    all.
+    """
     grown = {name: count - (before or {}).get(name, count) for name, count in after.items()}
     return ", ".join(f"{count:.0f} {PROGRESS[name]}" for name, count in grown.items() if count > 0)
 

@@ -22,9 +22,7 @@ import psutil
 from vlora.launcher import tether
 
 KILL_SECONDS = 5.0
-"""Seconds within which a killed process should end. It takes longer only if it hangs in the
-kernel.
-"""
+"""Seconds to wait for a killed process. It takes longer only if it hangs in the kernel."""
 
 
 def start_tied(
@@ -34,8 +32,8 @@ def start_tied(
 
     log: file for its output; None to use this process's output.
 
-    The kernel ends the process when the thread that started it ends. So a new thread starts it and
-    lives as long as the process.
+    The kernel ends the process when the thread that started it ends. So it is started by a new
+    thread, which lives as long as the process.
     """
     started: Future[subprocess.Popen[bytes]] = Future()
 
@@ -83,7 +81,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def end(processes: Iterable[psutil.Process], grace_seconds: float = 2.0) -> None:
-    """Wait up to `grace_seconds` for the processes to end, then kill the others and wait for
+    """Wait up to `grace_seconds` for the processes to end. Kill the remaining ones and wait for
     them.
     """
     for process in _still_alive(processes, grace_seconds):
@@ -106,7 +104,7 @@ def _still_alive(processes: Iterable[psutil.Process], seconds: float) -> list[ps
 
 
 def how_it_ended(process: psutil.Process) -> str:
-    """Return `signal SIGKILL` or `status 3`, for example; "" if the system no longer knows."""
+    """Return how a process ended, such as `signal SIGKILL` or `status 3`; "" if that is unknown."""
     with suppress(OSError, psutil.NoSuchProcess):
         # psutil calls a zombie running. Its status is in this file until it is collected.
         if process.is_running():
@@ -116,5 +114,7 @@ def how_it_ended(process: psutil.Process) -> str:
 
 
 def ended_with(code: int) -> str:
-    """Return an exit code of `subprocess` in words."""
+    """Return the words for an exit code as in `subprocess`, such as `signal SIGKILL` or
+    `status 3`.
+    """
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"

@@ -19,8 +19,8 @@ def write_repository(folder: Path, model: Path | None = None, adapters: Path | N
     """Copy the model repository to `folder`, which must be new or empty, and return `folder`.
 
     model, adapters: paths to write into its `model.json`. They need not exist on this machine,
-        since a container may use the copy. By default, the copy has the absolute paths of the demo.
-        A given model has no adapters by default.
+        since a container may use the copy. By default, these are the absolute paths of the demo.
+        With `model` alone, the copy has no adapters.
 
     Raises InvalidArgument if `folder` is a file or not empty.
     """
@@ -42,8 +42,7 @@ def copy_with_overrides(
 ) -> None:
     """Copy the repository `source` to a new folder `copy` and override keys there.
 
-    model_json: keys that replace those of `model.json`. Relative folders in the file become
-        absolute.
+    model_json: keys that replace those of `model.json`. The other folders in it become absolute.
     multi_lora: entries that are added to `multi_lora.json`.
     """
     shutil.copytree(source, copy, ignore=IGNORED)

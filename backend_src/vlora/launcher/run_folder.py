@@ -25,7 +25,7 @@ from vlora.launcher.assembly import ServerError
 from vlora.launcher.processes import end
 
 RUN_VARIABLE = "VLORA_RUN"
-"""Environment variable with the path of the folder, for the server and its models."""
+"""Environment variable by which a server and its models get the path of their run's folder."""
 
 PROGRAMS = ("tritonserver", "triton_python_backend_stub")
 SHARED_MEMORY = Path("/dev/shm")
@@ -38,7 +38,7 @@ def root_of_runs() -> Path:
 
 
 def kept_log(http_port: int) -> Path:
-    """Return the path of a log that is kept after its run."""
+    """Return the path of the log, kept after its run, of a server with this HTTP port."""
     return root_of_runs() / f"tritonserver-{http_port}.log"
 
 
@@ -51,9 +51,7 @@ def starting_file(folder: Path, grpc_port: int) -> Path:
 
 
 def is_starting(grpc_port: int) -> bool:
-    """Return whether a run of this user on this machine is starting a server with this gRPC
-    port.
-    """
+    """Return whether a server of this user with this gRPC port is starting on this machine."""
     starting = root_of_runs().glob(starting_file(Path("*"), grpc_port).as_posix())
     return any(_is_owned(mark.parent / "lock") for mark in starting)
 
@@ -61,8 +59,8 @@ def is_starting(grpc_port: int) -> bool:
 def shared_memory_prefix(folder: Path) -> str:
     """Return the prefix of the names of the run's shared memory.
 
-    It begins with a prefix that Triton reserves from 25.07 on. No client may register such a
-    region, even if clients may register others.
+    It begins with a prefix that Triton reserves from 25.07 on, so that no client can register such
+    memory.
     """
     return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
@@ -77,7 +75,9 @@ def protect_shared_memory(folder: Path) -> None:
 
 
 def release_shared_memory(folder: Path) -> int:
-    """Unlink the run's shared memory, which must not be in use; return the number of files."""
+    """Unlink the run's shared memory, which must not be in use; return the number of
+    removed files.
+    """
     regions = list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"))
     for region in regions:
         region.unlink(missing_ok=True)
@@ -99,11 +99,11 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 def run_folder(root: Path | None = None) -> Iterator[Path]:
     """Yield a new folder that is locked until the end of the block and then removed.
 
-    What dead runs of the same user have left behind is removed first.
+    First, everything that dead runs of the same user have left behind is removed.
 
     root: folder of all runs; `root_of_runs()` by default.
 
-    Raises ServerError if other users can write to it.
+    Raises ServerError if the folder of all runs cannot be created or other users can write to it.
     """
     root = root or root_of_runs()
     _make_private(root)
@@ -156,7 +156,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _try_lock(path: Path) -> IO[str] | None:
-    """Return the file, locked until it is closed; None if another process holds the lock."""
+    """Return the open file, which is locked until it is closed; None if another process has locked
+    it.
+    """
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -167,7 +169,7 @@ def _try_lock(path: Path) -> IO[str] | None:
 
 
 def _is_owned(path: Path) -> bool:
-    """Return whether another process holds the lock of this file."""
+    """Return whether another process has locked this file."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)

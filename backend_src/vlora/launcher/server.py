@@ -57,7 +57,7 @@ REPORT_SECONDS = 30.0
 """Interval at which progress is reported while the server starts."""
 
 CANCEL_SECONDS = 5.0
-"""Seconds for cancelling the requests that remain after the grace period."""
+"""Seconds that the models get to cancel the requests that remain after the grace period."""
 
 EXIT_SECONDS = 5.0
 """Seconds that Triton gets to unload its models when no request is running.
@@ -180,9 +180,10 @@ class TritonServer:
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
 
-        report: called with a sentence about the progress every `REPORT_SECONDS`.
+        report: called every REPORT_SECONDS with a sentence about the progress.
 
-        Raises ServerError, with the reason, if the server ends or `start_seconds` pass before.
+        Raises ServerError, with the reason, if the server ends or is not ready within
+        `start_seconds`.
         """
         started = reported = time.monotonic()
         limit = self.options.start_seconds
@@ -234,7 +235,9 @@ class TritonServer:
     def stop(self, grace_seconds: float | None = None) -> None:
         """Reject new requests, let running ones finish, cancel the rest, and end the server.
 
-        grace_seconds: seconds to finish; by default those of the options. Safe to call twice.
+        grace_seconds: seconds that running requests get; by default those of the options.
+
+        A second call does nothing.
         """
         if self._process is not None and self.is_running:
             grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
@@ -246,7 +249,7 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes immediately. Safe to call twice."""
+        """End all processes immediately. A second call does nothing."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -255,7 +258,9 @@ class TritonServer:
         self._stack.close()
 
     def _drain(self, seconds: float) -> None:
-        """Make the models reject new requests and finish running ones; wait until they have."""
+        """Make the models reject new requests and finish the running ones, and wait until they
+        have.
+        """
         deadline = time.monotonic() + seconds + CANCEL_SECONDS
         draining.begin(self._folder, seconds)
         while draining.unfinished(self._folder) and time.monotonic() < deadline:
@@ -266,7 +271,7 @@ class TritonServer:
     def explain(self) -> str:
         """Return the errors in the log, "" if there are none.
 
-        Once the server was ready, only errors after that are returned.
+        After the server was ready once, earlier errors are left out.
         """
         if self._ready_at is None:
             return server_log.why_it_did_not_start(server_log.read_end(self.log))

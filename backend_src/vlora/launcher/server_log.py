@@ -14,10 +14,10 @@ MAX_BYTES = 4 * 1024 * 1024
 """Maximum number of bytes of a log that are read, because a server may log for months."""
 
 STACK = "\\n\\nAt:"
-"""Text before a Python stack in a line of Triton's log."""
+"""Text that precedes a Python stack in a line of Triton's log."""
 
 TABLE = ("+", "|")
-"""First characters of the lines of Triton's tables of options and models."""
+"""First characters of the lines that belong to a table of options or models."""
 
 NOISE = (
     "CudaDriverHelper",
@@ -26,14 +26,14 @@ NOISE = (
     "pinned",
     "DCGM",
 )
-"""Parts of lines that a healthy server without a GPU also logs."""
+"""Parts of lines that a healthy server without a GPU logs, too; such lines are no explanation."""
 
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 
 
 def create(path: Path) -> IO[bytes]:
-    """Create the log's folder and its file, or empty the file, and open it for writing.
+    """Create the log's folder and file, and open the file for writing. An existing file is emptied.
 
     A symbolic link is refused, because in a shared folder another user may have created it. Raises
     ServerError with the path and the reason.
@@ -52,7 +52,8 @@ def create(path: Path) -> IO[bytes]:
 
 
 def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the log from byte `start` on, but at most its last `limit` bytes, in whole lines.
+    """Return the log from byte `start` on, in whole lines. Of a longer log, only its last `limit`
+    bytes are read.
 
     Returns "" if the log is not a file.
     """
@@ -69,8 +70,9 @@ def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
 
 
 def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of models that failed to load. If there are none, return the errors. If
-    there are none either, return the end of the log.
+    """Return the messages of models that failed to load.
+
+    If there are none, it returns the errors, or else the end of the log.
 
     lines: maximum number of lines.
     """

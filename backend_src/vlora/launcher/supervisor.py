@@ -25,9 +25,13 @@ WATCH_SECONDS = 0.5
 class RestartPolicy:
     """Conditions and delays for restarting a server that has failed.
 
-    A failure within `quick_seconds` after the start continues a row of failures; any other begins a
-    new row. After `max_failures` in a row the server is not restarted. Before the n-th restart in a
-    row, the supervisor waits first_wait · 2ⁿ⁻¹ seconds, but at most `max_wait`.
+    A failure is quick if it occurs within `quick_seconds` after the start. Quick failures one after
+    another form a row; any other failure begins a new row.
+
+    max_failures: number of failures in a row after which the server is not restarted.
+    quick_seconds: see above.
+    first_wait: seconds before the first restart of a row. Each further restart waits twice as long.
+    max_wait: maximum of these waits in seconds.
     """
 
     max_failures: int = 5
@@ -36,19 +40,19 @@ class RestartPolicy:
     max_wait: float = 30.0
 
     def wait(self, failures: int) -> float:
-        """Return the seconds to wait after this many failures in a row."""
+        """Return the seconds to wait before restarting after this number of failures in a row."""
         return min(self.first_wait * 2.0 ** (failures - 1), self.max_wait)
 
 
 Announce = Callable[[TritonServer, float], None]
-"""Called with a server when it becomes ready, and with the seconds that this took."""
+"""Function that is called when a server becomes ready, with the server and the seconds it took."""
 
 
 class Supervisor:
-    """Serves with these options until a signal or a failure ends it.
+    """Runs servers with these options until a signal or a failure.
 
     say: prints a message for the user.
-    restart: when to restart a server that has failed; None never restarts.
+    restart: conditions for restarting a server that has failed; None never restarts it.
     make: creates a server without starting it.
     """
 
@@ -135,7 +139,10 @@ class Supervisor:
         self._say("stopped")
 
     def _log_of(self, server: TritonServer) -> Path:
-        """Return the path of the log. If a restarted server would overwrite it, rename it first."""
+        """Return the path of the server's log, under which it can still be read after a restart.
+
+        A log that a restarted server would overwrite is renamed first.
+        """
         if self._restart is None or not server.log.is_file():
             return server.log
         return server.log.replace(server.log.with_name(f"{server.log.name}.before"))

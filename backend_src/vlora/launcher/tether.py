@@ -1,8 +1,8 @@
-"""`python tether.py PARENT PROGRAM …`: becomes PROGRAM, which the kernel ends with its parent.
+"""`python tether.py PARENT PROGRAM …`: becomes PROGRAM, which the kernel ends when PARENT ends.
 
-This is a separate script for two reasons. Only the new process itself can ask the kernel for this.
-And no other code is safe between a fork and `exec`. The script runs without site packages. It
-affects only its own process, so the server's models watch the server themselves (`lifeline.py`).
+This is a separate script, because a process must itself ask the kernel for this, and between a fork
+and `exec` it is not safe to run other code. The script runs without site packages. It affects only
+its own process, so the server's models watch the server themselves (`lifeline.py`).
 """
 
 import ctypes

@@ -95,7 +95,7 @@ class FolderReader:
 
         folders: folder and stamp of every present name. A name that is missing here was removed.
 
-        A failure is reported as an error of its adapter. It never raises.
+        Never raises: any failure is reported as an error of its adapter.
         """
         before = self.stamps
         for name in before.keys() - folders.keys():

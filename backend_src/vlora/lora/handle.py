@@ -108,7 +108,7 @@ class AdapterHandle:
         self.state = state
 
     def load(self) -> None:
-        """Note that the weights are being read."""
+        """Note that the loader has started to read the weights."""
         self._enter(AdapterState.LOADING)
 
     def load_later(self) -> None:

@@ -79,7 +79,11 @@ def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgume
 
 @dataclass
 class Backoff:
-    """Number of failed attempts, and the earliest time of the next one in seconds."""
+    """Record of failed attempts, which says when the next one may begin.
+
+    attempts: number of failed attempts.
+    due: earliest time of the next attempt in seconds.
+    """
 
     attempts: int = 0
     due: float = 0.0

@@ -157,7 +157,7 @@ def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
 def _split_pairs(
     flat: torch.Tensor, matrices: Iterable[MatrixId], shapes: Sequence[tuple[int, ...]]
 ) -> dict[MatrixId, LoraPair]:
-    """Return views of `flat` as pairs of A and B by matrix.
+    """Return A and B of each matrix as views of one tensor.
 
     flat: [elements], A of all matrices and then B of all.
     shapes: shapes of these tensors in the same order.

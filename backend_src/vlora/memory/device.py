@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import itertools
 import mmap
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -185,3 +186,29 @@ def upload(tensors: Sequence[torch.Tensor], to: torch.device) -> list[torch.Tens
         copied[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         for start, tensor in zip(starts, tensors, strict=True)
     ]
+
+
+class UploadedPart(Protocol):
+    """Part of a step with inputs on the device."""
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Tensors to upload, in host memory."""
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Set the copies of `inputs` on the device."""
+
+
+def upload_step(
+    device: Device, tensors: Sequence[torch.Tensor], *parts: UploadedPart
+) -> list[torch.Tensor]:
+    """Upload `tensors` and the inputs of all parts in one transfer; return the copies of `tensors`.
+
+    Each part gets the copies of its inputs by `place`.
+    """
+    inputs = [part.inputs for part in parts]
+    uploaded = device.upload([*tensors, *itertools.chain.from_iterable(inputs)])
+    rest = iter(uploaded[len(tensors) :])
+    for part, its_inputs in zip(parts, inputs, strict=True):
+        part.place(list(itertools.islice(rest, len(its_inputs))))
+    return uploaded[: len(tensors)]

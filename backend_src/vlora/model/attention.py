@@ -11,7 +11,8 @@ import torch
 from vlora import backends, native
 from vlora.atmm.types import DTYPES
 from vlora.backends import Backend
-from vlora.kernels import ops
+from vlora.kernels import norms, ops
+from vlora.kernels.norms import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention_gpu import GpuPlan
 from vlora.model.attention_reference import ReferencePlan
@@ -89,7 +90,12 @@ class AttentionPlan:
             self._gpu.place(tables)
 
     def attend(
-        self, layer: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None = None
+        self,
+        layer: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        out: torch.Tensor | None = None,
+        head_norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Write the keys and values of all rows to their pages, and return each row's causal
         attention.
@@ -99,6 +105,7 @@ class AttentionPlan:
         qkv: [T, (heads + 2 · kv_heads) · dim] fp32, contiguous, before rotation.
         rotary: angles by which queries and keys are rotated.
         out: [T, heads · dim] fp32 to write the result to; allocated if None.
+        head_norms: norms of query and key heads, computed before their rotation; None for none.
 
         Returns [T, heads · dim]. Raises ValueError if `qkv` does not fit the plan.
         """
@@ -110,7 +117,9 @@ class AttentionPlan:
                 f" [{rows}, {width}] for the chunks of this plan"
             )
         if self._gpu is not None:
-            return self._gpu.attend(layer, self._heads, qkv, rotary, out)
+            return self._gpu.attend(layer, self._heads, qkv, rotary, head_norms, out)
+        if head_norms is not None:
+            norms.head_norm(qkv, head_norms.query, head_norms.key, self._heads, head_norms.eps)
         if self._backend == "reference":
             attended = self._reference.attend(layer, self._heads, qkv, rotary)
             return ops.copy_out(attended, out)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from vlora.kernels import on_gpu
+from vlora.kernels.norms import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
@@ -44,6 +45,7 @@ class GpuPlan:
             _int32([chunk.row for chunk in single]),
             _int32(ends),
             self._tables(single),
+            torch.zeros(len(single) * kv_cache.kv_heads, dtype=torch.int32),
             _int32(self._tiles(longer)).view(-1, 4),
             self._tables(longer),
         ]
@@ -55,17 +57,33 @@ class GpuPlan:
         self._placed = list(uploaded)
 
     def attend(
-        self, layer: int, heads: int, qkv: torch.Tensor, rotary: Rotary, out: torch.Tensor | None
+        self,
+        layer: int,
+        heads: int,
+        qkv: torch.Tensor,
+        rotary: Rotary,
+        head_norms: HeadNorms | None,
+        out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute what `AttentionPlan.attend` does. All rows have the type of the weights."""
+        """Compute what `AttentionPlan.attend` does. All rows have the type of the weights.
+
+        A step of decoding rows needs one launch. It leaves qkv unchanged.
+        """
         kv_cache, launches = self._kv_cache, on_gpu.launches()
         dim = kv_cache.head_dim
         keys, values = kv_cache.rows(layer)
         if out is None:
             out = qkv.new_empty(len(qkv), heads * dim)
-        slots, rows, ends, tables, tiles, tile_tables = self._placed
+        slots, rows, ends, tables, counters, tiles, tile_tables = self._placed
+        contexts = launches.DecodeRows(rows, ends, tables, counters, self._splits)
+        if not len(tiles):
+            rotation = launches.Rotation(rotary.cosines, rotary.sines, head_norms)
+            launches.decode(out, qkv, keys, values, contexts, heads, dim, rotation)
+            return out
+        if head_norms is not None:
+            query, key, eps = head_norms
+            launches.head_norm(qkv, query, key, heads, kv_cache.kv_heads, eps)
         launches.rotate(qkv, keys, values, rotary.cosines, rotary.sines, slots, heads, dim)
-        contexts = launches.DecodeRows(rows, ends, tables, self._splits)
         launches.decode(out, qkv, keys, values, contexts, heads, dim)
         launches.prefill(out, qkv, keys, values, tiles, tile_tables, heads, dim)
         return out

@@ -84,16 +84,16 @@ class Decoder:
         hidden: torch.Tensor,
         attention: AttentionPlan,
         segments: Segments,
-        output_rows: Sequence[int],
+        output_rows: torch.Tensor | None,
         output_segments: Segments,
         levels: LevelFeatures | None = None,
     ) -> torch.Tensor:
-        """Return the hidden states of `output_rows` after the final norm, [len(output_rows),
-        hidden].
+        """Return the hidden states of `output_rows` after the final norm, [output rows, hidden].
 
         hidden: [T, hidden] embeddings; overwritten.
         attention: pages that the rows write and read.
         segments: segments of the T rows.
+        output_rows: numbers of the rows to return, on the device; None for all rows.
         output_segments: segments of the output rows, in their order.
         levels: image features for the first layers, or None.
 
@@ -101,11 +101,10 @@ class Decoder:
         """
         rotary = self._rotary.lookup(attention.positions, attention.uploaded_positions)
         buffers = self._workspace.buffers(len(hidden))
-        all_rows = list(output_rows) == list(range(len(hidden)))
         delta: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
             attended = layer.attend(hidden, delta, attention, rotary, segments, buffers)
-            if layer is self._layers[-1] and not all_rows:
+            if layer is self._layers[-1] and output_rows is not None:
                 hidden, attended = hidden[output_rows], attended[output_rows]
                 segments = output_segments
                 buffers = self._workspace.buffers(len(hidden))
@@ -154,7 +153,10 @@ class DecoderLayer:
         self._input_norm, self._post_norm = (
             weights.norms[layer, norm] for norm in config.names.norms
         )
-        self._head_norms = [weights.norms[layer, norm] for norm in config.names.head_norms]
+        self._head_norms = None
+        if config.names.head_norms:
+            query, key = (weights.norms[layer, norm] for norm in config.names.head_norms)
+            self._head_norms = norms.HeadNorms(query, key, config.norm_eps)
         self._qkv, self._o, self._gate_up, self._down = (
             LoraLinear(
                 switcher,
@@ -185,10 +187,7 @@ class DecoderLayer:
             hidden, delta, self._input_norm, self._config.norm_eps, out=buffers.normed
         )
         qkv = self._qkv(normed, segments, buffers.qkv)
-        if self._head_norms:
-            query, key = self._head_norms
-            norms.head_norm(qkv, query, key, self._config.heads, self._config.norm_eps)
-        return attention.attend(self._layer, qkv, rotary, buffers.attended)
+        return attention.attend(self._layer, qkv, rotary, buffers.attended, self._head_norms)
 
     def finish(
         self,

@@ -11,10 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from vlora.atmm import op
+from vlora.atmm.types import Segments
 from vlora.ids import BASE
 from vlora.lora.segments import signed_segments
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
+from vlora.memory.device import upload_step
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
@@ -66,9 +68,6 @@ class Runner:
             fewest segments, which is fastest.
         """
         attention = AttentionPlan(chunks, self._kv_cache, self._query_heads)
-        tokens = torch.tensor([token for chunk in chunks for token in chunk.tokens])
-        tokens, *tables = self._device.upload([tokens, *attention.inputs])
-        attention.place(tables)
         live = self._switcher.live
         rows = [(chunk.slot, chunk.length) for chunk in chunks]
         segments = signed_segments(rows, live)
@@ -78,21 +77,38 @@ class Runner:
         # In a step of decode rows only, both are equal, and are converted for the core only once.
         answers = [(chunk.slot, 1) for chunk in completed]
         answer_segments = segments if answers == rows else signed_segments(answers, live)
-        hidden = self._decoder.forward(
-            self._embed(tokens, chunks),
-            attention,
-            segments,
-            [chunk.last_row for chunk in completed],
-            answer_segments,
-            self._level_features(chunks),
-        )
         # The LM head is never merged, so its segments do not depend on the live adapter.
         lm_head_segments = answer_segments
         if live != BASE or scored:
             lm_head_segments = signed_segments((chunk.slot, 1) for chunk in sampled)
+        head_segments = signed_segments((chunk.slot, 1) for chunk in scored)
+
+        last_rows = [chunk.last_row for chunk in completed]
+        every_row = last_rows == list(range(sum(chunk.length for chunk in chunks)))
+        tokens, last, *levels = upload_step(
+            self._device,
+            [
+                torch.tensor([token for chunk in chunks for token in chunk.tokens]),
+                torch.tensor([] if every_row else last_rows, dtype=torch.int64),
+                *_level_features(chunks),
+            ],
+            attention,
+            op.StepSegments(
+                (segments, answer_segments, lm_head_segments, head_segments),
+                self._device.torch_device,
+            ),
+        )
+        hidden = self._decoder.forward(
+            self._embed(tokens, chunks),
+            attention,
+            segments,
+            None if every_row else last,
+            answer_segments,
+            LevelFeatures(*levels) if levels else None,
+        )
         return StepResult(
             self._decoder.logits(hidden[: len(sampled)], lm_head_segments),
-            self._head_scores(hidden[len(sampled) :], [chunk.slot for chunk in scored]),
+            self._head_scores(hidden[len(sampled) :], head_segments),
         )
 
     def _embed(self, tokens: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
@@ -103,30 +119,32 @@ class Runner:
         ]
         return self._decoder.embed(tokens, images)
 
-    def _head_scores(self, hidden: torch.Tensor, slots: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    def _head_scores(self, hidden: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the adapters' heads, computed in one call.
 
-        hidden: [len(slots), hidden].
-        slots: slot of the adapter of each row.
+        hidden: [rows, hidden].
+        segments: segments of these rows by adapter, in their order.
         """
-        if not slots:
+        if not segments:
             return ()
         heads = self._adapters.heads
-        segments = signed_segments((slot, 1) for slot in slots)
-        values = op.heads(hidden.float(), segments, heads).cpu()
-        return tuple(row[: heads.classes(slot)] for row, slot in zip(values, slots, strict=True))
+        values = iter(op.heads(hidden.float(), segments, heads).cpu())
+        return tuple(
+            next(values)[: heads.classes(segment.slot)]
+            for segment in segments
+            for _ in range(segment.length)
+        )
 
-    def _level_features(self, chunks: Sequence[Chunk]) -> LevelFeatures | None:
-        """Return the image features to add to the outputs of the first layers, or None."""
-        rows, features = [], []
-        for chunk in chunks:
-            levels = chunk.prompt.level_features
-            if levels is None or chunk.decodes:
-                continue
-            of_rows = chunk.prompt.feature_row[chunk.start : chunk.end]
-            shown = torch.nonzero(of_rows >= 0).flatten()
-            rows.append(chunk.row + shown)
-            features.append(levels[:, of_rows[shown]])
-        if not rows:
-            return None
-        return LevelFeatures(*self._device.upload([torch.cat(rows), torch.cat(features, dim=1)]))
+
+def _level_features(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+    """Return the `rows` and `features` of the step's `LevelFeatures`; [] if there are none."""
+    rows, features = [], []
+    for chunk in chunks:
+        levels = chunk.prompt.level_features
+        if levels is None or chunk.decodes:
+            continue
+        of_rows = chunk.prompt.feature_row[chunk.start : chunk.end]
+        shown = torch.nonzero(of_rows >= 0).flatten()
+        rows.append(chunk.row + shown)
+        features.append(levels[:, of_rows[shown]])
+    return [torch.cat(rows), torch.cat(features, dim=1)] if rows else []

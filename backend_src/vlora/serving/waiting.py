@@ -21,7 +21,14 @@ EndRequest = Callable[[Exception], None]
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Waiting:
+    """A waiting request.
+
+    freshness: decides until when its answer is useful.
+    client_id: id that the client gave; may be empty.
+    end: answers it with an error.
+    """
+
     freshness: Freshness
     client_id: str
     end: EndRequest
@@ -40,7 +47,7 @@ class WaitingRequests:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._lock = threading.Lock()
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _Waiting] = {}
         self.superseded = 0
         self.expired = 0
 
@@ -62,7 +69,7 @@ class WaitingRequests:
                 for one, entry in self._entries.items()
                 if entry.freshness.is_superseded_by(freshness)
             ]
-            self._entries[key] = _Entry(freshness, client_id, end)
+            self._entries[key] = _Waiting(freshness, client_id, end)
         for one in older:
             if self.end(one, freshness.superseded_error()):
                 with self._lock:
@@ -109,11 +116,11 @@ class WaitingRequests:
             aborted=stats.aborted + self.superseded + self.expired,
         )
 
-    def _remove(self, key: str) -> _Entry | None:
+    def _remove(self, key: str) -> _Waiting | None:
         with self._lock:
             return self._entries.pop(key, None)
 
-    def _end_if_late(self, entry: _Entry) -> bool:
+    def _end_if_late(self, entry: _Waiting) -> bool:
         late = entry.freshness.deadline <= self._clock()
         if late:
             with self._lock:

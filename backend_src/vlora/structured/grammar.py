@@ -1,7 +1,8 @@
 """One compiled grammar as the engine uses it: its process, and the matchers of its answers.
 
-A matcher is the state of one answer. The engine sends it each token that is drawn. While the engine
-computes the next step, the process computes the mask of the tokens that may follow.
+A matcher is the state of one answer. The engine sends each token that is drawn to the matcher's
+process. While the engine computes the next step, the process computes the mask of the tokens that
+may follow.
 """
 
 from __future__ import annotations
@@ -26,30 +27,35 @@ from vlora.structured import messages
 from vlora.structured.structure import Structure
 
 LONG_NICENESS = 10
-"""Increase of the niceness of a process whose text takes long to compile. It then gets a tenth of
-our share.
+"""Increase of the niceness of a process whose grammar takes long to compile.
+
+It then gets about a tenth of our share of a core.
 """
 
 SLOW_NICENESS = 19
-"""Increase of the niceness of a process whose masks are slow. Many of them together then get little
-of our share.
+"""Increase of the niceness of a process whose masks are slow.
+
+Even many of them together then get little of our share.
 """
 
 SLOW_SECONDS = 0.005
-"""Processor time above which a mask is slow. Ordinary masks take a fiftieth of it."""
+"""Processor time in seconds above which a mask is slow. Ordinary masks take a fiftieth of it."""
 
 MAX_SLOW_MASKS = 3
-"""Number of slow masks after which a process's priority is lowered. The first masks may be slow."""
+"""Number of slow masks after which a process's priority is lowered. The first few may be slow."""
 
 VERY_SLOW_SECONDS = 0.05
-"""Processor time of a single mask above which the priority is lowered immediately."""
+"""Processor time in seconds of a single mask above which the priority is lowered immediately."""
 
 Stop = Callable[[int], "Future[VLoraError]"]
-"""Function that ends a process and returns the error for the answers that needed it."""
+"""Function that ends a process, and returns a future of the error for the answers that
+needed it.
+"""
 
 
 class Matcher:
-    """State of one answer. It belongs to the engine's thread.
+    """State of one structured answer: its grammar, after the tokens so far. It belongs to the
+    engine's thread.
 
     seconds: processor time of its masks so far.
     stopped: whether the answer is complete, so that no token may follow.
@@ -69,7 +75,7 @@ class Matcher:
 
     @property
     def ready(self) -> bool:
-        """True if the engine need not wait: the mask has arrived, or none will."""
+        """True if the engine need not wait for a mask: it has arrived, or none will come."""
         return self.stopped or self._mask is not None or self._error is not None
 
     @property
@@ -79,10 +85,10 @@ class Matcher:
 
     @property
     def mask(self) -> BoolArray:
-        """Flags of the tokens that may come next, [vocabulary] bool. The matcher must be ready, not
-        stopped.
+        """Flags of the tokens that may come next, [vocabulary] bool.
 
-        Raises InvalidArgument if the grammar is too expensive or allows no token.
+        The matcher must be ready and not stopped. Raises InvalidArgument if the grammar is too
+        expensive or allows no token.
         """
         if self._error is not None:
             raise self._error
@@ -90,7 +96,7 @@ class Matcher:
         return self._mask
 
     def advance(self, token: int) -> None:
-        """Add a token that the mask allows, and request the next mask."""
+        """Add a token that the mask allows, and ask the process for the next mask."""
         self._mask = None
         self._grammar._request(messages.ADVANCE, self._number, token)
 
@@ -125,14 +131,15 @@ class Matcher:
 
 
 class Grammar:
-    """A compiled grammar. Only `start` and `compiled` may be called on another thread than the
-    engine's.
+    """A compiled grammar and its process.
+
+    It belongs to the engine's thread, but `start` and `compiled` may be called on another thread.
 
     process: id of its process.
     compile_seconds: processor time of compiling it.
     seconds, masks: processor time and number of the masks computed so far.
     counters: totals of all grammars. The engine's thread writes those of answers.
-    max_answer_seconds: limit of the processor time of one answer's masks.
+    max_answer_seconds: maximum processor time of the masks of one answer.
     vocabulary: number of tokens of a mask.
     late: whether the last mask that was needed did not arrive in time.
     """
@@ -166,7 +173,11 @@ class Grammar:
     # -- compiling ---------------------------------------------------------------------------
 
     def start(self, structure: Structure, seconds: float, memory: int) -> None:
-        """Send the text to compile. seconds, memory: limits of the process."""
+        """Send the text to compile to the process.
+
+        seconds: maximum processor time of compiling it.
+        memory: maximum memory of the process in bytes.
+        """
         text = json.dumps([structure.kind, structure.text]).encode()
         data = messages.LIMITS.pack(seconds, memory) + text
         self._send(messages.REQUEST.pack(messages.COMPILE, 0, len(data)))
@@ -249,9 +260,9 @@ class Grammar:
                 matcher._fail(error)
 
     def end(self, reason: VLoraError | None = None) -> Future[VLoraError]:
-        """End the process; return a future error.
+        """End the process, and return a future of the error that its end means.
 
-        The answers that need the process get `reason`, or without it that error.
+        The answers that need the process get `reason`, or that error if `reason` is None.
         """
         if self._ending is None:
             self._end_reason = reason
@@ -284,6 +295,7 @@ class Grammar:
 def error_of(exit_code: int | None, seconds: float, memory: int) -> VLoraError:
     """Return the error of answers whose grammar's process has ended.
 
+    exit_code: exit code of the process; None if it is unknown.
     seconds, memory: limits of the process.
     """
     if exit_code is None:

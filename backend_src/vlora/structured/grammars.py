@@ -3,9 +3,9 @@
 Requests with the same structure share a grammar. The processes are forked from a fork server that
 has loaded the tokenizer. It is started with the first request that needs a grammar.
 
-A text is compiled on the thread of its request, a few texts at a time. A text that takes long gives
-its place to the next one, so that ordinary texts do not wait for it. The number of such long texts
-is limited as well.
+A grammar is compiled on the thread of its request, and only PLACES at the same time. If one takes
+long, the next one may begin, so that ordinary grammars do not wait for it. The number of grammars
+that take long is limited as well.
 """
 
 from __future__ import annotations
@@ -31,26 +31,33 @@ from vlora.structured.structure import Structure
 WORKER = "vlora.structured.worker"
 
 PLACES = 2
-"""Maximum number of texts that are compiled at once, and of additional ones that take long."""
+"""Maximum number of grammars that are compiled at the same time, and of further ones that take
+long.
+"""
 
 LONG_SECONDS = 0.1
-"""Processor time after which compiling a text counts as long. Ordinary texts take a hundredth of
-it.
+"""Processor time in seconds after which compiling counts as long. Ordinary grammars take a
+hundredth of it.
 """
 
 POLL_SECONDS = 0.02
-"""Interval of the check whether compiling a text takes long."""
+"""Interval in seconds of the check whether compiling a grammar takes long."""
 
 MAX_WAIT_SECONDS = 20.0
-"""Maximum time for compiling a text that has a place, on a busy machine."""
+"""Maximum time in seconds for compiling a grammar on a busy machine, from the start of
+compiling.
+"""
 
 MAX_IDLE = 8
 """Maximum number of grammars that are kept for later requests while no request uses them."""
 
 
 @dataclass
-class _Entry:
-    """A grammar that is compiled or being compiled. users: number of requests that use it."""
+class _SharedGrammar:
+    """A grammar that is compiled or being compiled.
+
+    users: number of requests that use it.
+    """
 
     compiled: Future[Grammar] = field(default_factory=Future)
     users: int = 0
@@ -64,13 +71,14 @@ class Grammars:
 
         tokenizer: returns the description of the tokenizer.
         vocabulary: number of the model's tokens.
+        limits: limits of grammars.
         """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._limits = limits
         self.counters = GrammarCounters()
         self._lock = threading.Lock()
-        self._entries: dict[Structure, _Entry] = {}
+        self._entries: dict[Structure, _SharedGrammar] = {}
         """Entries by structure, least recently used first."""
         self._regular = threading.Semaphore(PLACES)
         self._long = threading.Semaphore(PLACES)
@@ -79,7 +87,8 @@ class Grammars:
         self._closed = False
 
     def acquire(self, structure: Structure) -> Grammar:
-        """Return the grammar of a structure. It is compiled first if necessary, which takes time.
+        """Return the grammar of a structure. If it is not compiled yet, that is done first and
+        takes time.
 
         The caller must call `release` once for each call. Raises InvalidArgument for a structure
         that is invalid or too expensive, Unsupported if this server cannot compile grammars, and
@@ -91,7 +100,7 @@ class Grammars:
             is_new = entry is None or self._has_ended(entry)
             if entry is None or is_new:
                 self._make_room()
-                entry = _Entry()
+                entry = _SharedGrammar()
             self._entries[structure] = entry
             entry.users += 1
         if is_new:
@@ -145,7 +154,9 @@ class Grammars:
         self._ends.shutdown()
 
     def _make_room(self) -> None:
-        """End the grammar that has been unused longest if there are too many. The lock is held."""
+        """End the grammar that has been unused longest if there are too many. The caller holds the
+        lock.
+        """
         if self._closed:
             raise Unavailable("the server is shutting down")
         count, limit = len(self._entries), self._limits.max_grammars
@@ -158,7 +169,7 @@ class Grammars:
             )
         self._entries.pop(idle).compiled.result().end()
 
-    def _compile_into(self, entry: _Entry, structure: Structure) -> None:
+    def _compile_into(self, entry: _SharedGrammar, structure: Structure) -> None:
         try:
             grammar = self._compile(structure)
         except BaseException as error:
@@ -171,17 +182,19 @@ class Grammars:
             self.counters.compile_seconds += grammar.compile_seconds
         entry.compiled.set_result(grammar)
 
-    def _remove(self, structure: Structure, entry: _Entry) -> None:
+    def _remove(self, structure: Structure, entry: _SharedGrammar) -> None:
         with self._lock:
             if self._entries.get(structure) is entry:
                 del self._entries[structure]
 
-    def _has_ended(self, entry: _Entry) -> bool:
+    def _has_ended(self, entry: _SharedGrammar) -> bool:
         compiled = entry.compiled
         return compiled.done() and (compiled.exception() is not None or compiled.result().ended)
 
     def _compile(self, structure: Structure) -> Grammar:
-        """Compile a text in a new process, within the limits of time and memory."""
+        """Return the grammar of a structure, compiled in a new process within limits of time and
+        memory.
+        """
         place = self._regular
         place.acquire()
         try:
@@ -235,8 +248,9 @@ class Grammars:
             raise Unavailable("the process that compiles grammars cannot be started") from None
 
     def _stop(self, process: int) -> Future[VLoraError]:
-        """Have another thread end a process. Return the future error of the answers that needed it
-        (see `grammar.Stop`).
+        """End a process on another thread.
+
+        Returns a future of the error for the answers that needed it (see `grammar.Stop`).
         """
         limits = self._limits
 
@@ -266,6 +280,6 @@ def tokenizer_data(
     return TokenizerData(json, tuple(token.hex() for token in tokens), size, tuple(ends))
 
 
-def _is(entry: _Entry, grammar: Grammar) -> bool:
+def _is(entry: _SharedGrammar, grammar: Grammar) -> bool:
     compiled = entry.compiled
     return compiled.done() and compiled.exception() is None and compiled.result() is grammar

@@ -17,15 +17,17 @@ COMPILED, MASK, STOPPED, REFUSED = b"K", b"M", b"S", b"R"
 """Kinds of replies. After `STOPPED`, the answer is complete and no token may follow."""
 
 REQUEST = struct.Struct("<cIq")
-"""Kind, number of the matcher, and a token. For `COMPILE`, 0 and the number of bytes of the
-text.
+"""Request: kind, number of the matcher, and a token. For `COMPILE`, 0 and the text's
+size in bytes.
 """
 
 REPLY = struct.Struct("<cId")
-"""Kind, number of the matcher, and seconds of processor time. A mask or a message follows."""
+"""Reply: kind, number of the matcher, and seconds of processor time. A mask or a
+message follows.
+"""
 
 LIMITS = struct.Struct("<dQ")
-"""Limits before the text: processor seconds of one request, and bytes of memory."""
+"""Limits, which precede the text: processor seconds of one request, and bytes of memory."""
 
 PACKET_BYTES = 64 * 1024
 """Size of the packets in which a text is sent."""

@@ -25,8 +25,7 @@ STRUCTURE_KEYS: Mapping[str, str | None] = {
 }
 """vLLM's sampling keys for the structure of an answer, each with the kind of its value.
 
-The value of a key without a kind is an object whose only key is the kind, or the text of such an
-object.
+A key with None takes an object whose only key is the kind, or the text of such an object.
 """
 
 KINDS = ("json", "json_object", "regex", "grammar", "choice")
@@ -56,7 +55,7 @@ class Structure:
 
 
 def read_structure(key: str, value: Any) -> Structure | tuple[str, ...]:
-    """Return the structure under one of `STRUCTURE_KEYS`; a tuple if it is a list of choices.
+    """Return the structure under one of STRUCTURE_KEYS. A list of choices is returned as a tuple.
 
     Raises InvalidArgument, and Unsupported for an unknown kind.
     """
@@ -79,7 +78,9 @@ def read_structure(key: str, value: Any) -> Structure | tuple[str, ...]:
 
 
 def _only_kind(key: str, value: Any) -> tuple[str, Any]:
-    """Return the only entry of an object like `{"regex": "a+"}`, which may be given as text."""
+    """Return the key and the value of an object like `{"regex": "a+"}`, which may be
+    given as text.
+    """
     parsed = load_object(value, f"'{key}'", MAX_DEPTH) if isinstance(value, str) else value
     kinds = ", ".join(KINDS)
     if not isinstance(parsed, dict):

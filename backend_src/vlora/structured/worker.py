@@ -1,9 +1,9 @@
 """`python -m vlora.structured.worker`: the fork server of grammars, and their processes.
 
 The fork server loads the tokenizer once. Each forked process compiles one grammar and computes the
-masks of all answers with it. A grammar library's own limits count its steps, whose cost varies by
-orders of magnitude. So the kernel limits the processor time of each message, and the memory and
-stack of each process (decision 86).
+masks of all answers that use it. The limits of the grammar library count its own steps, whose cost
+varies by orders of magnitude. So the kernel limits the processor time of each message, and the
+memory and stack of each process (decision 86).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from vlora.structured import messages
 JSON_WHITESPACE = r"( ?|\n[ \t]{0,32})"
 """White space between the tokens of JSON: a space, or a new line with its indentation.
 
-It is bounded because a model that is unsure may otherwise generate white space to the end.
+It is bounded, because a model that is unsure may otherwise generate white space forever.
 """
 
 STACK_BYTES = 8 * 1024**2
-"""Maximum stack of a process. Deeper recursion ends it."""
+"""Maximum stack of a process in bytes. A process whose recursion needs more is ended."""
 
 
 def main() -> None:
@@ -67,7 +67,7 @@ class Speller:
         self.tokens = [token or b"<%d>" % index for index, token in enumerate(tokens)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text that the grammar prescribes, as the tokenizer spells it."""
+        """Return the tokens of a text that the grammar prescribes, in the tokenizer's spelling."""
         data = text if isinstance(text, bytes) else text.encode()
         # Some tokenizers put a space before a text. After a prefix, they do not.
         for prefix in ("", "\x02"):
@@ -84,8 +84,9 @@ class Speller:
         return all(pieces) and b"".join(pieces) == data
 
     def _longest_tokens(self, data: bytes) -> list[int]:
-        """Spell a text with the longest token at each position, up to the first byte without a
-        token.
+        """Return tokens that spell a text, with the longest token at each position.
+
+        They end before the first byte at which no token begins.
         """
         ids: list[int] = []
         while data:
@@ -99,7 +100,7 @@ class Speller:
 
 
 class _Grammar:
-    """The process of one grammar."""
+    """The process of one grammar, which answers the engine's requests."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, connection: socket.socket) -> None:
         self._tokenizer = tokenizer
@@ -176,7 +177,9 @@ class _Grammar:
 
 
 def _limit_this_process(memory: int) -> None:
-    """Limit this process to `memory` bytes more than it has now, and to STACK_BYTES of stack."""
+    """Set the limits of this process: `memory` more bytes than it has now, and STACK_BYTES of
+    stack.
+    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory
     for kind, soft in (
@@ -188,7 +191,7 @@ def _limit_this_process(memory: int) -> None:
 
 
 def _grammar(kind: str, text: str) -> str:
-    """Return llguidance's form of a structure. Raises ValueError."""
+    """Return a structure in the form that llguidance takes. Raises ValueError if it is invalid."""
     if kind == "json":
         options: Any = {"whitespace_pattern": JSON_WHITESPACE}
         return llguidance.LLMatcher.grammar_from_json_schema(text, options)

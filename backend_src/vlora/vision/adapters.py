@@ -49,7 +49,12 @@ class VisionPart:
 
 @dataclass(frozen=True)
 class _Described:
-    """Result of checking a version's files. reader: None if the adapter has no vision part."""
+    """Result of checking a version's files.
+
+    stamp: stamp of the folder when it was checked.
+    reader: reads the vision part; None if the adapter has none.
+    error: reason why the version cannot be used, or None.
+    """
 
     stamp: Stamp
     reader: WeightsReader | None = None
@@ -57,7 +62,9 @@ class _Described:
 
 
 class VisionAdapters:
-    """Vision parts by name of adapter. `part` belongs to one thread."""
+    """Reads and keeps the vision parts of adapters, by name. `part` may be called by one thread
+    only.
+    """
 
     def __init__(
         self,
@@ -117,7 +124,9 @@ class VisionAdapters:
         self._folders = {as_text(name): found for name, found in folders.items()}
 
     def _describe(self, name: str, folder: Path, stamp: Stamp) -> _Described:
-        """Check the files. A failure whose cause lies outside them is raised, so that the next
+        """Check the files of an adapter.
+
+        A failure whose cause lies outside the files is raised instead of stored, so that the next
         request tries again.
         """
         for gone in self._described.keys() - self._folders.keys():

@@ -1,5 +1,6 @@
-"""The encoder's end of a decoder process. `decode_worker` is the process itself, and
-`decode_protocol` describes the messages.
+"""The encoder's side of a decoder process.
+
+The process itself runs `decode_worker`, and `decode_protocol` describes the messages.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ SETTINGS = {
 """Environment variables of the decoder processes."""
 
 Accept = Callable[[str, int, int], None]
-"""Function that is called with a picture's name, width and height; for large pictures before
-decoding.
+"""Function that is called with a picture's name, width and height.
+
+For large pictures, it is called before they are decoded, so that it can refuse them.
 """
 
 HasReply = Callable[[float], bool]
-"""Function that waits up to so many seconds, and returns whether the decoder has replied."""
+"""Function that waits up to this many seconds, and returns whether the decoder has replied."""
 
 
 class PictureRefusedError(Exception):
-    """The decoder cannot read a file. The message says why."""
+    """Raised if the decoder cannot read a file. The message says why."""
 
 
 class DecodeProcess:
-    """One decoder process. Not thread-safe.
+    """One decoder process, as the encoder's process sees it. Not thread-safe.
 
     process: process id.
     """
@@ -53,7 +55,7 @@ class DecodeProcess:
         self._connection = connection
 
     def begin(self, limits: Limits) -> None:
-        """Begin a request. Its limits of time and memory apply from now on."""
+        """Begin a request. The limits of time and memory apply to it from now on."""
         data = protocol.LIMITS.pack(
             limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
         )

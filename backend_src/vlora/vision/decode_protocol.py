@@ -1,6 +1,6 @@
-"""Messages between the encoder's process and its decoders, over stream sockets.
+"""Messages between the encoder's process and its decoder processes, over stream sockets.
 
-For each request, the encoder's process sends a begin, the elements and an end. For each picture of
+For each request, the encoder's process sends `BEGIN`, the elements and `END`. For each picture of
 an element, the decoder sends the pixels as a sealed memory file. Before it decodes a large picture,
 it sends the size and waits for permission. After an element it sends `DONE`, or `REFUSED` with a
 message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time, and with exit code
@@ -19,17 +19,18 @@ SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"
 """Kinds of replies."""
 
 REQUEST = struct.Struct("<cHQ")
-"""Kind, bytes of the element's name, and bytes of its data. Name and data follow."""
+"""Header of a request: kind, bytes of the element's name, and bytes of its data. Both follow it."""
 
 LIMITS = struct.Struct("<dQQ")
-"""Data of a begin: processor seconds, bytes of memory, bytes of an encoded file."""
+"""Data of `BEGIN`: processor seconds, bytes of memory, bytes of an encoded file."""
 
 REPLY = struct.Struct("<cII")
-"""Kind and two numbers: width and height, or the bytes of the message that follows and 0."""
+"""Reply: kind, and two numbers. They are width and height, or the bytes of a message and 0."""
 
 SMALL_PIXELS = 4 * 1024**2
-"""Maximum number of pixels of a picture that is decoded without asking, as asking costs two
-wake-ups.
+"""Maximum number of pixels of a picture that is decoded without asking for permission.
+
+Asking wakes both processes once more.
 """
 
 MAX_MESSAGE_BYTES = 4096

@@ -1,8 +1,8 @@
 """`python -m vlora.vision.decode_worker`: the fork server of the decoders, and the decoders.
 
-The fork server (`vlora.fork_server`) imports Pillow once and forks a decoder for each command. A
-decoder has the kernel limit it: a timer of its processor time ends it by a signal, and its address
-space is limited. So a file that keeps a codec busy forever costs only one process, which is
+The fork server (`vlora.fork_server`) imports Pillow once and forks a decoder for each command. The
+kernel limits each decoder: a timer ends it by a signal when its processor time is used up, and its
+address space is limited. So a file that keeps a codec busy forever costs only one process, which is
 replaced.
 """
 
@@ -58,9 +58,7 @@ def _run_decoder(connection: socket.socket) -> None:
 
 
 def _limit_this_process(seconds: float, memory: int) -> None:
-    """Limit this process to `seconds` of processor time, and `memory` bytes more than it has
-    now.
-    """
+    """Set the limits of this process: `seconds` more processor time, and `memory` more bytes."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory

@@ -1,9 +1,9 @@
 """Decoding of images in processes that can be killed, several requests at a time.
 
 If a request exceeds its limit of processor time or memory, its decoder process ends and is
-replaced, and the request gets an error. A request that takes long gives its regular place to the
-next request and continues in a place for long requests, later at a lower priority. So it does not
-delay other requests.
+replaced, and the request gets an error. A limited number of requests is decoded at the same time:
+each needs a place. A request that takes long moves from its regular place to one for long requests,
+and is later continued at a lower priority. So it does not delay other requests.
 
 **Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`,
 except for one request, which has its own limit.
@@ -30,13 +30,15 @@ from vlora.vision.decode_process import SETTINGS, DecodeProcess, HasReply, Pictu
 from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 
 LONG_SECONDS = 0.1
-"""Seconds after which a request gives its place to the next. Ordinary images take less."""
+"""Seconds after which a request gives up its regular place. Ordinary images take less."""
 
 SLOW_SECONDS = 0.25
 """Seconds after which the priority of a request's decoder is lowered."""
 
 SLOW_NICENESS = 10
-"""Increase of the niceness of a slow request's decoder. It then gets a tenth of our share."""
+"""Increase of the niceness of a slow request's decoder. It then gets about a tenth of our share of
+a core.
+"""
 
 POLL_SECONDS = 0.05
 """Interval at which a waiting request checks whether it has become long or slow."""
@@ -55,7 +57,10 @@ class PixelPool:
         self._exceeding: object = None
 
     def reserve(self, owner: object, pixels: int, while_waiting: Callable[[], None]) -> None:
-        """Wait until `owner` may hold this many additional pixels."""
+        """Wait until `owner` may hold this many additional pixels.
+
+        while_waiting: called repeatedly while it waits. If it raises an error, the wait ends.
+        """
         with self._changed:
             while not self._may_reserve(owner, pixels):
                 self._changed.wait(POLL_SECONDS)
@@ -79,9 +84,9 @@ class PixelPool:
 
 
 class DecodedRequest:
-    """Decoded images of one request: first independent images, then the frames of the clip.
+    """Decoded images of one request: independent images, followed by the frames of the clip.
 
-    The caller must call `release` when the images are encoded.
+    release: function that the caller must call when the images are encoded.
     """
 
     def __init__(self, images: list[DecodedImage], release: Callable[[], None]) -> None:
@@ -115,13 +120,15 @@ class _Place:
         (self._long if self._is_long else self._regular).release()
 
     def wait(self, has_reply: HasReply) -> None:
-        """Wait for a reply of the decoder. Change the place or the priority meanwhile."""
+        """Wait for a reply of the decoder, and call `check` regularly."""
         while not has_reply(POLL_SECONDS):
             self.check()
 
     def check(self) -> None:
-        """Change the place or the priority once it is due and, for the place, a long one is
-        free.
+        """Take a place for long requests, or lower the decoder's priority, once the request has run
+        that long.
+
+        If no place for long requests is free, the regular place is kept.
         """
         seconds = time.monotonic() - self._since
         if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
@@ -140,8 +147,7 @@ class ImageDecoder:
     def __init__(self, limits: Limits, places: int = 2) -> None:
         """Start the fork server.
 
-        places: number of requests that are decoded at the same time, not counting at most twice as
-            many long ones.
+        places: number of regular places. There are also twice as many places for long requests.
         """
         self._processes = ForkServer(decode_worker.__name__, SETTINGS)
         self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
@@ -157,7 +163,7 @@ class ImageDecoder:
         """Decode a request on another thread. A request without elements is handled on this thread.
 
         on_done: called once, with the images or an error.
-        check: called when a place is free. If it raises an error, the request is not decoded.
+        check: called before decoding begins. If it raises an error, the request is not decoded.
 
         Raises Unavailable after `close`.
         """

@@ -1,7 +1,7 @@
 """Image encoder: transformers' vision tower and connector, which turn pixels into image features.
 
-It computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is
-not loaded. This module knows no requests, caches or Triton.
+It computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is not loaded.
+This module knows no requests, caches or Triton.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from vlora.vision.images import DecodedImage
 PROCESSOR_BACKEND = "pil"
 """Backend of transformers' image processors.
 
-It is fixed because the backends give different pixels. By default transformers uses that of
-torchvision if it happens to be installed.
+It is set explicitly because the backends give different pixels, and the default of transformers
+depends on whether torchvision is installed.
 """
 
 
@@ -74,11 +74,11 @@ class VisionEncoder:
         dtype: torch.dtype = torch.float32,
         device: Device = HOST,
     ) -> None:
-        """Load the tower from a checkpoint folder, and set the number of torch's threads in this
-        process.
+        """Load the tower from a checkpoint folder.
 
+        threads: number of threads of torch, which is set for the whole process.
         dtype: type in which the matrices of linear layers are stored, float32 or bfloat16.
-        device: where the tower computes.
+        device: device on which the tower computes.
 
         Raises InvalidArgument unless the folder has a tower of a supported family with all its
         weights.
@@ -145,7 +145,7 @@ class VisionEncoder:
         return self._family.grid(self._config, self._processor, image)
 
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-        """Return the images of one request with their views."""
+        """Return the images of one request each with its view (see `DecodedImage.view`)."""
         return self._family.with_views(self._clips, images)
 
     def encode(
@@ -172,7 +172,7 @@ class VisionEncoder:
         return [image_features.cpu().numpy() for image_features in features]
 
     def preprocess(self, image: DecodedImage) -> Pixels:
-        """Return the result of the checkpoint's image processor for one image."""
+        """Return the pixels of one image as the checkpoint's image processor prepares them."""
         return self._family.preprocess(self._processor, image)
 
 

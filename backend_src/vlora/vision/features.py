@@ -1,8 +1,8 @@
 """Cache of image features by content, and the service that fills it.
 
-A key is the SHA-256 of an image's pixels, its shape, the tower's digest and that of an adapter's
-vision part. It is computed here and never taken from a client. This module does not depend on
-Triton.
+A key is the SHA-256 of an image's pixels and shape, the tower's digest, and the digest of an
+adapter's vision part. It is computed here and never taken from a client. This module does not
+depend on Triton.
 
 **Invariant:** if several calls miss the same image at the same time, one encodes it and the others
 wait. A call encodes its own images before it waits, so two calls never wait for each other.
@@ -30,18 +30,18 @@ MAX_TOWER_BATCH = 32
 """Maximum number of images in one call of the tower, which limits the memory of activations."""
 
 TARGET_BATCH_SECONDS = 0.05
-"""Time in the tower for which requests of one batch may wait for each other."""
+"""Target duration in the tower of the requests that are encoded in one batch."""
 
 MAX_CALL_SECONDS = 1.0
-"""Target duration of a call of the tower, after which its images are counted.
+"""Target maximum duration of one call of the tower. Its images are counted when it ends.
 
-It must be shorter than a probe's deadline, because the probe takes an encoder that counts no images
-within it for hung.
+It must be shorter than the deadline of a probe, which takes an encoder that counts no images within
+its deadline for hung.
 """
 
 
 class Encoder(Protocol):
-    """The part of `VisionEncoder` that the service uses."""
+    """The members of `VisionEncoder` that the service uses."""
 
     @property
     def hidden(self) -> int: ...
@@ -62,7 +62,7 @@ class EncodedImages:
     layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video, as in `ImageFeatures`.
         h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
-    digests: cache keys, in hex, in the order of the rows.
+    digests: keys of the images in the cache, in hex, in the order of the rows.
     adapter_version: version of the adapter whose vision part was used; "" if it has none.
     """
 
@@ -77,8 +77,10 @@ class EncodedImages:
 class EncoderCounters:
     """Counters since the start.
 
-    requests: requests with images. groups: groups of such requests that were ready together.
+    requests: requests with images.
+    groups: groups of such requests that were ready together.
     images: images whose features were found or computed, the sum of hits and misses.
+    hits: images whose features were in the cache.
     misses: images that the tower encoded.
     batches: calls of the tower.
     evictions: cache entries evicted.
@@ -99,7 +101,10 @@ PendingFeatures = Future[FloatArray]
 
 
 class FeatureCache:
-    """LRU cache of features of at most `budget` bytes; 0 turns it off. Thread-safe."""
+    """LRU cache of image features. Thread-safe.
+
+    budget: maximum size in bytes; 0 turns the cache off.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -117,9 +122,9 @@ class FeatureCache:
         return len(self._entries)
 
     def claim(self, key: str) -> tuple[PendingFeatures, bool]:
-        """Return the future features of `key`, and whether the caller must compute them.
+        """Return a future for the features of `key`, and whether the caller must compute them.
 
-        If so, the caller must then call `fulfil` or `fail`.
+        If so, the caller must call `fulfil` or `fail` with this future, for which others may wait.
         """
         with self._lock:
             if key in self._entries:
@@ -134,7 +139,9 @@ class FeatureCache:
             return pending, True
 
     def fulfil(self, key: str, pending: PendingFeatures, features: FloatArray) -> None:
-        """Give claimed features, float32 [rows, hidden], to all waiters. Cache them if they fit."""
+        """Give the computed features, float32 [rows, hidden], to all waiters, and cache them if
+        they fit.
+        """
         owned = np.array(features, np.float32)
         owned.flags.writeable = False
         with self._lock:
@@ -146,9 +153,7 @@ class FeatureCache:
         pending.set_result(owned)
 
     def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
-        """Give `error` to all waiters for claimed features. The next claim must compute them
-        again.
-        """
+        """Give `error` to all waiters. The next `claim` of this key asks for the features again."""
         with self._lock:
             self._pending.pop(key, None)
         pending.set_exception(error)
@@ -166,7 +171,7 @@ class FeatureCache:
 
 
 class EncoderService:
-    """Encodes the images of batches of requests. Each image that is not cached is encoded once.
+    """Encodes the images of requests. Each image that is not cached is encoded once.
 
     Thread-safe. One call of the tower runs at a time.
     """
@@ -177,7 +182,7 @@ class EncoderService:
         """Create the service.
 
         seconds_per_image: initial estimate of the tower's time per image, 0 if unknown. Each call
-            of the tower measures it again.
+            of the tower replaces it by a measurement.
         """
         self._encoder = encoder
         self._cache = cache
@@ -297,7 +302,9 @@ class EncoderService:
 
     @property
     def _images_per_call(self) -> int:
-        """Number of images that the tower encodes in MAX_CALL_SECONDS; 1 if its pace is unknown."""
+        """Number of images that the tower encodes in MAX_CALL_SECONDS; 1 if its speed
+        is unknown.
+        """
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 

@@ -26,11 +26,12 @@ class DecodedImage:
     """One image, or frames of a clip that are encoded together.
 
     rgb: uint8 [height, width, 3], upright, contiguous. Several frames are stacked vertically.
+    is_video: whether it belongs to a clip.
+    view: how a family encodes the image, if that depends on more than its pixels, such as on other
+        images of the request; "" for most families.
     frames: number of frames in `rgb`, all of one size.
-    continues: whether it belongs to the same clip, and so to the same row of the layout, as the
-        image before it.
-    view: name of what the features depend on besides the pixels; "" for most families. It differs
-        if a family encodes an image differently among other images, or as a frame.
+    continues: whether it continues the clip of the image before it. Both then have one row of the
+        layout.
     scaled: size (height, width) to which the image is scaled before it is encoded; None if the
         image processor chooses it.
     """
@@ -55,7 +56,7 @@ class DecodedImage:
 class Element(NamedTuple):
     """One encoded element of a request: a file of an accepted format, or its base64.
 
-    name: name of the element in errors.
+    name: name of the element in error messages.
     is_frame: whether it belongs to the clip.
     """
 
@@ -66,9 +67,12 @@ class Element(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ImageRequest:
-    """The checked images of one request: encoded elements in order, then the frames of `raw`.
+    """The checked images of one request.
 
-    raw: uint8 [n, height, width, 3]; n is 0 without such frames.
+    elements: encoded images and frames, in order.
+    raw: uint8 [n, height, width, 3], frames that are decoded already, which follow the elements; n
+        is 0 without such frames.
+    limits: limits that decoding must observe.
     """
 
     elements: Sequence[Element]
@@ -85,7 +89,9 @@ def check_images(
     frames_raw: np.ndarray[Any, Any] | None,
     limits: Limits,
 ) -> ImageRequest:
-    """Check what can be checked before decoding. A request has independent images and one clip.
+    """Check what can be checked before decoding, and return the images of a request.
+
+    A request has independent images, and one clip as either `frames` or `frames_raw`.
 
     images, frames: encoded files or their base64.
     frames_raw: uint8 [n, height, width, 3]; n = 0 means no clip. The caller must not change it
@@ -121,7 +127,10 @@ class PictureBudget:
         self._pixels = 0
 
     def add(self, name: str, width: int, height: int) -> None:
-        """Count a picture before it is decoded. Raise InvalidArgument if it exceeds a limit."""
+        """Count a picture, before it is decoded.
+
+        Raises InvalidArgument if it exceeds a limit.
+        """
         limits = self._limits
         megapixels = width * height / 1e6
         if megapixels > limits.max_image_megapixels:
@@ -151,7 +160,7 @@ class PictureBudget:
 
 
 def _format_above(megapixels: float, limit: float) -> str:
-    """Return `megapixels` with as many decimals as it takes to show that it is above `limit`."""
+    """Return `megapixels` with enough decimals to show that it is above `limit`."""
     digits = 1
     while float(f"{megapixels:.{digits}f}") <= limit and digits < 6:
         digits += 1

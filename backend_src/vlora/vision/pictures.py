@@ -1,11 +1,11 @@
 """Decoding of one encoded file to upright RGB pixels, in a decoder process.
 
-- The first bytes of an element decide. A file of an accepted format is decoded. Anything else must
+- The first bytes of an element show whether it is a file of an accepted format. Anything else must
   be strict base64 of such a file, with white space and a `data:...;base64,` prefix allowed.
 - EXIF orientation is applied. Transparent pixels are composed onto white. 16-bit samples are scaled
   to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored.
-- An animated file is refused as an image. As an element of `frames` it is its own frames. Of a
-  multi-picture JPEG, which phones write, only the first picture is used.
+- An animated file is refused as an image. As an element of `frames`, each of its pictures is a
+  frame. Of a multi-picture JPEG, which phones write, only the first picture is used.
 
 This module does not limit pixels, time or memory, and does not depend on torch.
 """
@@ -47,6 +47,7 @@ _TRANSPOSE = {
 def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterator[Image.Image]:
     """Yield the pictures of one element. Their headers are read, but pixels are not decoded yet.
 
+    name: name of the element, for error messages.
     as_frames: whether the element may be animated, so that it has several pictures.
     limit: maximum size of the encoded file in bytes.
 
@@ -86,7 +87,10 @@ def check_size(data: bytes, name: str, limit: int) -> None:
 
 @contextmanager
 def _pillow_errors(name: str) -> Iterator[None]:
-    """Convert Pillow's errors to InvalidArgument. With hostile files it raises almost any type."""
+    """Convert Pillow's errors to InvalidArgument.
+
+    Pillow may raise an exception of almost any type for a hostile file.
+    """
     try:
         yield
     except (InvalidArgument, MemoryError):
@@ -158,7 +162,10 @@ def _is_animated(image: Image.Image) -> bool:
 
 
 def _to_rgb(image: Image.Image, name: str) -> ByteArray:
-    """Return upright RGB of a loaded image. Pillow itself rotates a TIFF when loading it."""
+    """Return upright RGB of a loaded image.
+
+    The orientation of a TIFF is not applied here, because Pillow applies it when loading.
+    """
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
     except Exception:  # A corrupt EXIF block does not make the pixels invalid.
@@ -181,7 +188,9 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def _scale(image: Image.Image) -> ByteArray:
-    """Scale 16-bit gray to uint8 [h, w]. If there is a transparent value, it becomes white."""
+    """Scale 16-bit gray to uint8 [h, w]. Pixels of the transparent value, if there is one, become
+    white.
+    """
     values = np.asarray(image).astype(np.uint32)
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
     transparent = image.info.get("transparency")

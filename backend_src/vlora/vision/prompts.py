@@ -20,8 +20,9 @@ from vlora.strict_json import load_object
 PLACEHOLDER = "<image>"
 
 CHAT_TASK = "chat"
-"""Task whose text is `{"messages": [{"role", "content"}]}`, rendered by the checkpoint's chat
-template.
+"""Task whose text is a conversation: `{"messages": [{"role", "content"}]}`.
+
+The checkpoint's chat template renders it.
 """
 
 Messages = Sequence[Mapping[str, str]]
@@ -66,9 +67,7 @@ TASKS: dict[str, TaskSpec] = {
 
 
 def max_tokens_of(task: str) -> int | None:
-    """Return the default token limit of a known task; None means that only the context
-    limits it.
-    """
+    """Return the default token limit of a known task; None if only the context limits it."""
     return None if task == CHAT_TASK else TASKS[task].max_tokens
 
 
@@ -77,9 +76,9 @@ _SENTINEL = "VLORA-USER-TEXT"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Text that a checkpoint's chat template puts around one user turn.
+    """Text that a checkpoint's chat template puts around the text of one user turn.
 
-    prefix, suffix: text before and after. The suffix includes the generation prompt.
+    prefix, suffix: text before and after. The suffix includes the start of the model's turn.
     image_text: text for one image in prompts of the checkpoint.
     clip_text: number of frames → text for a clip in prompts of the checkpoint; None if its frames
         are separate images.
@@ -98,11 +97,14 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> "ChatTemplate":
-        """Render one user turn with the checkpoint's chat template, and split it around the text.
+        """Return the template of a checkpoint.
 
+        One user turn is rendered with the checkpoint's chat template, and split around its text.
         Without a chat template, the prefix is the begin-of-text token, if there is one, and the
-        suffix is empty. Raises InvalidArgument for a template that fails or that does not contain
-        the text exactly once.
+        suffix is empty.
+
+        Raises InvalidArgument for a template that fails or whose result does not contain the text
+        exactly once.
         """
         # Imported here because some processes need only the tasks.
         from transformers import AutoTokenizer
@@ -149,8 +151,11 @@ class ChatTemplate:
 def render(task: str, text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
     """Return the prompt of one request, with the checkpoint's text for each image and frame.
 
+    text: text of the request.
+    num_images, num_frames: number of images and of frames of the request.
+
     Raises InvalidArgument for an unknown task, for a missing text, and if the number of
-    placeholders in the text differs from that of images.
+    placeholders in the text differs from that of images and frames.
     """
     if task == CHAT_TASK:
         return _render_chat(text, num_images, num_frames, template)
@@ -174,8 +179,8 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
 def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
     """Return the prompt with the checkpoint's text in place of the placeholders.
 
-    If the checkpoint takes frames as one video, the text replaces the placeholders of the whole
-    clip. Raises InvalidArgument if these are not adjacent.
+    If the checkpoint takes frames as one video, one text replaces the placeholders of the whole
+    clip. They must be adjacent; otherwise InvalidArgument is raised.
     """
     if template.clip_text is not None and num_frames:
         clip = PLACEHOLDER * num_frames
@@ -191,7 +196,10 @@ def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
 
 
 def _render_chat(text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
-    """Return the prompt of a conversation. It must have one placeholder per image."""
+    """Return the prompt of a conversation, which must have one placeholder per image and frame.
+
+    Raises InvalidArgument.
+    """
     messages = load_object(text, "the text of task 'chat'").get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)) or not messages:
         raise InvalidArgument(
@@ -227,6 +235,7 @@ def task_text(task: str, text: str, images: str) -> str:
     """Return the text of the user's turn, such as `<image>, What color is the star? Answer:`.
 
     task: any task but `raw` and `chat`.
+    text: text of the request.
     images: placeholders to put before the text.
     """
     spec = TASKS[task]
@@ -271,9 +280,10 @@ def _image_texts(folder: Path) -> dict[str, Any]:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the chat template in `chat_template.json`, or None if there is no such file.
+    """Return the chat template in the checkpoint's `chat_template.json`; None if there is no such
+    file.
 
-    Processors of transformers 4 write this file. Tokenizers do not read it.
+    Processors of transformers 4 write this file, which tokenizers do not read.
     """
     file = folder / "chat_template.json"
     if not file.is_file():

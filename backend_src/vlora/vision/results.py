@@ -47,7 +47,7 @@ class TextBox:
     """A box in the model's text.
 
     label: name before the box, or None.
-    grid: left, top, right, bottom on the grid.
+    grid: left, top, right and bottom edge on the grid, each from 0 to GRID - 1.
     """
 
     label: str | None
@@ -106,10 +106,12 @@ def build_result(
 ) -> str:
     """Return the JSON of one answer, which conforms to the schema.
 
+    text: the model's text.
     details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name).
     layout: int32 [n, 6]; its last column, is_video, is the number of frames, 0 for an image.
     size: int32 [n, 2], height and width in pixels.
     labels, scores: outputs of a vision task head, of equal length; empty without a head.
+    metadata: metadata of the request, which the result returns.
 
     Raises InvalidArgument if the arguments do not fit each other.
     """
@@ -168,7 +170,11 @@ def _unclosed(tag: re.Match[str]) -> str:
 def _pictures(
     objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
 ) -> list[dict[str, Any]]:
-    """Return the objects of the frames, or of the images, with indices from 0."""
+    """Return the objects in each image, or in each frame, with indices from 0.
+
+    objects, is_video: objects in each picture of the request, and whether it is a frame.
+    frames: whether to return those of frames instead of images.
+    """
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
     return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]
 

@@ -25,7 +25,7 @@ int32_t status_of(cudaError_t error) {
 // Maximum numbers of resident blocks of each kernel on a device, known once kernels are loaded.
 struct Device {
   bool warm = false;
-  int plan = 0, rows = 0, merge = 0;
+  int plan = 0, rows = 0, fused = 0, merge = 0;
   std::vector<int> tiles;
 };
 
@@ -171,6 +171,8 @@ cudaError_t launch_all(const VloraCall &call, Workspace w, const VloraTiles &til
   const bool uses_rows = call.shortest <= work.up_to, uses_tiles = call.longest > work.up_to;
   cudaError_t error = cudaSuccess;
   const auto next = [&error](cudaError_t result) { error = error == cudaSuccess ? result : error; };
+  if (!uses_tiles && can_fuse(call))
+    return fused_rows(call, w, work, tiles.row_block, device.fused, stream);
   if (uses_rows) next(shrink_rows(call, w, work, tiles.row_block, device.rows, stream));
   if (call.heads) return error;
   if (uses_tiles) {
@@ -206,7 +208,7 @@ const char *const kFaults[] = {
 
 extern "C" {
 
-int32_t vlora_cuda_version(void) { return 2; }
+int32_t vlora_cuda_version(void) { return 3; }
 
 int32_t vlora_cuda_size_of(int32_t which) {
   constexpr size_t kSizes[] = {sizeof(VloraSegment), sizeof(VloraAdapter),  sizeof(VloraProjection),
@@ -238,6 +240,7 @@ int32_t vlora_cuda_warm_up(void) {
   loaded.tiles.resize(size_t(kInstanceCount));
   error = warm_plan(&loaded.plan);
   if (error == cudaSuccess) error = warm_rows(&loaded.rows);
+  if (error == cudaSuccess) error = warm_fused(&loaded.fused);
   if (error == cudaSuccess) error = warm_merge(&loaded.merge);
   for (int i = 0; i < kInstanceCount && error == cudaSuccess; ++i)
     error = kInstances[i].warm(&loaded.tiles[size_t(i)]);

@@ -10,8 +10,8 @@
 // After vlora_cuda_warm_up, apply and merge do not allocate, synchronise, load code or copy to the
 // host. Only the device reads segments and adapter tables, so a captured graph can be replayed with
 // other segments of the same capacity. The device skips invalid segments and adapters, and records
-// the first fault in the first 8 bytes of the workspace (vlora_cuda_fault). The caller zeroes these
-// bytes once, and reads them when it next synchronises.
+// the first fault in the first 8 bytes of the workspace (vlora_cuda_fault). The caller zeroes the
+// first VLORA_HEADER_BYTES once, and reads the fault when it next synchronises.
 //
 // Ownership: every pointer belongs to the caller and must stay valid until the stream has executed
 // the call. A workspace can be used by one stream at a time.
@@ -25,6 +25,9 @@ extern "C" {
 
 enum { VLORA_FP16 = 0, VLORA_BF16 = 1, VLORA_FP32 = 2 };
 enum { VLORA_MAX_PROJECTIONS = 8, VLORA_MAX_WAVES = 8, VLORA_MAX_SLICES = 32 };
+// Maximum number of segments, empty ones included, for which the row kernels need one launch, and
+// the bytes of the workspace's header: the first fault, and the counters of that launch.
+enum { VLORA_FUSED_SEGMENTS = 1024, VLORA_HEADER_BYTES = 32 + 4 * VLORA_FUSED_SEGMENTS };
 // Tile index with which the row kernels compute every segment. They accept all types.
 enum { VLORA_ROWS = -1 };
 

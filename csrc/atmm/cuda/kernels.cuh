@@ -33,6 +33,11 @@ cudaError_t shrink_rows(const VloraCall &, const Workspace &, const RowWork &, i
                         int resident, cudaStream_t);
 cudaError_t expand_rows(const VloraCall &, const Workspace &, const RowWork &, int row_block,
                         int wave, int resident, cudaStream_t);
+// Both products in one launch, for calls without tiles for which can_fuse returns true.
+cudaError_t warm_fused(int *resident);
+cudaError_t fused_rows(const VloraCall &, const Workspace &, const RowWork &, int row_block,
+                       int resident, cudaStream_t);
+bool can_fuse(const VloraCall &);
 int rows_shared_bytes(const VloraCall &, int row_block);
 
 cudaError_t warm_merge(int *resident);

@@ -90,6 +90,24 @@ __device__ __forceinline__ int count_lanes(bool value) {
   return __popc(__ballot_sync(0xffffffffu, value));
 }
 
+// Adds 1 to a counter after everything that the block has written. All threads must call it.
+__device__ __forceinline__ void signal(unsigned *counter) {
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  __threadfence();
+  atomicAdd(counter, 1u);
+}
+
+// Waits until a counter has reached `value`. What was written before is then visible to the block.
+// All threads must call it.
+__device__ __forceinline__ void wait_for(unsigned *counter, unsigned value) {
+  if (threadIdx.x == 0) {
+    while (*static_cast<volatile unsigned *>(counter) < value) __nanosleep(20);
+    __threadfence();
+  }
+  __syncthreads();
+}
+
 #define VLORA_SHARED(type, name)                                        \
   extern __shared__ __align__(16) unsigned char vlora_dynamic_shared[]; \
   type *const name = reinterpret_cast<type *>(vlora_dynamic_shared)
@@ -101,8 +119,10 @@ using Bfloat = emulation::Bfloat;
 using emulation::count_lanes;
 using emulation::from_float;
 using emulation::launch;
+using emulation::signal;
 using emulation::sum_lanes;
 using emulation::to_float;
+using emulation::wait_for;
 using emulation::warm;
 
 #define VLORA_SHARED(type, name) const emulation::Shared<type> name

@@ -86,8 +86,21 @@ __device__ inline Tile tile_at(const Group &g, int begin, int end, int tile) {
   return t;
 }
 
+// Progress of fused_kernel (rows.cu). All counters are 0 between launches.
+struct Counters {
+  unsigned ticket;    // next ticket
+  unsigned left;      // blocks that found no ticket
+  unsigned expanded;  // complete tickets of the first wave's expand
+  unsigned reserved;
+  unsigned shrunk[VLORA_FUSED_SEGMENTS];  // complete shrink tickets of each segment
+};
+
+constexpr int kFusedWaves = 2;  // a row's own segment and its -live segment
+static_assert(16 + sizeof(Counters) == VLORA_HEADER_BYTES, "the caller zeroes the header");
+
 struct Workspace {
   unsigned long long *fault;  // the workspace's first 8 bytes
+  Counters *counters;
   Group shrink, expand;
   float *partial;  // [slices, projections, waves * rows, max_rank]: the slices of the shrink
   void *low;       // [projections, waves * rows, max_rank] in the call's type
@@ -117,6 +130,7 @@ inline Workspace workspace_of(const VloraCall &call, const VloraTiles &tiles) {
   };
   Workspace w;
   w.fault = static_cast<unsigned long long *>(take(16));
+  w.counters = static_cast<Counters *>(take(sizeof(Counters)));
   w.shrink = group();
   w.expand = group();
   w.plane = int64_t(call.projection_count) * call.waves * call.rows * call.max_rank;

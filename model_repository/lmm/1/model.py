@@ -1,4 +1,7 @@
-"""`lmm` hosts the engine. It is decoupled: `execute` passes requests on and returns at once."""
+"""`lmm` hosts the engine.
+
+It is a decoupled model: `execute` passes requests on and returns at once.
+"""
 
 from __future__ import annotations
 

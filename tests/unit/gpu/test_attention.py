@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -76,14 +77,19 @@ class Case:
         )
         return attended.transpose(0, 1).flatten(1)
 
-    def decode(self, launch: ModuleType, qkv: torch.Tensor, splits: int) -> torch.Tensor:
+    def decode(
+        self, launch: ModuleType, qkv: torch.Tensor, splits: int, rotation: Any = None
+    ) -> torch.Tensor:
         """Return the attention of one row of each sequence; the rows are in reverse order."""
         count = len(self.ends)
         rows = torch.arange(count - 1, -1, -1, dtype=torch.int32)
         ends = torch.tensor(self.ends, dtype=torch.int32)
         out = torch.full((count, self.heads * self.dim), torch.nan, dtype=self.dtype)
-        contexts = launch.DecodeRows(rows, ends, self.tables, splits)
-        launch.decode(out, qkv, self.keys, self.values, contexts, self.heads, self.dim)
+        counters = torch.zeros(count * self.kv_heads, dtype=torch.int32)
+        contexts = launch.DecodeRows(rows, ends, self.tables, counters, splits)
+        sizes = self.heads, self.dim
+        launch.decode(out, qkv, self.keys, self.values, contexts, *sizes, rotation)
+        assert not counters.any(), "the next launch starts from zeros"
         return out.flip(0)
 
     def prefill(
@@ -126,6 +132,57 @@ def test_rows_that_decode_equal_double_precision(
     attended = case.decode(launch, qkv, splits)
     for i, end in enumerate(case.ends):
         _close(attended[[i]], case.expected(i, end - 1, qkv[[2 - i]]))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "dim", "page"), [(4, 2, 16, 16), (2, 2, 24, 3), (5, 1, 80, 16)]
+)
+def test_one_launch_does_what_norms_rotation_and_decode_do_apart(
+    launch: ModuleType,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    normed: bool,
+    splits: int,
+    dtype: torch.dtype,
+) -> None:
+    # The last positions begin a page, end one, and are alone in a context; the last row is padding.
+    case = Case(heads, kv_heads, dim, page, dtype, [4 * page + 1, 3 * page, 1, 130, 0])
+    count = len(case.ends)
+    case.tables = torch.randint(count, case.distinct, case.tables.shape, dtype=torch.int32)
+    for line, end in enumerate(case.ends[:-1]):
+        case.tables[line, (end - 1) // page] = line  # No other sequence has the page.
+    qkv = torch.randn(count, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.randn(count, dim // 2)
+    weights = 1 + torch.rand(2, dim)
+    norms = (weights[0], weights[1], 1e-6) if normed else None
+    untouched = case.cache.clone()
+
+    rotation = launch.Rotation(angles.cos(), angles.sin(), norms)
+    attended = case.decode(launch, given := qkv.clone(), splits, rotation)
+    assert torch.equal(given, qkv), "the rows are only read"
+    written = case.cache.clone()
+
+    case.cache.copy_(untouched)
+    if norms is not None:
+        launch.head_norm(qkv, *weights, heads, kv_heads, norms[2])
+    slots = torch.full((count,), -1, dtype=torch.int32)
+    for line, end in enumerate(case.ends[:-1]):
+        slots[count - 1 - line] = line * page + (end - 1) % page
+    launch.rotate(qkv, case.keys, case.values, *rotation_tables(rotation), slots, heads, dim)
+    expected = case.decode(launch, qkv, splits)
+    torch.testing.assert_close(attended, expected, rtol=0, atol=TOLERANCE[dtype])
+    torch.testing.assert_close(written, case.cache, rtol=1e-3, atol=1e-6, equal_nan=True)
+    assert not torch.equal(written.nan_to_num(), untouched.nan_to_num())
+
+
+def rotation_tables(rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of a rotation."""
+    return rotation.cosines, rotation.sines
 
 
 @pytest.mark.parametrize("splits", [1, 4])

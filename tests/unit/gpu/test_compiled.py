@@ -21,7 +21,6 @@ KERNELS = {
     "embed",
     "rotate",
     "decode",
-    "reduce",
     "prefill",
     "chunk_max",
     "argmax",

@@ -83,17 +83,25 @@ def test_answers_equal_those_of_the_cpu(
     assert len({tuple(tokens) for tokens, _ in expected.values()}) == len(PARAMS)
 
 
-@pytest.mark.usefixtures("launch")
+PRODUCTS = {"qkv": "mm", "o": "mm", "gate_up": "mm", "down": "mm"}
+
+
+@pytest.mark.usefixtures("launch", "cuda_operator")
+@pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapters"])
 @pytest.mark.parametrize("parts", [1, 4])
 def test_a_layer_of_a_decoding_step_launches_what_the_costs_on_paper_say(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, parts: int
+    checkpoint: Path,
+    adapters_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    parts: int,
+    adapted: bool,
 ) -> None:
     monkeypatch.setattr("vlora.model.attention_gpu.splits", lambda *sizes: parts)
+    rank = 8 * adapted
     paper = [
-        {"qkv": "mm", "o": "mm", "gate_up": "mm", "down": "mm"}.get(kernel.name, kernel.name)
-        for kernel in step_costs.layer(step_costs.Model(), 64 // parts**2, 2048)
+        PRODUCTS.get(kernel.name, kernel.name)
+        for kernel in step_costs.layer(step_costs.Model(), 64, 2048, rank)
     ]
-    assert ("reduce" in paper) == (parts > 1)
     assert len(paper) <= 12
     layers: list[list[str]] = []
 
@@ -107,14 +115,23 @@ def test_a_layer_of_a_decoding_step_launches_what_the_costs_on_paper_say(
         return call
 
     with fake_gpu():
-        engine = Engine(Options(model=checkpoint, kv_cache_tokens=512))
-        prompt = Request(
-            id="r", prompt="<s>red", sampling=SamplingParams(temperature=0.0, max_tokens=2)
+        engine = Engine(
+            Options(
+                model=checkpoint, adapters=adapters_dir, kv_cache_tokens=512, policy="unmerge_only"
+            )
         )
-        engine.add(engine.prepare(prompt), arrival=0.0)
-        engine.step()
-        for name in ("attend", "finish"):
-            monkeypatch.setattr(DecoderLayer, name, recording(getattr(DecoderLayer, name)))
+        prompt = Request(
+            id="r",
+            prompt="<s>red",
+            sampling=SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+            adapter="all-r8" if adapted else None,
+        )
+        state = engine.prepare(prompt)
+        engine.add(state, arrival=0.0)
+        while not state.sequence.output_length:
+            engine.step()
+        for method in ("attend", "finish"):
+            monkeypatch.setattr(DecoderLayer, method, recording(getattr(DecoderLayer, method)))
         engine.step()
     assert len(layers) == 2 * engine.config.layers
     for attend, finish in zip(layers[::2], layers[1::2], strict=True):

@@ -21,10 +21,14 @@ from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, Tiles
 
 TABLE_VERSION = 2
 FEW_ROWS = 8
-"""Maximum number of rows of a segment for which row kernels are used by default.
-
-With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic decides
-the time.
+"""Maximum number of rows of a segment for the row kernels, if tiles compute other segments of the
+call. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
+decides the time.
+"""
+ONE_LAUNCH_ROWS = 32
+"""Maximum number of rows of all segments for the row kernels alone. They need one launch and tiles
+need four. For 32 rows, the row kernels read B eight times. From L2, that takes as long as the
+three launches that are saved (at rank 64, for gate and up of a 7B model).
 """
 RANKS_PER_BLOCK = 16
 """Number of ranks per block in the shrink of the row kernels (kRanksPerBlock)."""
@@ -166,7 +170,7 @@ def built_in(
         bytes.
     """
     rows = by_rows(shape, multiprocessors)
-    if not tensor_cores or shape.rows <= FEW_ROWS:
+    if not tensor_cores or shape.rows <= ONE_LAUNCH_ROWS:
         return rows
     shrinks = library.tiles_of("shrink", shape.dtype).values()
     expands = library.tiles_of("expand", shape.dtype).values()

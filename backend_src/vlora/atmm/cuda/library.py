@@ -14,13 +14,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-VERSION = 2
+VERSION = 3
 ROWS = -1
 """Tile index that stands for the row kernels."""
 TYPES = {"fp16": 0, "bf16": 1, "fp32": 2}
 MAX_PROJECTIONS = 8
 MAX_WAVES = 8
 MAX_SLICES = 32
+FUSED_SEGMENTS = 1024
+"""Maximum number of segments for which the row kernels need one launch."""
+HEADER_BYTES = 32 + 4 * FUSED_SEGMENTS
+"""First bytes of a workspace, which the caller sets to zero: a fault, and counters."""
 RANK_STEP = 8
 """Ranks are padded with zero rows to a multiple of this, since tensor cores read 16 bytes at a
 time.

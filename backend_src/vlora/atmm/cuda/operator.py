@@ -13,6 +13,7 @@ import ctypes
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import torch
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
 from vlora.atmm.cuda.library import CudaError, Library
-from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
+from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments, is_aligned
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import Merges, MergeUpdate, Segment, Segments
 
@@ -59,7 +60,7 @@ class Operator:
         with self._here():
             library.warm_up()
         self.table = Table({})
-        self.workspaces = [torch.zeros(16, dtype=torch.uint8, device=device)]
+        self.workspaces = [torch.zeros(c.HEADER_BYTES, dtype=torch.uint8, device=device)]
         """Workspaces. The last one is in use. Graphs that were captured with a smaller one still
         need it.
         """
@@ -67,24 +68,30 @@ class Operator:
 
     # ---- preparing ------------------------------------------------------------------------------
 
-    def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments on the device, arranged in waves.
-
-        The result is cached in a `Segments`, so that all layers of a step share one copy.
-        """
-        prepared = Segments.of(segments).prepared
-        if (arranged := prepared.get(self)) is None:
-            arranged = prepared[self] = self._segments(segments)
-        assert isinstance(arranged, DeviceSegments)
-        return arranged
-
-    def _segments(self, segments: Sequence[Segment]) -> DeviceSegments:
+    def arrange(self, segments: Sequence[Segment]) -> DeviceSegments:
+        """Return the segments arranged in waves, in host memory: [n, 4] int32."""
         fields = [(s.start, s.length, s.slot, s.sign) for s in segments]
         arranged, ends = self.library.arrange(fields)
         rows = [(s.start, s.length, s.slot, s.sign) for s in arranged[: ends[-1] if ends else 0]]
         lengths = [row[1] for row in rows] or [1]
-        tensor = torch.tensor(rows or [(0, 0, 0, 1)], dtype=torch.int32, device=self.device)
+        tensor = torch.tensor(rows or [(0, 0, 0, 1)], dtype=torch.int32)
         return DeviceSegments(tensor, tuple(ends), min(lengths), max(lengths))
+
+    def place(self, segments: Segments, arranged: DeviceSegments, on_device: torch.Tensor) -> None:
+        """Set the copy of an arranged `tensor` on the device, which calls with `segments` read."""
+        segments.prepared[self] = replace(arranged, tensor=on_device)
+
+    def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
+        """Return the segments on the device, arranged in waves. A `Segments` that was not placed is
+        copied at the first call.
+        """
+        prepared = Segments.of(segments).prepared
+        if (arranged := prepared.get(self)) is None:
+            arranged = self.arrange(segments)
+            arranged = replace(arranged, tensor=arranged.tensor.to(self.device))
+            prepared[self] = arranged
+        assert isinstance(arranged, DeviceSegments)
+        return arranged
 
     def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
         """Return the group's adapters on this device.
@@ -117,7 +124,7 @@ class Operator:
         """Return the kernels for a call: those of the device's table, or else those of
         `built_in`.
         """
-        tensor_cores = group.dtype != torch.float32 and _is_aligned(y, x, group.d_outs)
+        tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(
             DTYPES[group.dtype],
             segments.longest,
@@ -290,13 +297,6 @@ class MergedParts:
 @contextmanager
 def _nowhere() -> Iterator[None]:
     yield
-
-
-def _is_aligned(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
-    elements = c.ALIGNMENT // x.element_size()
-    return x.data_ptr() % c.ALIGNMENT == y.data_ptr() % c.ALIGNMENT == 0 and all(
-        n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs)
-    )
 
 
 _using: list[Operator] = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.atmm.cuda.library import RANK_STEP
+from vlora.atmm.cuda.library import ALIGNMENT, RANK_STEP
 from vlora.atmm.types import HeadMatrix, LoraPair
 
 
@@ -113,3 +113,11 @@ def _padded(pair: LoraPair) -> LoraPair:
         return pair
     pad = torch.nn.functional.pad
     return LoraPair(pad(pair.a, (0, 0, 0, missing)), pad(pair.b, (0, missing)))
+
+
+def is_aligned(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
+    """Return whether tensor cores can read all rows of x and y, 16 bytes at a time."""
+    elements = ALIGNMENT // x.element_size()
+    return x.data_ptr() % ALIGNMENT == y.data_ptr() % ALIGNMENT == 0 and all(
+        n % elements == 0 for n in (x.stride(0), y.stride(0), x.shape[1], *d_outs)
+    )

@@ -123,8 +123,8 @@ class Predictive:
         return Choice(tuple(bundle.order), next_live, bundle.rows)
 
     def _add_prompts(self, prompts: list[Candidate], work: _WorkLeft, bundle: _Bundle) -> None:
-        """Add prompts while they raise the gain per second, by priority and then least
-        work first.
+        """Add the prompts that raise the gain per second, tried by priority and then least work
+        first.
         """
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0

@@ -38,16 +38,74 @@ def _softmax_step(largest, total, scores):
 
 
 @triton.jit
+def _load_rotated(
+    head, heads_mask, norm, cosines, sines, eps, NORM: tl.constexpr, DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Return heads at the addresses `head`, with the RMS norm if NORM, rotated, in their type."""
+    dtype = head.dtype.element_ty
+    columns = tl.arange(0, COLUMNS)
+    half: tl.constexpr = DIM // 2
+    in_dim = columns < DIM
+    inside = heads_mask[:, None] & in_dim[None, :]
+    # The other half of each head, whose values are rotated into this half.
+    other = tl.where(columns < half, columns + half, columns - half)
+    x = tl.load(head[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    y = tl.load(head[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        scale = (1.0 / tl.sqrt(tl.sum(x * x, 1) / DIM + eps))[:, None]
+        x *= scale * tl.load(norm + columns, mask=in_dim, other=0.0)[None, :]
+        y *= scale * tl.load(norm + other, mask=in_dim, other=0.0)[None, :]
+        x, y = x.to(dtype).to(tl.float32), y.to(dtype).to(tl.float32)
+    cos = tl.load(cosines + columns % half, mask=in_dim, other=0.0)[None, :]
+    sin = tl.load(sines + columns % half, mask=in_dim, other=0.0)[None, :]
+    return (x * cos + tl.where(columns < half, -y, y) * sin).to(dtype)
+
+
+@triton.jit
+def _combine(
+    target, partial, log_sums, in_query, heads, head, DIM: tl.constexpr, SPLITS: tl.constexpr
+):
+    """Write the sum of the parts of `heads`, numbered `head` among all, to `target`."""
+    columns = tl.arange(0, in_query.shape[1])
+    largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)
+    # Other programs of the same launch have written the parts: `.cg` does not read from L1.
+    for split in tl.range(SPLITS, num_stages=1):
+        part = tl.load(log_sums + head * SPLITS + split, mask=heads, other=float("-inf"),
+                       cache_modifier=".cg")  # fmt: skip
+        largest = tl.maximum(largest, part)
+    total = tl.zeros([in_query.shape[0]], tl.float32)
+    sums = tl.zeros([in_query.shape[0], in_query.shape[1]], tl.float32)
+    for split in tl.range(SPLITS, num_stages=1):
+        index = head * SPLITS + split
+        part = tl.load(log_sums + index, mask=heads, other=float("-inf"), cache_modifier=".cg")
+        # A row without context has no part, and a difference of infinities would be NaN.
+        weight = tl.where(part == float("-inf"), 0.0, tl.exp2(part - largest))
+        values = tl.load(partial + index[:, None] * DIM + columns[None, :], mask=in_query,
+                         other=0.0, cache_modifier=".cg")  # fmt: skip
+        total += weight
+        sums += weight[:, None] * values
+    result = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(target, result.to(target.dtype.element_ty), mask=in_query)
+
+
+@triton.jit
 def decode_kernel(
     out,
     partial,
     log_sums,
+    counters,
     query,
     keys,
     values,
     rows,
     ends,
     tables,
+    cosines,
+    sines,
+    query_norm,
+    key_norm,
+    eps,
     scale,
     out_stride,
     query_stride,
@@ -63,13 +121,21 @@ def decode_kernel(
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    ROTATE: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     """Attend the query heads of one row that share a key head, over one part of the row's context.
 
     The parts of a context have equal lengths, which are multiples of TILE; only the last may be
     shorter. With one part, the result is written to `out`. With several, each normalized result is
-    written to `partial`, and the base-2 logarithm of its sum of exponentials to `log_sums`. A row
-    whose `end` is 0 has no context.
+    written to `partial`, and the base-2 logarithm of its sum of exponentials to `log_sums`. The
+    program that completes the last part combines them. It sets the counter of its row and key head
+    to 0 again. A row whose `end` is 0 has no context.
+
+    With ROTATE, `query` has rows before rotation: query heads, key heads, value heads. The program
+    rotates what it needs of them. The program of the last position writes the row's key and value
+    to their page; no program reads them from there. With NORM, query and key heads are replaced by
+    their RMS norms before they are rotated.
     """
     number = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -84,17 +150,44 @@ def decode_kernel(
     columns = tl.arange(0, COLUMNS)
     in_query = (heads < GROUP)[:, None] & (columns < DIM)[None, :]
     of_heads = (kv_head * GROUP + heads)[:, None] * DIM + columns[None, :]
-    q = tl.load(query + row * query_stride + of_heads, mask=in_query, other=0.0)
-    q = q.to(keys.dtype.element_ty)
-
     table = tables + number.to(tl.int64) * table_stride
     head_offset = kv_head.to(tl.int64) * head_stride
     largest = tl.full([GROUP_PADDED], float("-inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
     sums = tl.zeros([GROUP_PADDED, COLUMNS], tl.float32)
-    for begin in range(first, last, TILE):
+    stored = last
+    if ROTATE:
+        angles = row * (DIM // 2)
+        source = query + row * query_stride
+        q = _load_rotated(
+            source + (kv_head * GROUP + heads) * DIM,
+            heads < GROUP, query_norm, cosines + angles, sines + angles, eps, NORM, DIM, COLUMNS,
+        ).to(keys.dtype.element_ty)  # fmt: skip
+        stored = tl.minimum(last, end - 1)
+        if (stored >= first) & (stored < last):
+            one = tl.arange(0, 1)
+            key = _load_rotated(
+                source + (HEADS + kv_head + one) * DIM,
+                one < 1, key_norm, cosines + angles, sines + angles, eps, NORM, DIM, COLUMNS,
+            ).to(keys.dtype.element_ty)  # fmt: skip
+            in_dim = (columns < DIM)[None, :]
+            value = source + (HEADS + HEADS // GROUP + kv_head) * DIM + columns[None, :]
+            value = tl.load(value, mask=in_dim, other=0.0).to(values.dtype.element_ty)
+            target = _offsets(stored + one, one < 1, table, page_stride, token_stride, PAGE)
+            target = (target + head_offset)[:, None] + columns[None, :]
+            tl.store(keys + target, key, mask=in_dim)
+            tl.store(values + target, value, mask=in_dim)
+            score = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
+            largest = tl.where(score == float("-inf"), float("nan"), score)
+            total += 1.0
+            sums += value.to(tl.float32)
+    else:
+        q = tl.load(query + row * query_stride + of_heads, mask=in_query, other=0.0)
+        q = q.to(keys.dtype.element_ty)
+
+    for begin in range(first, stored, TILE):
         positions = begin + tl.arange(0, TILE)
-        seen = positions < last
+        seen = positions < stored
         offsets = _offsets(positions, seen, table, page_stride, token_stride, PAGE) + head_offset
         loaded = seen[:, None] & (columns < DIM)[None, :]
         k = tl.load(keys + offsets[:, None] + columns[None, :], mask=loaded, other=0.0)
@@ -108,50 +201,21 @@ def decode_kernel(
     empty = end <= first
     total = tl.where(empty, 1.0, total)
     result = sums / total[:, None]
+    target = out + row * out_stride + of_heads
     if SPLITS == 1:
-        target = out + row * out_stride + of_heads
         tl.store(target, result.to(out.dtype.element_ty), mask=in_query)
     else:
         head = number.to(tl.int64) * HEADS + kv_head * GROUP + heads
         index = head * SPLITS + split
-        target = partial + index[:, None] * DIM + columns[None, :]
-        tl.store(target, result, mask=in_query)
+        tl.store(partial + index[:, None] * DIM + columns[None, :], result, mask=in_query)
         log_sum = tl.where(empty, float("-inf"), largest + tl.log2(total))
         tl.store(log_sums + index, log_sum, mask=heads < GROUP)
-
-
-@triton.jit
-def reduce_kernel(
-    out,
-    partial,
-    log_sums,
-    rows,
-    out_stride,
-    HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    SPLITS_PADDED: tl.constexpr,
-):
-    """Combine the parts of one head of one row that `decode_kernel` has written."""
-    number = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
-    row = tl.load(rows + number).to(tl.int64)
-    splits = tl.arange(0, SPLITS_PADDED)
-    columns = tl.arange(0, COLUMNS)
-    first = (number * HEADS + head) * SPLITS
-    exists = splits < SPLITS
-    parts = tl.load(log_sums + first + splits, mask=exists, other=float("-inf"))
-    largest = tl.max(parts, 0)
-    # A row without context has no part, and a difference of infinities would be NaN.
-    weights = tl.where(parts == float("-inf"), 0.0, tl.exp2(parts - largest))
-    total = tl.sum(weights, 0)
-    source = partial + (first + splits)[:, None] * DIM + columns[None, :]
-    inside = exists[:, None] & (columns < DIM)[None, :]
-    sums = tl.sum(tl.load(source, mask=inside, other=0.0) * weights[:, None], 0)
-    result = sums / tl.where(total == 0.0, 1.0, total)
-    target = out + row * out_stride + head * DIM + columns
-    tl.store(target, result.to(out.dtype.element_ty), mask=columns < DIM)
+        # All threads of the program have written before one of them counts the part.
+        tl.debug_barrier()
+        counter = counters + number * (HEADS // GROUP) + kv_head
+        if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SPLITS - 1:
+            _combine(target, partial, log_sums, in_query, heads < GROUP, head, DIM, SPLITS)
+            tl.store(counter, 0)
 
 
 @triton.jit

@@ -34,6 +34,9 @@ DECODE_TILE = {4: 16, 2: 64}
 PREFILL_TILE = {4: 16, 2: 64}
 """Number of positions per iteration of the attention kernels, by bytes per element."""
 
+DECODE_WARPS = {4: 8, 2: 4}
+"""Warps per program of the decode kernel, by bytes per element: with 4, fp32 spills registers."""
+
 LOG2_E = math.log2(math.e)
 
 
@@ -165,13 +168,28 @@ class DecodeRows:
     rows: [n] row of the step.
     ends: [n] number of positions; 0 for a padding row, whose attention is zero.
     tables: [n, pages].
+    counters: [n · kv heads], zeros between launches; not read if contexts are not split.
     splits: number of parts into which each context is divided.
     """
 
     rows: torch.Tensor
     ends: torch.Tensor
     tables: torch.Tensor
+    counters: torch.Tensor
     splits: int
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Norms and rotation that `decode` applies to rows as the product returns them.
+
+    cosines, sines: [T, dim / 2] fp32.
+    norms: weights of the RMS norms of query heads and key heads, [dim] fp32, and eps; or None.
+    """
+
+    cosines: torch.Tensor
+    sines: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
 
 
 def decode(
@@ -182,8 +200,13 @@ def decode(
     contexts: DecodeRows,
     heads: int,
     dim: int,
+    rotation: Rotation | None = None,
 ) -> None:
-    """Write the attention of these rows to `out`, [T, heads · dim]. The queries must be rotated."""
+    """Write the attention of these rows to `out`, [T, heads · dim].
+
+    rotation: None if the queries are rotated and the pages have the keys and values of the rows.
+        Otherwise the kernel rotates the rows, which stay unchanged, and writes to the pages.
+    """
     kv_heads, page = keys.shape[1:3]
     group, count, splits = heads // kv_heads, len(contexts.rows), contexts.splits
     if not count:
@@ -192,17 +215,29 @@ def decode(
     if splits > 1:
         partial = torch.empty(count, heads, splits, dim, device=out.device)
         log_sums = torch.empty(count, heads, splits, device=out.device)
+    cosines = sines = query_norm = key_norm = out
+    eps = 0.0
+    if rotation is not None:
+        cosines, sines = rotation.cosines, rotation.sines
+        if rotation.norms is not None:
+            query_norm, key_norm, eps = rotation.norms
     columns = max(triton.next_power_of_2(dim), MIN_DOT)
     attention.decode_kernel[(count, kv_heads, splits)](
         out,
         partial,
         log_sums,
+        contexts.counters,
         qkv,
         keys,
         values,
         contexts.rows,
         contexts.ends,
         contexts.tables,
+        cosines,
+        sines,
+        query_norm,
+        key_norm,
+        eps,
         dim**-0.5 * LOG2_E,
         out.stride(0),
         qkv.stride(0),
@@ -216,22 +251,11 @@ def decode(
         PAGE=page,
         SPLITS=splits,
         TILE=DECODE_TILE[keys.itemsize],
-        num_warps=4,
+        ROTATE=rotation is not None,
+        NORM=rotation is not None and rotation.norms is not None,
+        num_warps=DECODE_WARPS[keys.itemsize],
         num_stages=_stages(keys.dtype, columns),
     )
-    if splits > 1:
-        attention.reduce_kernel[(count, heads)](
-            out,
-            partial,
-            log_sums,
-            contexts.rows,
-            out.stride(0),
-            HEADS=heads,
-            DIM=dim,
-            COLUMNS=columns,
-            SPLITS=splits,
-            SPLITS_PADDED=triton.next_power_of_2(splits),
-        )
 
 
 def prefill(

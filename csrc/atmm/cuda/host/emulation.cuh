@@ -83,6 +83,7 @@ struct Counts {
   uint64_t blocks;           // launched
   uint64_t shared_accesses;  // to dynamic shared memory
   uint64_t warp_counts;      // calls of count_lanes, once for each lane
+  uint64_t launches;
 };
 inline Counts &counts() {
   static Counts all{};
@@ -116,6 +117,7 @@ class Block {
     while (int(threads_.size()) < threads) threads_.push_back(std::make_unique<Thread>());
     const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
     counts().blocks += blocks;
+    ++counts().launches;
     // Visit each block once in a shuffled order: an odd step modulo a power of two is a bijection.
     // Indices beyond the last block are skipped.
     uint64_t ring = 1;
@@ -136,6 +138,11 @@ class Block {
     Thread &thread = *current_;
     thread.state = what;
     if (_setjmp(thread.at) == 0) _longjmp(scheduler_, 1);
+  }
+
+  [[noreturn]] static void stop(const char *why) {
+    std::fprintf(stderr, "emulated kernel: %s\n", why);
+    std::abort();
   }
 
   Thread &current() { return *current_; }
@@ -221,11 +228,6 @@ class Block {
     }
   }
 
-  [[noreturn]] static void stop(const char *why) {
-    std::fprintf(stderr, "emulated kernel: %s\n", why);
-    std::abort();
-  }
-
   std::vector<std::unique_ptr<Thread>> threads_;
   std::vector<uint4> shared_ = std::vector<uint4>(kSharedBytes / sizeof(uint4));
   const std::function<void()> *body_ = nullptr;
@@ -277,6 +279,19 @@ inline int count_lanes(bool value) {
   return int(count[0]);
 }
 
+inline void sync_block() { Block::here().wait(State::kBlock); }
+
+inline void signal(unsigned *counter) {
+  sync_block();
+  if (Block::here().current().index.x == 0) ++*counter;
+}
+
+// Blocks run one after another, so a block that would wait would never end.
+inline void wait_for(const unsigned *counter, unsigned value) {
+  if (*counter < value) Block::stop("a block waits for work that no earlier block has done");
+  sync_block();
+}
+
 }  // namespace emulation
 
 #define threadIdx (::emulation::Block::here().current().index)
@@ -284,7 +299,7 @@ inline int count_lanes(bool value) {
 #define blockDim (::emulation::Block::here().size())
 #define gridDim (::emulation::Block::here().grid())
 
-inline void __syncthreads() { emulation::Block::here().wait(emulation::State::kBlock); }
+inline void __syncthreads() { emulation::sync_block(); }
 
 template <typename T>
 T __ldg(const T *p) {
@@ -295,5 +310,11 @@ inline uint64_t atomicCAS(unsigned long long *at, unsigned long long expected,
                           unsigned long long value) {
   const unsigned long long before = *at;
   if (before == expected) *at = value;
+  return before;
+}
+
+inline unsigned atomicAdd(unsigned *at, unsigned value) {
+  const unsigned before = *at;
+  *at = before + value;
   return before;
 }

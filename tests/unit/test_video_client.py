@@ -1,0 +1,240 @@
+"""Tests of the video client against a fake Triton server, and of its sources of frames."""
+
+import itertools
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from clients import frames, video_analytics
+from clients.common import ClientError
+from tests.support.fake_triton import FakeTriton, metadata_of
+from tests.support.polling import until
+from tests.support.run_client import run_client
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _short_chunks(monkeypatch):
+    """Let a chunk last 50 ms for clients in this process."""
+    monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.05)
+
+
+def shared_regions() -> set[str]:
+    return {path.name for path in Path("/dev/shm").glob("vlora_frames_*")}
+
+
+@pytest.mark.parametrize("send", ["png", "jpeg", "raw"])
+def test_every_stream_sends_its_chunks_and_every_answer_is_written(send, tmp_path, capsys):
+    jsonl = tmp_path / "answers.jsonl"
+    before = shared_regions()
+    with FakeTriton() as server:
+        arguments = ["camera", "--url", server.url, "--streams", "3", "--seconds", "2"]
+        arguments += ["--send", send, "--jsonl", str(jsonl)]
+        assert video_analytics.main(arguments) == 0
+    records = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    keys = {(record["stream"], record["chunk"]) for record in records}
+    assert keys == {(stream, chunk) for stream in range(3) for chunk in range(2)}
+    assert all(len(record["result"]["frames"]) == 6 for record in records)
+    assert {metadata_of(request)["stream"] for request in server.requests} == {0, 1, 2}
+    assert len(server.registered) == (1 if send == "raw" else 0)
+    assert server.regions == {}
+    assert shared_regions() == before
+    shown = capsys.readouterr().out
+    assert shown.count("moving left") == 6
+    assert "p50 ms" in shown
+
+
+def test_raw_frames_arrive_as_the_camera_made_them():
+    with FakeTriton() as server:
+        arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
+        assert video_analytics.main(arguments) == 0
+    sent = next(frames.SyntheticCamera(30, 6, seed=0).chunks()).frames
+    np.testing.assert_array_equal(server.requests[0]["frames_raw"], np.stack(sent))
+
+
+def test_a_server_that_refuses_shared_memory_is_reported_with_the_remedy():
+    before = shared_regions()
+    with FakeTriton() as server:
+        server.allows_shared_memory = False
+        arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
+        with pytest.raises(ClientError, match=r"refused.*restricted.*--allow-shared-memory.*jpeg"):
+            video_analytics.main(arguments)
+    assert shared_regions() == before
+    assert server.requests == []
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(ending):
+    before = shared_regions()
+    with FakeTriton(delay=0.3) as server:
+        command = [sys.executable, "clients/video_analytics.py", "camera", "--url", server.url]
+        command += ["--send", "raw", "--streams", "2", "--seconds", "60"]
+        # A shell that runs these tests in the background has their children ignore Ctrl-C, unless
+        # it is handled here while they start; code of ours between fork and exec could hang.
+        handled = signal.signal(signal.SIGINT, signal.default_int_handler)
+        try:
+            client = subprocess.Popen(
+                command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        finally:
+            signal.signal(signal.SIGINT, handled)
+        with client:
+            try:
+                until(lambda: server.requests or client.poll() is not None)
+                assert client.poll() is None, client.communicate()
+                assert shared_regions() > before
+                client.send_signal(ending)
+                shown, errors = client.communicate(timeout=20)
+            finally:
+                client.kill()
+    assert client.returncode == 128 + ending
+    assert "p50 ms" in shown
+    assert errors == ""
+    assert server.regions == {}
+    assert shared_regions() == before
+
+
+def test_a_stream_that_lags_drops_chunks(monkeypatch, capsys):
+    monkeypatch.setattr(video_analytics, "MAX_IN_FLIGHT", 1)
+    with FakeTriton(delay=0.3) as server:
+        video_analytics.main(["camera", "--url", server.url, "--seconds", "2"])
+    summary = capsys.readouterr().out.splitlines()[-1].split()
+    assert summary[:4] == ["0", "1", "0", "1"]
+
+
+def test_chunks_of_a_stream_supersede_each_other_and_what_the_server_drops_is_counted(
+    tmp_path, capsys
+):
+    jsonl = tmp_path / "answers.jsonl"
+    with FakeTriton() as server:
+        server.refusal = "in ensemble 'x', CANCELLED: a newer request of stream 's' superseded this"
+        arguments = ["camera", "--url", server.url, "--streams", "2", "--seconds", "2"]
+        assert video_analytics.main([*arguments, "--jsonl", str(jsonl)]) == 0
+    keys = [json.loads(request["sampling_parameters"][0]) for request in server.requests]
+    assert len({key["stream_id"] for key in keys}) == 2
+    assert all(key["supersede"] and key["deadline_ms"] > 0 for key in keys)
+    assert all("superseded" in json.loads(x)["dropped"] for x in jsonl.read_text().splitlines())
+    assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["1", "0", "0", "2"]
+
+
+def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
+    jsonl = tmp_path / "answers.jsonl"
+    with FakeTriton() as server:
+        server.refusal = "image 0 is corrupt"
+        arguments = ["camera", "--url", server.url, "--seconds", "1", "--jsonl", str(jsonl)]
+        assert video_analytics.main(arguments) == 1
+    assert "image 0 is corrupt" in json.loads(jsonl.read_text())["error"]
+    assert "error: image 0 is corrupt" in capsys.readouterr().out
+
+
+def test_a_refusal_of_the_first_chunk_is_reported_once_and_ends_the_run(tmp_path):
+    jsonl = tmp_path / "answers.jsonl"
+    refusal = "in ensemble 'video_analytics', NOT_FOUND: unknown adapter 'x'. Known: y"
+    with FakeTriton() as server:
+        server.refusal = refusal
+        options = ["--url", server.url, "--streams", "2", "--seconds", "9", "--jsonl", str(jsonl)]
+        done = run_client("video_analytics", "camera", "--adapter", "x", *options)
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"error: {refusal}")
+    assert (done.stdout + done.stderr).count(refusal) == 1
+    assert "p50 ms" not in done.stdout
+    assert len(jsonl.read_text().splitlines()) == len(server.requests) == 1
+
+
+def test_a_refusal_after_answers_affects_its_chunk_only(monkeypatch):
+    monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.3)
+
+    class RefusesTheSecond(FakeTriton):
+        def ModelInfer(self, request, context):  # noqa: N802
+            self.refusal = "INVALID_ARG: frame 0 is corrupt" if len(self.requests) == 1 else None
+            return super().ModelInfer(request, context)
+
+    with RefusesTheSecond() as server:
+        assert video_analytics.main(["camera", "--url", server.url, "--seconds", "3"]) == 1
+    assert len(server.requests) == 3
+
+
+def test_a_folder_is_played_in_order_and_repeated(tmp_path):
+    for index in range(10):
+        Image.new("RGB", (4, 4), (index, 0, 0)).save(tmp_path / f"{index:03}.png")
+    chunks = frames.open_source(str(tmp_path), fps=6, frames_per_chunk=3, stream=0).chunks()
+    seen = [[int(frame[0, 0, 0]) for frame in next(chunks).frames] for _ in range(3)]
+    assert seen == [[0, 2, 4], [6, 8, 0], [2, 4, 6]]
+
+
+def test_frames_of_several_sizes_cannot_be_sent_raw(tmp_path):
+    for index in range(6):
+        Image.new("RGB", (4 + index, 4), "blue").save(tmp_path / f"{index}.png")
+    with (
+        FakeTriton() as server,
+        pytest.raises(ClientError, match="must have the same size"),
+    ):
+        video_analytics.main(
+            [str(tmp_path), "--url", server.url, "--fps", "6", "--send", "raw", "--seconds", "5"]
+        )
+
+
+def test_a_video_file_is_cut_into_seconds(tmp_path):
+    av = pytest.importorskip("av")
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 32
+        for index in range(25):
+            pixels = np.full((32, 32, 3), index * 10, np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    chunks = frames.open_source(str(path), fps=30, frames_per_chunk=2, stream=0).chunks()
+    shades = [[float(frame.mean()) for frame in next(chunks).frames] for _ in range(4)]
+    np.testing.assert_allclose(shades, [[0, 50], [100, 150], [200, 220], [0, 50]], atol=6)
+
+
+def test_a_video_of_an_absurd_rate_keeps_few_frames(tmp_path, monkeypatch):
+    av = pytest.importorskip("av")
+    path = tmp_path / "clip.mp4"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=1000)
+        stream.width = stream.height = 32
+        for _ in range(1000):
+            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    converted = []
+    asarray = frames.np.asarray
+    monkeypatch.setattr(frames.np, "asarray", lambda *a: converted.append(1) or asarray(*a))
+    (chunk,) = itertools.islice(frames.VideoFile(path, 3).chunks(), 1)
+    assert len(chunk.frames) == 3
+    assert len(converted) == 3 * frames.GRID
+
+
+@pytest.mark.parametrize("name", ["empty", "text.mp4", "gone"])
+def test_a_source_that_cannot_be_played_is_named(name, tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "text.mp4").write_text("no video")
+    with pytest.raises(ClientError, match=name):
+        next(frames.open_source(str(tmp_path / name), 30, 6, 0).chunks())
+
+
+def test_the_camera_shows_the_motion_that_it_names():
+    chunks = frames.SyntheticCamera(30, 6, seed=5).chunks()
+    told = set()
+    for _ in range(30):
+        chunk = next(chunks)
+        surface = chunk.frames[0][0, 0].astype(int)
+        places = [np.argwhere(np.abs(f - surface).sum(-1) > 30).mean(0) for f in chunk.frames]
+        down, right = places[-1] - places[0]
+        motion = "moving " + ("right" if right > 0 else "left")
+        if abs(down) > abs(right):
+            motion = "moving " + ("down" if down > 0 else "up")
+        if max(abs(down), abs(right)) < 1:
+            motion = "standing still"
+        assert motion == chunk.truth
+        told.add(motion)
+    assert len(told) == 5
