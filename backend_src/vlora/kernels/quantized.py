@@ -1,8 +1,7 @@
 """Matrices of int8 or int4 weights: quantization, memory layout, and products with them.
 
-A weight is scale · (value − zero). Adjacent inputs of one output form a group, which has one scale
-and one zero. Scales are fp32; zeros are multiples of 1/8. Products sum in fp32, and x is never
-quantized.
+A weight is scale · (value − zero). Adjacent inputs of one output form a group with one scale (fp32)
+and one zero (a multiple of 1/8). Products sum in fp32, and x is never quantized.
 """
 
 from __future__ import annotations
@@ -16,9 +15,7 @@ from vlora.kernels import reference
 from vlora.kernels.ops import Matrix
 
 BLOCK = 64
-"""Number of values in a block. A row of values is stored in whole blocks
-(csrc/quantized/quantized.h).
-"""
+"""Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
 
 GROUPS = (32, 64, 128)
 """Numbers of values that may share a scale; with None, all values of an output share one."""
@@ -258,8 +255,8 @@ def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
 
 def _fitted_int4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups]."""
-    low, high = grouped.amin(dim=2).clamp_max_(0), grouped.amax(dim=2).clamp_min_(0)
-    scales = (high - low) / 15
+    low = grouped.amin(dim=2).clamp_max_(0)
+    scales = (grouped.amax(dim=2).clamp_min_(0) - low) / 15
     zeros = _storable(-low / _divisor(scales)[..., 0])
     mean = grouped.mean(dim=2)
     for _ in range(REFITS):
