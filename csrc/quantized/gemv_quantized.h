@@ -231,11 +231,10 @@ VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const floa
 #pragma GCC unroll 8
   for (int t = 0; t < T; ++t, y += p.y_stride) {
     float totals[N];
-    if constexpr (N == 4) {
+    if constexpr (N == 4)
       sums_of(sums[0][0][t], sums[0][1][t], sums[0][2][t], sums[0][3][t]).store(totals);
-    } else {
+    else
       for (int n = 0; n < N; ++n) totals[n] = sum_of(sums[0][n][t]);
-    }
     for (int n = 0; n < N; ++n) {
       if constexpr (!P::kGrouped) totals[n] *= w.scales[row + n * gap];
       y[n * gap] = totals[n] + (p.bias ? p.bias[row + n * gap] : 0);
