@@ -140,7 +140,7 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
         )
     if options.quantization == "int8":
         return Format(8, None)
-    return Format(4, options.quantization_group_size)
+    return Format(4, options.quantization_group_size, zeros=True)
 
 
 def load_config(folder: Path) -> DecoderConfig:
