@@ -142,7 +142,9 @@ def _format(kind: str) -> Any:
     name = kind.removesuffix(" bf16")
     if name == "int8":
         return Format(8, None)
-    return Format(4, int(name.removeprefix("int4-"))) if name.startswith("int4") else None
+    if not name.startswith("int4"):
+        return None
+    return Format(4, int(name.removeprefix("int4-")), zeros=True)
 
 
 def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
@@ -168,6 +170,8 @@ def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
         stored = allocate(form, width, depth, dtype, memory)
         stored.values.random_(0, 256)
         stored.scales.uniform_(0.001, 0.002)
+        if stored.zeros is not None:
+            stored.zeros.random_(-64, 64)
         made.append(QuantizedMatrix(stored))
     return made
 

@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.engine.load import OUTPUT, LoadRequest, LoadTimes
 from benchmarks.llava import Checkpoint
-from vlora.vision.encoder import PROCESSOR_BACKEND
+from vlora.vision.families.base import PROCESSOR_BACKEND
 
 BASE = "__base__"
 """PEFT's name for rows without an adapter."""

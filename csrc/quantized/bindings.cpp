@@ -11,6 +11,8 @@ using namespace vlora;
 void bind_quantized(py::module_& m) {
   m.doc() = "Products with matrices of int8 or int4 weights.";
   m.attr("BLOCK") = quantized::kBlock;
+  m.attr("MIDDLE") = quantized::kMiddle;
+  m.attr("ZERO_STEP") = quantized::kZeroStep;
   m.attr("WHOLE_ROW") = quantized::Weight::kWholeRow;
   m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
                        int64_t rows, int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros,
@@ -18,7 +20,7 @@ void bind_quantized(py::module_& m) {
                        int threads) {
     const quantized::Product product{{bits, reinterpret_cast<const uint8_t*>(values),
                                       reinterpret_cast<const float*>(scales),
-                                      reinterpret_cast<const uint8_t*>(zeros), n, k, group_shift},
+                                      reinterpret_cast<const int8_t*>(zeros), n, k, group_shift},
                                      reinterpret_cast<const float*>(x),
                                      rows,
                                      x_stride,

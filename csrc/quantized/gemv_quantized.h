@@ -3,6 +3,7 @@
 #pragma once
 
 #include "quantized/quantized.h"
+#include "quantized/zeros.h"
 #include "runtime/bf16.h"
 
 namespace vlora::quantized::VLORA_ISA {
@@ -16,6 +17,8 @@ constexpr int kMaxRows = kManyRegisters ? 16 : 8;
 constexpr int64_t kRowsAtOnce = 4;
 // Bytes that each stream is prefetched ahead, into L1.
 constexpr int64_t kPrefetchBytes = 1024;
+// Rows of a stream whose scales and zeros are prefetched ahead.
+constexpr int64_t kScaleRowsAhead = 2;
 // Steps of a register in the values that surely share a scale.
 constexpr int kGroupSteps = int(kMinGroup) / R::kWidth;
 
@@ -36,6 +39,8 @@ struct Fp32Values {
   static VLORA_INLINE void pack(const float* x, float* to) { R::load(x).store(to); }
 };
 
+// Int4 whose zeros are 8, or those of the groups. A gemv multiplies as if they were 8, and adds what
+// the zeros change to the sums (`add_zeros`).
 template <bool has_zeros>
 struct Int4 : Fp32Values {
   using Block = Nibbles;
@@ -45,7 +50,7 @@ struct Int4 : Fp32Values {
   static constexpr int kTileRows = kManyRegisters ? 8 : 4;
   static constexpr int streams(int rows) { return rows <= (kManyRegisters ? 4 : 1) ? kStreams : 2; }
   static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
-    return Factors::of(w.scales[index], has_zeros ? float(w.zeros[index]) : 8.0f);
+    return Factors::of(w.scales[index], has_zeros ? w.zero(index) : kMiddle);
   }
   static VLORA_INLINE Block load(const uint8_t* p) { return Nibbles::load(p); }
   static VLORA_INLINE R weights(const Block& block, const Scales& scales, int step) {
@@ -88,16 +93,15 @@ struct PairValues {
   }
 };
 
-template <bool has_zeros>
 struct PairsOfInt4 : PairValues {
   using Block = NibblePairs;
   using Scales = FactorPairs;
-  static constexpr int kBlockBytes = Int4<has_zeros>::kBlockBytes;
+  static constexpr int kBlockBytes = Int4<false>::kBlockBytes;
   static constexpr bool kGrouped = true;
-  static constexpr int kTileRows = Int4<has_zeros>::kTileRows;
-  static constexpr int streams(int rows) { return Int4<has_zeros>::streams(rows); }
+  static constexpr int kTileRows = Int4<false>::kTileRows;
+  static constexpr int streams(int rows) { return Int4<false>::streams(rows); }
   static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
-    return FactorPairs::of(Int4<has_zeros>::scales(w, index));
+    return FactorPairs::of(Int4<false>::scales(w, index));
   }
   static VLORA_INLINE Block load(const uint8_t* p) { return NibblePairs::load(p); }
   static VLORA_INLINE Value weights(const Block& block, const Scales& scales, int step) {
@@ -153,10 +157,10 @@ void pack_tiles(const Product& p, void* to) {
 }
 
 // Multiplies N rows of W, `gap` rows apart, the first of which is `row`, with a packed tile of T
-// rows of x, from t0 on.
+// rows of x, from t0 on. zero_terms: of all rows of x, or null for W without zeros.
 template <class P, int N, int T>
-VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, int64_t row, int64_t gap,
-                            int64_t t0) {
+VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const float* zero_terms,
+                            int64_t row, int64_t gap, int64_t t0) {
   constexpr int kSteps = int(kMinGroup) / P::kStep;
   // Each addition waits for the one before it: few sums are divided into two.
   constexpr int kChains = N * T <= kStreams ? 2 : 1;
@@ -168,6 +172,11 @@ VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, int64_t ro
   for (int n = 0; n < N; ++n) {
     values[n] = w.values + (row + n * gap) * row_bytes;
     first_scale[n] = (row + n * gap) * groups;
+    if constexpr (P::kGrouped) {
+      const int64_t ahead = first_scale[n] + kScaleRowsAhead * groups;
+      for (int64_t i = 0; i < groups; i += 16) __builtin_prefetch(w.scales + ahead + i, 0, 3);
+      if (w.zeros) __builtin_prefetch(w.zeros + ahead, 0, 3);
+    }
   }
   R sums[kChains][N][T];
 #pragma GCC unroll 2
@@ -207,72 +216,69 @@ VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, int64_t ro
       }
     }
   }
-  float* y = p.y + t0 * p.y_stride + row;
-  for (int t = 0; t < T; ++t, y += p.y_stride)
-    for (int n = 0; n < N; ++n) {
-      R sum = sums[0][n][t];
-      if constexpr (kChains == 2) sum = sum + sums[1][n][t];
-      float total = sum_of(sum);
-      if constexpr (!P::kGrouped) total *= w.scales[row + n * gap];
-      y[n * gap] = total + (p.bias ? p.bias[row + n * gap] : 0);
+#pragma GCC unroll 4
+  for (int n = 0; n < N; ++n) {
+    if constexpr (kChains == 2) {
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) sums[0][n][t] = sums[0][n][t] + sums[1][n][t];
     }
+    if constexpr (P::kGrouped) {
+      if (zero_terms != nullptr)
+        add_zeros(w, first_scale[n], zero_terms + t0 * zero_terms_stride(w), sums[0][n]);
+    }
+  }
+  float* y = p.y + t0 * p.y_stride + row;
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t, y += p.y_stride) {
+    float totals[N];
+    if constexpr (N == 4)
+      sums_of(sums[0][0][t], sums[0][1][t], sums[0][2][t], sums[0][3][t]).store(totals);
+    else
+      for (int n = 0; n < N; ++n) totals[n] = sum_of(sums[0][n][t]);
+    for (int n = 0; n < N; ++n) {
+      if constexpr (!P::kGrouped) totals[n] *= w.scales[row + n * gap];
+      y[n * gap] = totals[n] + (p.bias ? p.bias[row + n * gap] : 0);
+    }
+  }
 }
 
 // Multiplies one row of each stream with a tile of `rows` rows of x, which are at most T. If `gap`
 // is 0, it multiplies one row of W.
 template <class P, int T>
-VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, int64_t row, int64_t gap,
-                            int64_t t0, int64_t rows) {
+VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, const float* zero_terms,
+                            int64_t row, int64_t gap, int64_t t0, int64_t rows) {
   if (rows == T) {
     constexpr int N = P::streams(T);
-    if (gap == 0) return gemv_tile<P, 1, T>(p, x, row, 0, t0);
-    for (int n = 0; n < kStreams; n += N) gemv_tile<P, N, T>(p, x, row + n * gap, gap, t0);
+    if (gap == 0) return gemv_tile<P, 1, T>(p, x, zero_terms, row, 0, t0);
+    for (int n = 0; n < kStreams; n += N)
+      gemv_tile<P, N, T>(p, x, zero_terms, row + n * gap, gap, t0);
     return;
   }
-  if constexpr (T > 1) gemv_rows<P, T - 1>(p, x, row, gap, t0, rows);
+  if constexpr (T > 1) gemv_rows<P, T - 1>(p, x, zero_terms, row, gap, t0, rows);
+}
+
+// Multiplies rows [begin, end) of W and those `gap` rows after, or with gap 0 these rows alone, with
+// all tiles. Several rows of W in a row read one tile, so that it stays in L1.
+template <class P>
+void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end, int64_t gap) {
+  const auto* const x = static_cast<const typename P::X*>(packed);
+  const int64_t depth = p.w.blocks() * kBlock;
+  const float* const zero_terms =
+      p.w.zeros ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
+  for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
+    const int64_t t0 = tile_begin<P>(p.rows, tile), t1 = tile_begin<P>(p.rows, tile + 1);
+    for (int64_t row = begin; row < end; ++row)
+      gemv_rows<P, P::kTileRows>(p, x + t0 * depth, zero_terms, row, gap, t0, t1 - t0);
+  }
 }
 
 template <class P>
 void gemv_of(const Product& p, const void* packed, int64_t from, int64_t to) {
-  const auto* const x = static_cast<const typename P::X*>(packed);
-  const int64_t streams = p.w.n / kStreams, depth = p.w.blocks() * kBlock;
-  // Several rows of W in a row read one tile, so that it stays in L1.
-  const auto multiply = [&](int64_t begin, int64_t end, int64_t gap) {
-    for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
-      const int64_t t0 = tile_begin<P>(p.rows, tile), t1 = tile_begin<P>(p.rows, tile + 1);
-      for (int64_t row = begin; row < end; ++row)
-        gemv_rows<P, P::kTileRows>(p, x + t0 * depth, row, gap, t0, t1 - t0);
-    }
-  };
+  const int64_t streams = p.w.n / kStreams;
   for (int64_t row = from; row < to; row += kRowsAtOnce)
-    multiply(row, row + kRowsAtOnce < to ? row + kRowsAtOnce : to, streams);
-  if (to == streams) multiply(kStreams * streams, p.w.n, 0);
+    gemv_tiles<P>(p, packed, row, std::min(row + kRowsAtOnce, to), streams);
+  if (to == streams) gemv_tiles<P>(p, packed, kStreams * streams, p.w.n, 0);
 }
-
-inline void pack(const Product& p, void* to) {
-  p.w.bits == 4 ? pack_tiles<Int4<true>>(p, to) : pack_tiles<Int8<true>>(p, to);
-}
-
-inline void gemv(const Product& p, const void* x, int64_t from, int64_t to) {
-  if (p.w.bits == 4)
-    return p.w.zeros ? gemv_of<Int4<true>>(p, x, from, to) : gemv_of<Int4<false>>(p, x, from, to);
-  if (p.w.group_shift == Weight::kWholeRow) return gemv_of<Int8<false>>(p, x, from, to);
-  gemv_of<Int8<true>>(p, x, from, to);
-}
-
-#ifdef VLORA_HAS_BF16_PRODUCTS
-inline void pack_pairs(const Product& p, void* to) {
-  p.w.bits == 4 ? pack_tiles<PairsOfInt4<true>>(p, to) : pack_tiles<PairsOfInt8<true>>(p, to);
-}
-
-inline void gemv_pairs(const Product& p, const void* x, int64_t from, int64_t to) {
-  if (p.w.bits == 4)
-    return p.w.zeros ? gemv_of<PairsOfInt4<true>>(p, x, from, to)
-                     : gemv_of<PairsOfInt4<false>>(p, x, from, to);
-  if (p.w.group_shift == Weight::kWholeRow) return gemv_of<PairsOfInt8<false>>(p, x, from, to);
-  gemv_of<PairsOfInt8<true>>(p, x, from, to);
-}
-#endif
 
 // Writes the 64 weights of a block that begins at depth k.
 template <class P, class Out>
@@ -314,5 +320,31 @@ void widen(const Weight& w, int64_t from, int64_t to, void* out) {
                    : widen_rows<Int4<false>>(w, from, to, static_cast<Out*>(out));
   widen_rows<Int8<true>>(w, from, to, static_cast<Out*>(out));
 }
+
+inline void pack(const Product& p, void* to) {
+  if (p.w.bits == 8) return pack_tiles<Int8<true>>(p, to);
+  pack_tiles<Int4<false>>(p, to);
+  if (p.w.zeros) pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
+}
+
+inline void gemv(const Product& p, const void* x, int64_t from, int64_t to) {
+  if (p.w.bits == 4) return gemv_of<Int4<false>>(p, x, from, to);
+  if (p.w.group_shift == Weight::kWholeRow) return gemv_of<Int8<false>>(p, x, from, to);
+  gemv_of<Int8<true>>(p, x, from, to);
+}
+
+#ifdef VLORA_HAS_BF16_PRODUCTS
+inline void pack_pairs(const Product& p, void* to) {
+  if (p.w.bits == 8) return pack_tiles<PairsOfInt8<true>>(p, to);
+  pack_tiles<PairsOfInt4>(p, to);
+  if (p.w.zeros) pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
+}
+
+inline void gemv_pairs(const Product& p, const void* x, int64_t from, int64_t to) {
+  if (p.w.bits == 4) return gemv_of<PairsOfInt4>(p, x, from, to);
+  if (p.w.group_shift == Weight::kWholeRow) return gemv_of<PairsOfInt8<false>>(p, x, from, to);
+  gemv_of<PairsOfInt8<true>>(p, x, from, to);
+}
+#endif
 
 }  // namespace vlora::quantized::VLORA_ISA

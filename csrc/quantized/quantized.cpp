@@ -61,7 +61,7 @@ void multiply(const Product& p, Dtype dtype, int threads) {
     const int64_t share = ceil_div(rows, int64_t(threads) * 8);
     const int64_t each = std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes));
     static thread_local runtime::LargeScratch scratch;
-    float* const x = scratch.get(p.rows * p.w.blocks() * kBlock);
+    float* const x = scratch.get(gemv_scratch(p));
     gemv.pack(p, x);
     in_pieces(threads, rows, each, [&](int64_t from, int64_t to) { gemv.run(p, x, from, to); });
     return;

@@ -13,20 +13,24 @@ constexpr int64_t kBlock = 64;
 // Smallest number of values that share a scale.
 constexpr int64_t kMinGroup = 32;
 
+// The zero of int4 without stored zeros, and the unit of stored ones.
+constexpr float kMiddle = 8, kZeroStep = 0.125f;
+
 // Element (n, k) of the matrix is scale * (value - zero), with the scale and the zero of its group.
 //
 // int8: `values` holds signed bytes in order; there are no zeros.
-// int4: a block is 16 words of 16 bits. Bits 4j to 4j + 3 of word i are value 16 j + i. Without
-// `zeros`, every zero is 8.
+// int4: a block is 16 words of 16 bits. Bits 4j to 4j + 3 of word i are value 16 j + i. A zero is
+// stored as its distance from 8, in eighths. Without `zeros`, every zero is 8.
 struct Weight {
   int bits;               // 8 or 4
   const uint8_t* values;  // [n, row_bytes()]
   const float* scales;    // [n, groups()]
-  const uint8_t* zeros;   // [n, groups()], or null
+  const int8_t* zeros;    // [n, groups()], or null
   int64_t n, k;
   int group_shift;  // logarithm of the values that share a scale; kWholeRow: all of a row
 
   static constexpr int kWholeRow = 62;
+  float zero(int64_t index) const { return kMiddle + kZeroStep * float(zeros[index]); }
   int64_t blocks() const { return ceil_div(k, kBlock); }
   int64_t row_bytes() const { return blocks() * kBlock * bits / 8; }
   int64_t groups() const { return ((blocks() * kBlock - 1) >> group_shift) + 1; }
@@ -45,12 +49,19 @@ struct Product {
 
 // A gemv of few rows of x.
 struct Gemv {
-  // Packs x: rows * depth in whole blocks, in fp32 or less.
+  // Packs x: rows * depth in whole blocks, in fp32 or less. If W has zeros, terms of the groups of x
+  // follow (zeros.h).
   void (*pack)(const Product&, void* to);
   // Multiplies rows [from, to) of each of gemm::kStreams streams of W with packed x; the last piece
   // also multiplies the rows that no stream has.
   void (*run)(const Product&, const void* x, int64_t from, int64_t to);
 };
+
+// Returns the number of floats that `Gemv::pack` needs.
+inline int64_t gemv_scratch(const Product& p) {
+  const int64_t sums = p.w.zeros ? ceil_div(p.w.groups(), int64_t(kLanes)) * kLanes : 0;
+  return p.rows * (p.w.blocks() * kBlock + sums);
+}
 
 // The kernels of an instruction set.
 struct Kernels {

@@ -12,6 +12,14 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 
+// Returns scale times zero for `count` groups, at most kWidth, and 0 in the other lanes.
+VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
+  if (count == R::kWidth) return R::load(scales) * load_bytes(zeros);
+  float products[R::kWidth] = {};
+  for (int i = 0; i < count; ++i) products[i] = scales[i] * float(zeros[i]);
+  return R::load(products);
+}
+
 // A weight is scale * value + offset, where offset = -scale * zero.
 struct Factors {
   R scale, offset;

@@ -12,6 +12,13 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 
+// Returns scale times zero for `count` groups, at most kWidth, and 0 in the other lanes.
+VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
+  const auto lanes = __mmask16((1u << count) - 1);
+  const R values{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, zeros)))};
+  return values * R::load_some(scales, count);
+}
+
 // scale * (value - zero) for each of the 16 values of four bits.
 struct Factors {
   R table;

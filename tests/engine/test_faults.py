@@ -13,31 +13,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.engine_client import PATIENCE, Collector, endless, request
+from tests.support.engine_client import PATIENCE, Collector, endless, request, run_together
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import FATAL_EXIT, EngineLoop
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.model.sampler import TokenSampler
-from vlora.request import Output, Request
+from vlora.request import Output
 from vlora.sampling import RANGES, SamplingParams
 
 
 def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a fault of ours")
-
-
-def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
-    """Run requests that arrive together; return all outputs by request id."""
-    outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
-    for item in requests:
-        engine.add(engine.prepare(item), arrival=0.0)
-    while not engine.idle:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    engine.check_integrity()
-    assert engine.pool.kv == 0
-    return outputs
 
 
 def tokens(outputs: list[Output]) -> list[int]:
@@ -55,7 +42,7 @@ def test_a_fault_in_one_row_ends_its_request_and_keeps_the_outputs_of_the_others
         request("c", 2),
         request("d", 6),
     ]
-    expected = {item.id: tokens(run(engine, item)[item.id]) for item in requests}
+    expected = {item.id: tokens(run_together(engine, item)[item.id]) for item in requests}
     outputs: dict[str, list[Output]] = {item.id: [] for item in requests}
     for item in requests:
         engine.add(engine.prepare(item), arrival=0.0)
@@ -99,9 +86,9 @@ def test_values_that_are_not_finite_are_an_error_of_their_adapters_requests_only
 ) -> None:
     engine = Engine(Options(model=checkpoint, adapters=overflowing))
     healthy = [request("base"), request("other", adapter="attention-r4")]
-    expected = {item.id: tokens(run(engine, item)[item.id]) for item in healthy}
+    expected = {item.id: tokens(run_together(engine, item)[item.id]) for item in healthy}
     wild = SamplingParams(temperature=0.9, seed=1, max_tokens=4, logprobs=2)
-    outputs = run(
+    outputs = run_together(
         engine,
         request("greedy", adapter="all-r8"),
         *healthy,
@@ -127,11 +114,11 @@ def test_a_request_whose_values_are_not_finite_leaves_no_cached_block(
         Options(model=checkpoint, adapters=overflowing, max_num_seqs=4, max_num_batched_tokens=rows)
     )
     text = "<s>" + "what do you see? " * 8
-    outputs = run(engine, request("bad", adapter="all-r8", prompt=text))
+    outputs = run_together(engine, request("bad", adapter="all-r8", prompt=text))
     assert isinstance(outputs["bad"][-1].error, InvalidArgument)
     assert engine.memory.prefix is not None
     assert len(engine.memory.prefix) == 0
-    run(engine, request("good", prompt=text))
+    run_together(engine, request("good", prompt=text))
     assert len(engine.memory.prefix) > 0
     engine.check_integrity()
 
@@ -147,7 +134,9 @@ def test_a_single_infinite_or_nan_logit_is_detected(engine: Engine) -> None:
         return replace(result, logits=logits)
 
     engine._runner.forward = spoiled  # type: ignore[method-assign]
-    outputs = run(engine, *(request(name, max_tokens=1) for name in ("+", "-", "nan", "fine")))
+    outputs = run_together(
+        engine, *(request(name, max_tokens=1) for name in ("+", "-", "nan", "fine"))
+    )
     for name in ("+", "-", "nan"):
         assert isinstance(outputs[name][-1].error, Internal)
     assert outputs["fine"][-1].finish_reason == "length"
@@ -173,7 +162,7 @@ def test_every_number_within_its_range_is_answered_at_every_temperature(
         request(str(index), sampling=SamplingParams.parse(common | extreme))
         for index, extreme in enumerate(EXTREMES)
     ]
-    outputs = run(engine, *requests)
+    outputs = run_together(engine, *requests)
     assert {outputs[item.id][-1].error for item in requests} == {None}
     assert engine.stats().failed == 0
 
@@ -186,7 +175,7 @@ def test_a_fault_while_drawing_ends_the_request_of_its_row_only(
     common = SamplingParams(temperature=0.9, max_tokens=4, ignore_eos=True)
     sampled = [request(name, sampling=replace(common, seed=ord(name))) for name in "abc"]
     requests = [request("greedy"), *sampled]
-    expected = {item.id: tokens(run(engine, item)[item.id]) for item in requests}
+    expected = {item.id: tokens(run_together(engine, item)[item.id]) for item in requests}
     uniform = TokenSampler._uniform
 
     def broken(sampler: TokenSampler, position: int) -> float:
@@ -195,7 +184,7 @@ def test_a_fault_while_drawing_ends_the_request_of_its_row_only(
         return uniform(sampler, position)
 
     monkeypatch.setattr(TokenSampler, "_uniform", broken)
-    outputs = run(engine, *requests)
+    outputs = run_together(engine, *requests)
     assert isinstance(outputs["b"][-1].error, Internal)
     for name in ("greedy", "a", "c"):
         assert tokens(outputs[name]) == expected[name]

@@ -17,7 +17,7 @@ import jsonschema
 import pytest
 import regex
 
-from tests.support.engine_client import Collector, endless, request
+from tests.support.engine_client import Collector, endless, request, run_together
 from tests.support.grammars import HOSTILE, draw_schema
 from vlora.config import Limits, Options
 from vlora.engine.engine import Engine
@@ -49,20 +49,6 @@ def structured(request_id: str, structure: dict[str, Any] | None, **keys: Any) -
     return request(request_id, sampling=SamplingParams.parse(raw))
 
 
-def run(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
-    """Run requests that arrive together; return all outputs by request id."""
-    outputs: dict[str, list[Output]] = {item.id: [] for item in requests}
-    for item in requests:
-        engine.add(engine.prepare(item), arrival=0.0)
-    while not engine.idle:
-        for output in engine.step():
-            outputs[output.request_id].append(output)
-    engine.check_integrity()
-    assert engine.pool.kv == 0
-    assert not engine._held_rows
-    return outputs
-
-
 def text(outputs: list[Output]) -> str:
     return "".join(output.text for output in outputs)
 
@@ -87,7 +73,7 @@ def test_every_complete_answer_is_of_the_structure(engine: Engine, temperature: 
         for name, pattern in PATTERNS.items()
         for seed in range(3)
     ]
-    for name, outputs in run(engine, *requests).items():
+    for name, outputs in run_together(engine, *requests).items():
         assert outputs[-1].finish_reason == "stop"
         assert regex.fullmatch(PATTERNS[name.split()[0]], text(outputs)), (name, text(outputs))
 
@@ -99,10 +85,14 @@ def test_a_structure_that_allows_everything_changes_no_token() -> None:
     for prompt in ("<s>what is it?", "<s>how many?", "<s>a red", "<s>1 2 3", "<s>the"):
         for temperature in (0, 0.8, 2.0):
             keys = {"temperature": temperature, "top_k": 4, "max_tokens": 8, "logprobs": 4}
-            free = run(engine, replace(structured("one", None, **keys), prompt=prompt))["one"]
+            free = run_together(engine, replace(structured("one", None, **keys), prompt=prompt))[
+                "one"
+            ]
             if not all(is_text(engine, entry.token_id) for entry in candidates(free)):
                 continue
-            bound = run(engine, replace(structured("one", ANY, **keys), prompt=prompt))["one"]
+            bound = run_together(engine, replace(structured("one", ANY, **keys), prompt=prompt))[
+                "one"
+            ]
             assert tokens(bound) == tokens(free)
             assert text(bound) == text(free)
             assert candidates(bound) == candidates(free)
@@ -134,14 +124,14 @@ MIXED = [
 
 def test_a_preempted_request_gets_the_same_answer(checkpoint: Path) -> None:
     engine = Engine(Options(model=checkpoint, max_num_seqs=6, max_model_len=81))
-    expected = run(engine, *MIXED)
+    expected = run_together(engine, *MIXED)
     engine.close()
     small = Engine(
         Options(
             model=checkpoint, max_num_seqs=6, kv_cache_tokens=81, max_model_len=81, block_size=3
         )
     )
-    found = run(small, *MIXED)
+    found = run_together(small, *MIXED)
     assert small.stats().preemptions > 0
     for name, outputs in expected.items():
         assert tokens(found[name]) == tokens(outputs)
@@ -152,7 +142,7 @@ def test_a_preempted_request_gets_the_same_answer(checkpoint: Path) -> None:
 def test_structured_answers_are_counted(engine: Engine) -> None:
     before = engine.stats()
     assert (before.grammars, before.masks, before.grammar_seconds) == (0, 0, 0.0)
-    found = run(
+    found = run_together(
         engine,
         structured("free", None, max_tokens=5),
         structured("colour", {"regex": "red|green"}, max_tokens=20),
@@ -198,7 +188,7 @@ def test_a_late_mask_delays_its_own_request_only(
         block_size=3,
     )
     engine = Engine(options)
-    expected = run(engine, *MIXED)
+    expected = run_together(engine, *MIXED)
     rng, receive = random.Random(1), Grammar.receive
 
     def rarely(grammar: Grammar) -> None:
@@ -207,7 +197,7 @@ def test_a_late_mask_delays_its_own_request_only(
 
     monkeypatch.setattr(Grammar, "receive", rarely)
     monkeypatch.setattr(HeldRows, "wait_for", lambda rows, states: None)
-    found = run(engine, *MIXED)
+    found = run_together(engine, *MIXED)
     assert engine.stats().rows_held > 20
     for name, outputs in expected.items():
         assert tokens(found[name]) == tokens(outputs)
@@ -231,8 +221,10 @@ def test_a_held_request_can_be_aborted(engine: Engine, monkeypatch: pytest.Monke
 
 
 def test_log_probabilities_are_those_of_the_unconstrained_model(engine: Engine) -> None:
-    free = run(engine, structured("free", None, temperature=0, max_tokens=1, logprobs=20))["free"]
-    (bound,) = run(
+    free = run_together(engine, structured("free", None, temperature=0, max_tokens=1, logprobs=20))[
+        "free"
+    ]
+    (bound,) = run_together(
         engine,
         structured("bound", {"regex": "[0-9]"}, temperature=0, max_tokens=1, logprobs=20),
     )["bound"][:1]
@@ -251,14 +243,14 @@ def test_an_answer_that_reaches_its_limit_is_the_beginning_of_the_structure(
 ) -> None:
     schema = {"type": "object", "properties": {"text": {"type": "string", "minLength": 300}},
               "required": ["text"]}  # fmt: skip
-    outputs = run(engine, structured("cut", {"json": schema}, max_tokens=9))["cut"]
+    outputs = run_together(engine, structured("cut", {"json": schema}, max_tokens=9))["cut"]
     assert outputs[-1].finish_reason == "length"
     assert len(tokens(outputs)) == 9
     assert regex.fullmatch(r'\{\s*"text"\s*:\s*".*', text(outputs), partial=True)
 
 
 def test_a_stop_string_ends_a_structured_answer(engine: Engine) -> None:
-    outputs = run(engine, structured("stop", {"regex": "a{40}b"}, stop="aaaa"))["stop"]
+    outputs = run_together(engine, structured("stop", {"regex": "a{40}b"}, stop="aaaa"))["stop"]
     assert outputs[-1].finish_reason == "stop"
     assert text(outputs) == ""
 
@@ -275,13 +267,16 @@ def test_without_the_package_a_structured_request_is_unsupported(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=r"pip install 'vlora\[structured\]'"):
         engine.prepare(structured("none", ANY))
-    assert run(engine, structured("choice", {"choice": ["a", "b"]}))["choice"][-1].text in "ab"
+    assert (
+        run_together(engine, structured("choice", {"choice": ["a", "b"]}))["choice"][-1].text
+        in "ab"
+    )
 
 
 def test_grammars_are_given_back(engine: Engine) -> None:
     """Check requests that end, are aborted, and are never queued."""
     item = structured("one", ANY, max_tokens=3)
-    run(engine, item)
+    run_together(engine, item)
     engine.add(engine.prepare(item), arrival=0.0)
     engine.abort("one")
     engine.discard(engine.prepare(item))
@@ -302,7 +297,7 @@ def test_every_answer_to_a_drawn_schema_is_valid(checkpoint: Path) -> None:
         for name, schema in schemas.items()
     ]
     ended = 0
-    for name, outputs in run(engine, *requests).items():
+    for name, outputs in run_together(engine, *requests).items():
         last, answer = outputs[-1], text(outputs)
         assert last.error is None, (seed, name, last.error)
         if last.finish_reason == "stop":
@@ -326,7 +321,7 @@ def test_hostile_structures_harm_no_other_request(checkpoint: Path) -> None:
         request("healthy", max_tokens=200),
         structured("healthy draws", None, max_tokens=200, ignore_eos=True),
     ]
-    expected = {name: tokens(outputs) for name, outputs in run(engine, *healthy).items()}
+    expected = {name: tokens(outputs) for name, outputs in run_together(engine, *healthy).items()}
     loop, sink = EngineLoop(engine, max_waiting=200), Collector()
     refused: dict[str, VLoraError] = {}
 

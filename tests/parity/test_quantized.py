@@ -129,8 +129,8 @@ def test_published_layouts_equal_the_dequantized_model(
     ("options", "form"),
     [
         ({"quantization": "int8"}, Format(8, None)),
-        ({"quantization": "int4"}, Format(4, 32)),
-        ({"quantization": "int4", "quantization_group_size": 128}, Format(4, 128)),
+        ({"quantization": "int4"}, Format(4, 32, zeros=True)),
+        ({"quantization": "int4", "quantization_group_size": 128}, Format(4, 128, zeros=True)),
     ],
 )
 def test_quantizing_at_load_equals_the_dequantized_model(

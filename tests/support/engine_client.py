@@ -54,6 +54,20 @@ def endless(request_id: str, **fields: Any) -> Request:
     return request(request_id, max_tokens=900, **fields)
 
 
+def run_together(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
+    """Run requests that arrive together; return all outputs by request id."""
+    outputs: dict[str, list[Output]] = {request.id: [] for request in requests}
+    for item in requests:
+        engine.add(engine.prepare(item), arrival=0.0)
+    while not engine.idle:
+        for output in engine.step():
+            outputs[output.request_id].append(output)
+    engine.check_integrity()
+    assert engine.pool.kv == 0
+    assert not engine._held_rows
+    return outputs
+
+
 def answers(engine: Engine, batch: list[Request]) -> dict[str, tuple[list[int], str]]:
     """Run requests that arrive together. Return tokens and text of each by request id."""
     tokens: dict[str, list[int]] = {request.id: [] for request in batch}

@@ -9,13 +9,14 @@ from unittest.mock import patch
 import torch
 
 from vlora import backends
-from vlora.memory.device import Device, PageLayout, upload
+from vlora.memory.device import Device, PageLayout, Readback, upload
 
 
 class FakeDevice(Device):
     """A device of CPU tensors with the pages, row type and uploads of a GPU.
 
-    uploads: number of times that a step has copied its inputs.
+    events: "upload" for each copy of a step's inputs, "read" when results begin to be copied
+        back, and "wait" when the engine waits for them.
     """
 
     name = "fake"
@@ -24,7 +25,7 @@ class FakeDevice(Device):
     in_host_memory = False
 
     def __init__(self) -> None:
-        self.uploads = 0
+        self.events: list[str] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -33,8 +34,20 @@ class FakeDevice(Device):
         return weights
 
     def upload(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self.uploads += 1
+        self.events.append("upload")
         return upload(tensors, self.torch_device)
+
+    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        self.events.append("read")
+        copies = [torch.full_like(tensor, -1) for tensor in tensors]
+
+        def wait() -> None:
+            # The results arrive no sooner, so that reading them without waiting would fail.
+            self.events.append("wait")
+            for copy, tensor in zip(copies, tensors, strict=True):
+                copy.copy_(tensor)
+
+        return Readback(copies, wait)
 
     def seal(self, tensor: torch.Tensor) -> None:
         pass

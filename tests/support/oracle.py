@@ -22,7 +22,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 
 from tools.demo.heldout import Item
 from vlora.request import FloatArray
-from vlora.vision.encoder import PROCESSOR_BACKEND
+from vlora.vision.families.base import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 NEAR_TIE = 1e-4

@@ -12,7 +12,7 @@ from benchmarks.runner import command_line
 def test_the_bytes_of_each_type_follow_from_its_format() -> None:
     assert matrix_bytes("bf16", 10, 128) == 2560
     assert matrix_bytes("int8", 10, 128) == 10 * (128 + 4)
-    assert matrix_bytes("int4-32 bf16", 10, 128) == 10 * (64 + 16)
+    assert matrix_bytes("int4-32 bf16", 10, 128) == 10 * (64 + 4 * 5)
 
 
 @pytest.mark.usefixtures("_restore_threads")

@@ -82,7 +82,9 @@ def test_the_planned_weights_equal_the_loaded_ones(checkpoint: Path) -> None:
         assert capacity.weights_bytes(config, dtype.itemsize) == sum(t.nbytes for t in loaded)
 
 
-@pytest.mark.parametrize("form", [Format(8, None), Format(4, 32), Format(4, 128)])
+@pytest.mark.parametrize(
+    "form", [Format(8, None), Format(4, 32, zeros=True), Format(4, 128, zeros=True)]
+)
 def test_the_planned_quantized_weights_equal_the_loaded_ones(
     checkpoint: Path, form: Format
 ) -> None:

@@ -34,10 +34,10 @@ from vlora.generation.optimization import (
     Schedule,
     WeightAverage,
 )
-from vlora.generation.spec import PAPER, Item, Options, Spec, Training
+from vlora.generation.spec import PAPER, Item, PackingOptions, Spec, Training
 from vlora.generation.trainer import row_shares
 
-BEST = Options(order="given", merge="none")
+BEST = PackingOptions(order="given", merge="none")
 
 
 @dataclass
@@ -103,7 +103,7 @@ def goals_in(spec: Spec) -> Goals:
     return goals_of(spec, {item.name: 900 for item in spec.items})
 
 
-def run(spec: Spec, options: Options, trainer: TableTrainer) -> RunState:
+def run(spec: Spec, options: PackingOptions, trainer: TableTrainer) -> RunState:
     goals = goals_in(spec)
     state = RunState(pending=tuple(item.name for item in spec.items))
     while state.pending:
@@ -272,7 +272,7 @@ def test_a_goal_is_the_promise_and_the_margin_in_standard_errors() -> None:
 
 def test_batches_follow_what_the_items_lack() -> None:
     goals = goals_in(spec_of("old", "full", "new"))
-    options = Options(replay=0.5, focus=0.5)
+    options = PackingOptions(replay=0.5, focus=0.5)
     names = ("old", "full", "new")
     shares = row_shares(goals, options, "new", names, {})
     assert shares == {"old": 0.25, "full": 0.25, "new": 0.5}

@@ -23,7 +23,7 @@ from tools.generation.__main__ import export
 from tools.generation.compare import print_table
 from vlora.generation.report import write_report
 from vlora.generation.run import STATE, generate
-from vlora.generation.spec import PAPER, Options, read_spec
+from vlora.generation.spec import PAPER, PackingOptions, read_spec
 
 REQUIRED = {"digits": 0.35, "textures": 0.75, "glyphs": 0.55, "inspection": 0.85}
 """Items of the runs and their promises. They need no package beyond those of the extra `train`."""
@@ -40,35 +40,35 @@ class Variant:
     heads: whether items that have a vision task head keep it.
     """
 
-    options: Options = field(default_factory=Options)
+    options: PackingOptions = field(default_factory=PackingOptions)
     training: dict[str, Any] = field(default_factory=dict)
     heads: bool = True
 
     @property
     def only_merges_differ(self) -> bool:
         """Return whether the run packs its items as the run `default` does."""
-        unmerged = self.options.model_copy(update=_merges(Options()))
+        unmerged = self.options.model_copy(update=_merges(PackingOptions()))
         return replace(self, options=unmerged) == Variant()
 
 
-def _merges(options: Options) -> dict[str, Any]:
+def _merges(options: PackingOptions) -> dict[str, Any]:
     return {"merge": options.merge, "merge_training": options.merge_training}
 
 
 VARIANTS = {
-    "merge-none": Variant(Options(merge="none")),
+    "merge-none": Variant(PackingOptions(merge="none")),
     "default": Variant(),
-    "merge-without-training": Variant(Options(merge_training=False)),
-    "merge-ties": Variant(Options(merge="ties_svd")),
-    "merge-dare": Variant(Options(merge="dare_ties_svd")),
-    "replay-0": Variant(Options(replay=0.0)),
-    "order-random": Variant(Options(order="random")),
+    "merge-without-training": Variant(PackingOptions(merge_training=False)),
+    "merge-ties": Variant(PackingOptions(merge="ties_svd")),
+    "merge-dare": Variant(PackingOptions(merge="dare_ties_svd")),
+    "replay-0": Variant(PackingOptions(replay=0.0)),
+    "order-random": Variant(PackingOptions(order="random")),
     "paper": Variant(PAPER),
-    "focus-0": Variant(Options(focus=0.0)),
+    "focus-0": Variant(PackingOptions(focus=0.0)),
     "lm-heads": Variant(heads=False),
-    "order-given": Variant(Options(order="given")),
+    "order-given": Variant(PackingOptions(order="given")),
     "margin-0": Variant(training={"margin": 0.0}),
-    "fit-last": Variant(Options(fit="last")),
+    "fit-last": Variant(PackingOptions(fit="last")),
     "restarts-0": Variant(training={"restarts": 0}),
 }
 """Runs by their names, in the order in which they run. `merge-none` must be the first."""
@@ -88,7 +88,7 @@ def write_spec(plain: Path, name: str, variant: Variant) -> Path:
     return path
 
 
-def continue_packing(source: Path, target: Path, options: Options) -> None:
+def continue_packing(source: Path, target: Path, options: PackingOptions) -> None:
     """Copy the state of a run that merged nothing, so that a run with other merges continues it.
 
     source, target: folders of the runs' states.

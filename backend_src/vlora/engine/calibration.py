@@ -166,11 +166,11 @@ class SyntheticSteps:
         rows, context: number of new and of earlier tokens of each request.
         """
         chunks = self._chunks(sorted(slots, key=lambda s: order_of(s, BASE)), rows, context)
-        self._runner.forward(chunks)
+        self._runner.compute(chunks)
         times: list[float] = []
         while len(times) < REPEATS and sum(times) < MAX_STEP_SECONDS:
             started = time.perf_counter()
-            self._runner.forward(chunks)
+            self._runner.compute(chunks)
             times.append(time.perf_counter() - started)
         return min(times)
 

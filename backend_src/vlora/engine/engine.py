@@ -13,9 +13,10 @@ from vlora.engine.held_rows import HeldRows
 from vlora.engine.in_flight import InFlightRequests
 from vlora.engine.parts import load_parts
 from vlora.engine.plan import StepPlan
-from vlora.engine.request_state import RequestState, rows_of
+from vlora.engine.request_state import RequestState
 from vlora.engine.sequence import mode_of
 from vlora.engine.statistics import EngineStatistics
+from vlora.engine.step_rows import StepRows
 from vlora.errors import Cancelled, Internal, VLoraError
 from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
@@ -193,8 +194,8 @@ class Engine:
         except Exception:
             log.exception("a step failed; its requests are ended")
             return ended + self._fail(plan)
-        outputs = self._update(plan, result)
-        self._record(plan, started, forward_seconds)
+        outputs, waited = self._update(plan, result)
+        self._record(plan, started, forward_seconds + waited)
         return ended + outputs
 
     def _load_adapters(self, now: float) -> list[Output]:
@@ -230,17 +231,16 @@ class Engine:
         self._statistics.count_mode(mode, seconds)
         return result, seconds
 
-    def _update(self, plan: StepPlan, result: StepResult) -> list[Output]:
-        """Advance the sequences by the computed rows, draw tokens, and end complete requests."""
+    def _update(self, plan: StepPlan, result: StepResult) -> tuple[list[Output], float]:
+        """Advance the sequences, draw tokens, and end complete requests.
+
+        Returns the outputs, and the seconds for which the step has waited for the device."""
         now = self._clock()
-        drawing = [
-            self._requests[chunk.sequence_id]
-            for chunk in plan.chunks
-            if chunk.completes and not chunk.use_head
-        ]
+        sampled = (chunk for chunk in plan.chunks if chunk.completes and not chunk.use_head)
+        drawing = [self._requests[chunk.sequence_id] for chunk in sampled]
+        drawn = StepRows(result.logits, drawing, self.slab.device)
         self._held_rows.wait_for(drawing)
-        rows = iter(rows_of(result.logits, drawing))
-        heads = iter(result.heads)
+        rows, heads = iter(drawn.get()), iter(result.heads)
         outputs: list[Output] = []
         for chunk in plan.chunks:
             state = self._requests[chunk.sequence_id]
@@ -257,7 +257,7 @@ class Engine:
                 answer = partial(state.drawn, row, now)
             outputs.append(self._answer(state, answer, now))
         self._statistics.count_step(plan, outputs)
-        return outputs
+        return outputs, drawn.waited
 
     def _answer(self, state: RequestState, answer: Callable[[], Output], now: float) -> Output:
         """Return the output of one row, and forget the request if this is its last output."""

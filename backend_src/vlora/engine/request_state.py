@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from typing import NamedTuple
 
@@ -11,14 +10,11 @@ import torch
 from vlora.engine.plan import Mode
 from vlora.engine.sequence import Sequence
 from vlora.errors import Internal, InvalidArgument, VLoraError
-from vlora.kernels import ops
 from vlora.lora.adapter import AdapterInfo
-from vlora.model.sampler import MASKED, TokenSampler, draw_rows
+from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import TextStream, Vocabulary
 from vlora.request import HeadScores, Output, Timings, TokenLogprob
 from vlora.structured.grammar import Grammar, Matcher
-
-log = logging.getLogger(__name__)
 
 
 class LogitsRow(NamedTuple):
@@ -32,45 +28,6 @@ class LogitsRow(NamedTuple):
     finite: bool
     token: int | None = None
     logits: torch.Tensor | None = None
-
-
-def rows_of(logits: torch.Tensor, states: list[RequestState]) -> list[LogitsRow]:
-    """Split the logits of a step into rows, and draw the tokens of all batchable samplers together.
-
-    A row gets no token here if its sampler is not batchable, if its mask is not ready, or if
-    drawing together fails. `RequestState.drawn` draws it later.
-
-    logits: [rows, vocabulary] float32, one row per request of `states`. Rows of structured requests
-        whose mask is ready are masked in place.
-    """
-    largest, all_finite = (column.tolist() for column in ops.argmax(logits))
-    tokens: list[int | None] = [None] * len(states)
-    together = []
-    for row, (state, token) in enumerate(zip(states, largest, strict=True)):
-        sampler, matcher = state.sampler, state.matcher
-        if not (all_finite[row] and sampler.batchable):
-            continue
-        if matcher is not None:
-            if not matcher.has_mask:
-                continue
-            barred = torch.from_numpy(~matcher.mask).to(logits.device)
-            with torch.inference_mode():
-                logits[row].masked_fill_(barred, float(MASKED))
-            token = int(logits[row].argmax()) if sampler.greedy else token
-        if sampler.greedy:
-            tokens[row] = token
-        else:
-            together.append((row, sampler, state.sequence.known))
-    if together:
-        try:
-            for (row, _, _), token in zip(together, draw_rows(logits, together), strict=True):
-                tokens[row] = token
-        except Exception:
-            log.exception("drawing %d rows together failed; each is drawn alone", len(together))
-    return [
-        LogitsRow(finite, token, logits[row].cpu() if token is None else None)
-        for row, (finite, token) in enumerate(zip(all_finite, tokens, strict=True))
-    ]
 
 
 class RequestState:

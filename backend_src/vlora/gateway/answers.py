@@ -16,7 +16,7 @@ TEXT_MARK = "text"
 """Text of the chunk from which the others are made. No field after the text contains it."""
 
 
-class AnswerWriter:
+class CompletionWriter:
     """Writes the answer to one request from the pieces that the server sends.
 
     Besides OpenAI's fields, every answer has an object `vlora` with the task, the adapter, the

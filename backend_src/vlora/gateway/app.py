@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from vlora import __version__
 from vlora.errors import shown
-from vlora.gateway.answers import AnswerWriter
+from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question
 from vlora.gateway.bodies import Bodies
 from vlora.gateway.door import App, Door, Receive, Visit, send_error
@@ -142,7 +142,7 @@ class Gateway:
     async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
         """Return the response to a request, after the first piece of the answer has arrived."""
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
-        writer = AnswerWriter(ask, id)
+        writer = CompletionWriter(ask, id)
         sampling = ask.sampling
         if ask.model != self.options.base_name:
             sampling = {**sampling, "lora_name": ask.model}
@@ -175,7 +175,7 @@ class Gateway:
         return JSONResponse(answer)
 
     async def _events(
-        self, writer: AnswerWriter, first: Piece, pieces: Pieces, visit: Visit
+        self, writer: CompletionWriter, first: Piece, pieces: Pieces, visit: Visit
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream. An error after its beginning is sent as an event."""
         try:
@@ -234,7 +234,7 @@ async def _only(event: bytes) -> AsyncGenerator[bytes, None]:
     yield event
 
 
-def _note(visit: Visit, writer: AnswerWriter) -> None:
+def _note(visit: Visit, writer: CompletionWriter) -> None:
     visit.prompt_tokens = writer.prompt_tokens
     visit.completion_tokens = writer.completion_tokens
     visit.finish_reason = writer.finish_reason

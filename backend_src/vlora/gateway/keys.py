@@ -85,8 +85,8 @@ class _Bucket:
 
 @dataclass
 class RateLimit:
-    """Limits the number of requests of each tenant per minute. All of them may come at the same
-    time.
+    """Limits the number of requests of each tenant per minute. A tenant may send all of them at
+    once.
 
     A tenant has one bucket. Tenants come from the file of keys, so the number of buckets is
     bounded.

@@ -10,7 +10,8 @@ from vlora.errors import InvalidArgument
 from vlora.ids import VISION, MatrixId
 from vlora.lora.model_shape import LM_HEAD, vision_path
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.loader import find_weights, open_weights, read_weight, weight_files
+from vlora.model.loader import find_weights, read_weight
+from vlora.model.weight_files import open_weights, weight_files
 
 
 class BaseWeights:

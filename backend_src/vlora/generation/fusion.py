@@ -4,7 +4,7 @@ The algorithm packs knowledge items into as few adapters as possible. Each item 
 accuracy that it requires. The paper's heuristic takes the next item, trains the newest adapter with
 it, and evaluates all items of that adapter. If all promises are kept, it keeps the weights. If one
 is broken, it restores the previous weights and trains a new adapter with this item.
-`spec.Options` selects our additions.
+`spec.PackingOptions` selects our additions.
 
 This module decides, and a `Trainer` trains and evaluates. States are immutable. So a run that is
 killed continues from the last saved state and takes the same decisions again.
@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any, Protocol
 
-from vlora.generation.spec import Item, Options, Spec
+from vlora.generation.spec import Item, PackingOptions, Spec
 
 NEAR_ERRORS = 2.0
 """Number of standard errors below a goal up to which a score is nearly enough."""
@@ -209,7 +209,7 @@ def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
 
 
 def candidates(
-    spec: Spec, options: Options, state: RunState, item: Item, trainer: Trainer
+    spec: Spec, options: PackingOptions, state: RunState, item: Item, trainer: Trainer
 ) -> list[Packed]:
     """Return the adapters to try for an item, in order.
 
@@ -225,7 +225,7 @@ def candidates(
 
 def fuse_next(
     spec: Spec,
-    options: Options,
+    options: PackingOptions,
     goals: Goals,
     state: RunState,
     trainer: Trainer,
@@ -273,7 +273,7 @@ def _open_adapter(goals: Goals, state: RunState, item: Item, trainer: Trainer) -
 
 
 def merge_next(
-    spec: Spec, options: Options, goals: Goals, state: RunState, trainer: Trainer
+    spec: Spec, options: PackingOptions, goals: Goals, state: RunState, trainer: Trainer
 ) -> RunState | None:
     """Try to merge the next two adapters, and return the new state; None if all pairs were tried.
 

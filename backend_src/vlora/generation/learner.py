@@ -28,7 +28,7 @@ from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalG
 
 from vlora.generation.examples import Example
 from vlora.generation.spec import Item, Training
-from vlora.vision.encoder import PROCESSOR_BACKEND
+from vlora.vision.families.base import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100

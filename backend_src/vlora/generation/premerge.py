@@ -27,7 +27,8 @@ from vlora.ids import MatrixId
 from vlora.lora.adapter import Adapter
 from vlora.lora.model_shape import LM_HEAD, ModelShape
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.loader import find_weights, open_weights, weight_files
+from vlora.model.loader import find_weights
+from vlora.model.weight_files import open_weights, weight_files
 
 BASE_ADAPTER = "base"
 """Name of the delta adapter that restores the base model, by subtracting the hot adapter."""

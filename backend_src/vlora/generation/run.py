@@ -32,7 +32,7 @@ from vlora.generation.learner import HEAD_STATE
 from vlora.generation.optimization import make_accelerator
 from vlora.generation.peft_folder import rename_base
 from vlora.generation.similarity import similarities
-from vlora.generation.spec import Options, Spec
+from vlora.generation.spec import PackingOptions, Spec
 from vlora.generation.teachers import load_teacher, read_truth, remembered, teacher_score
 from vlora.generation.trainer import PeftTrainer, Progress
 from vlora.lora.routing import usual_words
@@ -54,7 +54,7 @@ class Outcome:
     """
 
     spec: Spec
-    options: Options
+    options: PackingOptions
     state: RunState
     goals: Goals
     base: Mapping[str, float]
@@ -168,7 +168,7 @@ class _Journal:
 
 def generate(
     spec: Spec,
-    options: Options,
+    options: PackingOptions,
     work: Path,
     out: Path,
     report: Callable[[Progress], None] = lambda _: None,
@@ -265,7 +265,7 @@ def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float
 
 
 def _ordered(
-    pending: tuple[str, ...], spec: Spec, options: Options, trainer: PeftTrainer
+    pending: tuple[str, ...], spec: Spec, options: PackingOptions, trainer: PeftTrainer
 ) -> tuple[str, ...]:
     """Return the pending items in the order that the options select.
 

@@ -147,7 +147,7 @@ class Training(_Strict):
     feature_cache_mib: Annotated[int, Field(ge=0)] = 2048
 
 
-class Options(_Strict):
+class PackingOptions(_Strict):
     """Settings of the packing of items into adapters. The defaults go beyond the paper's heuristic.
 
     order: order of the items. `gradient` puts similar items next to each other. The paper's order
@@ -171,7 +171,7 @@ class Options(_Strict):
     merge_training: bool = True
 
 
-PAPER = Options(
+PAPER = PackingOptions(
     order="random", replay=0.0, focus=0.0, fit="last", merge="none", merge_training=False
 )
 """The heuristic of the paper (§4.2.1)."""
@@ -196,7 +196,7 @@ class Spec(_Strict):
     seed: Annotated[int, Field(ge=0)] = 0
     split: tuple[Share, Share, Share] = (0.7, 0.15, 0.15)
     training: Training = Training()
-    options: Options = Options()
+    options: PackingOptions = PackingOptions()
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Spec:

@@ -21,7 +21,7 @@ from vlora.generation.fusion import Attempt, Goals, Packed, broken_promises, goa
 from vlora.generation.learner import Base, Learner, Row
 from vlora.generation.metrics import METRICS
 from vlora.generation.optimization import Schedule, WeightAverage, assign
-from vlora.generation.spec import Item, Options, Spec
+from vlora.generation.spec import Item, PackingOptions, Spec
 
 EVALUATION_ROWS = 64
 MAX_GRADIENT_NORM = 1.0
@@ -56,7 +56,7 @@ class PeftTrainer:
     def __init__(
         self,
         spec: Spec,
-        options: Options,
+        options: PackingOptions,
         splits: Mapping[str, Splits],
         work: Path,
         accelerator: Accelerator,
@@ -284,7 +284,7 @@ class PeftTrainer:
 
 def row_shares(
     goals: Goals,
-    options: Options,
+    options: PackingOptions,
     new: str | None,
     names: Sequence[str],
     scores: Mapping[str, float],

@@ -1,7 +1,7 @@
 """Matrices of int8 or int4 weights: quantization, memory layout, and products with them.
 
-A weight is scale · (value − zero). Adjacent inputs of one output form a group, which has one scale
-and one zero. Scales are fp32. Products sum in fp32, and x is never quantized.
+A weight is scale · (value − zero). Adjacent inputs of one output form a group with one scale (fp32)
+and one zero (a multiple of 1/8). Products sum in fp32, and x is never quantized.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ from vlora.kernels import reference
 from vlora.kernels.ops import Matrix
 
 BLOCK = 64
-"""Number of values in a block. A row of values is stored in whole blocks
-(csrc/quantized/quantized.h).
-"""
+"""Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
 
 GROUPS = (32, 64, 128)
 """Numbers of values that may share a scale; with None, all values of an output share one."""
@@ -27,6 +25,15 @@ WHOLE_ROW = 62
 
 SYMMETRIC_ZERO = 8
 """Zero of all groups of an int4 matrix that stores no zeros."""
+
+ZERO_STEPS = 8
+"""Steps of a stored zero from one value to the next."""
+
+REFITS = 2
+"""Number of times that scales and zeros of int4 are fitted to the values rounded with them."""
+
+QUANTIZED_AT_ONCE = 1 << 17
+"""Number of weights that are quantized together. Their intermediate results stay in the caches."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +86,7 @@ class QuantizedWeight:
 
     values: [d_out, row_bytes] uint8, packed, contiguous.
     scales: [d_out, groups] fp32, contiguous.
-    zeros: [d_out, groups] uint8, contiguous, or None.
+    zeros: [d_out, groups] int8, contiguous, distances from SYMMETRIC_ZERO in 1/ZERO_STEPS; or None.
     depth: d_in.
     dtype: type in which products with many rows are computed, fp32 or bf16.
     order: [d_in] int64, index of the input to which each stored value belongs; None if they are
@@ -103,7 +110,7 @@ class QuantizedWeight:
         if self.format.zeros != (self.zeros is not None):
             raise ValueError(f"zeros must be given for {self.format} only")
         if self.zeros is not None:
-            expected["zeros"] = (self.zeros, (rows, groups), torch.uint8)
+            expected["zeros"] = (self.zeros, (rows, groups), torch.int8)
         if self.order is not None:
             expected["order"] = (self.order, (self.depth,), torch.int64)
         for name, (tensor, shape, dtype) in expected.items():
@@ -140,13 +147,15 @@ class QuantizedWeight:
         """Write a matrix.
 
         values: [d_out, d_in] integers in stored order, −128 … 127 for int8 and 0 … 15 for int4.
-        scales, zeros: [d_out, at most `groups`]. Only groups of padding may be missing.
+        scales, zeros: [d_out, at most `groups`]. Only groups of padding may be missing. Zeros are
+            multiples of 1/ZERO_STEPS from −8 to 23.
         """
         self.values.copy_(pack(values, self.format.bits))
         self.scales.zero_()[:, : scales.shape[1]].copy_(scales)
         if self.zeros is not None:
             assert zeros is not None
-            self.zeros.zero_()[:, : zeros.shape[1]].copy_(zeros)
+            stored = (zeros - SYMMETRIC_ZERO) * ZERO_STEPS
+            self.zeros.zero_()[:, : zeros.shape[1]].copy_(stored)
 
 
 def allocate(
@@ -172,7 +181,7 @@ def allocate(
         form,
         values.view(rows, -1),
         scales.view(torch.float32).view(rows, groups),
-        zeros.view(rows, groups) if form.zeros else None,
+        zeros.view(torch.int8).view(rows, groups) if form.zeros else None,
         depth,
         dtype,
     )
@@ -211,7 +220,8 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     group = weight.format.group or depth
     zeros: torch.Tensor | int = 0 if weight.format.bits == 8 else SYMMETRIC_ZERO
     if weight.zeros is not None:
-        zeros = weight.zeros.int().repeat_interleave(group, dim=1)[:, :depth]
+        stored_zeros = SYMMETRIC_ZERO + weight.zeros.float() / ZERO_STEPS
+        zeros = stored_zeros.repeat_interleave(group, dim=1)[:, :depth]
     scales = weight.scales.repeat_interleave(group, dim=1)[:, :depth]
     stored = (unpack(weight) - zeros) * scales
     if weight.order is None:
@@ -220,49 +230,59 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
-    """Quantize a matrix [d_out, d_in] symmetrically, and write it to `into`.
+    """Quantize a matrix [d_out, d_in], and write it to `into`.
 
-    For int8, the largest absolute value of a group becomes 127. For int4, two scales are tried:
-    with the first, the largest absolute value becomes -8, and with the second -7 or 7. Each scale
-    is then replaced by the one with the smallest squared error for its rounded values, and the
-    better of the two is used.
+    For int8, the largest absolute value of a group becomes 127. For int4, which must have zeros,
+    the smallest value of a group becomes 0 and the largest 15. Then the zero and the scale with the
+    smallest squared error for the rounded values are computed, and the values are rounded again.
     """
+    if into.format.bits == 4 and not into.format.zeros:
+        raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")
     rows, depth = weight.shape
     group = into.format.group or depth
-    grouped = torch.nn.functional.pad(weight.float(), (0, -depth % group)).view(rows, -1, group)
-    if into.format.bits == 8:
-        scales = grouped.abs().amax(dim=2) / 127
-        values = (grouped / _divisor(scales)).round_()
-    else:
-        values, scales = _best_int4(grouped)
-        values += SYMMETRIC_ZERO
-    into.fill(values.view(rows, -1)[:, :depth], scales, None)
+    some = max(1, QUANTIZED_AT_ONCE // depth)
+    for first in range(0, rows, some):
+        target = into.rows(first, min(some, rows - first))
+        part = weight[first : first + some].float()
+        grouped = torch.nn.functional.pad(part, (0, -depth % group)).view(len(part), -1, group)
+        if into.format.bits == 8:
+            scales, zeros = grouped.abs().amax(dim=2) / 127, None
+            values = (grouped / _divisor(scales)).round_()
+        else:
+            values, scales, zeros = _fitted_int4(grouped)
+        target.fill(values.view(len(part), -1)[:, :depth], scales, zeros)
 
 
-def _best_int4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the best int4 values -8 … 7, [rows, groups, group], and their scales,
-    [rows, groups].
-    """
-    largest = grouped.gather(2, grouped.abs().argmax(dim=2, keepdim=True)).squeeze(2)
-    best: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
-    for levels in (-8, 7):
-        values = (grouped / _divisor(largest / levels)).round_().clamp_(-8, 7)
-        squares = values.square().sum(dim=2)
-        products = (values * grouped).sum(dim=2)
-        scales = products / torch.where(squares == 0, 1.0, squares)
-        # This is how much smaller the squared error is than with all values 0.
-        gain = products * scales
-        if best is None:
-            best = values, scales, gain
-            continue
-        better = gain > best[2]
-        best = (
-            torch.where(better[..., None], values, best[0]),
-            torch.where(better, scales, best[1]),
-            gain,
-        )
-    assert best is not None
-    return best[0], best[1]
+def _fitted_int4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups]."""
+    low = grouped.amin(dim=2).clamp_max_(0)
+    scales = (grouped.amax(dim=2).clamp_min_(0) - low) / 15
+    zeros = _storable(-low / _divisor(scales)[..., 0])
+    mean = grouped.mean(dim=2)
+    for _ in range(REFITS):
+        values = _rounded(grouped, scales, zeros)
+        middle = values.mean(dim=2)
+        slopes = _slopes(values - middle[..., None], grouped)
+        zeros = torch.where(slopes == 0, zeros, _storable(middle - mean / _divisor(slopes)[..., 0]))
+        scales = _slopes(values - zeros[..., None], grouped)
+    values = _rounded(grouped, scales, zeros)
+    return values, _slopes(values - zeros[..., None], grouped), zeros
+
+
+def _rounded(grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return the nearest values for scales and zeros."""
+    return (grouped / _divisor(scales)).add_(zeros[..., None]).round_().clamp_(0, 15)
+
+
+def _slopes(values: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
+    """Return the factors of `values` with the smallest squared error, 0 for groups of zeros."""
+    squares = values.square().sum(dim=2)
+    return (values * grouped).sum(dim=2) / torch.where(squares == 0, 1.0, squares)
+
+
+def _storable(zeros: torch.Tensor) -> torch.Tensor:
+    """Return the nearest zeros that can be stored."""
+    return (zeros * ZERO_STEPS).round_().clamp_(-64, 191) / ZERO_STEPS
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from vlora.atmm.types import LoraPair
 from vlora.errors import nearest
 from vlora.ids import VISION, MatrixId
 from vlora.lora.factors import assign_tensors, check_pair, make_reader
+from vlora.lora.fused import for_each_matrix, split_pairs
 from vlora.lora.head import TaskHead, load_head
 from vlora.lora.keys import CONVERT
 from vlora.lora.model_shape import LM_HEAD, ModelShape
@@ -156,7 +157,9 @@ class AdapterFiles:
             name=name,
             digest="",
             ranks=tuple(sorted(set(ranks.values()))),
-            targets=tuple(t for t in (*TARGETS, LM_HEAD) if any(m[1] == t for m in ranks)),
+            targets=tuple(
+                t for t in (*TARGETS, LM_HEAD) if any(m[1] == t for m in for_each_matrix(ranks))
+            ),
             tasks=tuple(extra.get("tasks", ())),
             accuracy=dict(extra.get("accuracy", {})),
             head_labels=self._head.labels if self._head else (),
@@ -168,7 +171,9 @@ class AdapterFiles:
         reader = make_reader(file, keys, ranks, scales)
         vision = make_reader(file, keys, in_vision, scales) if in_vision else None
         host_bytes = reader.nbytes + (self._head.nbytes if self._head else 0)
-        self.description = AdapterDescription(info, reader.ranks, host_bytes, reader, vision)
+        self.description = AdapterDescription(
+            info, for_each_matrix(reader.ranks), host_bytes, reader, vision
+        )
 
     def read(self) -> Adapter:
         """Return the adapter. Raise InvalidArgument if weights cannot be read or are not finite."""
@@ -201,7 +206,7 @@ def _read(
         digest = hashlib.sha256(f"{digest} {of_vision}".encode()).hexdigest()
     if description.info.invocation:
         digest = hashlib.sha256(f"{digest} {description.info.invocation}".encode()).hexdigest()
-    return Adapter(replace(description.info, digest=digest), pairs, head)
+    return Adapter(replace(description.info, digest=digest), split_pairs(pairs), head)
 
 
 def load_adapter(

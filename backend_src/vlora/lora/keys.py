@@ -29,6 +29,7 @@ _PATH = re.compile(
 _MODULE = re.compile(
     r"(?P<prefix>.*?)layers\.(?P<layer>0|[1-9][0-9]{0,4})\.(?:self_attn|mlp)\.(?P<target>\w+)"
 )
+_OWN_MODULE = re.compile(r"(?:transformer\.)?h\.(?P<layer>0|[1-9][0-9]{0,4})\.(?P<module>[\w.]+)")
 _VISION = re.compile(r"vision_tower|visual|vision_model|multi_modal_projector|merger|connector")
 
 CONVERT = "`vlora adapters convert FOLDER OUT --model CHECKPOINT`"
@@ -74,8 +75,14 @@ def parse_key(key: str, model: ModelShape) -> TensorKey:
         if in_tower not in model.vision():
             raise UnknownKey(_reason(key))
         return TensorKey(path, (VISION, in_tower), part)
+    own = _OWN_MODULE.fullmatch(path)
+    if own is not None and own["module"] in model.modules:
+        matrix = (int(own["layer"]), model.modules[own["module"]])
+        if matrix not in model.matrices:
+            raise UnknownKey(_reason_no_matrix(matrix, model))
+        return TensorKey(path, matrix, part)
     module = _MODULE.fullmatch(path)
-    if module is None or module["prefix"] not in LAYOUTS:
+    if module is None or module["prefix"] not in LAYOUTS or model.modules:
         raise UnknownKey(_reason(key, module["prefix"] if module else None))
     matrix = (int(module["layer"]), module["target"])
     if matrix not in model.matrices:
@@ -100,7 +107,7 @@ def _reason(key: str, prefix: str | None = None) -> str:
 
 def _reason_no_matrix(matrix: MatrixId, model: ModelShape) -> str:
     target = matrix[1]
-    if target not in model.shapes:
+    if target not in {*model.shapes, *model.modules.values()}:
         hint = nearest(target, TARGETS) or ";"
         return f"which this model does not have{hint} targets are {', '.join(model.shapes)}"
     return f"which this model does not have: its layers are 0 to {model.layers - 1}"

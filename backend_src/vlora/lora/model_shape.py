@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from vlora.ids import VISION, MatrixId
+from vlora.lora.fused import FUSED
 from vlora.lora.patterns import suffixes
 from vlora.lora.slab import ATTENTION
 
@@ -26,7 +27,7 @@ LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "language
 HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")
 """Paths of the LM head in these layouts."""
 _VISION_PATH = re.compile(
-    r"(?:model\.)?(vision_tower|visual|multi_modal_projector)\.(?:vision_model\.)?(.+)"
+    r"(?:model\.|transformer\.)?(vision_tower|visual|multi_modal_projector)\.(?:vision_model\.)?(.+)"
 )
 
 
@@ -51,6 +52,7 @@ class ModelShape:
         that names a module which the decoder does not have.
     vision: returns (d_out, d_in) of each linear layer of the vision tower and the connector, by its
         `vision_path`; called only for an adapter that changes such a layer.
+    modules: target, or name in FUSED, of each module of a layer whose path is the model's own.
     """
 
     layers: int
@@ -61,6 +63,7 @@ class ModelShape:
     lm_head: Callable[[], torch.Tensor]
     other_modules: Callable[[], Iterable[str]]
     vision: Callable[[], Mapping[str, tuple[int, int]]] = dict
+    modules: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def suffixes(self) -> frozenset[str]:
@@ -71,14 +74,18 @@ class ModelShape:
     @cached_property
     def matrices(self) -> frozenset[MatrixId]:
         """All matrices of the language model that an adapter may change."""
-        layers = ((layer, target) for layer in range(self.layers) for target in self.shapes)
+        targets = {*self.shapes, *self.modules.values()}
+        layers = ((layer, target) for layer in range(self.layers) for target in targets)
         return frozenset([*layers, (-1, LM_HEAD)])
 
     def shape_of(self, matrix: MatrixId) -> tuple[int, int]:
         layer, target = matrix
         if layer == VISION:
             return self.vision()[target]
-        return (self.vocabulary, self.hidden) if layer < 0 else self.shapes[target]
+        if layer < 0:
+            return self.vocabulary, self.hidden
+        shapes = [self.shapes[one] for one in FUSED.get(target, (target,))]
+        return sum(rows for rows, _ in shapes), shapes[0][1]
 
 
 def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) -> tuple[str, ...]:

@@ -60,7 +60,7 @@ class QuantizedSlab:
 
     @property
     def elements(self) -> int:
-        """Number of weights."""
+        """Number of weights in the slab."""
         return sum(rows * depth for rows, depth in (view.shape for view in self._views))
 
     def target(self, layer: int, target: str) -> QuantizedWeight:

@@ -175,6 +175,7 @@ def _split_pairs(
 class WeightsReader:
     """Reads the weights of one adapter file.
 
+    layout: tensors of the file.
     ranks: rank of each matrix, in the order of the matrices.
     scales: scale of each matrix, in the same order.
     order: index in the layout of each tensor: A of all matrices, then B of all.

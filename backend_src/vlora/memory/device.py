@@ -12,8 +12,9 @@ import importlib
 import itertools
 import mmap
 import os
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, Protocol
 
 import torch
@@ -27,6 +28,29 @@ PageLayout = Literal["panels", "rows"]
 
 ALIGNMENT = 16
 """Alignment in bytes of each tensor within an upload."""
+
+
+class Readback:
+    """Copies of tensors in host memory, which may still be under way.
+
+    waited: seconds that `get` has waited for them.
+    """
+
+    def __init__(
+        self, copies: Sequence[torch.Tensor], wait: Callable[[], object] | None = None
+    ) -> None:
+        """wait: returns once the copies are complete; None if they are already."""
+        self._copies = list(copies)
+        self._wait = wait
+        self.waited = 0.0
+
+    def get(self) -> list[torch.Tensor]:
+        """Return the copies; wait until they are complete."""
+        if self._wait is not None:
+            started = time.perf_counter()
+            self._wait()
+            self.waited, self._wait = time.perf_counter() - started, None
+        return self._copies
 
 
 class Device(ABC):
@@ -62,6 +86,10 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        """Start to copy tensors to host memory once the device has computed them."""
+
+    @abstractmethod
     def seal(self, tensor: torch.Tensor) -> None:
         """Make a tensor read-only if the device can. Raise OSError if that fails."""
 
@@ -86,6 +114,9 @@ class HostDevice(Device):
 
     def upload(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return list(tensors)
+
+    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        return Readback(tensors)
 
     def seal(self, tensor: torch.Tensor) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -132,6 +163,14 @@ class CudaDevice(Device):
 
     def upload(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return upload(tensors, self.torch_device)
+
+    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        return Readback(copies, event.synchronize)
 
     def seal(self, tensor: torch.Tensor) -> None:
         """Do nothing, because a process cannot make memory of a GPU read-only."""

@@ -140,7 +140,7 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
         )
     if options.quantization == "int8":
         return Format(8, None)
-    return Format(4, options.quantization_group_size)
+    return Format(4, options.quantization_group_size, zeros=True)
 
 
 def load_config(folder: Path) -> DecoderConfig:
@@ -159,6 +159,11 @@ def load_config(folder: Path) -> DecoderConfig:
     except InvalidArgument as error:
         raise InvalidArgument(f"model: {folder}: {error}") from None
     family = FAMILIES[text.model_type]
+    if quantization is not None and family.names.modules:
+        raise InvalidArgument(
+            f"model: {folder}: quantized checkpoints of model type '{text.model_type}' are not"
+            " supported; use the float checkpoint with the option 'quantization'"
+        )
     heads = text.num_attention_heads
     return DecoderConfig(
         layers=text.num_hidden_layers,
@@ -166,7 +171,7 @@ def load_config(folder: Path) -> DecoderConfig:
         heads=heads,
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
-        intermediate=text.intermediate_size,
+        intermediate=family.intermediate_size(text),
         vocabulary=text.vocab_size,
         norm_eps=text.rms_norm_eps,
         context=text.max_position_embeddings,
@@ -174,7 +179,7 @@ def load_config(folder: Path) -> DecoderConfig:
         biased=family.biased_targets(text),
         tied=bool(getattr(config, "tie_word_embeddings", False)),
         image_token=getattr(config, "image_token_id", getattr(config, "image_token_index", None)),
-        eos_tokens=_eos_tokens(folder, text),
+        eos_tokens=(*_eos_tokens(folder, text), *family.turn_ends(text)),
         names=family.names,
         rope_axes=family.rope_axes(text),
         image_merge=getattr(getattr(config, "vision_config", None), "spatial_merge_size", 1),

@@ -12,7 +12,7 @@ from vlora.memory.device import upload
 
 def draw_on_gpu(
     logits: torch.Tensor, draws: Sequence[tuple[int, int, float, float, float, float]]
-) -> list[int]:
+) -> torch.Tensor:
     """Return the drawn tokens. The parameters of all draws are copied in one transfer.
 
     draws: for each draw (row of the logits; top-k, below 1 for all tokens; temperature; min-p;
@@ -24,5 +24,5 @@ def draw_on_gpu(
     double = torch.tensor([top_ps, uniforms], dtype=torch.float64)
     columns = [*whole, *single, *double]
     parameters = on_gpu.draws().Draws(*upload(columns, logits.device))
-    tokens: list[int] = on_gpu.draws().draw(logits, parameters).tolist()
+    tokens: torch.Tensor = on_gpu.draws().draw(logits, parameters)
     return tokens

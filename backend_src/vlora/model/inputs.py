@@ -8,13 +8,13 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from transformers import AutoTokenizer
 
 from vlora.errors import InvalidArgument
 from vlora.ids import NO_IMAGE
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.positions import image_grids, prompt_positions
 from vlora.model.token_length import TokenLength
+from vlora.model.tokenizer import load_tokenizer
 from vlora.request import ImageFeatures
 
 
@@ -59,9 +59,7 @@ class PromptReader:
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
-        self.tokenizer = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        self.tokenizer = load_tokenizer(folder)
         self._backend = self.tokenizer.backend_tokenizer
         self._backend.no_truncation()
         self._backend.no_padding()

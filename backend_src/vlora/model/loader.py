@@ -7,17 +7,16 @@ names, so the layouts of transformers 4 and 5 and bare decoders can all be loade
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
@@ -28,13 +27,12 @@ from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.memory.device import HOST, Device
 from vlora.model.decoder_config import DecoderConfig, load_rope_frequencies
 from vlora.model.quantized_checkpoint import Parts, read_quantized
+from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
 
 log = logging.getLogger(__name__)
 
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types in which a checkpoint's weights may be stored."""
-
-INDEX = "model.safetensors.index.json"
 
 
 @dataclass(frozen=True)
@@ -80,7 +78,7 @@ def load_weights(
     fit.
     """
     names = config.names
-    stored = find_weights(folder, config, matrices=config.quantization is None)
+    stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
     slab: WeightSlab | QuantizedSlab
     if quantization is None:
         slab = WeightSlab(config.layers, config.target_shapes, dtype, device)
@@ -105,9 +103,11 @@ def load_weights(
         with open_weights(file) as opened:
             for name, key in entries:
                 if name in tensors:
-                    _copy_into(tensors[name], _read(opened, file, key), f"{file} holds '{key}'")
+                    part = _part(_read(opened, file, key), name, names.stored(key))
+                    _copy_into(tensors[name], part, f"{file} holds '{key}'")
                 elif name in matrices and config.quantization is None:
-                    _store(matrices[name], _read(opened, file, key), f"{file} holds '{key}'")
+                    part = _part(_read(opened, file, key), name, names.stored(key))
+                    _store(matrices[name], part, f"{file} holds '{key}'")
     if config.quantization is not None and isinstance(slab, QuantizedSlab):
         read_quantized(quantized_parts(folder, config), config.quantization, slab)
     if config.tied and names.lm_head in stored:
@@ -133,12 +133,6 @@ def load_weights(
     )
 
 
-def check_files(folder: Path) -> None:
-    """Raise InvalidArgument for the first weights file that is missing, truncated or corrupt."""
-    for file in weight_files(folder):
-        open_weights(file)
-
-
 def adapter_shape(
     folder: Path, config: DecoderConfig, lm_head: torch.Tensor | None = None
 ) -> ModelShape:
@@ -156,13 +150,14 @@ def adapter_shape(
         lm_head=cache(lambda: load_lm_head(folder, config) if lm_head is None else lm_head),
         other_modules=cache(lambda: _module_paths(folder)),
         vision=cache(lambda: _vision_shapes(folder)),
+        modules=config.names.modules,
     )
 
 
 def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
     """Read the LM head alone, [vocabulary, hidden] fp32. Raises as `load_weights` does."""
     names = config.names
-    stored = find_weights(folder, config, matrices=config.quantization is None)
+    stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
     file, key = stored[names.embedding if config.tied else names.lm_head]
     head = torch.empty(config.vocabulary, config.hidden, dtype=torch.float32)
     with open_weights(file) as opened:
@@ -180,6 +175,16 @@ def _module_paths(folder: Path) -> frozenset[str]:
     """Return the paths of all modules with weights, as the folder's files name them."""
     keys = (key for file in weight_files(folder) for key in open_weights(file).keys())  # noqa: SIM118
     return frozenset(key.rpartition(".")[0] for key in keys)
+
+
+def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor:
+    """Return the rows of a stored tensor that are the weight `name`.
+
+    names: all weights in the tensor, of equal size.
+    """
+    if len(names) == 1 or not tensor.ndim or len(tensor) % len(names):
+        return tensor
+    return tensor.chunk(len(names))[names.index(name)]
 
 
 def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin: str) -> None:
@@ -245,15 +250,21 @@ def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
 
 
 def find_weights(
-    folder: Path, config: DecoderConfig, *, matrices: bool = True
+    folder: Path, config: DecoderConfig, *, matrices: bool = True, alone: bool = True
 ) -> dict[str, tuple[Path, str]]:
     """Return (file, key) of every decoder weight in the folder, by name without prefix.
 
     matrices: whether the target matrices are needed.
+    alone: whether each weight must be the whole of a stored tensor.
 
     As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument if a
     weight is missing or is stored twice, or if matrices are needed but are stored quantized.
     """
+    if alone and config.names.modules:
+        raise InvalidArgument(
+            f"model: {folder} stores several matrices of a layer in one tensor, for which this is"
+            " not supported"
+        )
     if matrices and config.quantization is not None:
         raise InvalidArgument(
             f"model: {folder} is quantized by {config.quantization.method}; this needs weights"
@@ -261,57 +272,28 @@ def find_weights(
         )
     names = config.names
     locations: dict[str, tuple[Path, str]] = {}
-    files, index = _indexed_weight_files(folder)
+    files, index = indexed_weight_files(folder)
     for file in files:
         with open_weights(file) as opened:
             keys = list(opened.keys())
         for key in keys:
-            if (name := names.without_prefix(key)) is None:
-                continue
-            if name in locations:
-                first_file, first_key = locations[name]
-                raise InvalidArgument(
-                    f"model: {file} holds '{key}', which is '{first_key}' of {first_file}"
-                )
-            locations[name] = (file, key)
+            for name in names.stored(key):
+                if name in locations:
+                    first_file, first_key = locations[name]
+                    raise InvalidArgument(
+                        f"model: {file} holds '{key}', which is '{first_key}' of {first_file}"
+                    )
+                locations[name] = (file, key)
     if config.tied and names.embedding not in locations and names.lm_head in locations:
         locations[names.embedding] = locations.pop(names.lm_head)
     targets = {names.matrix(n, target) for n in range(config.layers) for target in TARGETS}
     for name in config.weight_shapes:
         if name not in locations and (matrices or name not in targets):
             untied = " (config.json does not tie it to the embeddings)" * (name == names.lm_head)
-            listed = (file for key, file in index.items() if names.without_prefix(key) == name)
+            listed = (file for key, file in index.items() if name in names.stored(key))
             where = next(listed, files[0] if len(files) == 1 else folder)
             raise InvalidArgument(f"model: {where} lacks {name}{untied}")
     return locations
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weight files, chosen as transformers does.
-
-    Raises InvalidArgument if there are none or their index cannot be read.
-    """
-    return _indexed_weight_files(folder)[0]
-
-
-def _indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the folder's weight files, chosen as transformers does, and the index: key → file."""
-    index = folder / INDEX
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"], {}
-    if not index.is_file():
-        files = sorted(folder.glob("*.safetensors"))
-        if not files:
-            raise InvalidArgument(f"model: {folder} holds no .safetensors file")
-        return files, {}
-    try:
-        listed = {
-            str(key): folder / str(file)
-            for key, file in json.loads(index.read_text())["weight_map"].items()
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidArgument(f"model: {index} cannot be read: {error!r}") from error
-    return sorted(set(listed.values())), listed
 
 
 def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts]:
@@ -330,16 +312,6 @@ def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts
             if matrix is not None:
                 parts[matrix][part] = partial(_read, opened, file, key)
     return parts
-
-
-def open_weights(file: Path) -> Any:
-    """Open a safetensors file and return it. Raise InvalidArgument if it cannot be read."""
-    # The file is not mapped. A mapped file would take memory in addition to the slab, and
-    # truncating it would end the process.
-    try:
-        return safe_open(file, framework="pt", backend="pread")
-    except (SafetensorError, OSError) as error:
-        raise InvalidArgument(f"model: {file} cannot be read: {error}") from error
 
 
 def _read(opened: Any, file: Path, key: str) -> torch.Tensor:

@@ -111,6 +111,10 @@ class Runner:
             self._head_scores(hidden[len(sampled) :], head_segments),
         )
 
+    def compute(self, chunks: Sequence[Chunk]) -> None:
+        """Compute a step, wait until the device has finished it, and discard the result."""
+        self._device.read_back([self.forward(chunks).logits[:1]]).get()
+
     def _embed(self, tokens: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
         images = [
             (chunk.row, chunk.prompt.feature_row[chunk.start : chunk.end], chunk.prompt.features)

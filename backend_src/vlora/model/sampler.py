@@ -154,6 +154,13 @@ class TokenSampler:
             return int(scores.argmax())
         return draw(scores, self._params, self._uniform(position))
 
+    def parameters(self, position: int, width: int) -> tuple[int, float, float, float, float]:
+        """Return top-k, temperature, min-p, top-p and random number of a draw of `width` logits."""
+        params = self._params
+        temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
+        uniform = self._uniform(position)
+        return min(params.top_k, width), temperature, params.min_p, params.top_p, uniform
+
     def _uniform(self, position: int) -> float:
         """Return the random number in [0, 1) of this position of the sequence."""
         return self._uniforms.at(position)
@@ -200,15 +207,11 @@ def draw_rows(
             draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
             for row, sampler, position in rows
         ]
-    draws, width = [], logits.shape[1]
-    for row, sampler, position in rows:
-        params, uniform = sampler._params, sampler._uniform(position)
-        scale = min(params.top_k, width), max(params.temperature, MIN_FP32_TEMPERATURE)
-        draws.append((row, *scale, params.min_p, params.top_p, uniform))
+    draws = [(row, *sampler.parameters(at, logits.shape[1])) for row, sampler, at in rows]
     if chosen == "gpu":
-        return draw_on_gpu(logits, draws)
+        return list(draw_on_gpu(logits, draws).tolist())
     gemm, threads = native.kernels().gemm, torch.get_num_threads()
-    return list(gemm.sample(logits.data_ptr(), width, draws, threads))
+    return list(gemm.sample(logits.data_ptr(), logits.shape[1], draws, threads))
 
 
 def _seed(seed: int | None, request_id: str) -> int:

@@ -188,7 +188,8 @@ def freshness_keys(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def read_sampling(
     inputs: Inputs, parameters: Mapping[str, Any], limits: Limits
 ) -> Mapping[str, Any]:
-    """Return the content of `sampling_parameters`, or the request's own parameters without it.
+    """Return the content of `sampling_parameters`. If it is missing, return the request's own
+    parameters.
 
     Raises InvalidArgument.
     """

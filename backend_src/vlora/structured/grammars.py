@@ -3,9 +3,9 @@
 Requests with the same structure share a grammar. The processes are forked from a fork server that
 has loaded the tokenizer. It is started with the first request that needs a grammar.
 
-A grammar is compiled on the thread of its request, and only PLACES at the same time. If one takes
-long, the next one may begin, so that ordinary grammars do not wait for it. The number of grammars
-that take long is limited as well.
+A grammar is compiled on the thread of its request. At most PLACES grammars are compiled at the same
+time. If one takes long, the next one may begin, so that ordinary grammars do not wait for it. The
+number of grammars that take long is limited as well.
 """
 
 from __future__ import annotations

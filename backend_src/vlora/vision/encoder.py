@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoImageProcessor
 from transformers.activations import QuickGELUActivation
 
 from vlora import backends
@@ -22,19 +21,12 @@ from vlora.errors import InvalidArgument
 from vlora.kernels import ops
 from vlora.memory.device import HOST, Device
 from vlora.model.decoder_config import image_levels, read_config
-from vlora.model.loader import check_files
+from vlora.model.weight_files import check_files
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
 from vlora.vision.families.base import Pixels
 from vlora.vision.families.registry import VISION_FAMILIES
 from vlora.vision.images import DecodedImage
-
-PROCESSOR_BACKEND = "pil"
-"""Backend of transformers' image processors.
-
-It is set explicitly because the backends give different pixels, and the default of transformers
-depends on whether torchvision is installed.
-"""
 
 
 class _Bf16Linear(torch.nn.Linear):
@@ -88,28 +80,13 @@ class VisionEncoder:
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
         config = read_config(checkpoint)
-        try:
-            self._processor: Any = AutoImageProcessor.from_pretrained(
-                checkpoint,
-                backend=PROCESSOR_BACKEND,
-                local_files_only=True,
-                trust_remote_code=False,
-            )
-        except (OSError, ValueError) as error:
-            raise InvalidArgument(
-                f"{checkpoint} has no readable image processor: {error}"
-            ) from None
-        if self._processor.backend != PROCESSOR_BACKEND:
-            raise InvalidArgument(
-                f"{checkpoint}: image processor {type(self._processor).__name__} has no"
-                f" '{PROCESSOR_BACKEND}' backend, the only one that is supported"
-            )
         if config.model_type not in VISION_FAMILIES:
             raise InvalidArgument(
                 f"{checkpoint} has model type '{config.model_type}', whose images are not"
                 f" supported; supported: {', '.join(VISION_FAMILIES)}"
             )
         self._family = VISION_FAMILIES[config.model_type]
+        self._processor: Any = self._family.load_processor(checkpoint, config)
         check_files(checkpoint)
         for part in (config, config.get_text_config()):
             # Towers are not quantized, and transformers would need the quantizer's own package.
@@ -135,7 +112,7 @@ class VisionEncoder:
         self._layers = linear_layers(model)
         self._config = config
         self._clips = self._family.clip_settings(checkpoint, self._processor)
-        self.hidden = int(config.text_config.hidden_size) * (1 + image_levels(config))
+        self.hidden = int(config.get_text_config().hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
         self._device = device.torch_device
         self._model.to(self._device)

@@ -107,12 +107,10 @@ class ChatTemplate:
         exactly once.
         """
         # Imported here because some processes need only the tasks.
-        from transformers import AutoTokenizer
+        from vlora.model.tokenizer import load_tokenizer
 
         images = _image_texts(Path(folder))
-        tokenizer: Any = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        tokenizer: Any = load_tokenizer(Path(folder))
         template = tokenizer.chat_template or _processor_template(Path(folder))
         if template is None:
             return cls(prefix=tokenizer.bos_token or "", suffix="", **images)

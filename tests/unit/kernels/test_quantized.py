@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 
+from benchmarks.machine import is_compiled
+from vlora import native
 from vlora.backends import Backend
+from vlora.kernels import quantized
 from vlora.kernels.quantized import (
+    ZERO_STEPS,
     Format,
     QuantizedMatrix,
     QuantizedWeight,
@@ -35,7 +40,7 @@ def random_weight(
     low, high = (0, 16) if form.bits == 4 else (-128, 128)
     groups = form.groups(depth)
     scales = (torch.rand(width, groups) + 0.5) / (high - low) / depth**0.5
-    zeros = torch.randint(0, 17, (width, groups)) if form.zeros else None
+    zeros = torch.randint(-64, 192, (width, groups)) / ZERO_STEPS if form.zeros else None
     weight.fill(torch.randint(low, high, (width, depth)), scales, zeros)
     return weight
 
@@ -55,7 +60,12 @@ def check(
         allowed = torch.full_like(expected, 2e-5)
         if weight.dtype == torch.bfloat16 and backend != "reference":
             # Both factors may be rounded to bf16; the errors of a few terms do not average out.
-            allowed += 2**-7 * (x.abs().double() @ matrix.abs().T)
+            # int4 may be rounded before its zeros are subtracted.
+            rounded = matrix.abs()
+            if weight.zeros is not None:
+                middle = replace(weight, format=Format(4, weight.format.group), zeros=None)
+                rounded = torch.maximum(rounded, dequantize(middle).abs().double())
+            allowed += 2**-7 * (x.abs().double() @ rounded.T)
         assert ((product - expected).abs() <= allowed).all()
 
 
@@ -115,8 +125,8 @@ def test_no_memory_after_rows_of_x_is_read(backend: Backend, form: Format) -> No
         assert QuantizedMatrix(random_weight(form, 11, 37))(x, backend=backend).isfinite().all()
 
 
-@pytest.mark.parametrize("form", [f for f in FORMATS if not f.zeros], ids=lambda form: form.name)
-def test_no_group_has_a_larger_error_than_by_its_largest_value(form: Format) -> None:
+@pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 8], ids=lambda form: form.name)
+def test_no_group_of_int8_has_a_larger_error_than_by_its_largest_value(form: Format) -> None:
     for depth in (30, 64, 100, 576):
         matrix = torch.randn(20, depth)
         matrix[3] = 0
@@ -124,24 +134,60 @@ def test_no_group_has_a_larger_error_than_by_its_largest_value(form: Format) -> 
         quantize(matrix, weight)
         restored = dequantize(weight)
         assert (restored[3] == 0).all()
-        levels, group = 2 ** (form.bits - 1) - 1, form.group or depth
+        group = form.group or depth
         for start in range(0, depth, group):
             part = matrix[:, start : start + group]
-            step = part.abs().amax(dim=1, keepdim=True).clamp_min(1e-9) / levels
+            step = part.abs().amax(dim=1, keepdim=True).clamp_min(1e-9) / 127
             plain = (part / step).round() * step - part
             error = restored[:, start : start + group] - part
             assert (error.norm(dim=1) <= 1.0001 * plain.norm(dim=1)).all()
 
 
+@pytest.mark.parametrize("group", [32, 64, 128])
+@pytest.mark.parametrize("shift", [0.0, 0.5, -3.0])
+def test_int4_has_a_smaller_error_than_rounding_between_the_extremes(
+    group: int, shift: float
+) -> None:
+    """Each group of a matrix that is quantized in several parts, compared in double precision."""
+    rows, depth = 300, 5 * 128
+    matrix = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1)) + shift
+    weight = allocate(Format(4, group, zeros=True), rows, depth, torch.float32)
+    quantize(matrix, weight)
+    grouped = matrix.double().view(rows, -1, group)
+    low = grouped.amin(dim=2, keepdim=True).clamp_max(0)
+    step = (grouped.amax(dim=2, keepdim=True).clamp_min(0) - low) / 15
+    plain = ((grouped - low) / step).round() * step + low - grouped
+    error = dequantize(weight).double().view(rows, -1, group) - grouped
+    assert (error.norm(dim=2) <= 1.1 * plain.norm(dim=2)).all()
+    assert error.norm() <= 0.99 * plain.norm()
+
+
+@pytest.mark.parametrize("group", [32, 128])
+def test_int4_represents_groups_of_zeros_and_of_one_value(group: int) -> None:
+    matrix = torch.tensor([0.0, 0.25, -7.0, 1e-30])[:, None].expand(4, 200)
+    weight = allocate(Format(4, group, zeros=True), 4, 200, torch.float32)
+    quantize(matrix, weight)
+    torch.testing.assert_close(dequantize(weight), matrix, rtol=1e-6, atol=0)
+
+
 def test_quantizing_int4_again_changes_nothing() -> None:
-    weight = random_weight(Format(4, 64), 16, 128)
+    weight = random_weight(Format(4, 64, zeros=True), 16, 128)
     values = unpack(weight)
-    values[:, 0], values[:, 64] = 0, 0
-    weight.fill(values, weight.scales.clone(), None)
+    values[:, (0, 64)], values[:, (1, 65)] = 0, 15
+    zeros = torch.randint(0, 15 * ZERO_STEPS, weight.scales.shape) / ZERO_STEPS
+    weight.fill(values, weight.scales.clone(), zeros)
     again = allocate(weight.format, 16, 128, torch.float32)
     quantize(dequantize(weight), again)
     assert torch.equal(unpack(again), values)
-    torch.testing.assert_close(again.scales, weight.scales, rtol=1e-6, atol=0)
+    assert weight.zeros is not None
+    assert again.zeros is not None
+    assert torch.equal(again.zeros, weight.zeros)
+    torch.testing.assert_close(again.scales, weight.scales, rtol=1e-5, atol=0)
+
+
+def test_int4_without_zeros_is_not_quantized() -> None:
+    with pytest.raises(ValueError, match="int4 needs zeros"):
+        quantize(torch.ones(4, 64), allocate(Format(4, 32), 4, 64, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -160,3 +206,12 @@ def test_parts_of_a_weight_are_checked() -> None:
         QuantizedMatrix(weight, torch.zeros(7))
     with pytest.raises(ValueError, match="does not fit weight"):
         QuantizedMatrix(weight)(torch.zeros(2, 63))
+
+
+def test_the_layout_has_the_same_constants_in_python_and_in_the_kernels() -> None:
+    if not is_compiled():
+        pytest.skip("the kernels are not compiled")
+    module = native.kernels().quantized
+    assert (module.BLOCK, module.WHOLE_ROW) == (quantized.BLOCK, quantized.WHOLE_ROW)
+    assert module.MIDDLE == quantized.SYMMETRIC_ZERO
+    assert module.ZERO_STEP == 1 / ZERO_STEPS

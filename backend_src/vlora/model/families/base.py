@@ -7,7 +7,7 @@ has a file here and a line in `registry.py`. No other module names an architectu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -54,6 +54,19 @@ class WeightNames:
         match = self._pattern.match(key)
         return match[1] if match else None
 
+    @property
+    def modules(self) -> Mapping[str, str]:
+        """Target of each module of a layer whose path is not `attention` or `mlp` and the target.
+
+        A name that is no target is that of several targets, as `lora/fused.py` lists them.
+        """
+        return {}
+
+    def stored(self, key: str) -> tuple[str, ...]:
+        """Return the names of the decoder weights in a stored tensor, in the order of its rows."""
+        name = self.without_prefix(key)
+        return () if name is None else (name,)
+
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
         modules = "|".join(map(re.escape, (self.attention, self.mlp)))
@@ -78,6 +91,16 @@ def has_sliding_layers(text: Any) -> bool:
     return "sliding_attention" in (getattr(text, "layer_types", None) or [])
 
 
+def stated_intermediate_size(text: Any) -> int:
+    """Return the width of the gated MLP."""
+    return int(text.intermediate_size)
+
+
+def no_tokens(text: Any) -> tuple[int, ...]:
+    """Return no tokens."""
+    return ()
+
+
 def one_axis(text: Any) -> tuple[int, ...]:
     """Return (): the angles of all frequencies depend on one number, the row's index in its
     sequence.
@@ -97,6 +120,8 @@ class DecoderFamily:
     names: names of the weights in a checkpoint.
     rope_axes: returns the axis (0 time, 1 height, 2 width) of each rotary frequency, or () if
         positions have one axis.
+    intermediate_size: returns the width of the gated MLP.
+    turn_ends: returns tokens that end an answer besides those that the checkpoint states.
     """
 
     model_type: str
@@ -105,6 +130,8 @@ class DecoderFamily:
     activations: tuple[str, ...] = ("silu",)
     names: WeightNames = WeightNames()
     rope_axes: Callable[[Any], tuple[int, ...]] = one_axis
+    intermediate_size: Callable[[Any], int] = stated_intermediate_size
+    turn_ends: Callable[[Any], tuple[int, ...]] = no_tokens
 
     def unsupported(self, text: Any) -> str | None:
         """Return why this configuration is not supported; None if it is."""

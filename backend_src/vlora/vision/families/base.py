@@ -14,11 +14,37 @@ from typing import Any
 
 import torch
 from PIL import Image
+from transformers import AutoImageProcessor
 
+from vlora.errors import InvalidArgument
 from vlora.vision.images import DecodedImage
 
 Pixels = Mapping[str, torch.Tensor]
 """Result of a checkpoint's image processor for one image."""
+
+
+PROCESSOR_BACKEND = "pil"
+"""Backend of transformers' image processors.
+
+It is fixed because the backends give different pixels. By default transformers uses that of
+torchvision if it happens to be installed.
+"""
+
+
+def _load_processor(checkpoint: Path, config: Any) -> Any:
+    """Return the checkpoint's own image processor. Raise InvalidArgument if there is none."""
+    try:
+        processor = AutoImageProcessor.from_pretrained(
+            checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"{checkpoint} has no readable image processor: {error}") from None
+    if processor.backend != PROCESSOR_BACKEND:
+        raise InvalidArgument(
+            f"{checkpoint}: image processor {type(processor).__name__} has no"
+            f" '{PROCESSOR_BACKEND}' backend, the only one that is supported"
+        )
+    return processor
 
 
 def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
@@ -42,6 +68,7 @@ class VisionFamily:
     preprocess: (processor, image) → pixels.
     clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor; {} if
         frames are prepared by the settings of the image processor.
+    load_processor: (checkpoint, config) → image processor. By default it is the checkpoint's own.
     clip_text: number of frames → text for a clip in a prompt, with the image token once for each
         row of the clip's layout; None if frames are separate images in a prompt.
     """
@@ -57,4 +84,5 @@ class VisionFamily:
     )
     preprocess: Callable[[Any, DecodedImage], Pixels] = _preprocess
     clip_settings: Callable[[Path, Any], Mapping[str, Any]] = lambda checkpoint, processor: {}
+    load_processor: Callable[[Path, Any], Any] = _load_processor
     clip_text: Callable[[int], str] | None = None

@@ -6,9 +6,10 @@ from vlora.vision.families.base import VisionFamily
 from vlora.vision.families.llava import LLAVA
 from vlora.vision.families.llava_next import LLAVA_NEXT
 from vlora.vision.families.llava_onevision import LLAVA_ONEVISION
+from vlora.vision.families.qwen import QWEN_VL
 from vlora.vision.families.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 
 VISION_FAMILIES: dict[str, VisionFamily] = {
     family.model_type: family
-    for family in (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
+    for family in (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION, QWEN_VL, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
 }

@@ -1,0 +1,38 @@
+"""Adapters of one linear layer that is several matrices of the served model.
+
+The query, key and value projections of Qwen are one layer, `c_attn`. Its A belongs to each of the
+three matrices, and its B has the rows of one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from vlora.atmm.types import LoraPair
+from vlora.ids import MatrixId
+
+FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj")}
+"""Targets of each fused layer, in the order of its rows. They have equal sizes."""
+
+T = TypeVar("T")
+
+
+def for_each_matrix(values: Mapping[MatrixId, T]) -> dict[MatrixId, T]:
+    """Return the values with each fused layer's value given to all of its matrices."""
+    given = {
+        (layer, target): value
+        for (layer, name), value in values.items()
+        for target in FUSED.get(name, (name,))
+    }
+    return {matrix: given[matrix] for matrix in sorted(given)}
+
+
+def split_pairs(pairs: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
+    """Return the pairs with those of each fused layer divided among its matrices."""
+    split: dict[MatrixId, LoraPair] = {}
+    for (layer, name), pair in pairs.items():
+        targets = FUSED.get(name, (name,))
+        for target, b in zip(targets, pair.b.chunk(len(targets)), strict=True):
+            split[layer, target] = LoraPair(pair.a, b)
+    return {matrix: split[matrix] for matrix in sorted(split)}
