@@ -34,7 +34,7 @@ INVOCATION = " answer in short"
 
 @dataclass(frozen=True)
 class Cell:
-    """Set of questions about one image. Each repeat has an image of its own."""
+    """Set of questions about one image. Each repeat uses a new image."""
 
     adapters: int
     repeat: int

@@ -1,7 +1,7 @@
 """Running a set of requests step by step on an engine, and timing each request and step.
 
-It runs in the calling thread without a server or a client. The figures contain the engine, its
-loader thread and the thread that watches the adapter folders.
+The engine runs in the calling thread, without a server or a client. The measured times include the
+engine, its loader thread and the thread that watches the adapter folders.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ class Outcome:
     steps: duration of each step that computed rows.
     stalled: time spent waiting for adapters while there was nothing to compute.
     disk_steps: number of steps in which the engine's thread read a file of weights.
-    loading_steps, quiet_steps: durations of the steps during which an adapter was loaded or packed,
-        and of the other steps. Steps that gave a request its first token are in neither list: most
-        adapters are loaded then, and the lists would not be comparable.
+    loading_steps: durations of the steps during which an adapter was loaded or packed.
+    quiet_steps: durations of the steps without a load or a packing. Steps in which a request got
+        its first token are in neither list, because most adapters are loaded during such steps, and
+        the two lists would then contain different kinds of steps.
     span: duration of the run.
     rows: number of computed rows.
     tokens: number of generated tokens.
@@ -72,7 +73,7 @@ class Outcome:
 
     @classmethod
     def joined(cls, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return one outcome for consecutive runs, whose times count from their own starts."""
+        """Return one outcome for several runs. Times count from the start of their own run."""
         total = cls()
         for outcome in outcomes:
             total.first += outcome.first
@@ -121,8 +122,8 @@ class Driver:
     def __init__(self, engine: Engine, after_step: Callable[[Engine], None] | None = None) -> None:
         """Take the engine that will run the requests.
 
-        after_step: called after each step that computed rows. Its time counts in the span of the
-            run, and not in the step.
+        after_step: called after each step that computed rows. Its duration is part of the span of
+            the run, but not of the step.
         """
         self.engine = engine
         self._after_step = after_step

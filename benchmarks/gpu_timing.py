@@ -134,4 +134,4 @@ def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLi
 
 
 def discard(_: object) -> None:
-    """Discard a result. It turns a function with a result into one that returns None."""
+    """Return None, so that a lambda can call a function and ignore its result."""

@@ -69,8 +69,8 @@ def operator_meta() -> dict[str, Any]:
 class ConcurrentRates:
     """Microbenchmarks that run in the same rounds as the work, with torch's number of threads.
 
-    They show which rates memory and cores had during the measurement. There are none without the
-    compiled kernels.
+    They show the rates of the memory and the cores during the measurement. Without the compiled
+    kernels, no microbenchmark is available.
 
     dtype: type of the multiplications.
     rounds: iterations of the multiply loop per call.

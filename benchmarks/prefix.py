@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ConversationRound:
-    """Result of one round of a conversation. cached: whether the prefix cache was enabled."""
+    """Result of one round of a conversation.
+
+    cached: whether the prefix cache was enabled."""
 
     number: int
     cached: bool

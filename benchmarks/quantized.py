@@ -34,7 +34,7 @@ SUMMARY_ROWS = (1, 4, 16)
 class QuantizedBenchmark(Benchmark[int]):
     """Products whose weights come from memory. A cell is a number of rows of x.
 
-    The fastest round counts. Types whose names end with "bf16" multiply in bf16.
+    Each time is that of the fastest round. Types whose names end with "bf16" multiply in bf16.
     """
 
     name = "quantized"

@@ -1,6 +1,6 @@
 """Interleaved timing: each round takes a sample of every candidate. Results are medians and spread.
 
-This module knows functions and clocks, and nothing about operators.
+This module times functions. It does not depend on what they compute.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ MIN_SAMPLES = 3
 WARM_CALLS = 3
 """Number of calls before a warm sample. A last-level victim cache needs several passes to fill."""
 LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
-"""Durations of a call from which one warm call, or none, is enough. Such a call moves many times
-the size of the caches, so its first misses hardly count."""
+"""Duration of a call from which one warm call is enough, and duration from which none is needed.
+Such a call moves many times the size of the caches, so its first misses take little of its time."""
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ def interleaved(
 ) -> dict[str, Timing]:
     """Time all candidates, one sample of each per round, in an order that rotates.
 
-    warm: whether calls just before each sample bring the candidate's data back into the caches,
-        which other candidates have used since.
-    lead: whether one call precedes each sample, for candidates that read new data at each call. As
-        within a step, their code is then cached and their threads are awake, but their data are not
-        cached (decision 68).
+    warm: whether untimed calls before each sample load the candidate's data into the caches again,
+        since other candidates ran in between.
+    lead: whether one call precedes each sample, for candidates that read new data at each call. The
+        code is then in the caches and the threads are awake, but the data are not in the caches, as
+        within a step (decision 68).
     budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
         spread over all rounds.
     """
@@ -102,7 +102,7 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean, or None without values: a summary then says null instead of 1."""
+    """Return the geometric mean; None without values, so that a summary contains null and not 1."""
     return statistics.geometric_mean(values) if values else None
 
 

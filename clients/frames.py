@@ -118,7 +118,10 @@ class VideoFile:
                 raise ClientError(f"{self._path} contains no video frames")
 
     def _play(self) -> Iterator[Chunk]:
-        """Yield the chunks of one pass. Drop a rest shorter than 0.5 s, unless it is all."""
+        """Yield the chunks of one pass.
+
+        The last chunk is dropped if it is shorter than 0.5 s, unless it is the only one.
+        """
         try:
             with self._av.open(str(self._path)) as container:
                 if not container.streams.video:
@@ -143,7 +146,10 @@ class VideoFile:
             raise ClientError(f"cannot read the video {self._path}: {error}") from None
 
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
-        """Return a chunk for `count` frames: at each position the last frame kept before it."""
+        """Return a chunk from `count` decoded frames, of which only those in `kept` are stored.
+
+        For each position of the chunk, it takes the last stored frame at or before it.
+        """
         positions = evenly_spaced(count, self._frames_per_chunk)
         return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])
 

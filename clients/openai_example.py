@@ -1,7 +1,7 @@
 """Ask questions through the gateway with OpenAI's official Python package.
 
-The example shows one request, one stream, and several requests at the same time. The gateway runs
-beside a server (`vlora serve --gateway-port 8080`) or alone (`vlora gateway`).
+The example shows one request, one stream, and several requests at the same time. The gateway is
+started together with a server (`vlora serve --gateway-port 8080`) or alone (`vlora gateway`).
 
 examples:
   python clients/openai_example.py scene.png "What color is the star?"

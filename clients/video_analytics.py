@@ -2,7 +2,7 @@
 
 Every second each stream sends a few frames of that second to the ensemble `video_analytics` and
 prints the answer. --jsonl also writes all answers to a file. The server cancels a chunk that passes
-its deadline, or that still waits when the next chunk of its stream arrives. The stream counts
+its deadline, or that still waits when the next chunk of its stream arrives. The client counts
 these chunks as dropped.
 
 sources:
@@ -137,9 +137,9 @@ class Analysis:
     async def run(self) -> None:
         """Play every stream to its end, or until an error that the user can correct.
 
-        A request that is refused before the first answer is such an error: the adapter's name, the
-        task and the like are the same for all requests. Shared memory is released only after the
-        last request that may read it has ended.
+        A refusal before the first answer counts as such an error, because all requests have the
+        same adapter and task. Shared memory is released only after the last request that may read
+        it has ended.
         """
         try:
             async with asyncio.TaskGroup() as streams:

@@ -1,1 +1,1 @@
-"""Development tools. The file makes this folder a package, so that `tools` is not another one."""
+"""Development tools. This file makes the folder a package, so that no other `tools` is imported."""

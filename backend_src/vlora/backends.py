@@ -18,13 +18,13 @@ log = logging.getLogger(__name__)
 
 Component = Literal["atmm", "kernels"]
 Backend = Literal["cpu", "cuda", "gpu", "reference"]
-"""The compiled CPU kernels, the CUDA library, the GPU kernels of a step, or the reference
-implementations in plain torch.
+"""Name of an implementation: "cpu" is the compiled kernels, "cuda" the CUDA library of the LoRA
+operator, "gpu" the GPU kernels of a step, and "reference" plain torch.
 """
 
 VARIABLES: dict[Component, str] = {"atmm": "VLORA_ATMM", "kernels": "VLORA_KERNELS"}
 """Environment variables that set a component's backend to "cpu" or "reference". They are for tests,
-and for a machine on which the compiled code may be faulty.
+and for machines on which the compiled code is suspected of faults.
 """
 
 LABELS: dict[Component, str] = {"atmm": "ATMM", "kernels": "kernels"}
@@ -38,10 +38,10 @@ def backend_of(
 ) -> Backend:
     """Return the backend of `component` for tensors on `device`.
 
-    On the CPU, it is "cpu" if the kernels were compiled. On a GPU, it is "gpu" for the kernels of a
-    step, and "cuda" for the LoRA operator if its library can be used. In all other cases it is
-    "reference", with one warning. The environment variable of the component overrides every choice
-    but "gpu".
+    On the CPU, the backend is "cpu" if the kernels were compiled. On a GPU, it is "gpu" for the
+    kernels of a step, and "cuda" for the LoRA operator if its library can be used. In all other
+    cases, the backend is "reference", and a warning is logged once. The environment variable of the
+    component overrides every choice but "gpu".
 
     device: a torch device type.
     start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
@@ -58,9 +58,9 @@ def backend_of(
 
 @contextmanager
 def override(component: Component, backend: Backend | None) -> Iterator[None]:
-    """Use `backend` for `component` on the CPU within the context; for tests.
+    """Use `backend` for `component` on the CPU within the context. It is meant for tests.
 
-    With None, the backend is chosen again.
+    If `backend` is None, the backend is chosen again.
     """
     key = (component, "cpu")
     before = _chosen.pop(key, None)
@@ -116,7 +116,8 @@ def _start_cpu(component: Component, core: Any) -> None:
 
 
 def _peaks(runtime: Any, dtype: str) -> str:
-    """Return a text with the instruction set in use and the peak speed of each available one.
+    """Return a text with the instruction set in use and the peak speed of each available
+    instruction set.
 
     Its form is "avx2 (GFLOP/s per core: avx2 103, …)".
     """

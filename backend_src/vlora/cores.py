@@ -1,7 +1,7 @@
 """The cores that this process may use, and how the engine and the vision encoder share them.
 
-The affinity mask and a container's quota both limit them. The functions that decide
-(`usable_cores`, `split_cores`) are pure. The rest of the module reads the limits from the kernel.
+The affinity mask and a container's CPU quota limit the cores. `usable_cores` and `split_cores`
+compute the numbers of threads and are pure. The other functions read the limits from the kernel.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def usable_cores(affinity: int, quota: float | None) -> int:
 
     affinity: number of cores in the affinity mask.
     quota: number of cores that a container's quota allows, or None. It is rounded to the nearest
-        whole number, at least 1. More threads would use up the quota together, and all of them
-        would stop until its period ends.
+        whole number, at least 1. With more threads, the process would use up the quota early and
+        stop until the end of its period.
     """
     if quota is None:
         return max(1, affinity)
@@ -49,14 +49,14 @@ def split_cores(
 ) -> Split:
     """Return the number of threads of engine and encoder on `cores` cores.
 
-    engine, encoder: numbers that the options set, which are kept, or "auto".
+    engine, encoder: number of threads that the options set, which is returned unchanged, or "auto".
     by_quota: whether a quota limits `cores`.
 
     By default, the encoder gets a part of the cores, at least one, and the engine gets all cores.
-    The engine's threads take work in small pieces, so a core that the encoder uses for a while
-    costs the engine no more than that core (decision 33). With a quota, the engine gets only the
-    cores that the encoder does not, since two processes that use up the quota together stop until
-    its period ends.
+    The engine's threads take work in small pieces. While the encoder uses a core, the engine
+    therefore loses only that core's share of the speed (decision 33). With a quota, the engine gets
+    only the remaining cores, since both processes stop until the end of the quota's period once
+    they have used it up.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -124,7 +124,7 @@ def tightest_limit(
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
     """Yield the limits of a group and of all groups that contain it.
 
-    In a container, the path may be one of the host that is not visible. `root` is then the
+    In a container, the path may be one of the host, which is not visible. `root` is then the
     container's own group.
     """
     for folder in _with_parents(path):

@@ -52,7 +52,7 @@ class ForkServer:
 
         module: module that the fork server runs; it must call `serve`.
         settings: environment variables that are added to ours.
-        data: bytes that the fork server can read with `given_data`.
+        data: bytes that `given_data` returns in the fork server.
         kind: kind of the forked processes' sockets.
         """
         self._module = module
@@ -143,9 +143,9 @@ class ForkServer:
 
 
 def given_data() -> bytes:
-    """Return the bytes that were given to the fork server. Call this in the fork server only."""
+    """Return the argument `data` of `ForkServer`. Only the fork server's process may call this."""
     file = int(sys.argv[2])
-    # All fork servers share the file's offset, so read without it.
+    # All fork servers share the file's offset, so read from an explicit offset.
     return os.pread(file, os.fstat(file).st_size, 0)
 
 

@@ -1,7 +1,8 @@
 """Access to the compiled kernels, the module `vlora._kernels`, which has a submodule per folder in
 csrc/.
 
-The submodule `runtime` has what the others share: instruction sets, threads and microbenchmarks.
+The submodule `runtime` contains what the other submodules share: instruction sets, threads and
+microbenchmarks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A wheel contains the model repository and the demo's checkpoint, adapters and samples in
 `vlora/_data`, in the layout of the source tree. So the relative paths in `model.json` are valid in
-both.
+the source tree and in a wheel.
 """
 
 from __future__ import annotations

@@ -39,9 +39,9 @@ class ImageFeatures:
     features: [rows, hidden] float32, output of the connector.
     layout: [images, 6] int32 with the columns first row, rows, t, h, w, is_video. The rows of image
         i are `features[first:first + rows]`, and follow those of image i - 1. is_video is the
-        number of frames that they show, 0 for an image. t is the number of steps in time, which is
-        above 1 for a clip whose frames are encoded together. h and w are the height and width in
-        patches.
+        number of frames that the rows encode; 0 for an image. t is the number of steps in time,
+        which is above 1 for a clip whose frames are encoded together. h and w are the height and
+        width in patches.
     adapter_version: version of the adapter whose vision part made the features; "" for the base
         model's tower; None if unknown.
     """
@@ -197,7 +197,7 @@ class HeadScores:
 
 
 class Timings(NamedTuple):
-    """Seconds from a request's arrival at the first of our models to each event.
+    """Seconds from a request's arrival at the server's first model to each event.
 
     queued: until the request was first scheduled.
     first_token: until its first token; 0 before.
@@ -252,7 +252,7 @@ class Output(NamedTuple):
         return self.finish_reason is not None or self.error is not None
 
     def merge(self, later: Output) -> Output:
-        """Return one output with the text and tokens of this output and of `later`.
+        """Return one output with the text and tokens of this output followed by those of `later`.
 
         All other values are those of `later`, the next output of the same request, which must have
         no error.
@@ -267,7 +267,7 @@ class Output(NamedTuple):
 def coalesce(outputs: Iterable[Output]) -> list[Output]:
     """Merge the outputs of each request into one.
 
-    Errors stay separate and come last, after the text that their requests have not sent yet.
+    Outputs with an error stay separate and come last, after the unsent text of their requests.
     Finished requests come first, so that clients whose answers end together send their next
     requests together.
     """

@@ -86,7 +86,7 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "extra_args": ({},),
 }
-"""Values with which a refused vLLM key is nevertheless accepted, since they describe what this
+"""Refused vLLM keys with the values that are accepted nevertheless, because they describe what this
 server does.
 
 Every refused key is also accepted as null.
@@ -121,7 +121,7 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Parameters of one request: how tokens are drawn, when the answer ends, and the priority.
+    """Sampling parameters of one request, its priority, and its deadline.
 
     temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to it.
     top_k: 0 means off; at most MAX_INTEGER.
@@ -137,9 +137,9 @@ class SamplingParams:
     min_tokens: number of tokens before which end of text is masked.
     ignore_eos: whether the answer continues after end of text.
     logprobs: number of alternatives to report besides the sampled token (0–20), or None.
-    choices: strings of which the answer must be one. They set `max_tokens` to None by default.
-    structured_outputs: structure that the answer must have. It sets `max_tokens` to None by
-        default.
+    choices: strings; the answer must be one of them. With choices, `max_tokens` is None by default.
+    structured_outputs: structure that the answer must have. With a structure, `max_tokens` is None
+        by default.
     priority: lower values go first, as in vLLM.
     deadline_ms: milliseconds from arrival after which the answer is useless. The request then ends
         with CANCELLED.

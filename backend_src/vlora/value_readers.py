@@ -1,4 +1,4 @@
-"""Readers, which check and convert a client's values, such as those from JSON.
+"""Readers: functions that check and convert a client's values, such as values from JSON.
 
 A reader takes the key, for its error message, and the value. It raises InvalidArgument, which names
 the key, what the value must be, and the value. Numbers and booleans may be given as text.
@@ -80,7 +80,7 @@ def read_text(key: str, value: Any) -> str:
 
 
 def is_text(value: Any) -> bool:
-    """Return whether a value is a string that UTF-8 can encode, so one without lone surrogates."""
+    """Return whether a value is a string that UTF-8 can encode, which has no lone surrogates."""
     try:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:

@@ -1,4 +1,4 @@
-"""The adapters benchmark: many registered adapters, many resident ones, and more than fit."""
+"""The adapters benchmark: many registered or resident adapters, and more than fit into memory."""
 
 from __future__ import annotations
 

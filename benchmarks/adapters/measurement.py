@@ -105,7 +105,7 @@ class ManyAdapters:
         return [DriverRequest(prompt(name), name, self._grid["output"]) for name in adapters]
 
     def run_registered(self) -> list[AdaptersResult]:
-        """Measure requests for the same five adapters with few and with many registered."""
+        """Measure requests for five adapters, with few and with many adapters registered."""
         few, many = self._grid["registered"]
         in_use = self.names[:few]
         roots = [
@@ -298,7 +298,7 @@ def _figure(result: AdaptersResult | None, key: str) -> Any:
 
 
 def _loading_over_quiet(outcome: Outcome) -> float | None:
-    """Return the median time of steps with a load or a packing, divided by that of others."""
+    """Return the median time of steps with a load or a packing, divided by that of other steps."""
     if not outcome.loading_steps or not outcome.quiet_steps:
         return None
     return round(median(outcome.loading_steps) / median(outcome.quiet_steps), 3)
@@ -313,5 +313,5 @@ def _load_seconds(engine: Engine, name: str) -> float:
 
 
 def _middle(outcomes: Sequence[Outcome]) -> Outcome:
-    """Return that outcome whose throughput is the median."""
+    """Return the outcome with the median throughput."""
     return sorted(outcomes, key=lambda outcome: outcome.throughput)[len(outcomes) // 2]

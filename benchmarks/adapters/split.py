@@ -49,7 +49,10 @@ class SplitPool(PagePool):
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=False))
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether a run of `count` pages fits below the wall. Ignore `kv_pages`."""
+        """Return whether an adapter of `count` adjacent pages fits below the wall.
+
+        kv_pages: ignored, because keys and values use the other side of the wall.
+        """
         free = self._owner.count(Owner.FREE, 0, self.wall)
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=True))
 
@@ -114,8 +117,8 @@ class UnpairedPages:
 
     Every request of this benchmark has an adapter.
 
-    held: number of such pages that running requests hold.
-    cached: share of all KV pages that are such pages and are held by the prefix cache only.
+    held: number of these pages that running requests hold.
+    cached: number of these pages that only the prefix cache holds, as a share of all KV pages.
     """
 
     held: list[int] = field(default_factory=list)

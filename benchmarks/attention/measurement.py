@@ -30,7 +30,7 @@ COLD_BYTES = Cpu.here().cold_bytes
 READ_BYTES = 64 << 20
 MULTIPLY_ROUNDS = 1_000_000
 MIXED_DECODES = 8
-"""Number of decoding requests that a mixed step has beside its chunk."""
+"""Number of decoding requests that a mixed step has in addition to its chunk."""
 GROUP_KEYS = {"phase", "heads", "rows", "contexts", "quick"}
 
 
@@ -219,9 +219,9 @@ def measure(cell: AttentionCell, effort: Effort, roofline: Roofline) -> Attentio
 
 
 def summarize(results: Sequence[AttentionResult]) -> dict[str, Any]:
-    """Return the smallest speed-up over torch's attention, its cell, and the means by phase.
+    """Return the smallest speed-up over torch's attention, its cell, and means by phase.
 
-    The means are shares of the roofline.
+    Each mean is that of `share_of_limit` over the cells of a phase.
     """
     worst = min(results, key=lambda result: result.vs_twin)
     summary: dict[str, Any] = {

@@ -93,7 +93,10 @@ class InProcess:
         self._loop.shutdown(DRAIN_SECONDS)
 
     def run(self, requests: Sequence[LoadRequest]) -> tuple[LoadTimes, StepTrace]:
-        """Run all requests at once. Images are encoded one after another, then submitted."""
+        """Run all requests together, and return their times and the work of the steps.
+
+        The requests are submitted one after another, each once its image is encoded.
+        """
         self._runs += 1
         ids = [f"in-process-{self._runs}-{i}" for i in range(len(requests))]
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)

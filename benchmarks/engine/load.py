@@ -52,7 +52,7 @@ def png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> bytes:
 
 
 def sampling(adapter: str | None, max_tokens: int = OUTPUT) -> dict[str, Any]:
-    """Return the sampling parameters of a request: greedy, with exactly this many tokens."""
+    """Return sampling parameters for a greedy answer of exactly `max_tokens` tokens."""
     adapters = {} if adapter is None else {"lora_name": adapter}
     return {"temperature": 0, "max_tokens": max_tokens, "ignore_eos": True, **adapters}
 

@@ -118,7 +118,7 @@ class EnginePair:
         self._warm = False
 
     def run(self, load: Load, repeats: int) -> EngineResult:
-        """Run a load in process and over gRPC alternately. Each repeat has other prompts."""
+        """Run a load in process and over gRPC alternately. Each repeat uses different prompts."""
         if not self._warm:
             self._engine.run(load.draw(self._checkpoint, 0)[:2])
             self._warm = True

@@ -64,7 +64,7 @@ class OverGrpc:
         self._stack.close()
 
     def run(self, requests: Sequence[LoadRequest]) -> LoadTimes:
-        """Send all requests at once, one per stream. Raises the error of a failed request."""
+        """Send all requests at once, one per stream. If a request fails, raise its error."""
         all_inputs = [_inputs(request) for request in requests]
         first: dict[int, float] = {}
         end: dict[int, float] = {}

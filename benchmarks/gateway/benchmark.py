@@ -107,7 +107,7 @@ class GatewayBenchmark(Benchmark[Cell]):
         self._runner.run(clients.close())
 
     def _latency(self, serving: Serving, clients: Clients, kind: str, number: int) -> Row:
-        """Measure rounds over gRPC and the gateway in turn. The first of each is not counted."""
+        """Alternate rounds over gRPC and the gateway. The first round of each is not counted."""
         ways = {"grpc": clients.over_grpc, "gateway": clients.over_gateway}
         token: dict[str, list[float]] = {way: [] for way in ways}
         first: dict[str, list[float]] = {way: [] for way in ways}

@@ -75,7 +75,7 @@ class Connection:
         self._writer: asyncio.StreamWriter | None = None
 
     async def open(self) -> None:
-        """Connect."""
+        """Open the connection to the gateway."""
         self._reader, self._writer = await asyncio.open_connection(self.host, self.port)
 
     def close(self) -> None:

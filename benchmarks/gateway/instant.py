@@ -31,7 +31,7 @@ DESCRIPTION = {"max_model_len": 4096, "tasks": ["raw"], "adapters": []}
 class InstantServer:
     """The server in its own process. It has no metrics. Use as a context manager.
 
-    It may not answer yet when the context opens. The gateway's `/health` tells when it does.
+    It may not answer yet when the context opens. The gateway's `/health` shows when it is ready.
     """
 
     metrics_url: str | None = None

@@ -53,7 +53,7 @@ class PeftLoop(LoraOperator):
     def prepare(self, pairs: Sequence[LoraPair], cell: KernelCell) -> LoraCall:
         modules = {str(i): (_linear(pair.a), _linear(pair.b)) for i, pair in enumerate(pairs)}
         dropout = torch.nn.Identity()
-        scaling = 1.0  # B contains the scale already, but PEFT multiplies all the same.
+        scaling = 1.0  # B already contains the scale, but PEFT always multiplies by one.
         adapter_names = [str(slot) for slot in cell.slots]
         shape = (cell.requests, cell.rows, cell.width)
 
@@ -139,7 +139,7 @@ class Padded(LoraOperator):
 class InFloat32(LoraOperator):
     """Baseline with fp32 weights and rows for a bf16 cell.
 
-    It is how one would use a CPU without bf16 instructions.
+    A program on a CPU without bf16 instructions would use the baseline in this way.
     """
 
     dtype: ClassVar[torch.dtype | None] = torch.float32

@@ -1,7 +1,7 @@
 """The policies benchmark: seeded traces, measured in real time and simulated.
 
 Every measured replay is also simulated on the same trace. Larger traces are only simulated. With
---json a later run continues with the rows that the file lacks.
+--json, a later run adds only the rows that the file does not contain.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         return self._engine
 
     def _key(self, job: Job) -> Row:
-        """Return the items that a row of this job has and no row of another job."""
+        """Return the items of a row that identify this job."""
         from benchmarks.policies.source_fingerprint import source_fingerprint
 
         assert job.cell is not None

@@ -31,7 +31,7 @@ class ClosedLoop:
     """An engine with a constant number of concurrent requests.
 
     The grid's entry holds `count` (number of requests), `tokens` (tokens per request), `at_once`
-    (number of concurrent requests) and `adapters` (number of adapters beside the base model).
+    (number of concurrent requests) and `adapters` (number of adapters, without the base model).
     """
 
     def __init__(self, demo: Path, grid: Mapping[str, Any]) -> None:

@@ -54,7 +54,7 @@ class PolicyEngine:
     ) -> Replay:
         """Replay a trace in simulated time.
 
-        free_adapters: whether adapters cost nothing. No change of modes can gain more than this.
+        free_adapters: whether adapters cost nothing, which bounds what a choice of modes can gain.
         """
         options = self.options
         costs = replace(

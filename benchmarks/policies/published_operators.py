@@ -1,8 +1,9 @@
 """LoRA operators of other systems, for use in our engine in place of ATMM.
 
-Semantics of each: as `vlora.atmm.op.apply`. As in the original systems, every step gathers the
-weights of the rows' adapters and lays them out again. On a CPU without bf16 instructions they
-multiply in fp32, with weights that are converted once, because torch would emulate bf16 products.
+Semantics: each operator computes what `vlora.atmm.op.apply` specifies. As in the original systems,
+every step gathers the weights of the rows' adapters and copies them into the operator's layout. On
+a CPU without bf16 instructions, the operators multiply in fp32 with weights that are converted
+once, because torch would emulate bf16 products.
 """
 
 from __future__ import annotations

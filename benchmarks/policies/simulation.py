@@ -18,7 +18,7 @@ def fork(costs: CostModel) -> CostModel:
 
 
 def without_adapters(costs: CostModel) -> CostModel:
-    """Return a cost model in which adapters cost nothing. No mode can gain more than this."""
+    """Return a cost model in which adapters cost nothing, which bounds the gain of any mode."""
     profile = replace(
         costs.profile,
         lora_calls=0.0,

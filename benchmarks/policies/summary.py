@@ -21,8 +21,9 @@ Setting = dict[str, Any]
 
 
 def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
-    """Return ratios of our policy's latency to others', and their bounds. Below 1 ours is faster.
+    """Return the ratios of our policy's latency to that of each other policy, and their bounds.
 
+    Below 1, our policy is faster.
     Figures that were not measured are None.
     """
     measured, again = (

@@ -1,7 +1,7 @@
 """Seeded traces of the paper's two applications: arrivals, adapters and lengths of requests.
 
 Skewness is the share of requests for the most popular adapter (§6.3). The other adapters share the
-rest equally. This module knows nothing about models: lengths are numbers of tokens.
+rest equally. This module does not depend on models: lengths are numbers of tokens.
 """
 
 from __future__ import annotations

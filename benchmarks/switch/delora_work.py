@@ -32,8 +32,8 @@ READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 5_000_000
 UNMERGED, MIXTURE = "unmerged", "mixture"
 HOT_ROWS, MIN_CALLS, MAX_CALLS = 512, 4, 64
-"""Total number of rows of a series of calls, and limits of the number of calls. All but the first
-call find the adapter in the caches."""
+"""Total number of rows of a series of calls, and limits of the number of calls. The first call
+loads the adapter into the caches, from which all others read it."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def measure(
 
 
 def summarize(results: Sequence[DeloraResult]) -> dict[str, Any]:
-    """Return the measured ratios, and the largest error of a prediction by phase."""
+    """Return the measured ratios, and for each phase the largest error of either prediction."""
     summary: dict[str, Any] = {}
     for result in results:
         key = f"delora_{result.phase}_{result.starved}_of_{result.requests}"

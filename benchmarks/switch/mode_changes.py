@@ -76,7 +76,7 @@ def measure_changes(
     # Two adapters of the largest rank, so that all merges are equally large.
     ranks = [model.engine.adapters.adapter(slot).info.ranks for slot in model.slots]
     pair = [slot for slot, own in zip(model.slots, ranks, strict=True) if own == max(ranks)]
-    pair *= 2  # The model may have only one.
+    pair *= 2  # The model may have only one such adapter.
     gaps: dict[str, list[float]] = {name: [] for name, _, _ in CHANGES}
     for number in range(1 + grid["quick_rounds" if quick else "rounds"]):
         for name, index, all_live in CHANGES:
@@ -179,7 +179,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the gaps between two tokens with and without a merge, and the drift, by type.
 
-    The drift is the one after the largest number of switches.
+    The drift is taken after the largest number of switches.
     """
     summary: dict[str, Any] = {"unmerge_us": round(unmerge_us(), 2)}
     for change in changes:

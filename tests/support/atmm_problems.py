@@ -57,7 +57,7 @@ compiled = pytest.mark.skipif(
 def group_of(
     d_in: int, d_outs: Sequence[int], ranks: Sequence[int | None], dtype: torch.dtype = FP32
 ) -> LoraGroup:
-    """Return a group of random pairs that keep values near 1. A rank of None: no pair."""
+    """Return a group of random pairs that keep values near 1. A rank of None means no pair."""
     group = LoraGroup(d_in, d_outs, dtype)
     for rank in ranks:
         group.append(

@@ -1,4 +1,4 @@
-"""Count of GPU launches: GPU kernels, ATMM's, and operations of torch other than views."""
+"""Counter of GPU launches: GPU kernels, calls of ATMM, and torch operations other than views."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class _Recorder(TorchDispatchMode):
 
 
 class EmulatedCounts(ctypes.Structure):
-    """emulation::Counts of csrc/atmm/cuda/host/emulation.cuh."""
+    """The C++ structure emulation::Counts of csrc/atmm/cuda/host/emulation.cuh."""
 
     _fields_ = tuple(
         (name, ctypes.c_uint64) for name in ("blocks", "shared_accesses", "warp_counts", "launches")

@@ -6,10 +6,11 @@ Each request is a valid one with one to four mutations of its bytes, shapes, typ
 parameters, images, ids or requested outputs (`mutations.py`). It is sent over unary gRPC, a gRPC
 stream, or HTTP `generate`, `generate_stream` or `infer`.
 
-Faults of a server: no final reply within the deadline (`hang`), an error without one of our codes
-that does not come from a check of Triton either (`untyped`), INTERNAL (`fault`), a traceback
-(`traceback`), a connection that breaks (`dead`), and valid requests whose answers have changed
-(`parity`).
+Each fault of a server has a name:
+`hang`: no final reply arrives within the deadline.
+`untyped`: an error has no code of `vlora.errors` and is not from one of Triton's own checks.
+`fault`: the error INTERNAL. `traceback`: a reply contains a traceback.
+`dead`: the connection breaks. `parity`: the answer to a valid request has changed.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ def _lark(text: str) -> Structure:
 
 
 def _chain(count: int, value: Any, last: Any) -> dict[str, Any]:
-    """Return definitions, each with a reference to the next. value: makes one of a reference."""
+    """Return definitions, each of which refers to the next. value: makes one from a reference."""
     inner = {f"a{i}": value({"$ref": f"#/$defs/a{i + 1}"}) for i in range(count)}
     return {"$ref": "#/$defs/a0", "$defs": inner | {f"a{count}": last}}
 

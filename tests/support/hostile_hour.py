@@ -1,4 +1,4 @@
-"""A server under attack: healthy clients with known answers beside hostile clients.
+"""A server under attack: healthy clients with known answers, and hostile clients.
 
 Quiet and hostile phases alternate on one server under the same healthy load, so that a slow machine
 affects both. Hostile clients send images that keep a codec busy, numbers of absurd size, and
@@ -115,7 +115,7 @@ class HostileHour:
     """Healthy and hostile clients of one server. All their threads end with each phase."""
 
     def __init__(self, server: TritonServer, ask: Asker, adapters: Path, versions: Path) -> None:
-        """Prepare clients. adapters: served folder. versions: folder with those of `VERSIONS`."""
+        """Prepare clients. adapters: served folder. versions: folder of the files of `VERSIONS`."""
         self._server = server
         self._ask = ask
         self._adapters = adapters

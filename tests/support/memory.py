@@ -27,7 +27,7 @@ def resident_bytes(field: str = "VmRSS") -> int:
 
 
 def peak_growth(function: Callable[[], object]) -> int:
-    """Call a function. Return by how many bytes resident memory exceeded its size before."""
+    """Call a function. Return its peak resident memory minus that before the call, in bytes."""
     before = resident_bytes()
     Path("/proc/self/clear_refs").write_text("5")
     function()

@@ -91,7 +91,7 @@ class Tensor:
 class Question:
     """One request, which can be sent over several protocols.
 
-    inputs: the inputs for gRPC. texts: the same for JSON. kinds: names of the mutations.
+    inputs: inputs for gRPC. texts: the same inputs for JSON. kinds: names of the mutations.
     """
 
     model: str

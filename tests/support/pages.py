@@ -1,4 +1,4 @@
-"""Holders of pages for tests of the page pool."""
+"""Fake owners of pages, for tests of the page pool."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request that arrives before step `step`, for case number `case` modulo their number.
+    """A request that arrives before step `step`. Its case is `case` modulo the number of cases.
 
     abort_after: number of steps until its abort, or None.
     """

@@ -31,8 +31,7 @@ def build(out: Out, seed: Annotated[int, typer.Option(help="Seed of the weights.
 def train(
     out: Out = CHECKPOINT, work: Work = WORK, quick: Quick = False, threads: Threads = 1
 ) -> None:
-    """Train the base model, which takes about 55 minutes on one core. An interrupted run
-    resumes."""
+    """Train the base model in about 55 minutes on one core. An interrupted run resumes."""
     from tools.demo.train import train_base
 
     train_base(out, work / "quick" if quick else work, quick, threads)

@@ -1,9 +1,9 @@
 """Send the held-out set to a server and compare its answers with the oracle's (transformers, PEFT).
 
-In float32 each text must equal the oracle's, unless the two best logits of the oracle are a near
-tie. Head scores may differ by 1e-4. The accuracies then equal those of the model card. In bfloat16
-answers may differ. The accuracy of each domain must stay within half a point of the card's, which
-was measured in float32. Without an address the script starts a server.
+In float32, each text must equal the oracle's, unless the two best logits of the oracle are a near
+tie. Head scores may differ by 1e-4. In bfloat16, answers may differ, but the accuracy of each
+domain must stay within half a point of the accuracy in the model card, which was measured in
+float32. Without an address, the script starts a server.
 """
 
 from __future__ import annotations

@@ -25,7 +25,9 @@ BLIND_ITEMS = 100
 
 @dataclass(frozen=True)
 class Measured:
-    """Accuracies (0 to 1) of one domain over `n` items. kinds: the base's, by kind of question."""
+    """Accuracies (0 to 1) of one domain over `n` items.
+
+    kinds: accuracy of the base model by kind of question."""
 
     domain: str
     task: str

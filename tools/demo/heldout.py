@@ -30,8 +30,8 @@ DOMAINS = (*BASE_DOMAINS, *ADAPTER_DOMAINS)
 class Item:
     """One held-out request and its right answer.
 
-    `images` and `frames` are PNG files, 64x64. `boxes` are in pixels (x1, y1, x2, y2). `adapter`
-    is the adapter of this domain, and `kind` the skill within the domain.
+    `images` and `frames` are PNG files of 64x64 pixels. `boxes` are (x1, y1, x2, y2) in pixels.
+    `adapter` is the adapter of this domain, and `kind` names the skill that the question tests.
     """
 
     id: str

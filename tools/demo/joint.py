@@ -91,9 +91,9 @@ def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads)
     """Initialise the connector from the dense readouts, and balance the decoder's inputs.
 
     The connector's first layer becomes the dense readouts, normalised and scaled so that colour,
-    shape and position have equal magnitude. In raw features silhouettes dominate, and the decoder
-    would learn colours slowly. Where the readout "no object here" is active, it suppresses those
-    that are meaningful only for objects.
+    shape and position have equal magnitude. In raw features, silhouettes dominate, and the decoder
+    would learn colours slowly. In patches without an object, the readout "no object here"
+    suppresses the readouts that are meaningful only for objects.
     """
     connector = model.model.multi_modal_projector
     with torch.no_grad():

@@ -141,7 +141,7 @@ class Run:
 
 
 def _optimizers(groups: list[dict[str, Any]], stage: Stage) -> list[torch.optim.Optimizer]:
-    """Return AdamW and, if `stage.muon`, also Muon for the matrices between layers."""
+    """Return AdamW and, if `stage.muon`, also Muon for the hidden layers' matrices."""
     muon: list[dict[str, Any]] = []
     adam: list[dict[str, Any]] = []
     for group in groups:

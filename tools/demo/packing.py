@@ -26,9 +26,10 @@ Ints = NDArray[np.int64]
 class Pack:
     """A training batch. Arrays [rows, length] int64; images uint8 [n, 64, 64, 3] in row order.
 
-    `branches` is 0 in the prefix, 1… in the branches, and -1 in the padding. `targets` is the next
-    token at each position that predicts a token of an answer. `ends` [branches, 2] holds row and
-    column of each branch's last prompt token. `kinds` and `classes` have one entry per branch.
+    `branches` is 0 in the prefix, the number of the branch (from 1) in a branch, and -1 in the
+    padding. `targets` is the next token at each position that predicts a token of an answer. `ends`
+    [branches, 2] contains the row and the column of each branch's last prompt token. `kinds` and
+    `classes` have one entry per branch.
     """
 
     images: NDArray[np.uint8]

@@ -21,7 +21,7 @@ MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 class Sample:
     """A picture or clip of a domain with a question about it.
 
-    Either `scene` or `clip` is set: the question is about a picture or a clip.
+    Exactly one of `scene` (a picture) and `clip` is set.
     """
 
     question: Question
@@ -33,8 +33,9 @@ class Sample:
 class Recipe:
     """Recipe of an adapter. `targets` are suffixes of the decoder's linear layers.
 
-    `domains` maps a domain's name to a function that draws a Sample from a random state and
-    whether it is held out. An adapter with a head answers `head_tasks` with one of `labels`.
+    `domains` maps a domain's name to a function that draws a Sample. Its arguments are a random
+    generator, and whether the sample is held out from training. An adapter with a head answers
+    `head_tasks` with one of `labels`.
     """
 
     name: str

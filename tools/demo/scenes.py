@@ -22,8 +22,10 @@ Pixels = NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Thing:
-    """An object. `box` is its bounding box. `mark` is its own opacity map, such as that of a
-    digit."""
+    """An object in a scene.
+
+    `box` is its bounding box. `mark` is an opacity map for objects without a geometric shape, such
+    as digits."""
 
     shape: str
     colour: str

@@ -1,7 +1,8 @@
-"""Outlines and fills as functions of coordinates: the inside of a shape, and its dark parts.
+"""Outlines and fills of shapes, as functions that return boolean masks.
 
-Outlines take u, v in [-1, 1] over the object's box, where v grows downwards. Fills take x, y in
-pixels of the 64-pixel scene. Both take float arrays and return boolean arrays of the same shape.
+An outline is true inside the shape. Its arguments u, v are in [-1, 1] over the object's box, where
+v grows downwards. A fill is true in the dark parts of a texture. Its arguments x, y are in pixels
+of the 64-pixel scene. Arguments are float arrays, and the mask has the same dimensions.
 """
 
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""Implementation of `make dist`: build wheel and sdist, check them, and let each serve the demo."""
+"""Implementation of `make dist`: build and check wheel and sdist, and serve the demo with each."""

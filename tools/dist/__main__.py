@@ -1,7 +1,8 @@
-"""Build the wheel and the sdist into dist/, check their contents, and let each serve the demo.
+"""Build the wheel and the sdist into dist/, check their contents, and serve the demo with each.
 
 Each distribution is installed into a fresh environment outside the source tree. A server started
-from it must answer the demo's questions. This takes minutes, because the kernels compile twice.
+from this environment must answer the demo's questions. This takes minutes, because the kernels are
+compiled twice.
 
 usage: python -m tools.dist
 """

@@ -1,8 +1,8 @@
 """Write the lock files of the images: one wheel for each package, with its SHA-256.
 
-The versions are those of constraints.txt and of pyproject.toml's `build-system.requires`; packages
-that neither names (CUDA's, for example) get the newest version that fits. Each lock is for one
-Python and one platform, so `pip install --require-hashes` accepts exactly one file of a package.
+The versions are those of constraints.txt and of `build-system.requires` in pyproject.toml. Packages
+that are in neither file (CUDA's, for example) get the newest compatible version. Each lock is for
+one Python and one platform, so `pip install --require-hashes` accepts exactly one file per package.
 
 usage: python -m tools.dist.lock [--torch-wheels DIR]
 """
@@ -57,7 +57,7 @@ def build_requirements() -> list[str]:
 
 
 SERVING = ("gateway", "structured")
-"""Extras that both images have, beside what makes each of them a server."""
+"""Extras of the package that each image includes, in addition to its own server."""
 
 LOCKS = (
     Lock("requirements.build.txt", (3, 11), (2, 36), False, others=tuple(build_requirements())),

@@ -1,7 +1,7 @@
 """Trial of a distribution: install it into a fresh environment, serve, and ask questions.
 
-The server runs in the new environment, outside the source tree. The questions are sent from this
-one, because the sample pictures are not part of a distribution.
+The server runs in the new environment, outside the source tree. The questions are sent from the
+source tree's environment, because the sample pictures are not part of a distribution.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ INHERITED = ("HOME", "LANG", "LD_LIBRARY_PATH", "TMPDIR", "SSL_CERT_FILE")
 
 
 class TrialError(ClientError):
-    """Error of one step, with the end of the command's output."""
+    """Raised if a step fails. The message contains the end of the command's output."""
 
 
 def clean_environment(folder: Path) -> dict[str, str]:

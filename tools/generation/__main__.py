@@ -32,7 +32,8 @@ TRAINING = {
 def export(folder: Path, names: tuple[str, ...], most: int | None = None) -> Path:
     """Write the pictures of the items and the specification. Return the specification's path.
 
-    most: maximum number of pictures per item; None for the number that its source gives.
+    most: maximum number of pictures per item; None for the default of each item's source.
+
     An item whose package is missing is left out, and the reason is printed.
     """
     listed = []

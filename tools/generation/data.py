@@ -45,8 +45,8 @@ class Source:
 
     export: function that writes pictures into a folder, up to a given number.
     examples: maximum number of pictures.
-    needs: name under which users install the required package.
-    modules: modules of it that the teacher imports.
+    needs: name of the required package, as users install it.
+    modules: modules of the required package that the teacher imports.
     real: whether the pictures are real data.
     conversations: whether the pictures come with LLaVA conversations.
     """

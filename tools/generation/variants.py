@@ -75,7 +75,7 @@ VARIANTS = {
 
 
 def write_spec(plain: Path, name: str, variant: Variant) -> Path:
-    """Write the specification of a run beside `plain`, which all runs have in common."""
+    """Write the specification of a run into the folder of `plain`, on which it is based."""
     spec = yaml.safe_load(plain.read_text(encoding="utf-8"))
     spec["training"] |= TRAINING | variant.training
     spec["options"] = variant.options.model_dump()

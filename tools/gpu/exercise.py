@@ -1,6 +1,6 @@
 """Call every kernel once on small data of odd sizes, for compute-sanitizer or the emulation.
 
-A wrong result raises AssertionError, because a sanitizer must not change results.
+A wrong result raises AssertionError, since kernels must compute correctly under a sanitizer, too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def exercise(operator: Operator, tiles: int) -> int:
         MergedParts(operator, [MergeUpdate(0, factors)])(torch.empty_like(base), base)
         calls += 1
     heads = DeviceGroup(100, [1], torch.float32, operator.device)
-    heads.put_head(0, HeadMatrix(torch.randn(7, 100), torch.randn(7)))  # This copies it to the GPU.
+    # `put_head` copies the head to the GPU.
+    heads.put_head(0, HeadMatrix(torch.randn(7, 100), torch.randn(7)))
     heads.ready()
     x = torch.randn(5, 100, device=operator.device)
     scores = torch.zeros(5, 7, device=operator.device)

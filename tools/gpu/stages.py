@@ -27,7 +27,7 @@ Ending = Literal["done", "failed", "out of time", "lacking", "not started"]
 
 
 class Lacking(Exception):
-    """Raised by a stage that lacks something. The message says how to get it."""
+    """Raised by a stage if a program or a device is missing. The message says how to get it."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The `switch` benchmark on a GPU: merging all layers against the limit, addmm and a copy."""
+"""The `switch` benchmark on a GPU: merging all layers, compared with roofline, addmm and a copy."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def measure(
 ) -> dict[str, Any]:
     """Measure a merge out of place and in place, addmm per matrix, and a plain copy.
 
-    For the limit, W is read and M written once. The products are computed in fp32 without tensor
-    cores, since the result must be rounded only once.
+    In the roofline, W is read once and M is written once. The products are computed in fp32 without
+    tensor cores, since the result must be rounded only once.
     """
     device = operator.device
     base = torch.randn(model.elements, device=device).to(dtype)

@@ -86,7 +86,8 @@ class CpuBackend:
     def configs(self, shape: Shape) -> Sequence[str]:
         """Return the configurations within all limits.
 
-        Of several that run the same code it returns only one, the built-in one if possible.
+        If several configurations run the same code, only one is returned, the built-in one if it is
+        among them.
         """
         built_in = self.built_in(shape)
         widest = tiles.widest(self.dtype)

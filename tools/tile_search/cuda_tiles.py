@@ -137,10 +137,11 @@ def _ratio(a: int, b: int) -> float:
 
 
 def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
-    """Keep, for each block, the warp shape that loads least from shared memory.
+    """Return one tile for each block: the one whose warps load least from shared memory.
 
-    Of its tiles, keep the one with most stages at depth 32 and with fewest at depth 64, because a
-    deeper tile fills its pipeline with fewer stages.
+    Of tiles that differ only in their stages, the one with the most stages is returned for depth 32
+    and the one with the fewest for depth 64, because a deeper tile fills its pipeline with fewer
+    stages.
     """
     best: dict[tuple[int, int, int], list[CudaTile]] = {}
     for tile in found:

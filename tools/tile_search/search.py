@@ -6,7 +6,7 @@
         PROFILE; UPDATEBESTCONFIG                  → profile: interleaved, hot and cold;
                                                      duel: the best against the built-in one
 
-This module knows shapes, functions and clocks. A `Backend` defines and runs configurations.
+This module handles shapes and timing. A `Backend` defines and runs configurations.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Backend(Protocol):
     """Interface of the device whose configurations are searched."""
 
     def key(self, shape: Shape) -> str:
-        """Return the key of a shape in the table. Of shapes with the same key, one is profiled."""
+        """Return the key of a shape in the table. Only one shape per key is profiled."""
 
     def built_in(self, shape: Shape) -> str:
         """Return the configuration that is used if there is no table."""
@@ -204,7 +204,8 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
 def choose(hot: Profile, cold: Profile) -> str:
     """Return the configuration with the smallest product of hot and cold times.
 
-    Adapters are hot in a small model and cold in a large one, and a table serves both.
+    A table is used for small models, whose adapters are hot, and large ones, whose adapters are
+    cold.
     """
     shared = [name for name in hot.seconds if name in cold.seconds]
     return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
@@ -230,7 +231,7 @@ class Duel:
 
 
 def wins(hot: Duel, cold: Duel) -> bool:
-    """Return whether ours is faster, in both duels together, by more than their noise."""
+    """Return whether our configuration is faster, in the two duels together, by more than noise."""
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)
 

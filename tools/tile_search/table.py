@@ -28,7 +28,7 @@ def write(
     found: Iterable[Mapping[str, Any]],
     **searched: Any,
 ) -> None:
-    """Write the table atomically, because an engine that starts meanwhile must read all of it."""
+    """Write the table atomically, so that an engine never reads a partly written file."""
     found = sorted(found, key=lambda entry: str(entry["key"]))
     table = {
         "version": VERSION,

@@ -1,4 +1,7 @@
-"""Identification of a CPU by its properties, because virtual machines hide its product name."""
+"""Identification of a CPU by vendor, family, model and cache sizes.
+
+Virtual machines hide the product name.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class Cpu:
         cache.
 
         The model and the last-level cache are not compared, because a virtual machine may report
-        any.
+        arbitrary values for them.
         """
         ours, others = self.name.split("-"), name.split("-")
         return len(others) == len(ours) and all(ours[i] == others[i] for i in (0, 1, 4))

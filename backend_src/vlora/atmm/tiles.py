@@ -1,6 +1,6 @@
-"""Tile configurations of the compiled core, and the table that chooses among them.
+"""Tile configurations of the compiled core, and the tables from which they are chosen by shape.
 
-The tables are read here. The look-up itself is in C++ (csrc/atmm/include/atmm/table.h).
+This module reads the tables. The look-up is in C++ (csrc/atmm/include/atmm/table.h).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 Operation = Literal["apply", "merge"]
 OPERATIONS: tuple[Operation, ...] = ("apply", "merge")
-"""Operations in the order of their numbers in keys of tables."""
+"""Operations of the LoRA operator. The index of an operation is its number in the keys of tables.
+"""
 DTYPE_NAMES = ("fp32", "bf16")
 TABLES = Path(__file__).parent / "tables"
 VERSION = 2
@@ -45,7 +46,7 @@ def current_isa(dtype: str) -> str:
 
 @contextmanager
 def isa(name: str) -> Iterator[None]:
-    """Use one instruction set for both types within the context.
+    """Use one instruction set for fp32 and bf16 within the context.
 
     name: a name from `isas`, or "twin", which is AMX emulated in plain C++ for tests.
 
@@ -69,16 +70,16 @@ def widest(dtype: str) -> int:
 
 
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
-    """Return every compiled configuration of the current instruction set. The index is
+    """Return every compiled configuration of the current instruction set. Its index in the list is
     its number.
     """
     return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 
 
 class Sizes(TypedDict):
-    """Sizes on which the choice of a tile depends, besides operation and type.
+    """Sizes on which the choice of a tile depends, in addition to the operation and the type.
 
-    They are in the order in which the compiled core takes them.
+    Their order is the order of the compiled core's arguments.
 
     threads: 1 by default.
     """
@@ -229,8 +230,8 @@ def clear() -> None:
 def counters() -> dict[str, int]:
     """Return the counts of look-ups by outcome since the last reset.
 
-    `hits` found their bucket. `misses` took the nearest bucket. `defaults` were made without a
-    table.
+    `hits` counts look-ups whose bucket is in the table. `misses` counts those that used the nearest
+    bucket of the table, and `defaults` those that used the built-in choice for lack of a table.
     """
     return cast(dict[str, int], native.kernels().atmm.counters())
 

@@ -19,7 +19,7 @@ from vlora.structured.grammars import Grammars, tokenizer_data
 
 
 class Admission:
-    """Checks requests and makes the states that the engine queues for them. Safe to use from any
+    """Checks requests and creates the states that the engine queues. It can be used from any
     thread.
 
     merge_is_lossy: whether merged weights are rounded (see `engine.sequence.mode_of`).
@@ -53,8 +53,8 @@ class Admission:
     def prepare(self, request: Request) -> RequestState:
         """Check a request, tokenize its prompt and return its state, which holds no pages yet.
 
-        If the answer must follow a grammar, it is compiled here, which may take some seconds.
-        Raises a VLoraError if the request is refused.
+        If the request restricts its answer by a grammar, the grammar is compiled here, which may
+        take some seconds. Raises a VLoraError if the request is refused.
         """
         params = request.sampling
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)

@@ -46,9 +46,9 @@ BUDGET_SECONDS = 4.0
 DECODE_REQUESTS = 16
 """Number of requests in the measured decode steps."""
 DISTINCT_ADAPTERS = 8
-"""Maximum number of rows in the measured step in which each row has an adapter of its own."""
+"""Maximum number of rows of the measured step in which each row has a different adapter."""
 SHORT_CONTEXT, LONG_CONTEXT = 16, 512
-"""Context lengths in tokens. The cost of attention follows from steps that differ only in them."""
+"""Context lengths in tokens of the steps that measure the cost of attention."""
 CHUNK_ROWS = 64
 """Maximum number of rows in the measured prefill steps."""
 
@@ -96,9 +96,7 @@ def load_or_measure(
 
 
 def _kernels() -> list[str]:
-    """Return the names of the backends in use; if kernels are compiled, also their instruction
-    sets.
-    """
+    """Return the names of the backends in use and, for the CPU, the kernels' instruction sets."""
     served = [backends.backend_of("atmm"), backends.backend_of("kernels")]
     if "cpu" not in served:
         return [*served]
@@ -138,7 +136,7 @@ class AdapterSizes:
 
 
 class SyntheticSteps:
-    """Runs and times steps of made-up requests. They overwrite `pages`, each of `block` tokens.
+    """Runs and times steps of synthetic requests. They overwrite `pages`, each of `block` tokens.
 
     max_rows: maximum number of rows in a step.
     """
@@ -175,14 +173,14 @@ class SyntheticSteps:
         return min(times)
 
     def max_context(self, requests: int) -> int:
-        """Return the maximum context in tokens if this many requests share the pages equally."""
+        """Return the maximum context in tokens if `requests` requests share the pages equally."""
         return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
         """Merge a slot into the base weights REPEATS times and return the shortest time in seconds.
 
         other: slot to merge before each repeat, so that the merged weights of `slot` are not
-            reused. If it equals `slot`, the time includes preparing the adapter's first merge.
+            reused. If `other` equals `slot`, the time includes preparing the adapter's first merge.
         """
         times = []
         for _ in range(REPEATS):
@@ -262,8 +260,8 @@ class Calibration:
     def _add_attention(self, profile: Profile) -> Profile:
         """Return the profile with measured `position`, `pair` and `answer`.
 
-        The steps differ only in their context. Those that measured `products` contain attention,
-        too, so its time is subtracted from them.
+        The steps differ only in their context. The steps that measured `products` contain attention
+        as well, so the time of attention is subtracted from `products`.
         """
         steps = self.steps
         largest = profile.products[-1][0]
@@ -291,7 +289,8 @@ class Calibration:
         """Return the profile with measured `lora_calls`, `adapter_element` and
         `adapter_element_row`.
 
-        The steps have the smallest adapter, the largest ones, or many rows of the largest one.
+        The measured steps apply the smallest adapter to one row, the largest adapters to one row
+        each, and the largest adapter to many rows.
         """
         sizes = self.sizes
         count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
@@ -338,7 +337,7 @@ class Calibration:
 
 
 def _ascending(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Raise each time to at least that of all steps with fewer rows; a shorter time is noise."""
+    """Return the (rows, seconds) pairs, each time raised to at least those of fewer rows."""
     ascending, longest = [], 1e-9
     for rows, seconds in knots:
         longest = max(longest, seconds)

@@ -1,4 +1,4 @@
-"""Checks of a request's lengths, its `choices` and what it needs of its adapter.
+"""Checks of a request's lengths, its `choices` and its requirements on its adapter.
 
 Every error states the value and the limit.
 """
@@ -51,16 +51,17 @@ def admissible(
     prompt: int,
     longest_choice: int = 0,
 ) -> int:
-    """Return the maximum number of tokens of the answer, or raise InvalidArgument.
+    """Check a request against its adapter, and return the maximum number of tokens of the answer.
 
     These checks depend on the version of the adapter. They run on arrival, and again each time that
-    a waiting request is given a newer version.
+    a waiting request changes to a newer version.
 
     context: maximum number of tokens of a request with this adapter.
     prompt: number of tokens of the prompt.
     longest_choice: maximum number of tokens that a choice can need; 0 without `choices`.
 
-    Also raises Unavailable, if the images were encoded with another version.
+    Raises InvalidArgument if the adapter cannot serve the request or a length exceeds the context,
+    and Unavailable if the images were encoded with another version of the adapter.
     """
     _check_features(request, adapter)
     if request.use_head and (adapter is None or not adapter.info.head_labels):
@@ -76,7 +77,7 @@ def admissible(
 def _check_features(request: Request, adapter: AdapterHandle | None) -> None:
     """Raise Unavailable if the image features were made with another version of the adapter.
 
-    The encoder and the engine notice a change of its folder at slightly different times.
+    The encoder and the engine notice a change of the adapter's folder at slightly different times.
     """
     given = None if request.images is None else request.images.adapter_version
     has_part = adapter is not None and adapter.info.vision_ranks

@@ -1,9 +1,10 @@
 """Corrections of the cost model's predictions, learned from measured steps.
 
-A step is its forward pass plus the overhead around it: scheduling, sampling and delivering outputs.
-Two factors correct the predicted time of the forward pass. The pace is the speed of the machine
-over the last few steps of any kind. The other factor is how much steps of the same kind deviate
-from the pace. The overhead is not in the profile and is learned from steps alone (decision 42).
+A step consists of its forward pass and the overhead around it: scheduling, sampling and delivering
+outputs. Two factors correct the predicted time of the forward pass. The pace is the ratio of
+measured to predicted time in the last few steps of any kind. The factor of a kind corrects what
+remains of the error in steps of that kind. The overhead is not in the profile and is learned from
+steps alone (decision 42).
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ KIND_WEIGHT = 0.05
 MERGE_WEIGHT = 0.1
 """Weight of a new measurement in the factor of merges."""
 KIND_PRIOR = 2
-"""Number of measurements of ratio 1 with which the factor of each kind starts."""
+"""Prior of the factor of each kind: number of measurements of ratio 1 that it starts with."""
 OVERHEAD_FORGETTING = 0.02
 """Forgetting factor of the step-overhead estimate."""
 OUTLIER_FACTOR, OUTLIER_SECONDS = 3.0, 1e-3
-"""Limits of a measured overhead: this multiple of the expected overhead, or this many seconds if
-that is larger. A longer overhead counts as the limit, because the machine was busy with something
+"""A measured overhead is clipped to OUTLIER_FACTOR times the expected overhead, or to
+OUTLIER_SECONDS if that is longer. A longer overhead means that the machine was busy with something
 else.
 """
 
@@ -42,8 +43,8 @@ class RatioEstimate:
 
     weight: weight of a new measurement once there are at least 1/weight of them.
     log: natural logarithm of the average.
-    samples: number of measurements so far. A value above 0 at the start stands for as many
-        measurements of ratio 1.
+    samples: number of measurements so far. An initial value above 0 acts as that many measurements
+        of ratio 1.
     """
 
     weight: float
@@ -51,7 +52,7 @@ class RatioEstimate:
     samples: int = 0
 
     def learn(self, ratio: float) -> None:
-        """Add a measured time divided by its prediction."""
+        """Add a measurement: a measured time divided by its prediction."""
         self.samples += 1
         self.log += max(self.weight, 1 / self.samples) * (math.log(ratio) - self.log)
 
@@ -101,8 +102,8 @@ class StepOverhead:
 class Corrections:
     """Everything that a cost model has learned from steps.
 
-    pace: factor of all forward passes.
-    merges: factor of all merges.
+    pace: factor for the predicted times of all forward passes.
+    merges: factor for the predicted times of all merges.
     overhead: estimate of the time of a step outside its forward pass.
     """
 

@@ -17,8 +17,8 @@ from vlora.errors import Unavailable
 from vlora.structured.grammar import SLOW_NICENESS, VERY_SLOW_SECONDS, Grammar
 
 GRACE_SECONDS = 0.001
-"""Maximum seconds that a step waits for masks. It does not wait for a grammar whose last mask was
-late.
+"""Maximum seconds that a step waits for masks. The step does not wait for a grammar whose last mask
+was late.
 """
 
 IDLE_SECONDS = 0.005
@@ -28,7 +28,9 @@ MAX_WAIT_SECONDS = 10.0
 """Maximum seconds that a row waits for its mask. Then the grammar's process is ended."""
 
 COMPLETE = LogitsRow(finite=True)
-"""Row for an answer that its grammar has completed. It has no logits, because no token is drawn."""
+"""Row of a request whose grammar allows no further token. It has no logits, because no token is
+drawn.
+"""
 
 
 class _Held(NamedTuple):
@@ -59,7 +61,7 @@ class HeldRows:
         return len(self._held)
 
     def begin(self, state: RequestState) -> None:
-        """Open the matcher of a structured request before its first step. This requests its first
+        """Open the matcher of a structured request before its first step, and request its first
         mask.
         """
         if state.grammar is not None and state.matcher is None:

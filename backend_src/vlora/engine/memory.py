@@ -50,7 +50,7 @@ def pages_for_adapters(options: Options, page_bytes: int, needed: int) -> int:
 
 
 class EngineMemory:
-    """Owner of the page pool and its memory. Belongs to the engine's thread."""
+    """Owner of the page pool and its memory. Only the engine's thread may use it."""
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class EngineMemory:
         self._adapters = adapters
         self._max_model_len = max_model_len
         self._stuck: Sequence | None = None
-        """Oldest waiting request that was ever found to lack pages for its adapter, or None."""
+        """Oldest waiting request whose adapter got no pages in some step, or None."""
         self._stuck_since = 0.0
         self.block_size = options.block_size
         self.arrival_cutoff = math.inf
@@ -107,7 +107,7 @@ class EngineMemory:
     def context(self, handle: AdapterHandle | None) -> int:
         """Return the maximum number of tokens of a request with this adapter.
 
-        This many fit if the pool holds nothing but the adapter and the request. Raises
+        The maximum is reached if the pool holds nothing but the adapter and the request. Raises
         InvalidArgument if the adapter leaves no page for keys and values.
         """
         pages = 0 if handle is None else self._run_length(handle)
@@ -159,7 +159,7 @@ class EngineMemory:
         self.arrival_cutoff = math.inf if oldest is None or patient else oldest.arrival
 
     def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
-        """Give waiting requests the present version of their adapter.
+        """Set the adapter of each waiting request to the adapter's present version.
 
         Yields (request id, error) for each request for which this fails. A request that has started
         keeps its version.
@@ -177,9 +177,9 @@ class EngineMemory:
                 yield sequence.id, error
 
     def _use_present_version(self, sequence: Sequence, name: str) -> None:
-        """Give a request the present version of its adapter.
+        """Set a request's adapter to the present version of the adapter called `name`.
 
-        Raises a VLoraError if there is none, or if the request cannot be served with it.
+        Raises a VLoraError if there is no such adapter, or if it cannot serve the request.
         """
         handle = self._adapters.handle(name)
         sequence.max_tokens = admissible(

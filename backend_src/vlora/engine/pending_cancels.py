@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import Any
 
 PATIENCE_SECONDS = 30.0
-"""Seconds that a cancellation is stored. Encoding takes far less, and its request
-arrives after it.
+"""Seconds for which a cancellation is stored. The cancelled request arrives once its images are
+encoded, which takes far less time.
 """
 
 MAX_IDS = 4096
@@ -34,7 +34,7 @@ class PendingCancels:
         self._ended: OrderedDict[str, None] = OrderedDict()
 
     def ended(self, client_id: str) -> None:
-        """Note that the request with this id has ended."""
+        """Record that the request with this id has ended."""
         self._ended[client_id] = None
         self._ended.move_to_end(client_id)
         _evict_oldest(self._ended)

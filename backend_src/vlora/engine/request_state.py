@@ -133,7 +133,7 @@ class RequestState:
     def scored(self, values: torch.Tensor, now: float) -> Output:
         """Return the final output of a request that the adapter's vision task head answers.
 
-        values: [classes] float32, before softmax.
+        values: [classes] float32, the head's outputs before softmax.
         now: seconds on the engine's clock.
 
         Raises InvalidArgument if the values are not finite.

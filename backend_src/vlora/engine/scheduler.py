@@ -142,8 +142,8 @@ class Scheduler:
 
         These are all running sequences with tokens to compute, and the first waiting ones in each
         of the policy's orders. The number of waiting ones is limited, so that the work per step
-        does not grow with the queue. More than there are free batch slots could not begin anyway,
-        unless newer sequences are preempted.
+        does not grow with the queue. Waiting sequences beyond the number of free batch slots could
+        begin only if newer sequences were preempted.
         """
         count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
         waiting = self._queue.candidates(self.policy.orders, count, arrival_cutoff)
@@ -253,7 +253,8 @@ class Scheduler:
     def _grow(self, sequence: Sequence, step: StepBuilder, *, only_paused: bool = False) -> bool:
         """Allocate pages for the sequence's next row.
 
-        Paused sequences are preempted for them, then the newest running one.
+        If there are too few free pages, paused sequences are preempted, then the newest running
+        one.
 
         only_paused: preempt only paused sequences.
 

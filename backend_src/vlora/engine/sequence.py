@@ -100,8 +100,9 @@ class Sequence:
         self.adapter = adapter
         invocation = adapter.info.invocation if adapter else ()
         self.base_tokens = 0
-        """Number of leading tokens that the base model computes alone. For an activated LoRA, these
-        are the tokens before the last invocation in the prompt, or all tokens if there is none.
+        """Number of leading tokens that are computed without the adapter. For an activated LoRA,
+        these are the tokens before the last invocation in the prompt, or all tokens if the prompt
+        has no invocation. For other adapters, the number is 0.
         """
         if invocation:
             start = last_occurrence(self.prompt.ids, invocation)
@@ -125,7 +126,7 @@ class Sequence:
 
     @property
     def next_rows(self) -> int:
-        """Maximum number of rows in the next step. It is limited because all of them must need
+        """Maximum number of rows of the sequence in the next step, all with the adapter in
         `next_slot`.
         """
         missing = len(self.tokens) - self.computed
@@ -198,7 +199,7 @@ class Sequence:
         if not start:
             return [BlockKey(scope, digest) for digest in digests]
         # Blocks that end before the start of an activated LoRA are equal to those of the base
-        # model. The content of the others also depends on where it starts.
+        # model. The content of all other blocks also depends on where the activated LoRA starts.
         of_base, suffix = min(len(digests), start // self._digests.block), start.to_bytes(8)
         return [
             *(BlockKey(_scope(None, mode), digest) for digest in digests[:of_base]),
@@ -274,12 +275,12 @@ class Sequence:
         return now - self.waiting_since
 
     def scheduled(self, now: float) -> None:
-        """Note that the sequence is in the step that begins now."""
+        """Record that the sequence is in the step that begins now."""
         self.started = True
         self._waited = self.wait(now)
 
     def ran(self, now: float) -> None:
-        """Note that the step that contained the sequence has ended."""
+        """Record that the step that contained the sequence has ended."""
         self._waiting_since = now - self._waited
 
 
@@ -298,8 +299,8 @@ def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
     slot: slot of the row's adapter.
     live: slot of the adapter in the weights.
 
-    The mode is "" if the result equals that of unmerged weights, as always in fp32. Otherwise it is
-    the name of a `Mode`.
+    The mode is "" if the keys and values equal those computed with unmerged weights, which is
+    always the case in fp32. Otherwise it is the value of a `Mode`.
     """
     if live == BASE or not merge_is_lossy:
         return ""

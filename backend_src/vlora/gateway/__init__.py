@@ -1,6 +1,7 @@
 """The gateway: an HTTP server with the OpenAI API, in front of a V-LoRA server's gRPC endpoint.
 
-It is a client of the model `lmm` and may run on another machine. `app.py` has the routes. `door.py`
-checks who may use them. `requests.py` and `messages.py` read requests, `backend.py` asks the
-server, and `answers.py` writes answers.
+The gateway is a client of the model `lmm`, so it may run on a different machine than the server.
+`app.py` defines the routes. `door.py` checks API keys, origins and rate limits. `requests.py` and
+`messages.py` parse requests, `backend.py` sends them to the server, and `answers.py` writes the
+responses.
 """

@@ -13,13 +13,13 @@ from vlora.gateway.requests import Ask
 DONE = b"data: [DONE]\n\n"
 
 TEXT_MARK = "text"
-"""Text of the chunk from which the others are made. No field after the text contains it."""
+"""Placeholder that `_text_event` replaces with the text. No field after the text contains it."""
 
 
 class CompletionWriter:
     """Writes the answer to one request from the pieces that the server sends.
 
-    Besides OpenAI's fields, every answer has an object `vlora` with the task, the adapter, the
+    Every answer also has an object `vlora`, which OpenAI lacks, with the task, the adapter, the
     timings and, from a vision task head, the score of each label.
     """
 
@@ -59,7 +59,8 @@ class CompletionWriter:
     def events(self, piece: Piece) -> bytes:
         """Return the server-sent events for one piece.
 
-        Those for the first and the last piece include the events that begin and end the stream.
+        The events for the first piece include the start of the stream, and those for the last piece
+        include its end.
         """
         self._count(piece)
         if self._started and piece.finish_reason is None and not self._ask.logprobs:
@@ -82,7 +83,10 @@ class CompletionWriter:
         return events + DONE if piece.finish_reason is not None else events
 
     def _text_event(self, text: str) -> bytes:
-        """Return the event of a chunk that has only text. Such chunks differ in nothing else."""
+        """Return the event of a chunk that contains only text.
+
+        All such events of an answer are equal except for the text, so their JSON is made once.
+        """
         if self._around_text is None:
             event = _event(self._chunk({"content": TEXT_MARK}, None, None))
             before, _, after = event.rpartition(json.dumps(TEXT_MARK).encode())
@@ -140,8 +144,9 @@ class CompletionWriter:
         }
 
     def _logprobs(self, tokens: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-        """Return the log probabilities of tokens; None if there are no tokens or they were not
-        requested.
+        """Return the log probabilities of tokens.
+
+        Returns None if there are no tokens, or if the request did not ask for log probabilities.
         """
         top = self._ask.top_logprobs
         if top is None or not tokens:

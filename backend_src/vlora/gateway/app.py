@@ -61,12 +61,12 @@ class Gateway:
 
     @asynccontextmanager
     async def running(self, app: FastAPI) -> AsyncIterator[None]:
-        """Open the gateway's connections for as long as the application runs, on its event loop."""
+        """Create the clients of the server and of image hosts, and close them at shutdown."""
         self._backend = Backend(self.options.grpc, self.options.answer_seconds)
         self._media = MediaLoader(self.options)
         self._bodies = Bodies(self.options)
         gc.collect()
-        gc.freeze()  # Later collections need not visit what the libraries have created.
+        gc.freeze()  # Exclude the objects of imported libraries from later garbage collections.
         yield
         await self._media.close()
         await self._backend.close()
@@ -78,7 +78,7 @@ class Gateway:
         return await self._complete(request, read_completion)
 
     async def models(self) -> Response:
-        """List the base model and all adapters that are known now."""
+        """List the base model and all adapters that the server can serve at present."""
         description = await self._backend.describe()
         return JSONResponse({"object": "list", "data": self._entries(description)})
 
@@ -140,7 +140,9 @@ class Gateway:
             return Response(status_code=499)
 
     async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
-        """Return the response to a request, after the first piece of the answer has arrived."""
+        """Return the response to a request.
+
+        A stream starts after its first piece, so an earlier error still sets the HTTP status."""
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = CompletionWriter(ask, id)
         sampling = ask.sampling
@@ -192,11 +194,11 @@ class Gateway:
 class _Events(Response):
     """A response that is a stream of server-sent events.
 
-    Starlette's response for streams takes more time for each event.
+    It replaces Starlette's `StreamingResponse`, which takes more time for each event.
 
     events: the events.
-    pieces: what the events are made of. It is closed after the response, even if the client
-        disconnects before the first event.
+    pieces: iterator over the pieces from which `events` are made. It is closed after the response,
+        even if the client disconnects before the first event.
     """
 
     def __init__(
@@ -226,7 +228,7 @@ class _Events(Response):
 
 
 def _event(error: ApiError) -> bytes:
-    """Return the event for an error, which ends a stream."""
+    """Return the event that reports an error and ends the stream."""
     return b"data: %b\n\n" % error.as_json()
 
 
@@ -277,7 +279,7 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Return an error of routing, such as an unknown path, in OpenAI's form."""
+    """Return the response to a routing error, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     code = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "INVALID_ARG")
     path = f"{request.method} {request.url.path}"
@@ -302,7 +304,7 @@ class _Failure(Response):
 
 
 def make_app(options: GatewayOptions) -> App:
-    """Return the application. Raises ServerError if the file of keys cannot be used."""
+    """Return the application. Raises ServerError if the file of API keys cannot be used."""
     gateway = Gateway(options)
     app = FastAPI(
         title="V-LoRA gateway",

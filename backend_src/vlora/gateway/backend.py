@@ -1,7 +1,7 @@
-"""The gateway's client of a V-LoRA server, which asks the model `lmm` over gRPC.
+"""The gateway's client of a V-LoRA server, which sends requests to the model `lmm` over gRPC.
 
-Each question has its own stream, because Triton tells `lmm` that a client is gone only when a
-stream ends. All streams share one connection.
+Each request has its own gRPC stream, because Triton reports a cancellation to `lmm` only when the
+stream of the request ends. All streams share one connection.
 """
 
 from __future__ import annotations
@@ -73,7 +73,10 @@ class Question:
 class Piece:
     """One response to a question. The answer to a question that streams has several.
 
-    outputs: values of each output by name.
+    finish_reason: `stop` or `length` in the last piece; None in the others.
+    logprobs: alternatives by token id, for each token; the sampled token comes first.
+    details: task, adapter, timings and cached tokens; {} before the last piece.
+    scores: score of each label; {} unless a vision task head answered.
     """
 
     text: str = ""
@@ -86,9 +89,10 @@ class Piece:
 
 
 class _Answers:
-    """Reads the messages of one call, with a time limit for each.
+    """Reads the messages of one gRPC call, with a time limit for each message.
 
-    A timer is set once and follows the reads, because setting one for each token is expensive.
+    One timer serves all messages. When it fires, it either detects a timeout or restarts itself for
+    the current read, because a new timer for each message would be expensive.
     """
 
     def __init__(self, call: Any, seconds: float) -> None:
@@ -100,7 +104,7 @@ class _Answers:
         self._timer = self._loop.call_later(seconds, self._check)
 
     async def next(self) -> Any:
-        """Return the next message, or EOF. Raise TimeoutError if it is late."""
+        """Return the next message, or EOF. Raise TimeoutError if it exceeds the time limit."""
         self._reading_since = self._loop.time()
         try:
             return await self._call.read()
@@ -149,7 +153,7 @@ class Backend:
         self._describing = asyncio.Lock()
 
     async def close(self) -> None:
-        """Finish the cancellations that are running, and close the connection."""
+        """Wait for the cancellations in progress, then close the connection."""
         if self._cancels:
             await asyncio.wait(self._cancels)
         await self._channel.close()
@@ -166,7 +170,7 @@ class Backend:
         ended = finished = False
         try:
             await call.write(_request(question))
-            del question  # It holds the images.
+            del question  # Free the encoded images.
             await call.done_writing()
             while not ended:
                 message = await answers.next()
@@ -210,7 +214,10 @@ class Backend:
             log.warning("could not cancel request %s: %s", id, error.message)
 
     async def describe(self) -> dict[str, Any]:
-        """Return the server's description, at most `DESCRIPTION_SECONDS` old. Raises ApiError."""
+        """Return the server's description, which is cached for `DESCRIPTION_SECONDS`.
+
+        Raises ApiError.
+        """
         async with self._describing:
             now = asyncio.get_running_loop().time()
             if self._described is None or now - self._described[0] > DESCRIPTION_SECONDS:
@@ -246,8 +253,8 @@ class Backend:
 def _request(question: Question) -> bytes:
     """Return the serialized request.
 
-    The concatenation of two serialized messages is the message with the fields of both. The files
-    are added in this way, because protobuf itself would copy them twice.
+    In protobuf, concatenating two serialized messages merges their fields. The files are appended
+    in this way, because setting them as a field would copy them twice.
     """
     request = service_pb2.ModelInferRequest(model_name=MODEL, id=question.id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
@@ -282,7 +289,7 @@ def _request(question: Question) -> bytes:
 
 
 def _packed(values: Iterable[bytes]) -> list[bytes]:
-    """Return the parts of Triton's form of a BYTES tensor: each value after its length."""
+    """Return the parts of a BYTES tensor in Triton's encoding: each value's length, then itself."""
     return [part for value in values for part in (struct.pack("<I", len(value)), value)]
 
 
@@ -297,7 +304,10 @@ def _content(parts: Sequence[bytes]) -> list[bytes]:
 
 
 def _piece(outputs: Mapping[str, Any]) -> Piece:
-    """Return the piece with these outputs, each a list."""
+    """Return the piece for the outputs of one response.
+
+    outputs: list of values by output name.
+    """
 
     def first(name: str, default: Any) -> Any:
         values = outputs.get(name)

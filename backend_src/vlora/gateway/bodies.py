@@ -13,7 +13,7 @@ from vlora.gateway.errors import ApiError
 from vlora.gateway.options import GatewayOptions
 
 BODY_SECONDS = 60.0
-"""Time limit for receiving a body."""
+"""Time limit in seconds for receiving a body."""
 
 RETRY_SECONDS = 1.0
 """Seconds after which a client should try again if there is no memory for its body."""
@@ -44,11 +44,11 @@ class BodyReceiver:
         self._ended = names.get(b"content-length", b"0") == b"0" and (
             b"transfer-encoding" not in names
         )
-        # Such a client sends its body only after the gateway has asked for the first part.
+        # A client with `Expect: 100-continue` sends its body only after the first `receive`.
         self._waits = b"expect" in names
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the next message of the server."""
+        """Return the next ASGI message of the request."""
         self._waits = False
         message = await self._receive()
         if message["type"] != "http.request" or not message.get("more_body", False):
@@ -65,7 +65,7 @@ class BodyReceiver:
 
 
 class Bodies:
-    """Receives bodies. Belongs to one event loop."""
+    """Receives request bodies and bounds their total size in memory. Belongs to one event loop."""
 
     def __init__(self, options: GatewayOptions) -> None:
         self._limit = options.max_body_bytes
@@ -74,7 +74,10 @@ class Bodies:
 
     @contextmanager
     def holding(self) -> Iterator[Hold]:
-        """Yield a function that counts the bytes of one body. They are released after the block."""
+        """Yield a function that counts bytes of one body toward the limit of all bodies.
+
+        The counted bytes are subtracted again at the end of the block.
+        """
         held = 0
 
         def hold(size: int) -> None:
@@ -97,7 +100,7 @@ class Bodies:
     async def receive(self, request: Request, hold: Hold) -> bytearray:
         """Return the body of a request, which must be JSON and not too large.
 
-        Raises ApiError, and ClientDisconnect if the client disconnects before its end.
+        Raises ApiError, or ClientDisconnect if the client disconnects before the body is complete.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":

@@ -35,7 +35,7 @@ API = "/v1/"
 
 @dataclass
 class Visit:
-    """One request as the access log shows it. The routes set the fields that they learn.
+    """Fields of one request for the access log. Each is set as soon as its value is available.
 
     id: id of the request.
     tenant: tenant of its API key.
@@ -83,7 +83,7 @@ class Door:
         self._log = log
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request, or pass on an event of the server."""
+        """Answer one HTTP request. Pass other ASGI scopes, such as "lifespan", to `app`."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

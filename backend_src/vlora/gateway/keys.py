@@ -33,8 +33,9 @@ class Keys:
         self._digests = [(_digest(key), tenant) for key, tenant in tenants.items()]
 
     def tenant(self, key: str) -> str | None:
-        """Return the tenant of a key; None for an unknown key. The time it takes is the same for
-        every key.
+        """Return the tenant of a key; None for an unknown key.
+
+        The lookup takes the same time for every key, so its duration reveals nothing about a key.
         """
         digest, found = _digest(key), None
         for known, tenant in self._digests:

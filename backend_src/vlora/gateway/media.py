@@ -56,7 +56,7 @@ class MediaLoader:
         """Return the encoded files of the images, in order.
 
         The images fetched for one request may have `max_body_bytes` in total. Raises ApiError,
-        which says which URL is wrong.
+        whose message names the URL that is invalid or cannot be fetched.
         """
         files, left = [], self._options.max_body_bytes
         for one in media:

@@ -28,9 +28,10 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "tool_calls": ([],),
     "annotations": ([],),
 }
-"""Fields of a message. Those with None are read.
+"""Fields of a message, each with the values that it may have.
 
-All other fields must have one of the listed values, which ask for nothing.
+None means that the field is read, and that its value is checked there. The values of all other
+fields have no effect.
 """
 
 
@@ -126,7 +127,7 @@ class _Reader:
         return "".join(text for _, text in parts)
 
     def _part(self, part: Any, param: str) -> tuple[bool, str]:
-        """Return (whether the part is text, its text or its placeholders)."""
+        """Return whether the part is text, and its text or, for media, its placeholders."""
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if isinstance(kind, str) else None
         if kind == "text":
@@ -172,7 +173,7 @@ class _Reader:
         return len(frames)
 
     def _check_number(self, more: int, param: str) -> None:
-        """Check that there may be this many more images and frames."""
+        """Raise ApiError if `more` additional images and frames would exceed MAX_MEDIA."""
         number = len(self.images) + len(self.frames) + more
         if number > MAX_MEDIA:
             raise invalid(

@@ -14,7 +14,7 @@ MIB = 1024 * 1024
 class GatewayOptions:
     """Options of a gateway.
 
-    host, port: address that it listens on.
+    host, port: IP address and port that the gateway listens on.
     grpc: address of the V-LoRA server, host:port.
     base_name: name of the base model in the API.
     keys: file of API keys; None admits everybody, which is allowed on a loopback address only.
@@ -25,7 +25,7 @@ class GatewayOptions:
     metrics_url: URL of the server's metrics, which are appended to the gateway's own; None for
         none.
     max_body_bytes: maximum size of a request's body, and of all images fetched for it.
-    max_held_bytes: maximum size of all bodies that are not passed on to the server yet.
+    max_held_bytes: maximum size in bytes of all request bodies in memory.
     max_fetch_bytes: maximum size of one fetched image.
     fetch_seconds: time limit for fetching one image.
     answer_seconds: time limit for each response of the server.

@@ -1,4 +1,4 @@
-"""The playground: static web pages that the gateway serves besides its API."""
+"""The playground: static web pages that the gateway serves in addition to its API."""
 
 from __future__ import annotations
 

@@ -1,17 +1,17 @@
-"""Limits of a connection that uvicorn lacks, and the end of all its requests when it is lost.
+"""HTTP connections with three additions to uvicorn: limits, cancellation, and ignored upgrades.
 
-The size of a request's head, which is everything before the body, and the time in which it must
-arrive are limited. The application sees a request only after its head. The parser joins the parts
-of a header again whenever another part arrives. So without limits, one client could take all memory
-and time.
+Limits: a request's head, which is everything before the body, has a maximum size and a time limit.
+The application sees a request only after its head, and the parser copies the received part of a
+header again with every network read. So without limits, one client could use up memory and
+processor time.
 
-A client may send requests before the earlier ones are answered (pipelining). uvicorn answers them
-one after another. If the connection is lost, uvicorn tells only the last of them; the others would
-continue.
+Cancellation: a client may send requests before earlier ones are answered (pipelining), and uvicorn
+answers them one after another. If the connection is lost, uvicorn notifies only the last request.
+This module notifies all of them.
 
-A client may offer another protocol in its first request, as Java's client does (`Upgrade: h2c`).
-The parser then stops before the body. A server may ignore the offer, so such a request is parsed
-again without it.
+Ignored upgrades: a client may offer to switch to another protocol in its first request, as Java's
+client does (`Upgrade: h2c`). The parser then stops before the body. A server may ignore the offer,
+so such a request is parsed again without it.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ class LimitedConnection(HttpToolsProtocol):
         self._cycles: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Begin to wait for the first head."""
+        """Start the time limit for the head of the first request."""
         super().connection_made(transport)
         self._start_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell all requests that the client is gone."""
+        """Notify all requests of the connection that the client has disconnected."""
         self._stop_timer()
         for cycle in self._cycles:
             if not cycle.response_complete:
@@ -83,24 +83,25 @@ class LimitedConnection(HttpToolsProtocol):
             self.send_400_response(f"The head has more than {MAX_HEAD_BYTES} bytes, the limit.")
 
     def on_message_begin(self) -> None:
-        """Begin a request."""
+        """Start to count the bytes of a new request's head."""
         super().on_message_begin()
         self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
-        """Start to answer the request, or let it wait until the earlier ones are answered."""
+        """Start to answer the request, or queue it until the earlier ones are answered."""
         if self.parser.should_upgrade():
-            return  # `_ignore_offer` follows.
+            return  # The parser raises an error next, whose handler calls `_ignore_offer`.
         self._stop_timer()
         if len(self.pipeline) >= MAX_WAITING:
-            raise ValueError(f"more than {MAX_WAITING} requests wait")  # It is answered with 400.
+            # uvicorn answers an error in this callback with status 400.
+            raise ValueError(f"more than {MAX_WAITING} requests wait")
         super().on_headers_complete()
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         self._cycles.append(self.cycle)
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a part of the body."""
+        """Pass on a part of the body, and do not count its bytes as part of the head."""
         self._head_bytes = max(0, self._head_bytes - (1 + CHUNK_OVERHEAD) * len(body))
         super().on_body(body)
 
@@ -115,7 +116,7 @@ class LimitedConnection(HttpToolsProtocol):
         rest: what has arrived after the head.
         """
         method = self.parser.get_method()
-        if method == b"CONNECT":  # It has no meaning without the other protocol.
+        if method == b"CONNECT":  # The method CONNECT always switches the protocol.
             self.send_400_response("This is not a proxy.")
             return
         headers = [pair for pair in self.headers if pair[0] != b"upgrade"]

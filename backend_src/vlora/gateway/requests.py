@@ -1,7 +1,7 @@
 """Reading of request bodies: OpenAI's fields, vLLM's additional ones, and those of this server.
 
-A field that would change the answer is either passed on or refused by name. None is ignored. The
-server itself checks the values of sampling keys.
+A field that would change the answer is either passed on to the server or rejected with an error
+that names the field. No such field is ignored. The server checks the values of sampling keys.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields of features that this server lacks, each with the values that do not ask for the feature.
+"""Fields of unsupported features, each with the values that do not request the feature.
 
 Each of these fields may also be null.
 """
@@ -68,7 +68,7 @@ OWN = frozenset({"task"})
 """Fields of this server that are not sampling keys."""
 
 STRUCTURED = {name: kind for name, kind in STRUCTURE_KEYS.items() if kind is not None}
-"""vLLM's older names for the keys of `structured_outputs`, each with that key."""
+"""Key of `structured_outputs` by vLLM's older name for it."""
 
 COMMON = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "response_format", "structured_outputs"}
@@ -199,7 +199,7 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling keys among the given fields, including the structure of the answer."""
+    """Return the sampling keys in the request, including the structure of the answer."""
     sampling = {
         key: value for key, value in given.items() if key in PASSED and key not in STRUCTURE_KEYS
     }
@@ -210,7 +210,7 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structure(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return {kind: value} for the structure that the answer must have; None for a free answer."""
+    """Return {kind: value} for the structure of the answer; None if the answer is unrestricted."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := _response_format(given.get("response_format"))) is not None:
         found.append(("response_format", wanted))

@@ -23,9 +23,9 @@ _GLOBAL = re.compile(r"GLOBAL (\S+)")
 
 
 class Tensors(Protocol):
-    """Tensors by key, from either kind of file.
+    """Tensors by key, from a safetensors file or a pickle.
 
-    shapes: shape of each tensor, known without reading it.
+    shapes: shape of each tensor, available without reading the tensor.
     """
 
     shapes: dict[str, tuple[int, ...]]

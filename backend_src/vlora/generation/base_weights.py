@@ -1,4 +1,4 @@
-"""Reading of single weights of a checkpoint."""
+"""Reader of individual weights of a checkpoint."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vlora.model.weight_files import open_weights, weight_files
 
 
 class BaseWeights:
-    """Weights of the language model of a checkpoint. Each is read when it is needed.
+    """Weights of a checkpoint's language model, each of which is read when it is requested.
 
     folder: folder of the checkpoint.
     """

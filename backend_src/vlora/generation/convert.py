@@ -10,7 +10,7 @@
   whose error is stated.
 - A method that PEFT can express as a change of the weights is approximated in the same way.
 
-The result is then loaded as the server loads it, which applies all checks of adapters.
+The result is then loaded with the server's own loader, so it must pass all checks of adapters.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ class Conversion:
 
     @property
     def error(self) -> float:
-        """Frobenius norm of the errors of all matrices, relative to that of all changes."""
+        """Frobenius norm of the errors of all matrices together, relative to the norm of all
+        changes.
+        """
         left = math.hypot(*(self.errors[m] * self.changes[m] for m in self.errors))
         change = math.hypot(*self.changes.values())
         return left / change if change else 0.0
@@ -200,7 +202,7 @@ def convert(
 def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> AdapterFiles:
     """Write A and B of the source unchanged to the folder `part`, with the config of a plain LoRA.
 
-    Returns the files after the checks of adapters.
+    Returns the written files, which have passed the checks of adapters.
     """
     factors = {}
     for key in source.tensors.shapes:
@@ -225,9 +227,8 @@ def _pairs_of_lora(
     result: Conversion,
     progress: Callable[[str], None],
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return new A and B for an adapter of type LORA; {} if the ones in `plain` are
-    right already.
-    """
+    """Return new A and B for an adapter of PEFT's type LORA; {} for a plain LoRA, which keeps its
+    A and B."""
     if source.method == "LoRA":
         return {}
     if plain.description.vision is not None:

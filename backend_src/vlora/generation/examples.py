@@ -1,4 +1,4 @@
-"""Examples of knowledge items: reading them, and splitting them by image.
+"""Reading of the examples of knowledge items, and their split into training, validation and test.
 
 A knowledge item is a data set with the accuracy that an adapter must reach on it (`spec.Item`).
 """
@@ -39,7 +39,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples of one item for training, validation and test. No image is in two of them."""
+    """Examples of one item for training, validation and test. Each image is in only one split."""
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
@@ -58,8 +58,8 @@ def read_examples(
     left_out: called with the reason for each image that cannot be read or on which the teacher
         fails.
 
-    Raises InvalidArgument, which names the item and the file, if a file is wrong or if more than
-    MAX_LEFT_OUT of the images would be left out.
+    Raises InvalidArgument, which names the item and the file, if a file is invalid or if more than
+    a share of MAX_LEFT_OUT of the images would be left out.
     """
     bad: dict[Path, str] = {}
 
@@ -139,7 +139,9 @@ def digest_of(path: Path) -> str:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return why a file is not an image, or None if it seems to be one. Pixels are not decoded."""
+    """Return the reason why a file is not an image, or None if it seems to be an image. Pixels are
+    not decoded.
+    """
     try:
         with Image.open(path) as image:
             image.verify()

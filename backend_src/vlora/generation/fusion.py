@@ -1,13 +1,14 @@
 """The paper's accuracy-aware knowledge-fusion algorithm (§4.2.1, Fig. 10), and our additions.
 
 The algorithm packs knowledge items into as few adapters as possible. Each item has a promise: the
-accuracy that it requires. The paper's heuristic takes the next item, trains the newest adapter with
-it, and evaluates all items of that adapter. If all promises are kept, it keeps the weights. If one
-is broken, it restores the previous weights and trains a new adapter with this item.
-`spec.PackingOptions` selects our additions.
+accuracy that it requires. An item breaks its promise if its accuracy is lower. The paper's
+heuristic takes the next item, trains the newest adapter with it, and evaluates all items of that
+adapter. If no promise is broken, the adapter gets the new weights. If a promise is broken, the
+previous weights are restored, and a new adapter is trained with this item. `spec.PackingOptions`
+selects our additions.
 
-This module decides, and a `Trainer` trains and evaluates. States are immutable. So a run that is
-killed continues from the last saved state and takes the same decisions again.
+This module makes the decisions, and a `Trainer` trains and evaluates. States are immutable. So a
+run that is killed continues from the last saved state and makes the same decisions again.
 """
 
 from __future__ import annotations
@@ -21,20 +22,18 @@ from typing import Any, Protocol
 from vlora.generation.spec import Item, PackingOptions, Spec
 
 NEAR_ERRORS = 2.0
-"""Number of standard errors below a goal up to which a score is nearly enough."""
+"""Maximum number of standard errors by which a score may miss a goal and count as nearly enough."""
 
 
 HOPELESS_ERRORS = 5.0
-"""Number of standard errors below a goal from which on an attempt shows that items do not fit
-together.
-"""
+"""Number of standard errors by which a score must miss its goal to show that items conflict."""
 
 
 @dataclass(frozen=True)
 class Packed:
     """One adapter of a run, with the items that are packed into it.
 
-    number: from 1, in the order in which adapters are created.
+    number: number of the adapter, counted from 1 in order of creation.
     version: number of the attempt that produced its weights.
     items: names of its items, in the order in which they were added.
     scores: accuracy of each item on the validation split.
@@ -82,9 +81,9 @@ class Event:
 class Merge:
     """One attempt to merge two adapters.
 
-    versions: versions of the two.
+    versions: versions of the two adapters.
     attempt: evaluation of the merged weights.
-    broken: items whose promise the merged weights break; () if they replaced the two.
+    broken: items whose promise the merged weights break; () if the merged adapter replaced the two.
     """
 
     versions: tuple[int, int]
@@ -97,7 +96,8 @@ class RunState:
     """Progress of a run.
 
     pending: items that are not packed yet, in order.
-    unreachable: best accuracy of each item whose promise is not kept even by an adapter of its own.
+    unreachable: best accuracy of each item that misses its required accuracy even in an adapter
+        without other items.
     """
 
     pending: tuple[str, ...]
@@ -194,7 +194,7 @@ def broken_promises(goals: Goals, scores: Mapping[str, float]) -> tuple[str, ...
 
 
 def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
-    """Return whether an adapter may contain an item in addition to those that it has.
+    """Return whether an adapter may contain `item` in addition to its present items.
 
     An adapter has at most one vision task head, for items of one task (§4.2.2). The head answers
     all requests of that task, so no item without a head may have the same task.
@@ -277,8 +277,8 @@ def merge_next(
 ) -> RunState | None:
     """Try to merge the next two adapters, and return the new state; None if all pairs were tried.
 
-    Pairs with the fewest items come first. If the merged adapter breaks a promise, both adapters
-    stay as they are.
+    Pairs with the fewest items come first. If the merged adapter breaks a promise, the two adapters
+    remain unchanged.
     """
     tried = {merge.versions for merge in state.merges}
     pairs = [

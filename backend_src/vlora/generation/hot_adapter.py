@@ -19,7 +19,7 @@ from vlora.ids import MatrixId
 from vlora.lora.model_shape import ModelShape
 
 NAME_KEYS = ("lora_name", "adapter", "model")
-"""Keys that may name the adapter in a request log. The first one that is present counts."""
+"""Keys that may name the adapter in a request log. The first one that is present is used."""
 BASE_NAME = ""
 """Name by which requests without an adapter are counted."""
 MAX_LINE_BYTES = 1 << 20
@@ -29,7 +29,7 @@ MAX_LINE_BYTES = 1 << 20
 class HotChoice:
     """The adapter to merge, and what merging it saves.
 
-    hot: name of the adapter to merge; None if merging none is cheapest.
+    hot: name of the adapter to merge; None if every merge would increase the work.
     work_before: mean number of LoRA's multiplications per row, with no adapter merged.
     work_after: the same number with `hot` merged.
     """

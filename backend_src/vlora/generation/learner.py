@@ -1,4 +1,4 @@
-"""The model that is trained: a frozen base with one LoRA adapter and, for some items, a task head.
+"""Model under training: a frozen base with a LoRA adapter and, for some items, a task head.
 
 The vision tower and the connector are frozen, so image features are computed once and cached.
 """
@@ -46,7 +46,7 @@ MERGE_DENSITY = 0.5
 
 @dataclass(frozen=True)
 class Row:
-    """One example as token ids. label: class of the head that answers it; None for the LM head."""
+    """One example as token ids. label: class of its vision task head; None for the LM head."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -58,7 +58,8 @@ class Row:
 class Batch:
     """Rows of one training step, padded on the right.
 
-    tokens, targets: [rows, length]. targets are the tokens of LM head answers, elsewhere IGNORED.
+    tokens: [rows, length] token ids.
+    targets: [rows, length] token ids of the LM head's answers; IGNORED everywhere else.
     mask: [rows, length], 1 for tokens and 0 for padding.
     ends: [rows], position of each prompt's last token.
     labels: [rows], class of the vision task head; IGNORED for rows of the LM head.
@@ -86,8 +87,7 @@ class Base:
     ) -> None:
         """Load the checkpoint onto `device`, with at most `cache_mib` MiB of cached features.
 
-        fast_attention: also use torch's fused attention on a CPU, where its gradient in bf16 is
-            slow.
+        fast_attention: use fused attention also on a CPU, where its bf16 gradient is slow.
         """
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
@@ -131,7 +131,7 @@ class Base:
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _prompt_ids(self, text: str) -> Iterable[int]:
-        """Yield the tokens of a prompt, with each placeholder expanded to the image's tokens."""
+        """Yield the token ids of a prompt, with its placeholders expanded to image tokens."""
         config = self.model.config
         for token in self._ids(text):
             yield from [token] * (config.image_seq_length if token == config.image_token_id else 1)
@@ -140,7 +140,7 @@ class Base:
     def features(self, paths: Iterable[Path]) -> torch.Tensor:
         """Return the features of images, [tokens of all images, hidden] fp32, on the device.
 
-        Images that are not cached are encoded together. They are cached as far as they fit.
+        Images that are not cached are encoded in one batch and cached if there is space.
         """
         paths = list(paths)
         found = {
@@ -223,15 +223,14 @@ class Learner(nn.Module):
         self.adapted.unload()
 
     def load(self, folder: Path) -> None:
-        """Load an earlier adapter's weights and those of its head, whose labels must be in
-        `labels`.
-        """
+        """Load the weights of an earlier adapter and its head, whose labels are all in `labels`."""
         set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
         self._load_head(folder)
 
     def load_merged(self, folders: Sequence[Path], method: str) -> None:
-        """Load the merge of several adapters by PEFT's `add_weighted_adapter`, with weight 1 each;
-        `method` is its `combination_type` and must keep the rank.
+        """Load the merge of several adapters, each with weight 1, by PEFT's `add_weighted_adapter`.
+
+        method: PEFT's `combination_type`. The merged adapter must have the same rank.
         """
         config = self.adapted.peft_config["default"]
         names = [f"part{number}" for number in range(len(folders))]
@@ -248,7 +247,7 @@ class Learner(nn.Module):
             density=MERGE_DENSITY if method != "svd" else None,
         )
         state = get_peft_model_state_dict(self.adapted, adapter_name="merged")
-        # PEFT's merged adapter has the scale 1. This one keeps its own scale.
+        # PEFT's merged adapter has the scale 1, but this adapter keeps its own scale.
         scale = config.lora_alpha / config.r
         state = {key: t / scale if ".lora_B." in key else t for key, t in state.items()}
         for name in (*names, "merged"):
@@ -267,7 +266,7 @@ class Learner(nn.Module):
                     self.head.bias[target] = head["bias"][row].to(self.base.device)
 
     def save(self, folder: Path) -> None:
-        """Write the adapter in fp32 as PEFT does, and the head with its labels."""
+        """Write the adapter in fp32 in PEFT's format, and the head with its labels."""
         self.adapted.save_pretrained(folder, save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)
         if self.head is not None:
@@ -281,7 +280,7 @@ class Learner(nn.Module):
     def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
         """Return the mean cross entropy of the rows of all batches (§4.2.1, L = CE(y, ŷ)).
 
-        Every row has the same weight, however long its answer is.
+        Every row has the same weight, independent of the length of its answer.
         """
         losses = [self._loss(batch) for batch in batches]
         return torch.stack(losses).sum() / sum(len(batch.tokens) for batch in batches)
@@ -326,8 +325,8 @@ class Learner(nn.Module):
 
     @torch.inference_mode()
     def answer(self, rows: Sequence[Row], task: str) -> list[str]:
-        """Return the greedy answer to each row, as long as the task allows, or the head's top
-        label.
+        """Return the answer to each row: the label with the highest score if there is a head, else
+        greedily decoded text within the task's token limit.
         """
         length = max(len(row.prompt) for row in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.long, device=self.base.device)

@@ -1,4 +1,6 @@
-"""Truncated singular value decomposition of a matrix's change into A and B of a LoRA."""
+"""Truncated singular value decomposition, which turns the change of a matrix into A and B of a
+LoRA.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ OVERSAMPLING, POWER_ITERATIONS = 16, 4
 With these, the error is within 1 % of the minimum even if the singular values decrease slowly.
 """
 ROUNDING = 1e-5
-"""Singular values below this share of the largest one are rounding errors."""
+"""Singular values below this share of the largest one are treated as rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class LowRank:
 def factorize(change: torch.Tensor, max_rank: int) -> LowRank:
     """Return A and B, of rank `max_rank` at most, whose product B·A approximates a change.
 
-    change: [d_out, d_in] fp32. If its rank is lower, so is that of the result.
+    change: [d_out, d_in] fp32. If its rank is below `max_rank`, the result has this lower rank.
     """
     norm = float(torch.linalg.norm(change))
     u, s, vt = _decompose(change, min(max_rank, *change.shape))

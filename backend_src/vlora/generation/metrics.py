@@ -24,9 +24,7 @@ _NUMBERS = {"none": "0", **{word: str(number) for number, word in enumerate(_NUM
 
 
 def top1(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the share of answers that equal their reference, apart from surrounding
-    white space.
-    """
+    """Return the share of answers that equal their reference. Outer white space is ignored."""
     pairs = zip(answers, references, strict=True)
     return sum(answer.strip() == label.strip() for answer, label in pairs) / len(references)
 
@@ -35,7 +33,7 @@ def vqa_score(answers: Sequence[str], references: Sequence[str]) -> float:
     """Return the VQA accuracy (Antol et al., 2015) for one reference per question.
 
     Answers are compared in lower case, without articles and punctuation, and with numbers as
-    digits. With one reference, the accuracy is taken as 1 for an equal answer and 0 for any other.
+    digits. An answer that equals the reference counts as 1, any other answer as 0.
     """
     pairs = zip(answers, references, strict=True)
     return sum(_normal(answer) == _normal(wanted) for answer, wanted in pairs) / len(references)

@@ -37,11 +37,10 @@ def _bf16_is_fast() -> bool:
 
 
 class WeightAverage:
-    """Exponential moving average of the trained weights, which is evaluated and kept in their
-    place.
+    """Exponential moving average of the trained weights.
 
-    Weights that are trained at a high rate fluctuate around a better point, and their average is
-    close to it.
+    The average is evaluated and saved instead of the weights. With a high learning rate, the
+    weights fluctuate around a better point, to which their average is close.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
@@ -67,7 +66,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self, weights: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Set the weights to their average within the block."""
+        """Set the weights to their average within the block, and restore them afterwards."""
         kept = [weight.detach().clone() for weight in weights]
         assign(weights, self._values)
         try:
@@ -114,7 +113,7 @@ class Schedule:
         return min(self._cosine(step), falling)
 
     def end_early(self, step: int) -> None:
-        """Let the round end soon: the rate decays linearly from `step` on."""
+        """Decay the rate linearly from `step` on, so that the round ends soon."""
         self._cooling = step
         self.end = min(self.end, step + self._cooling_steps)
 

@@ -1,8 +1,8 @@
 """Writer of adapter folders in the form in which PEFT saves them.
 
-The scale is folded into B. So alpha equals the rank of every matrix, and PEFT's scale is 1. Servers
-that ignore `rank_pattern` and `alpha_pattern` then compute the same result. `target_modules` lists
-whole paths, because a vision tower may have modules with the same names.
+The scale is folded into B, so alpha is set to the rank of every matrix, which makes PEFT's scale 1.
+Servers that ignore `rank_pattern` and `alpha_pattern` then compute the same result.
+`target_modules` lists whole paths, because a vision tower may have modules with the same names.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def write_adapter(
 
 
 def rename_base(folder: Path, base: str) -> None:
-    """Replace the name of the base model in an adapter's config, which is a path on the training
-    machine.
+    """Replace the name of the base model in an adapter's config. The old name is a path on the
+    training machine.
     """
     path = folder / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""PEFT's methods other than LoRA, as changes of the base model's weights that PEFT computes."""
+"""Conversion of PEFT's methods other than LoRA to changes of the base model's weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def changes_of(
 
     config, tensors: config and tensors of an adapter in PEFT's format.
     checkpoint: folder of the base model.
-    invalid: makes the errors.
+    invalid: function that creates the InvalidArgument for a message.
 
     Raises InvalidArgument if PEFT cannot load the adapter or cannot express its type as a change,
     or if it changes anything but matrices of the language model. Raises Unsupported if PEFT is not

@@ -120,9 +120,7 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
 
 
 def _result(outcome: Outcome, decision: Event | Merge) -> str:
-    """Return the last columns of an attempt's line in the table: broken promises, steps and
-    seconds.
-    """
+    """Return the last cells of an attempt's table row: broken promises, steps and seconds."""
     attempt = decision.attempt
     broken = ", ".join(
         f"{name} ({attempt.scores[name]:.3f} of {outcome.goals[name].accuracy:.3f})"

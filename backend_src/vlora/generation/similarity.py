@@ -1,4 +1,4 @@
-"""Estimates of how well items go together in one adapter, from gradients at the base model.
+"""Estimates of how well items can share one adapter, from gradients at the base model.
 
 A small training step on item b with learning rate η changes the loss of item a by -η gₐ·g_b to
 first order, where g is the gradient with respect to the adapter's weights. So the cosine of the two
@@ -26,7 +26,7 @@ BUCKETS = 1 << 16
 def similarities(
     base: Base, training: Training, items: Sequence[Item], splits: Mapping[str, Splits], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the cosine of the gradients of every two items, by the names of both."""
+    """Return the cosine of the gradients of every two items: result[name of one][name of other]."""
     learner = Learner(base, training, (), seed)
     try:
         sketches = {item.name: _sketch(learner, item, splits[item.name], seed) for item in items}

@@ -1,7 +1,7 @@
 """The specification of a generation run: knowledge items, their required accuracy, and training.
 
 `read_spec` reads a YAML file and checks it strictly. For an unknown key, a wrong type or a missing
-file, the error names the place in the file.
+file, the error names the position in the file.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ class PackingOptions(_Strict):
     order: order of the items. `gradient` puts similar items next to each other. The paper's order
         is random.
     replay: share of a batch that is drawn from the items fused before. The paper has 0.
-    focus: share of a batch that is drawn instead from the items below their goal, in proportion to
-        what they lack. The paper has 0.
+    focus: share of a batch that is drawn from the items below their goal, in proportion to the
+        accuracy that they still lack. The paper has 0.
     fit: `last` tries only the newest adapter, as the paper does. `best` tries every adapter, the
         most similar first.
     merge: method by which adapters are merged at the end. Two adapters are merged only if all their
@@ -214,7 +214,7 @@ class Spec(_Strict):
 def read_spec(path: Path) -> Spec:
     """Return the specification in a YAML file, with absolute paths.
 
-    Raises InvalidArgument, which names each wrong key, its value and what would be right.
+    Raises InvalidArgument, which names each wrong key, its value and the valid values.
     """
     try:
         if path.stat().st_size > MAX_SPEC_BYTES:

@@ -19,7 +19,7 @@ from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
 
 SAVE_EVERY = 50
-"""Number of new answers of a teacher after which the file is written."""
+"""Number of new answers of a teacher after which they are written to the file."""
 
 Label = Callable[[Path], str | None]
 """Function that returns the answer for an image file, or None to leave the image out."""
@@ -60,7 +60,8 @@ def load_teacher(item: Item) -> Label | None:
 def remembered(
     item: Item, label: Label, file: Path, status: Callable[[str], None] = lambda _: None
 ) -> Iterator[Label]:
-    """Yield a teacher whose answers are stored in `file`, so that each image is labelled only once.
+    """Yield a label function that stores the teacher's answers in `file`, so that each image is
+    labelled only once.
 
     Stored answers of another teacher are dropped. The file is written after every SAVE_EVERY
     answers and at the end, even after an error or a signal.

@@ -1,7 +1,7 @@
 """Training and evaluation of attempts with PEFT and accelerate.
 
-All random numbers depend only on the run's seed and the attempt's number. So an attempt that was
-killed is repeated exactly.
+All random numbers depend only on the run's seed and the attempt's number, so that an attempt that
+was killed is repeated exactly.
 """
 
 from __future__ import annotations
@@ -86,9 +86,7 @@ class PeftTrainer:
         return sum(own.get(other, 0.0) for other in others) / len(others)
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
-        """Train as `fusion.Trainer` describes, until all promises are kept or there is no more
-        progress.
-        """
+        """Train as `fusion.Trainer` describes, until no promise is broken or progress ends."""
         started = time.monotonic()
         training = self._spec.training
         items = [self._spec.item(name) for name in (onto.items if onto else ())] + [item]
@@ -155,9 +153,9 @@ class PeftTrainer:
         adapter: number of the adapter whose weights are trained; None for a new adapter.
 
         An attempt that makes no progress for `patience` evaluations ends with a short decay of the
-        learning rate, which often raises the scores enough. The first item of an adapter uses all
-        steps, because no other adapter can take it. An attempt that nearly keeps its promises at
-        the end continues from its best weights, up to `restarts` times.
+        learning rate, which often raises the scores enough. An attempt with a new adapter uses all
+        steps, because it is the last attempt for its item. An attempt that nearly keeps its
+        promises at the end continues from its best weights, up to `restarts` times.
         """
         training = self._spec.training
         weights = [weight for weight in learner.parameters() if weight.requires_grad]
@@ -226,8 +224,9 @@ class PeftTrainer:
         version: int,
         step: int,
     ) -> list[Row]:
-        """Return the examples of one step. Each is drawn from an item with the probability in
-        `shares`.
+        """Return the examples of one step.
+
+        The item of each example is drawn with the probability in `shares`.
         """
         process = self._accelerator.process_index
         rng = np.random.default_rng([self._spec.seed, version, step, process])
@@ -258,7 +257,7 @@ class PeftTrainer:
         return METRICS[item.metric]([a for a, _ in pairs], [wanted for _, wanted in pairs])
 
     def base_scores(self, items: Sequence[Item], split: str) -> dict[str, float]:
-        """Return the accuracy of the base model without adapters, whose LM head answers
+        """Return the accuracy of the base model without adapters for each item. Its LM head answers
         all items.
         """
         learner = Learner(self.base, self._spec.training, (), self._spec.seed)
@@ -289,7 +288,7 @@ def row_shares(
     names: Sequence[str],
     scores: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the share of each item in the batches of an attempt. The shares add up to 1.
+    """Return the share of each item in the batches of an attempt. The sum of the shares is 1.
 
     new: name of the item that is added; None if two adapters are merged.
     names: names of all items of the attempt, including `new`.

@@ -14,7 +14,7 @@ def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -
     pair: A and B.
     magnitude: m [d_out].
 
-    The norms are those of rows. All tensors are fp32.
+    |·| is the norm of each row. All tensors are fp32.
     """
     changed = weight + pair.b @ pair.a
     factor: torch.Tensor = magnitude / torch.linalg.norm(changed, dim=1)
@@ -22,8 +22,7 @@ def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -
 
 
 def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: float) -> LoraPair:
-    """Return A and B for the unchanged base model, for a LoRA whose initialization changed the
-    base.
+    """Return A and B for the original base, for a LoRA whose initialization changed the base.
 
     pair: A and B of that LoRA, for the changed base.
     weight: W [d_out, d_in] fp32 of the unchanged base.

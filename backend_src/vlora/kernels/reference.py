@@ -1,5 +1,5 @@
-"""Reference implementations of the kernels in plain torch, against which the compiled ones are
-tested.
+"""Reference implementations of the kernels in plain torch. Tests compare the compiled kernels with
+them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds a `tritonserver` and the files that it needs to run our models with this Python.
+"""Finds a `tritonserver`, and the files that it needs to run the models with this Python.
 
 If a server is on PATH, as in NVIDIA's container, it is used with its own backends. Otherwise the
 server in the wheel `nvidia-pytriton` is used, with a backend directory that is made of links.
@@ -23,9 +23,7 @@ class ServerError(Exception):
 
 @dataclass(frozen=True)
 class Assembly:
-    """A `tritonserver`, with the arguments and environment variables with which it
-    finds its parts.
-    """
+    """A `tritonserver`, with the arguments and environment variables that locate its backends."""
 
     binary: Path
     arguments: tuple[str, ...]

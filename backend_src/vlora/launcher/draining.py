@@ -1,9 +1,10 @@
 """Signals between a server that is stopping and its models, as files in the run's folder.
 
 Triton 2.51 has no such signals. It continues to pass requests to the models while it waits for idle
-connections to close. A model with requests to finish creates a file in `draining/`. To stop, `vlora
-serve` writes the file `drain` with the time by which all models must have finished, in seconds of
-CLOCK_MONOTONIC, which all processes share. Each model removes its file when it has finished.
+connections to close. Each model that has requests to finish creates a file in `draining/`. To stop,
+`vlora serve` writes the file `drain`, which contains the time by which all models must have
+finished, in seconds of CLOCK_MONOTONIC, a clock that all processes share. A model removes its file
+when it has finished.
 """
 
 from __future__ import annotations

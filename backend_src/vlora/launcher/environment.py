@@ -20,14 +20,14 @@ KNOWN = {
     "VLORA_SERVER": "set by vlora serve: the server's process id",
     "VLORA_GPU_SECONDS": "set by tools.gpu: the time limit of a stage",
 }
-"""Meaning of each variable with the prefix that is read anywhere."""
+"""Meaning of each variable with the prefix VLORA_ that any part of the project reads."""
 
 _SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
 """Ending of a variable that Kubernetes sets for a service, since a service may be named `vlora`."""
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:
-    """Return a sentence for each variable with the prefix VLORA_ that nothing reads."""
+    """Return a warning for each variable that has the prefix VLORA_ but is not in KNOWN."""
     unknown = (name for name in names if name.startswith(PREFIX) and name not in KNOWN)
     return [
         f"nothing reads the environment variable {name}; known are {', '.join(KNOWN)}"

@@ -16,7 +16,7 @@ CLOSED = ("model-repository", "trace", "logging")
 """Protocols of Triton that let any client load models, write files or change the log."""
 
 SHARED_MEMORY = "shared-memory"
-"""Protocol of Triton by which clients register shared memory of the server's machine.
+"""Triton's protocol by which clients register shared memory on the server's machine.
 
 It is closed unless an option opens it. Through a registered region, a client can read and write
 everything that the server can open, including other clients' requests.
@@ -56,7 +56,7 @@ def check_keys(host: str, keys: Path | None, option: str) -> None:
 
 
 def reachable_host(host: str) -> str:
-    """Return the host with which a URL on this machine reaches a server that listens on `host`."""
+    """Return the host part of a local URL of a server that listens on `host`."""
     address = ipaddress.ip_address(host)
     if address.version == 4:
         return LOOPBACK if address.is_unspecified else host

@@ -71,8 +71,8 @@ def children(pid: int) -> set[psutil.Process]:
 def is_alive(process: psutil.Process) -> bool:
     """Return whether this process is running.
 
-    A later process with the same id does not count. Neither does a zombie, since Triton does not
-    collect the processes of its models.
+    A later process with the same id does not count. A zombie does not count either, since Triton
+    never waits for the ended processes of its models.
     """
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
@@ -114,7 +114,8 @@ def how_it_ended(process: psutil.Process) -> str:
 
 
 def ended_with(code: int) -> str:
-    """Return the words for an exit code as in `subprocess`, such as `signal SIGKILL` or
-    `status 3`.
+    """Return a text for an exit code, such as `signal SIGKILL` or `status 3`.
+
+    code: exit code in the convention of `subprocess`: minus the signal number after a signal.
     """
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"

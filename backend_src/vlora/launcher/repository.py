@@ -1,4 +1,4 @@
-"""Copies of the model repository, for the user to change or with overrides for one run."""
+"""Copies of the model repository, either for the user or with overrides for one run."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
 def write_repository(folder: Path, model: Path | None = None, adapters: Path | None = None) -> Path:
     """Copy the model repository to `folder`, which must be new or empty, and return `folder`.
 
-    model, adapters: paths to write into its `model.json`. They need not exist on this machine,
-        since a container may use the copy. By default, these are the absolute paths of the demo.
-        With `model` alone, the copy has no adapters.
+    model, adapters: paths to write into the copy's `model.json`. They need not exist on this
+        machine, since a container may use the copy. By default, these are the absolute paths of the
+        demo. With `model` alone, the copy has no adapters.
 
     Raises InvalidArgument if `folder` is a file or not empty.
     """
@@ -42,7 +42,8 @@ def copy_with_overrides(
 ) -> None:
     """Copy the repository `source` to a new folder `copy` and override keys there.
 
-    model_json: keys that replace those of `model.json`. The other folders in it become absolute.
+    model_json: keys that replace those of `model.json`. All other paths in the file become
+        absolute.
     multi_lora: entries that are added to `multi_lora.json`.
     """
     shutil.copytree(source, copy, ignore=IGNORED)

@@ -33,12 +33,12 @@ TOKEN = re.compile(r"[0-9a-f]{16}")
 
 
 def root_of_runs() -> Path:
-    """Return the folder of all runs of this user."""
+    """Return the folder that contains the folders of this user's runs."""
     return Path(tempfile.gettempdir()) / f"vlora-{os.getuid()}"
 
 
 def kept_log(http_port: int) -> Path:
-    """Return the path of the log, kept after its run, of a server with this HTTP port."""
+    """Return the path of the log that a server with this HTTP port keeps after its run."""
     return root_of_runs() / f"tritonserver-{http_port}.log"
 
 
@@ -59,8 +59,8 @@ def is_starting(grpc_port: int) -> bool:
 def shared_memory_prefix(folder: Path) -> str:
     """Return the prefix of the names of the run's shared memory.
 
-    It begins with a prefix that Triton reserves from 25.07 on, so that no client can register such
-    memory.
+    It begins with a prefix that Triton reserves from release 25.07 on, so that no client can
+    register this memory.
     """
     return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
@@ -68,7 +68,7 @@ def shared_memory_prefix(folder: Path) -> str:
 def protect_shared_memory(folder: Path) -> None:
     """Make the run's shared memory, which contains requests, readable by this user only.
 
-    The Python backend makes it readable by everyone, whatever the umask.
+    The Python backend ignores the umask and makes the memory readable by everyone.
     """
     for region in SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"):
         region.chmod(0o600)

@@ -269,9 +269,9 @@ class TritonServer:
             time.sleep(0.02)
 
     def explain(self) -> str:
-        """Return the errors in the log, "" if there are none.
+        """Return the errors in the log; "" if there are none.
 
-        After the server was ready once, earlier errors are left out.
+        If the server has become ready, only the errors since then are returned.
         """
         if self._ready_at is None:
             return server_log.why_it_did_not_start(server_log.read_end(self.log))
@@ -282,7 +282,10 @@ class TritonServer:
         return server_log.broken_adapters(server_log.read_end(self.log))
 
     def _repository(self, folder: Path) -> Path:
-        """Return the repository to serve: that of the options, or a copy with the overrides."""
+        """Return the folder of the repository to serve.
+
+        It is the repository in the options or, if they contain overrides, a copy in `folder`.
+        """
         options = self.options
         if not (options.model_json or options.multi_lora):
             return options.repository
@@ -301,7 +304,8 @@ class TritonServer:
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
-            # This is for a SIGTERM from elsewhere. Ours is sent when no request is running.
+            # This limits a stop by a SIGTERM from another process. `stop` sends its SIGTERM when no
+            # request is running.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
             *self.options.triton_arguments,

@@ -52,10 +52,9 @@ def create(path: Path) -> IO[bytes]:
 
 
 def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the log from byte `start` on, in whole lines. Of a longer log, only its last `limit`
-    bytes are read.
+    """Return the whole lines of the log from byte `start` on; "" if the log is not a file.
 
-    Returns "" if the log is not a file.
+    limit: maximum number of bytes to read. If there are more, the end of the log is read.
     """
     if not path.is_file():
         return ""
@@ -70,9 +69,9 @@ def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
 
 
 def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of models that failed to load.
+    """Return the messages of the models that failed to load.
 
-    If there are none, it returns the errors, or else the end of the log.
+    If there are none, return the errors in the log. If there are no errors, return its end.
 
     lines: maximum number of lines.
     """

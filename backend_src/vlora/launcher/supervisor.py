@@ -108,7 +108,7 @@ class Supervisor:
         started = time.monotonic()
         try:
             server.open(self._say)
-            # A restarted server gets the same ports, including those that were chosen.
+            # A restarted server uses the same ports, even if they were chosen because of port 0.
             self._options = server.options
             self._ready = True
             announce(server, time.monotonic() - started)
@@ -139,9 +139,9 @@ class Supervisor:
         self._say("stopped")
 
     def _log_of(self, server: TritonServer) -> Path:
-        """Return the path of the server's log, under which it can still be read after a restart.
+        """Return a path at which the server's log can be read even after a restart.
 
-        A log that a restarted server would overwrite is renamed first.
+        A restarted server overwrites its log, so the present log is renamed if there is a restart.
         """
         if self._restart is None or not server.log.is_file():
             return server.log
@@ -152,9 +152,9 @@ class Supervisor:
 def _signals_interrupt() -> Iterator[None]:
     """Raise KeyboardInterrupt on the first and on the second signal within the block.
 
-    Later signals are ignored, so that what the second one started can finish. SIGINT needs a
-    handler, because `vlora serve &` in a script inherits it as ignored. SIGHUP stays ignored if it
-    was ignored before (nohup).
+    Later signals are ignored, so that the shutdown which the second one starts can finish. SIGINT
+    needs a handler, because `vlora serve &` in a script inherits it as ignored. SIGHUP stays
+    ignored if it was ignored before (nohup).
     """
     left = 2
 

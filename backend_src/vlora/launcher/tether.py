@@ -1,8 +1,9 @@
 """`python tether.py PARENT PROGRAM …`: becomes PROGRAM, which the kernel ends when PARENT ends.
 
-This is a separate script, because a process must itself ask the kernel for this, and between a fork
-and `exec` it is not safe to run other code. The script runs without site packages. It affects only
-its own process, so the server's models watch the server themselves (`lifeline.py`).
+A process must itself ask the kernel to be ended with its parent. Between a fork and `exec`, it is
+not safe to run Python code that does so, so this script does it. It runs without site packages. The
+request does not extend to child processes, so the server's models watch the server themselves
+(`lifeline.py`).
 """
 
 import ctypes

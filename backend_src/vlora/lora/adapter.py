@@ -50,8 +50,8 @@ class AdapterInfo:
     """Description of an adapter for users.
 
     digest: SHA-256 of all weights except the head's; "" until the weights are read.
-    ranks: ranks of the language model's matrices that it changes.
-    targets: names of these matrices within a layer, such as `q_proj`.
+    ranks: different LoRA ranks among the matrices of the language model that the adapter changes.
+    targets: names of the changed matrices within a layer, such as `q_proj`.
     tasks: tasks that its `vlora.json` declares.
     accuracy: accuracy by task, as its `vlora.json` declares.
     head_labels: labels of its vision task head; () without a head.
@@ -59,7 +59,8 @@ class AdapterInfo:
     skills: used to choose an adapter for requests that name none (`lora/routing.py`).
     invocation: token ids of an activated LoRA, which changes only the tokens from their last
         occurrence in the prompt on; () for an adapter that changes all tokens.
-    vision_ranks: ranks of the linear layers of the vision tower and the connector that it changes.
+    vision_ranks: ranks of the adapter's LoRA on linear layers of the vision tower and the
+        connector.
     """
 
     name: str
@@ -245,10 +246,10 @@ def _check_invocation(
 
 
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
-    """Raise if weights of the vision part exclude that images are encoded before everything else.
+    """Raise if an adapter that changes the vision part has an invocation or skills.
 
-    An activated LoRA must not change an image before its invocation, and skills choose an adapter
-    only after the images were encoded.
+    Images are encoded before the engine reads the prompt. But an activated LoRA must not change an
+    image before its invocation, and skills choose an adapter only after the images were encoded.
     """
     if config.invocation:
         raise invalid.in_file("adapter_config.json")(
@@ -265,7 +266,8 @@ def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFa
 def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
     """Check that each name in `target_modules` names a module of the model.
 
-    A pattern needs no check: if it matches nothing, all tensors are rejected as left over.
+    A pattern needs no check: if it matches nothing, each tensor of the file is rejected because the
+    config does not target its module.
     """
     if isinstance(config.target_modules, str):
         return

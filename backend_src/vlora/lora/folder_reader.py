@@ -1,6 +1,6 @@
-"""Reader of adapter folders that were added, changed or removed.
+"""Reading of adapter folders that were added or changed, and reporting of removed ones.
 
-It belongs to the thread that watches the folders. The engine's thread applies its results.
+The thread that watches the folders uses it. The engine's thread applies its results.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class FolderReader:
         """Create a reader that has read no folder.
 
         max_bytes: maximum size of one adapter's weights in fp32.
-        allowed_bytes: returns the maximum size of all weights that this reader has read. Beyond it,
-            only the declarations are read.
+        allowed_bytes: returns the maximum total size in bytes of the weights to read. For an
+            adapter that would exceed it, only the declarations are read.
         report: called with each result.
         clock: returns seconds.
         """
@@ -108,7 +108,7 @@ class FolderReader:
         self.stamps = dict(folders)
 
     def read_again(self, name: str) -> None:
-        """Tell `retry` to read a folder again. Safe to call from any thread.
+        """Mark a folder so that `retry` reads it again. Safe to call from any thread.
 
         Call this if the folder could not be loaded for a cause outside its files.
         """

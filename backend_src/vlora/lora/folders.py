@@ -29,14 +29,14 @@ SETTLED_SECONDS = 1.0
 """Time without changes after which a folder is read."""
 
 LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
-"""Minimum seconds between two looks at the folders, and maximum share of a core that
-looking takes.
+"""Minimum seconds between two scans of the folders, and maximum share of a core that scanning
+takes.
 """
 
 MAX_LOOK_SECONDS = 1.5
-"""Maximum seconds between two looks.
+"""Maximum seconds between two scans.
 
-A change takes effect after two looks and a load. The documentation promises five seconds for this.
+A change takes effect after two scans and a load. The documentation promises five seconds for this.
 """
 
 
@@ -46,9 +46,9 @@ def find_folders(
     """Return name → folder of all adapters.
 
     root: folder whose subfolders are adapters under their own names; None for no such folder.
-    names: name → folder of further adapters, relative to the root as in the vLLM backend's
-        `multi_lora.json`, or absolute if there is no root. They take precedence over subfolders
-        with the same name.
+    names: name → folder of further adapters, which take precedence over subfolders with the same
+        name. The folders are relative to the root, as in the vLLM backend's `multi_lora.json`, or
+        absolute if there is no root.
     quiet: do not log names that are defined twice.
     """
     present = () if root is None else folders_in(root)
@@ -87,7 +87,7 @@ class FolderFinder:
 
 
 def folders_in(root: Path) -> Sequence[str]:
-    """Return the names of all entries of the root that may be adapters, in order."""
+    """Return the names of all entries of the root that may be adapters, sorted."""
     if not root.is_dir():
         raise InvalidArgument(f"the adapter root {root} is not a folder")
     core = _native()
@@ -100,7 +100,7 @@ def folders_in(root: Path) -> Sequence[str]:
 
 
 def _folders_in(root: Path) -> list[str]:
-    """Return what `folders_in` returns, for when the compiled core is missing."""
+    """Do what `folders_in` does, in Python. It is used if the compiled core is missing."""
     entries = sorted(root.iterdir(), key=os.fsencode)
     return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
@@ -149,7 +149,7 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Return what `stamp_of` returns, for when the compiled core is missing.
+    """Do what `stamp_of` does, in Python. It is used if the compiled core is missing.
 
     The stamp contains the name of each entry and, after following links, its device, inode, size
     and time of modification. If the folder cannot be read, the stamp contains the number of the
@@ -178,7 +178,7 @@ def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
 def _native() -> Any:
     """Return the compiled functions, or None if they are not compiled.
 
-    One call looks at thousands of folders without holding the GIL.
+    One call scans thousands of folders without holding the GIL.
     """
     try:
         return native.kernels().folder_scan
@@ -193,7 +193,7 @@ def _is_unknown(stamp: Stamp) -> bool:
 
 
 class FolderWatch:
-    """Thread that looks at the adapters' folders until it is closed.
+    """Thread that scans the adapters' folders repeatedly until it is closed.
 
     It reports a change once the files have been unchanged for SETTLED_SECONDS.
     """
@@ -211,7 +211,7 @@ class FolderWatch:
         changed: called with folder and stamp of all names whenever they change. A folder that is
             still changing keeps the state that was last reported. A name that is missing was
             removed.
-        retry: called after each look, to read again what could not be read before.
+        retry: called after each scan, to read folders again that could not be read before.
         """
         self._find = find
         self._changed = changed
@@ -223,7 +223,7 @@ class FolderWatch:
         self._paths: list[bytes] = []
         self._stamps: list[Stamp] = []
         self._settled = False
-        """True if no folder was still changing at the last look."""
+        """True if no folder was still changing at the last scan."""
         self._closed = threading.Event()
         self._pause = LOOK_SECONDS
         self._thread: threading.Thread | None = None
@@ -255,9 +255,10 @@ class FolderWatch:
             self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
 
     def _closed_before_next(self) -> bool:
-        """Wait until the next look is due or the watch is closed; return whether it is closed.
+        """Wait until the next scan is due or the watch is closed; return whether it is closed.
 
-        A watch that is started again waits for the rest of the pause.
+        If the watch is closed during the wait and started again, it waits for the rest of this
+        time.
         """
         began = self._clock()
         closed = self._closed.wait(self._pause)
@@ -265,7 +266,7 @@ class FolderWatch:
         return closed
 
     def look(self, now: float) -> None:
-        """Look at the folders once, and report what has changed and then settled.
+        """Scan the folders once, and report the folders that have changed and then settled.
 
         now: seconds on the watch's clock.
         """

@@ -1,7 +1,8 @@
-"""Adapters of one linear layer that is several matrices of the served model.
+"""Adapters of fused linear layers, each of which corresponds to several matrices of the served
+model.
 
-The query, key and value projections of Qwen are one layer, `c_attn`. Its A belongs to each of the
-three matrices, and its B has the rows of one after the other.
+The query, key and value projections of Qwen are one layer, `c_attn`. The layer's A belongs to each
+of the three matrices. Its B has the rows for `q_proj`, then those for `k_proj` and `v_proj`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ T = TypeVar("T")
 
 
 def for_each_matrix(values: Mapping[MatrixId, T]) -> dict[MatrixId, T]:
-    """Return the values with each fused layer's value given to all of its matrices."""
+    """Return the values by matrix, with the value of each fused layer assigned to all of its
+    matrices.
+    """
     given = {
         (layer, target): value
         for (layer, name), value in values.items()
@@ -29,7 +32,7 @@ def for_each_matrix(values: Mapping[MatrixId, T]) -> dict[MatrixId, T]:
 
 
 def split_pairs(pairs: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
-    """Return the pairs with those of each fused layer divided among its matrices."""
+    """Return A and B by matrix, with B of each fused layer split into the rows of its matrices."""
     split: dict[MatrixId, LoraPair] = {}
     for (layer, name), pair in pairs.items():
         targets = FUSED.get(name, (name,))

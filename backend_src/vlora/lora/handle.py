@@ -44,17 +44,17 @@ class AdapterState(Enum):
 TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
     # The weights may have been read together with the description.
     AdapterState.ON_DISK: frozenset({AdapterState.LOADING, AdapterState.IN_MEMORY}),
-    # Back on disk: the read failed and is tried again, or the weights are no longer needed.
+    # ON_DISK follows if reading failed and is tried again, or if the weights are no longer needed.
     AdapterState.LOADING: frozenset(
         {AdapterState.IN_MEMORY, AdapterState.ON_DISK, AdapterState.FAILED}
     ),
-    # Back on disk: the host copy was evicted.
+    # ON_DISK follows if the host copy is evicted.
     AdapterState.IN_MEMORY: frozenset({AdapterState.PACKING, AdapterState.ON_DISK}),
-    # Back in memory: packing failed and is tried again.
+    # IN_MEMORY follows if packing failed and is tried again.
     AdapterState.PACKING: frozenset(
         {AdapterState.RESIDENT, AdapterState.IN_MEMORY, AdapterState.FAILED}
     ),
-    # Back in memory: the adapter was evicted from the pool.
+    # IN_MEMORY follows if the adapter is evicted from the pool.
     AdapterState.RESIDENT: frozenset({AdapterState.IN_MEMORY}),
     # Only another version of the adapter can be loaded.
     AdapterState.FAILED: frozenset(),
@@ -77,8 +77,9 @@ class AdapterHandle:
     slot: slot of the operator; set only in PACKING and RESIDENT.
     run: pages of the packed copy; set only in PACKING and RESIDENT, and None without a page pool.
     error: reason why the version cannot be loaded; set only in FAILED.
-    retired: True once the adapter's name means another version. New requests cannot use this one.
-    backoff: delay after failed attempts whose cause lay outside the files.
+    retired: True once the adapter's name refers to another version. New requests cannot use this
+        version.
+    backoff: delay before the next attempt after failures that the adapter's files did not cause.
     packed_bytes: size of the packed copy in bytes; 0 until computed.
     """
 
@@ -108,11 +109,11 @@ class AdapterHandle:
         self.state = state
 
     def load(self) -> None:
-        """Note that the loader has started to read the weights."""
+        """Record that the loader has started to read the weights."""
         self._enter(AdapterState.LOADING)
 
     def load_later(self) -> None:
-        """Note that reading the weights failed or was not necessary, so they are only on disk."""
+        """Mark the weights as only on disk, because reading them failed or was not necessary."""
         self._enter(AdapterState.ON_DISK)
 
     def loaded(self, adapter: Adapter) -> None:
@@ -127,16 +128,16 @@ class AdapterHandle:
         self.adapter = None
 
     def pack(self, slot: int, run: Run | None) -> None:
-        """Note that the weights are being packed into a slot."""
+        """Record that the weights are being packed into a slot."""
         self._enter(AdapterState.PACKING)
         self.slot, self.run = slot, run
 
     def packed(self) -> None:
-        """Note that the version is packed, so that steps can use its slot."""
+        """Record that the version is packed, so that steps can use its slot."""
         self._enter(AdapterState.RESIDENT)
 
     def unpack(self) -> None:
-        """Note that the version has lost its slot and its pages."""
+        """Record that the version has lost its slot and its pages."""
         self._enter(AdapterState.IN_MEMORY)
         self.slot = self.run = None
 
@@ -203,8 +204,8 @@ class AdapterHandle:
         self._holders -= 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a field is set that must not be set in the present state, or the
-        reverse.
+        """Raise AssertionError if a field is set that must not be set in the present state, or is
+        not set although it must be.
         """
         assert (self.adapter is not None) == (self.state in COPIED)
         assert (self.slot is not None) == (

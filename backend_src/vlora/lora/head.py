@@ -46,10 +46,11 @@ def load_head(
     declared: value of "head" in `vlora.json`, which must be given if and only if `head.safetensors`
         exists.
     hidden: width of the model.
-    max_bytes: maximum size of the adapter in fp32.
-    others: size of its other weights in fp32.
+    max_bytes: maximum size in bytes of the adapter in fp32.
+    others: size in bytes of the adapter's other weights in fp32.
 
-    Raises InvalidArgument if the declaration and the file do not fit each other or the model.
+    Raises InvalidArgument if the declaration and the file do not match, or if the head does not fit
+    the model.
     """
     path = folder / "head.safetensors"
     if declared is None and not path.exists():

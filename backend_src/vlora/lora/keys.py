@@ -91,7 +91,7 @@ def parse_key(key: str, model: ModelShape) -> TensorKey:
 
 
 def _reason(key: str, prefix: str | None = None) -> str:
-    """Return why a key is unknown.
+    """Return the reason why a key is unknown, for the error message.
 
     prefix: text before `layers`, if the key otherwise has the form of a LoRA weight.
     """

@@ -14,8 +14,8 @@ from vlora.lora.switcher import Switcher
 class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
-    index: number of the weight W among the views of the switcher's active weights. It is looked up
-        at each call, so a switch takes effect at once.
+    index: index of the weight W in the views of the switcher's active weights. The view is looked
+        up in each call, so a switch takes effect at once.
     bias: [sum of the projections' d_out], or None.
     lora: A and B of all adapters by slot. The adapter store fills and clears its slots.
     """

@@ -1,7 +1,7 @@
 """Loading and packing of the adapters that waiting requests need.
 
-This module decides what is loaded and packed next. Two worker threads do the work. The engine's
-thread owns everything here and applies their results to the tiers.
+This module decides what is loaded and packed next. Two worker threads load and pack. All state
+belongs to the engine's thread, which applies the results of the workers to the tiers.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ The adapters of older requests go first.
 INLINE_PACK_BYTES = 4 << 20
 """Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread.
 
-On its own thread, the packer waits for the GIL once per group of matrices. For small adapters, this
-would delay the waiting requests by some steps (decision 57).
+On the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
+this wait would delay the requests by some steps (decision 57).
 """
 
 
@@ -74,7 +74,8 @@ class AdapterLoads:
         self._workers.close()
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
-        """Begin to load and pack the adapters that waiting requests need, as far as there is space.
+        """Begin to load and pack the adapters that waiting requests need, as far as memory and
+        pages allow.
 
         The adapter of an older request is never evicted for that of a newer request.
 

@@ -1,4 +1,4 @@
-"""Shape of the served model, as far as adapters have to fit it."""
+"""The part of the served model's shape that adapters have to fit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vlora.lora.slab import ATTENTION
 
 LM_HEAD = "lm_head"
 LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
-"""Prefixes of `layers` in the module paths of adapters, one for each of these models, in order:
+"""Text before `layers` in the module paths of adapters that were trained on:
 
 - a multimodal model in transformers 4.52 and later;
 - a multimodal model in earlier versions of transformers 4;
@@ -52,7 +52,8 @@ class ModelShape:
         that names a module which the decoder does not have.
     vision: returns (d_out, d_in) of each linear layer of the vision tower and the connector, by its
         `vision_path`; called only for an adapter that changes such a layer.
-    modules: target, or name in FUSED, of each module of a layer whose path is the model's own.
+    modules: path within a layer → target or key of FUSED, for modules whose path is not the usual
+        one.
     """
 
     layers: int

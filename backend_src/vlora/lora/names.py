@@ -1,5 +1,4 @@
-"""Adapters by name. Each name stands for a handle, or for the error of a folder that cannot be
-used.
+"""Adapters by name. Each name refers to a handle, or to the error of a folder that cannot be used.
 
 The engine's thread changes the mapping. It publishes each state as an immutable table, which other
 threads read without a lock.
@@ -42,7 +41,7 @@ class NameTable:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the adapters that requests can use, in order."""
+        """Sorted names of the adapters that requests can use."""
         return tuple(sorted(self.current))
 
     @cached_property
@@ -70,9 +69,9 @@ class NameTable:
     def similar(self, name: str) -> Sequence[str]:
         """Return names that may be similar to an unknown one, at most 4 · HINT_NEIGHBOURS.
 
-        They are its neighbors in two sorted lists: the names, and the names spelled backwards. A
-        single mistake leaves the first or the last half of a name correct. So the right name is
-        near the unknown one in one of the two lists.
+        They are the neighbors of the unknown name in two sorted lists: the names, and the names
+        spelled backwards. A single typing error leaves the first or the last half of a name
+        correct. So the intended name is near the unknown name in one of the two lists.
         """
         if len(name) > MAX_HINT_LENGTH:
             return ()
@@ -92,7 +91,7 @@ def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
 class AdapterNames:
     """Mapping from names to handles.
 
-    It belongs to the engine's thread. Only `table` may be read from any thread.
+    Only the engine's thread may use it, but any thread may read `table`.
     """
 
     def __init__(self) -> None:
@@ -100,35 +99,35 @@ class AdapterNames:
         self._broken: dict[str, InvalidArgument] = {}
         self._changed = False
         self.table = NameTable({}, {})
-        """The table that was published last. It is replaced, not changed."""
+        """The table that was published last. The object itself never changes; `publish` replaces
+        it.
+        """
 
     def set(self, handle: AdapterHandle) -> AdapterHandle | None:
-        """Let the handle's name stand for this version; return the version that it stood for
-        before.
-        """
+        """Make this version the current one of its name; return the previous version, or None."""
         name = as_text(handle.name)
         previous = self.remove(handle.name)
         self._current[name] = handle
         return previous
 
     def set_broken(self, name: str, error: InvalidArgument) -> AdapterHandle | None:
-        """Let a name stand for an error; return the version that it stood for before."""
+        """Map a name to an error; return the version that the name referred to before, or None."""
         previous = self.remove(name)
         self._broken[as_text(name)] = error
         return previous
 
     def remove(self, name: str) -> AdapterHandle | None:
-        """Remove a name; return the version that it stood for."""
+        """Remove a name; return the version that it referred to, or None."""
         self._changed = True
         self._broken.pop(as_text(name), None)
         return self._current.pop(as_text(name), None)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the name stands for a version that requests can use."""
+        """Return whether the name refers to a version that requests can use."""
         return as_text(name) in self._current
 
     def is_current(self, handle: AdapterHandle) -> bool:
-        """Return whether the handle's name still stands for this version."""
+        """Return whether the handle's name still refers to this version."""
         return self._current.get(as_text(handle.name)) is handle
 
     def publish(self) -> None:

@@ -1,8 +1,8 @@
 """PEFT's patterns of module names, matched in bounded time and memory.
 
 An adapter's config may contain any regular expression. Python's `re` has no timeout, so patterns
-are matched by the package `regex`, which has one. A pattern must be valid for both, and is rejected
-if compiling it would take too much memory.
+are matched by the package `regex`, which has one. A pattern must be valid for both packages. It is
+rejected if compiling it would take too much memory.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def _unlike_re(pattern: str) -> str | None:
 
 
 def _too_many(pattern: str) -> str | None:
-    """Return why the pattern repeats too often, or None."""
+    """Return the reason why the pattern has too many repetitions, or None."""
     product = 1
     for braces in _braces(pattern):
         highest = braces.split(",")[-1] or braces.split(",")[0]

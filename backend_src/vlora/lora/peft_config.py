@@ -66,8 +66,8 @@ class PeftConfig:
     weights file spells it, then in the served model. All methods raise InvalidArgument for a
     pattern that is invalid or takes too long.
 
-    invocation: token ids from whose last occurrence in the prompt on the adapter acts; () if it
-        acts on all tokens.
+    invocation: token ids of an activated LoRA, which changes only the tokens from their last
+        occurrence in the prompt on; () for an adapter that changes all tokens.
     """
 
     rank: int
@@ -93,7 +93,7 @@ class PeftConfig:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def targets(self, paths: Sequence[str]) -> bool:
-        """Return whether PEFT would give this module a LoRA."""
+        """Return whether PEFT would add a LoRA to the module with these paths."""
         return any(self._targets(path) for path in paths)
 
     def _by_pattern(self, patterns: Mapping[str, T], paths: Sequence[str], default: T) -> T:

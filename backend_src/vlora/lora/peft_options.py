@@ -1,4 +1,6 @@
-"""Options of PEFT's LoRA. Some are used, some have no effect here, and the others are refused."""
+"""Options of PEFT's LoRA: those that are used, those without effect at inference, and those that
+are refused.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,16 @@ CONVERTIBLE: dict[str, str] = {
     "use_dora": f"make it a plain LoRA with {CONVERT}",
     "modules_to_save": f"if they are the base model's own, {CONVERT} drops them",
 }
-"""Remedy to name in the error, for the keys of REFUSED_WHEN_SET whose adapters can be converted."""
+"""Remedy that the error message names, by option. The options are the keys of REFUSED_WHEN_SET
+whose adapters can be converted.
+"""
 
 PLAIN = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the base model unchanged."""
 KNOWN_CHANGES = ("pissa", "olora")
-"""Values of `init_lora_weights` whose change of the base model can be computed from its weights."""
+"""Values of `init_lora_weights` whose change of the base model follows from the base model's
+weights.
+"""
 CHANGES_THE_BASE = (*KNOWN_CHANGES, "corda", "lora_ga", "loftq")
 """Beginnings of the values of `init_lora_weights` that change the base model.
 

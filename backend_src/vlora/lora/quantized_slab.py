@@ -1,7 +1,8 @@
 """Slab of quantized base weights: the target matrices of all layers in contiguous memory.
 
-It is made read-only like the unquantized slab (`lora/slab.py`). Adapters are never merged into it:
-merged weights would have to be quantized again, with an error that differs from adapter to adapter.
+The slab is made read-only, as is the unquantized slab (`lora/slab.py`). Adapters are never merged
+into it: merged weights would have to be quantized again, with an error that differs from adapter to
+adapter.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class QuantizedSlab:
         return sum(rows * depth for rows, depth in (view.shape for view in self._views))
 
     def target(self, layer: int, target: str) -> QuantizedWeight:
-        """Return one matrix to write to. This must happen before `seal`."""
+        """Return one matrix, to which the caller may write before `seal`."""
         number = next(i for i, group in enumerate(GROUPS) if target in group)
         before = GROUPS[number][: GROUPS[number].index(target)]
         first = sum(self.shapes[other][0] for other in before)

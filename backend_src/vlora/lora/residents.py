@@ -1,6 +1,6 @@
 """Resident adapters by slot, and the order in which the page pool evicts unused ones.
 
-Everything here belongs to the engine's thread. Only `by_slot` may be called from any thread.
+Only the engine's thread may use this module, but any thread may call `by_slot`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Residents:
         handle.unpack()
 
     def retire(self, handle: AdapterHandle) -> None:
-        """Note that the name of a resident adapter now stands for another version."""
+        """Mark a resident version whose name now refers to another version."""
         self._retired.add(handle)
 
     @property
@@ -60,7 +60,7 @@ class Residents:
     def _idle(self) -> Iterator[AdapterHandle]:
         """Yield the adapters that may be evicted, the next one to evict first.
 
-        Adapters in use are skipped, so the time grows with their number.
+        Adapters in use are skipped, so the time grows with the number of adapters in use.
         """
         yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
         for handle in self._order.oldest_first():

@@ -1,9 +1,9 @@
 """Choice of an adapter for requests that name none, by task and question.
 
 The V-LoRA paper expects requests to name their adapter and mentions routing as an alternative
-(footnote 4). EdgeLoRA routes by a learned model. Here, an adapter declares its *skills*, which the
-generator writes: for each kind of request the task, the usual words of the questions, and the
-measured accuracy.
+(footnote 4). EdgeLoRA routes by a learned model. Here, each adapter declares its *skills*, which
+the adapter generator writes. A skill describes one kind of request: its task, the usual words of
+its questions, and the measured accuracy.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from vlora.lora.peft_config import ErrorFactory, is_names
 MIN_FIT = 0.5
 """Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers."""
 SLACK = 0.02
-"""Loss of accuracy that is accepted for an adapter that is resident already."""
+"""Maximum loss of accuracy, from 0 to 1, that is accepted for an adapter that is resident already.
+"""
 MAX_QUESTION = 4096
-"""Number of characters of a question that are read; the rest is ignored."""
+"""Maximum number of characters of a question that are read; the rest is ignored."""
 MAX_SKILLS = 256
 """Maximum number of skills per adapter."""
 MAX_WORDS = 32
 """Maximum number of words per skill."""
 MIN_SHARE = 0.02
-"""Minimum share of the questions that contain a word, for the word to be declared."""
+"""Minimum share of a skill's questions that must contain a word for the skill to declare it."""
 
 _WORD = re.compile(r"\w+")
 

@@ -33,8 +33,8 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segmen
 
 
 def _extend(segments: list[Segment], more: Segment) -> None:
-    """Append a segment. If the last one has the same slot and ends where `more` starts, extend it
-    instead.
+    """Append the segment `more`, or extend the last segment if it has the same slot and ends where
+    `more` starts.
     """
     last = segments[-1] if segments else None
     if last and last.slot == more.slot and last.start + last.length == more.start:

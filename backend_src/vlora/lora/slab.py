@@ -89,14 +89,15 @@ class WeightSlab:
     def region(self, layer: int, *targets: str) -> Region:
         """Return the location of one target.
 
-        Several targets must be adjacent and share their input; they are then one matrix.
+        Several targets must be adjacent in the slab and share their input. The location is then
+        that of one matrix with all of their rows.
         """
         first = self._regions[layer, targets[0]]
         rows = sum(self._regions[layer, target].rows for target in targets)
         return Region(first.offset, rows, first.columns)
 
     def target(self, layer: int, target: str) -> torch.Tensor:
-        """Return one base matrix to write to. This must happen before `seal`."""
+        """Return one base matrix, to which the caller may write before `seal`."""
         return self.region(layer, target).view(self.base)
 
     def reserve(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""Failures whose cause lies outside an adapter's files, and the wait before the next attempt.
+"""Transient failures, which an adapter's files did not cause, and the wait before the next attempt.
 
-Such a failure says nothing about the files: the process had no free file descriptor or memory, or a
-disk reported an error. Whatever failed for such a cause is tried again.
+For example, the process had no free file descriptor or memory, or a disk reported an error. An
+operation with such a failure is tried again.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 30.0
 """Wait before the second attempt, and its maximum. The wait doubles with each attempt."""
 
 MAX_ATTEMPTS = 5
-"""Number of attempts to load an adapter before its requests fail. They take about four seconds."""
+"""Number of attempts to load an adapter before its requests fail. All attempts take about four
+seconds.
+"""
 
 _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
 """Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them."""

@@ -30,7 +30,9 @@ FLOATS = {
     "BF16": torch.bfloat16,
     "F64": torch.float64,
 }
-"""Types of tensors that are supported in a file. Types of 8 bits would need scales."""
+"""Supported types of the tensors in a file. Types of 8 bits are not supported, since they need
+scales.
+"""
 
 MAX_BUFFERS = 1024
 """Maximum number of buffers per call of `preadv` (IOV_MAX)."""
@@ -40,7 +42,7 @@ MAX_BUFFERS = 1024
 class Layout:
     """Tensors of a safetensors file, in their order in the file. There are no gaps between them.
 
-    start: number of bytes before the first tensor.
+    start: number of bytes in the file before the first tensor.
     header: Python's `hash` of these bytes, which shows whether the file has changed. It is valid in
         this process only.
     keys: key of each tensor.
@@ -75,7 +77,7 @@ class Layout:
         for dtype, start, end in plan.runs:
             run = data[start:end]
             if start % dtype.itemsize:
-                run = run.clone()  # Smaller types before the run leave it unaligned.
+                run = run.clone()  # Smaller dtypes before the run leave it unaligned.
             runs.append(run.view(dtype).to(torch.float32))
         return runs[0] if len(runs) == 1 else torch.cat(runs)
 
@@ -194,7 +196,7 @@ class WeightsReader:
         return 4 * sum(math.prod(shape) for shape in self.shapes)
 
     def shared(self) -> WeightsReader:
-        """Return an equal reader that exists already, or this one.
+        """Return an equal reader if one exists already, else this reader.
 
         In this way, thousands of adapters of one kind share one reader.
         """
@@ -263,4 +265,4 @@ class WeightsReader:
 
 
 _READERS: WeakValueDictionary[tuple[object, ...], WeightsReader] = WeakValueDictionary()
-"""Readers that are in use, by everything that distinguishes them."""
+"""Readers that are in use, by the key that `WeightsReader.shared` computes."""

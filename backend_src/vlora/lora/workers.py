@@ -31,7 +31,9 @@ class Results:
         self._on_post = on_post
 
     def post(self, apply: Callable[[], None]) -> None:
-        """Queue a function that applies a result. The thread that calls `apply` will call it."""
+        """Queue a function that applies a result. The thread that calls `Results.apply` or
+        `apply_next` runs the function.
+        """
         self._queue.put(apply)
         self._on_post()
 

@@ -18,7 +18,8 @@ def available_bytes(
     This is the machine's available memory, or the memory that the tightest control group leaves if
     that is less.
 
-    meminfo, process, root: files and folder of the kernel's reports; others only in tests.
+    meminfo, process, root: files and folder of the kernel's reports. Only tests replace the
+        defaults.
     """
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)

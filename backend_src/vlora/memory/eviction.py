@@ -10,7 +10,7 @@ adapter is not resident, not being packed and not held by a request.
 (`PagePool.tick`), which blocks and adapters share. If a block and an adapter were used at the same
 time, the block goes first.
 3. An item marked EVICT_FIRST goes before all others. These are the blocks of an evicted adapter,
-and a version of an adapter that its name no longer means and that no request has started with.
+and an outdated version of an adapter with which no request has started.
 4. Of blocks that are released together, the later ones in the sequence go first, so that the
 remaining blocks are still a prefix.
 5. To make room for an adapter, contiguous pages without adapters are searched before an adapter is

@@ -69,8 +69,8 @@ class BlockDigests:
 class PrefixCache:
     """Cached blocks by key, each in a page of the pool.
 
-    A block that sequences hold is shared by them, and its page is owned by KV. The page of a block
-    without holders is owned by CACHE, and the block can be evicted.
+    Several sequences can share a block. While a sequence holds a block, KV owns its page. When no
+    sequence holds it, CACHE owns its page, and the block can be evicted.
 
     is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """

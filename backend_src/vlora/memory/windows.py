@@ -28,9 +28,9 @@ def runs_to_evict(
 ) -> list[range] | None:
     """Return the idle runs to evict so that some `count` contiguous pages contain no run.
 
-    Of all windows, one is chosen for which the most recently used of these runs was used as long
-    ago as possible, and of those the one with the fewest pages to evict. The list is empty if a
-    window contains no run already.
+    In each window of `count` pages, consider the most recent use of the runs to evict. The window
+    is chosen for which this use is the oldest; of equal windows, the one with the fewest pages to
+    evict. The list is empty if some window already contains no run.
 
     total: number of pages of the pool.
     busy: runs that stay.

@@ -21,8 +21,8 @@ from vlora.model.rotary import Rotary
 class ReferencePlan:
     """Indices of the pages that the rows of a step write and read.
 
-    All chunks of one row are attended together, padded to the longest context. Other chunks are
-    attended one by one.
+    The attention of all chunks of one row is computed together, padded to the longest context. The
+    attention of other chunks is computed one chunk at a time.
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
@@ -62,7 +62,7 @@ class ReferencePlan:
         qkv: torch.Tensor,
         rotary: Rotary,
     ) -> torch.Tensor:
-        """Compute what `AttentionPlan.attend` does.
+        """Do what `AttentionPlan.attend` does.
 
         heads: number of query heads.
         """
@@ -114,8 +114,8 @@ class ReferencePlan:
         """Return the keys or values of the first `length` positions, [batch, kv_heads, length,
         dim].
 
-        view: [pages, kv_heads, panels, …]; the last axes hold LANES · dim values, one lane after
-            another.
+        view: [pages, kv_heads, panels, …]; the last axes hold LANES · dim values per panel, one
+            lane after another.
         pages: [batch, n] pages of each sequence.
         """
         kv_cache = self._kv_cache

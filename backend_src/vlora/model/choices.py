@@ -35,7 +35,7 @@ class ChoiceSet:
 
     spellings: sorted, so that spellings with a common prefix are adjacent.
     choices: choice that belongs to each spelling.
-    required_tokens: number of tokens that is enough to spell any of the choices.
+    required_tokens: number of tokens that suffices to spell any of the choices.
     """
 
     def __init__(self, choices: Sequence[str], vocabulary: Vocabulary) -> None:
@@ -65,7 +65,9 @@ class ChoiceSet:
         self._cache: dict[tuple[int, int, int], tuple[IndexArray, IndexArray]] = {}
 
     def _tokens_needed(self, spelling: bytes) -> list[int]:
-        """Return for each offset the minimum number of tokens that spell the rest."""
+        """Return, for each byte offset, the minimum number of tokens that spell the rest of the
+        spelling.
+        """
         needed = [0] * (len(spelling) + 1)
         for start in range(len(spelling) - 1, -1, -1):
             needed[start] = self._min_tokens(spelling, start, needed)

@@ -40,7 +40,7 @@ class Prompt:
 
     @cached_property
     def position_shift(self) -> int:
-        """Number to add to the index of a generated token for its rotary position."""
+        """Rotary position of a generated token minus its index in the sequence."""
         return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.ids)
 
     @classmethod
@@ -68,8 +68,8 @@ class PromptReader:
     def check_length(self, text: str, context: int) -> None:
         """Raise InvalidArgument if `text` is certainly too long for a context of this many tokens.
 
-        This compares bytes and takes almost no time. Whether a text that passes is too long is
-        known only after it is tokenized.
+        The check compares numbers of bytes and takes almost no time. A text that passes may still
+        be too long, which is known only after it is tokenized.
         """
         size, limit = (
             len(text.encode(errors="replace")),

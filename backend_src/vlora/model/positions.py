@@ -45,13 +45,13 @@ def prompt_positions(
     """Return the positions of a prompt's tokens by time, height and width, [3, len(feature_row)].
 
     The three positions of a text token are equal. An image starts at the position after the text
-    before it. The text after an image starts as many positions later as the longest side of the
-    image's grid.
+    before it. The text after an image starts at the image's first position plus the longest side of
+    its grid.
 
     feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
     grids: grid of each image.
-    clip_interval: distance between successive steps in time of a clip, in positions. Results are
-        rounded down.
+    clip_interval: distance between successive time steps of a clip, in positions. The time
+        positions are rounded down.
     """
     parts: list[torch.Tensor] = []
     index = position = 0

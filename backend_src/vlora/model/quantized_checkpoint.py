@@ -1,7 +1,7 @@
 """Weights of GPTQ, AWQ and compressed-tensors checkpoints, repacked into the slab.
 
 All three methods store scale · (value − zero), with a scale and a zero for each group of inputs.
-They differ in what they pack into 32 bits and in which order.
+They differ in which values they pack into a 32-bit word, and in the order of the values.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _store(
         )
     if target.format.bits == 8:
         values = values - middle
-    # A group in the files may become several groups in the slab.
+    # A large group in the files is split into several groups in the slab.
     repeats = -(-min(group, depth) // target.format.group) if target.format.group else 1
     target.fill(
         values,

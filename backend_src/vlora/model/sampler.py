@@ -37,7 +37,7 @@ Usually, only a few hundred of 152k tokens are above such a threshold, and only 
 """
 
 MIN_FP32_TEMPERATURE = 1e-30
-"""Minimum temperature that fp32 can divide by. It already draws the largest logit."""
+"""Minimum temperature by which fp32 logits are divided. It always draws the largest logit."""
 
 SUM_TOLERANCE = 1e-9
 """Upper bound of the relative difference between sums of the same weights in different orders."""
@@ -45,7 +45,7 @@ SUM_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn token. `logprobs` has the token and the alternatives; None unless requested."""
+    """A drawn token. `logprobs` contains it and the alternatives, or is None if not requested."""
 
     token: int
     logprobs: tuple[TokenLogprob, ...] | None
@@ -54,9 +54,9 @@ class Draw:
 class Uniforms:
     """Random numbers in [0, 1) that depend only on a seed and a position.
 
-    Each is the first number of a block of Philox4x64-10 whose counter is the position. One call
-    computes UNIFORMS_AHEAD of them, as it takes little longer than one. The generator is kept,
-    because making one takes twenty times as long.
+    Each number is the first of a block of Philox4x64-10 whose counter is the position. One call
+    computes UNIFORMS_AHEAD numbers, which takes little longer than computing one. The generator is
+    reused, because creating one takes twenty times as long.
     """
 
     def __init__(self, seed: int) -> None:
@@ -182,7 +182,7 @@ class TokenSampler:
                 text=self._vocabulary.text(index),
             )
             for index in dict.fromkeys([token, *alternatives])
-            # Every logit above that of an alternative belongs to another alternative.
+            # Every logit above the logit of an alternative is itself an alternative.
             for rivals in (logits[best] if index in alternatives else logits,)
         )
 
@@ -195,7 +195,7 @@ def draw_rows(
 ) -> list[int]:
     """Draw the tokens of several requests in one call, as `draw` does for each.
 
-    Since sums are in fp32, one draw in some millions may return the token beside the right one.
+    As sums are in fp32, about one draw in millions returns the token next to the right one.
 
     logits: [T, vocabulary] fp32, contiguous. A logit of minus infinity is never drawn.
     rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The
@@ -282,7 +282,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     if params.top_p < 1.0:
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order]) / weights.sum()
-        # The smallest set with a mass of top_p: a token stays if the mass before it is smaller.
+        # Smallest set with a mass of top_p: tokens stay while the mass before them is smaller.
         weights[order[1:][mass[:-1] >= params.top_p]] = 0.0
     return np.asarray(weights / weights.sum())
 
@@ -318,7 +318,7 @@ def _nucleus(
         if above.sum() > top_p * total * (1 + SUM_TOLERANCE):
             large_values = above
             break
-    # The sums depend only on the order of the values. Of equal values, the first are taken.
+    # Sum the sorted values. Of equal values, those with lower indices are taken.
     descending = np.sort(large_values)[::-1]
     last = int(np.searchsorted(np.cumsum(descending) / total, top_p, side="left"))
     if last >= descending.size:
@@ -341,7 +341,7 @@ def _largest_ascending(
 def _zero_others(weights: DoubleArray, candidates: IndexArray) -> DoubleArray:
     """Return the weights with zeros for all tokens but the candidates.
 
-    Summing all of them, zeros included, gives bitwise the sum of the full distribution.
+    Summing this array, including its zeros, gives bitwise the same sum as in the full distribution.
     """
     if candidates.size == weights.size:
         return weights

@@ -24,7 +24,7 @@ INSTEAD = {
     " made from with 'quantization': 'int4' or 'int8'",
     "fp8": "; serve the checkpoint that it was made from with 'quantization': 'int8'",
 }
-"""Alternatives to some unsupported methods, which end the error message."""
+"""Alternatives to some unsupported methods, which are appended to the error message."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class StoredQuantization:
     bits: 4 or 8.
     group: number of inputs that share a scale in the files; None if all inputs of an output do.
     form: format in which the matrices are kept in memory. Its groups have at most 128 inputs, so a
-        longer group in the files becomes several.
+        larger group in the files is split into several groups.
     zero_offset: number to add to stored zeros: 1 for GPTQ before its version 2, else 0.
     """
 
@@ -49,7 +49,7 @@ class StoredQuantization:
 def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantization | None:
     """Return the quantization that a checkpoint's `quantization_config` describes.
 
-    description: the `quantization_config`; None, for which the result is None, if there is none.
+    description: the `quantization_config`, or None. For None, the result is None.
 
     Raises InvalidArgument for anything that is not supported.
     """

@@ -20,8 +20,7 @@ NFC_SHRINKAGE = 4
 """Maximum ratio of a text's bytes to those of its NFC form. ASCII text keeps its length."""
 
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
-"""Pre-tokenizers that drop no text, unless the behavior of `Split` or `Punctuation` is
-"Removed".
+"""Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".
 """
 
 

@@ -1,7 +1,7 @@
 """Tokenizer of a checkpoint folder.
 
 Qwen and Qwen-VL were published with `qwen.tiktoken`, a list of tokens by rank, and with code that
-reads it. It is read here instead, by transformers' converter of such lists.
+reads it. This module reads the list with transformers' converter instead, and never runs that code.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _CHAT = (
 
 
 class _Converter(TikTokenConverter):  # type: ignore[misc]
-    """transformers' converter, without the package tiktoken."""
+    """transformers' converter of token lists, which does not need the package tiktoken."""
 
     @staticmethod
     def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:

@@ -35,7 +35,8 @@ class Vocabulary:
         """
         added = tokenizer.added_tokens_decoder
         # Byte-level tokenizers write bytes as printable characters. Tokenizers like SentencePiece
-        # write a space as "▁" and single bytes as <0x..>. The decoder shows which kind it is.
+        # write a space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind
+        # the tokenizer is.
         self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
         special = set(tokenizer.all_special_ids)
         size = len(tokenizer) if size is None else size
@@ -89,9 +90,9 @@ class Vocabulary:
 class TextStream:
     """Converts tokens to text deltas without splitting characters, and stops at stop strings.
 
-    Text that may be the start of a stop string is held back until later tokens show whether it is.
-    All deltas together equal the text of the tokenizer's `decode`, with U+FFFD for an incomplete
-    character at the end. The `DecodeStream` of tokenizers never returns that character.
+    Text that may be the start of a stop string is held back until later tokens decide. All deltas
+    together equal the text of the tokenizer's `decode`, with U+FFFD for an incomplete character at
+    the end. The `DecodeStream` of the package tokenizers would omit an incomplete character.
     """
 
     def __init__(

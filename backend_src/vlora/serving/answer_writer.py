@@ -22,7 +22,7 @@ class AnswerWriter:
     """Converts the outputs of one request to its responses.
 
     If the request streams, every output becomes a response with the new text and tokens. Otherwise
-    there is one response with everything after the last output.
+    the last output becomes the only response, which contains the complete answer.
     """
 
     def __init__(self, call: Call, task: str) -> None:
@@ -37,7 +37,7 @@ class AnswerWriter:
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """Return the response for `output`, or None if there is none yet.
+        """Return the response for `output`, or None if a request without streaming has not ended.
 
         `output` must not be an error.
         """
@@ -108,7 +108,7 @@ def _finite(logprob: float) -> float:
 
 
 def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
-    """Return the alternatives of one token as JSON values, by token id."""
+    """Return the log probabilities of one position as JSON values, by token id."""
     return {
         str(entry.token_id): {
             "logprob": _finite(entry.logprob),

@@ -1,11 +1,11 @@
-"""The time of a request's arrival, which is passed from model to model as a stamp.
+"""Stamps, which pass the time of a request's arrival from one model to the next.
 
-The first of our models that a request reaches makes the stamp. Times are of CLOCK_MONOTONIC, which
-all processes of a host share.
+The first model of this project that a request reaches makes the stamp. Times are seconds of
+CLOCK_MONOTONIC, which all processes of a host share.
 
 **Invariant:** a client cannot choose the arrival of its request. A stamp is authenticated by a key
-that only the models of one server know. A model accepts a stamp once, and only shortly after it was
-made.
+that only the models of one server have. A model accepts each stamp only once, within
+`MAX_AGE_SECONDS` after it was made.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ class ArrivalStamps:
 
     @staticmethod
     def of_this_server() -> ArrivalStamps:
-        """Return the stamps of the server that runs this process.
+        """Return an object with the key of the server that runs this process.
 
-        Only a server of `vlora serve` has a private folder with the key. On any other server, the
-        arrival of a request at a model is the time at which that model received it.
+        Only a server that `vlora serve` started has a private folder with the key. On any other
+        server, each model uses the time at which it received a request as the request's arrival.
         """
         run = os.environ.get(RUN_VARIABLE)
         return ArrivalStamps(shared_key(Path(run)) if run else b"")
 
     def make(self, arrival: float) -> Array:
-        """Return a stamp for one call of another model: STRING[1], empty without a key.
+        """Return a stamp for one call of another model: STRING[1], an empty string without a key.
 
         arrival: seconds of CLOCK_MONOTONIC.
         """
@@ -74,11 +74,11 @@ class ArrivalStamps:
         return strings([content + self._tag(content)])
 
     def read(self, tensors: Tensors) -> float:
-        """Return the arrival in the request's stamp, or the present time if there is no valid
-        stamp.
+        """Return the arrival of a request in seconds of CLOCK_MONOTONIC.
 
-        A stamp that is too old or was used before is not valid. Raises InvalidArgument for a stamp
-        that this server did not make.
+        It is the arrival in the request's stamp. Without a stamp, or with one that is too old or
+        was used before, it is the present time. Raises InvalidArgument for a stamp that this server
+        did not make.
         """
         now = self._clock()
         stamp = Inputs(tensors).blob(ARRIVAL_INPUT, _BYTES)
@@ -107,7 +107,7 @@ class ArrivalStamps:
 
 
 def shared_key(folder: Path) -> bytes:
-    """Return the key in the private folder of a server's run. The first caller makes it."""
+    """Return the key in the private folder of a server's run. The first call creates it."""
     path = folder / "arrival.key"
     draft = folder / f"arrival.key.{secrets.token_hex(8)}"
     with os.fdopen(os.open(draft, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as file:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ServerDescription:
-    """Describes a server as JSON. The JSON is rebuilt only after the adapters have changed.
+    """Describes a server as JSON. The JSON is made again only after the adapters have changed.
 
     names: returns the present table of adapters.
     max_model_len: maximum number of tokens of a prompt and its answer.

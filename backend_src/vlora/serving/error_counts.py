@@ -1,7 +1,7 @@
 """Counts of the errors that a model's process sends, by code, and their metric.
 
 An error may pass through several models on its way to the client (encoder → `lmm` → `lmm_unary`).
-Only the model that raised it counts it. So the sum over all models is the number of failed
+Only the model that raised the error counts it. So the sum over all models is the number of failed
 requests.
 """
 

@@ -1,8 +1,8 @@
 """Statistics of the engine and the encoder as Prometheus metrics, refreshed once a second.
 
-A metric that another tool reads has the name which that tool expects. These are the names of the
-vLLM backend, of TRT-LLM's cache blocks (for the ORCA header) and of the Gateway API's LoRA metric.
-All other names start with `vlora:`. The engine's thread calls nothing in this module.
+Metrics that other tools read have the names that those tools expect: the names of the vLLM backend,
+of TRT-LLM's cache blocks (for the ORCA header), and of the Gateway API's LoRA metric. All other
+names start with `vlora:`. The engine's thread calls nothing in this module.
 
 **Invariant:** the number of label sets is bounded, because the server keeps each one until its
 metric family is removed.
@@ -22,7 +22,7 @@ from vlora.serving.registry import Exporter, Level, Metric, Registry
 from vlora.vision.features import EncoderCounters
 
 CATCH_UP_SECONDS = 0.1
-"""Age of the written statistics above which `catch_up` writes them again."""
+"""Age in seconds of the written statistics above which `catch_up` writes them again."""
 
 MAX_LORA_SERIES = 128
 """Maximum number of series of `vllm:lora_requests_info`."""
@@ -34,10 +34,10 @@ MAX_OBSERVED = 65536
 """Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Bounds of the histogram buckets for the latencies of a request."""
+"""Upper bounds in seconds of the histogram buckets for the latencies of a request."""
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
-"""Bounds of the histogram buckets for the time per output token."""
+"""Upper bounds in seconds of the histogram buckets for the time per output token."""
 
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
 """Values of the label `kv_cache_block_type`, each with the field of `EngineStats` behind it."""
@@ -46,8 +46,9 @@ CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages
 class EngineExporter(Exporter):
     """Exports the metrics of the engine.
 
-    Metrics are written once a second, between rounds of responses, and before the last response of
-    a request is sent. So a client that has its answer finds it counted.
+    The response thread sends the outputs of one or more engine steps in a round. Metrics are
+    written once a second, after each round, and before the last response of a request is sent. So
+    when a client has received its answer, the metrics already count it.
     """
 
     def __init__(
@@ -145,7 +146,7 @@ class EngineExporter(Exporter):
         return observe
 
     def catch_up(self) -> None:
-        """Write metrics between two rounds of responses.
+        """Write metrics after a round of responses.
 
         Observations are always written, so that they do not accumulate. Statistics are written only
         if they were last written more than `CATCH_UP_SECONDS` ago, because each value is a message
@@ -171,10 +172,10 @@ class EngineExporter(Exporter):
         self._write_observed()
 
     def _write_once(self) -> None:
-        """Write all metrics, unless they were written in this round of responses already.
+        """Write all metrics once per round of responses.
 
-        The first last response of a round causes the write, which includes all requests that end in
-        it.
+        The first request that ends in a round calls this method. The written statistics already
+        include all other requests that end in the same round.
         """
         self._write()
         self._stats_written = True
@@ -251,14 +252,17 @@ class _LoraInfo:
 
 
 def _named(adapters: Mapping[str, int]) -> str:
-    """Return the names of adapters with requests, without the base model, separated by commas."""
+    """Return the names of the adapters that have requests, separated by commas.
+
+    The base model is left out.
+    """
     return ",".join(sorted(name for name, count in adapters.items() if name and count))
 
 
 class ProgressExporter(Exporter):
     """Exports one counter, by which `vlora probe` distinguishes a busy server from a hung one.
 
-    It replaces the other metrics of a model if the option `disable_log_stats` turns them off.
+    It is the only metric of a model if the option `disable_log_stats` turns the others off.
     """
 
     def __init__(
@@ -283,7 +287,7 @@ ENGINE_PROGRESS = exported_stats()["steps"]
 
 
 class EncoderExporter(Exporter):
-    """Exports the metrics of the vision encoder and its feature cache."""
+    """Exports the metrics of the vision encoder and of its feature cache."""
 
     def __init__(
         self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], EncoderCounters]

@@ -11,7 +11,7 @@ from vlora.errors import InvalidArgument, Unavailable
 from vlora.serving.tensors import Array, Tensors, as_bytes
 
 ELEMENT_BYTES = 48
-"""Bytes that an element of a STRING tensor takes besides its content."""
+"""Bytes that an element of a STRING tensor takes in addition to its content."""
 
 
 class HeldBytes:
@@ -34,8 +34,8 @@ class HeldBytes:
     def hold(self, request_id: str, size: int) -> None:
         """Set the number of bytes that a request holds, replacing its previous number.
 
-        Raises Unavailable if there is no space at the moment, and InvalidArgument if the request
-        alone is larger than the limit. After an error, the previous number still holds.
+        Raises Unavailable if the total would exceed the limit at present, and InvalidArgument if
+        the request alone exceeds it. After an error, the request's previous number is unchanged.
         """
         if size > self._limit:
             raise InvalidArgument(
@@ -59,7 +59,7 @@ class HeldBytes:
 
 
 def bytes_of(tensors: Tensors) -> int:
-    """Return the number of bytes of all tensors in memory."""
+    """Return the number of bytes that these tensors take in memory."""
     return sum(map(_size, tensors.values()))
 
 

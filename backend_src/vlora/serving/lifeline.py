@@ -1,6 +1,6 @@
 """A thread of a model's process that notices when the server stops or has ended.
 
-Triton 2.51 tells its models neither, so this works without Triton.
+Triton 2.51 notifies its models of neither event, so this module does not use Triton.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ cancels them.
 class Lifeline:
     """Watches the server on its own thread, from construction until `close`.
 
-    **Invariant:** this process ends shortly after its server, whatever it is doing. It then unlinks
-    the shared memory that a killed server leaves behind.
+    **Invariant:** if the server ends, this process ends shortly afterwards, even in the middle of
+    its work. It then unlinks the shared memory that a killed server leaves behind.
     """
 
     def __init__(self, model: str) -> None:
@@ -48,7 +48,7 @@ class Lifeline:
     def on_drain(self, drain: Drain) -> None:
         """Set a function that is called once, when the server starts to stop.
 
-        The server waits until it returns.
+        The server waits until the function returns.
         """
         self._drain = drain
         if self._folder is not None:

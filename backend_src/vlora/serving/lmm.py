@@ -1,9 +1,9 @@
 """The `lmm` model without Triton: passes requests to the engine and its outputs to the clients.
 
 `handle` reads a request, submits it to the engine and returns. If the request has images, a long
-prompt or a structure, it continues on a pool thread. There its images are encoded before it is
-submitted. The engine's response thread then calls the request's sink, which sends. A watcher thread
-asks every live responder whether its client has disconnected.
+prompt or a structure, a pool thread encodes the images and submits it. The engine's response thread
+calls the request's sink with each output, and the sink sends the response. A watcher thread asks
+every live responder whether its client has disconnected.
 
 This module does not depend on Triton or on how an answer is computed.
 """
@@ -118,8 +118,8 @@ class LmmService:
     stamps: reads the arrival of a request, and makes stamps for the encoder.
     waiting: requests that wait for a pool thread, or whose images are being encoded.
     observe: returns the observer for a new request.
-    cancel_elsewhere: passes the id of a cancelled request to `lmm_unary`, where it may still wait.
-        It blocks, and may fail.
+    cancel_elsewhere: passes the id of a cancelled request to `lmm_unary`, in which the request may
+        still be queued. The call blocks, and may raise any error.
     routes: whether to choose an adapter for requests that name none.
     describe: returns the answer to a request with `describe`.
     """
@@ -207,7 +207,10 @@ class LmmService:
         self._structured.shutdown(cancel_futures=True)
 
     def _cancel(self, client_id: str) -> None:
-        """End the request with a client id, or store the cancellation until the request arrives."""
+        """Cancel the request with this client id.
+
+        If it has not arrived yet, the cancellation is stored until it arrives.
+        """
         reason = Cancelled(f"the request '{client_id}' was cancelled")
         stoppable = len(client_id) >= MIN_STOPPABLE_ID
         if not (stoppable and self._waiting.end_client(client_id, reason)):
@@ -224,7 +227,7 @@ class LmmService:
     def _encode_then_submit(self, request_id: str) -> None:
         encoding = self._encoding.pop(request_id, None)
         if encoding is None:
-            return  # The request ended while it waited.
+            return  # The request ended while it waited for this thread.
         taken = False
         try:
             call, held = encoding.call, None

@@ -3,8 +3,8 @@
 It exists because `lmm` is a decoupled model, which can send any number of responses. Unary gRPC and
 ensembles with one response cannot call such a model.
 
-The call of `lmm` has the client's id if that is long enough to be cancelled (16 characters),
-otherwise a new id. So the call can be ended when the client disconnects.
+Each call of `lmm` has an id, by which it is cancelled when the client disconnects. It is the id
+from the client if that has the 16 characters that a cancellation requires, otherwise a new id.
 """
 
 from __future__ import annotations
@@ -62,12 +62,12 @@ class _Relayed:
 class LmmUnaryService:
     """Answers `lmm_unary` requests.
 
-    A request is in `_live` until its response. The thread that takes it from `waiting`, or ends it
-    there, sends the response.
+    A request is in `_live` until its response. The response is sent by the thread that takes the
+    request from `waiting` or ends it there.
 
     ask: calls `lmm`.
     pool: threads that call `ask`, which blocks.
-    limits: limits of requests; `max_in_flight_bytes` bounds the copies of waiting ones.
+    limits: limits of requests; `max_in_flight_bytes` bounds the copied tensors of waiting requests.
     stamps: reads the arrival of a request, and makes stamps for `lmm`.
     waiting: requests that wait for a thread.
     max_requests: maximum number of requests in this model, including those that wait for a thread.
@@ -114,7 +114,7 @@ class LmmUnaryService:
         )
         try:
             if is_cancel(tensors):
-                # `lmm` ends the requests that it has received.
+                # `lmm` itself ends the requests that were already passed to it.
                 reason = Cancelled(f"the request '{client_id}' was cancelled")
                 self._waiting.end_client(client_id, reason)
                 responder.send({}, final=True)
@@ -149,7 +149,7 @@ class LmmUnaryService:
     def _relay(self, key: str) -> None:
         relayed = self._live.get(key)
         if relayed is None or not self._waiting.take(key):
-            return  # The request ended while it waited.
+            return  # The request ended while it waited for this thread.
         responder = relayed.responder
         inner, relayed.inner = relayed.inner, {}
         try:
@@ -193,7 +193,8 @@ class LmmUnaryService:
 def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Array]:
     """Return the inputs for the call of `lmm`: without streaming, and with parameters as a tensor.
 
-    sampling: sampling parameters of the request, whichever way the client sent them.
+    sampling: sampling parameters of the request. The client may have sent them as a tensor or as
+        request parameters.
 
     Raises InvalidArgument.
     """

@@ -1,7 +1,7 @@
-"""Exporters of metrics: their base class, the registry that they write to, and regular refreshing.
+"""Base class of the metric exporters, and the interface of the registry that they write to.
 
 Every change of a value is a message to the server, so unchanged values are not sent. This module
-does not depend on Triton, whose metrics implement `Registry`.
+does not depend on Triton; `triton/metrics.py` implements `Registry` with Triton's metrics.
 """
 
 from __future__ import annotations
@@ -50,13 +50,14 @@ class Exporter(ABC):
     def flush(self) -> None:
         """Write the present values to the server; never raises.
 
-        The first of consecutive failures is logged. The next call tries again.
+        Of several failures in a row, only the first is logged.
         """
         self._safely(self._write)
 
     def _safely(self, write: Callable[[], None]) -> None:
-        """Call a function that writes metrics; log the first of consecutive failures instead of
-        raising.
+        """Call a function that writes metrics, and catch its errors.
+
+        Of several failures in a row, only the first is logged.
         """
         try:
             with self._lock:
@@ -91,7 +92,7 @@ class Refresher:
 
 
 class Level:
-    """A gauge or counter that is given absolute values. Only changes are sent to the server."""
+    """A gauge or counter that is set to absolute values. Only changes are sent to the server."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric

@@ -65,7 +65,7 @@ def to_message(error: VLoraError) -> str:
 
 
 def as_sendable(text: str) -> str:
-    """Return `text` as printable UTF-8 of at most MAX_MESSAGE_BYTES, for Triton and gRPC.
+    """Return `text` shortened to MAX_MESSAGE_BYTES and printable, as Triton and gRPC require.
 
     Characters that cannot be printed (lone surrogates, control and direction marks) are escaped.
     """
@@ -82,12 +82,12 @@ def as_sendable(text: str) -> str:
 
 
 def is_coded(message: str) -> bool:
-    """Return whether a message contains one of our codes. Triton's own messages do not."""
+    """Return whether a message contains a code of `vlora.errors`. Triton's own messages do not."""
     return _CODED.search(message) is not None
 
 
 def from_message(message: str) -> VLoraError:
-    """Return the error that a message stands for; Internal if it has no code."""
+    """Return the error that a message of `to_message` describes; Internal if it has no code."""
     match = _CODED.search(message)
     if match is None:
         return Internal(message)

@@ -1,4 +1,4 @@
-"""Named tensors of requests and responses: checked reading of inputs, and making of outputs."""
+"""Checked reading of a request's input tensors, and construction of output tensors."""
 
 from __future__ import annotations
 

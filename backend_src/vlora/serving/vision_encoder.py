@@ -1,12 +1,12 @@
 """The `vision_encoder` model without Triton: a queue of requests with images to decode and encode.
 
-Requests are decoded in parallel. They are encoded in the order in which their pixels are ready, so
-a corrupt or slow image delays only its own request. Requests that are ready go through the vision
-tower in parts that take a short time each. The requests of a part are answered while the next part
-is encoded.
+Images are decoded in parallel. Requests are encoded in the order in which their pixels are ready,
+so a corrupt or slow image delays only its own request. Requests that are ready at the same time are
+split into parts, and each part is one batch of the vision tower. The requests of a part are
+answered while the next part is encoded.
 
-The queue is limited in requests and in bytes. A request in it ends at once if its deadline passes
-or a newer request of its stream supersedes it.
+The queue is limited in requests and in bytes. A queued request ends at once if its deadline passes
+or if a newer request of its stream supersedes it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class _Queued:
     """A request in the queue.
 
     key: key of the request in this model.
-    adapter: name of its adapter; None for the base model.
+    adapter: name of the request's adapter; None for the base model.
     """
 
     key: str
@@ -227,8 +227,8 @@ class VisionService:
     def _collect(self, first: tuple[_Queued, DecodedRequest]) -> Decoded:
         """Return the requests to encode next, beginning with `first`.
 
-        These are all requests that are ready now or within COLLECT_SECONDS of the first one's
-        arrival.
+        These are all requests whose images are decoded now, or become decoded within
+        COLLECT_SECONDS after the arrival of `first`.
         """
         group = [first]
         until = first[0].arrival + COLLECT_SECONDS
@@ -245,7 +245,7 @@ class VisionService:
     def _split(self, group: Decoded) -> tuple[Decoded, Decoded]:
         """Return the first part of a group of requests, and the rest of the group.
 
-        A part has just enough requests to contain `images_per_batch` images.
+        A part has the smallest number of requests that contain at least `images_per_batch` images.
         """
         images = itertools.accumulate(len(decoded.images) for _, decoded in group)
         size = 1 + sum(count < self._encoder.images_per_batch for count in images)

@@ -24,9 +24,9 @@ EndRequest = Callable[[Exception], None]
 class _Waiting:
     """A waiting request.
 
-    freshness: decides until when its answer is useful.
-    client_id: id that the client gave; may be empty.
-    end: answers it with an error.
+    freshness: arrival, deadline and stream of the request, which say until when it is useful.
+    client_id: id that the client chose; may be empty.
+    end: function that answers the request with an error.
     """
 
     freshness: Freshness
@@ -37,8 +37,8 @@ class _Waiting:
 class WaitingRequests:
     """Requests that wait in one model, by keys that the model chooses. Thread-safe.
 
-    **Invariant:** a request leaves exactly once. Either `take` removes it for the caller to
-    continue with, or it is ended, which answers it with an error.
+    **Invariant:** a request is removed exactly once. Either `take` removes it, and the caller
+    continues with it, or this object ends it, and so answers it with an error.
 
     superseded: number of requests that were ended because a newer one superseded them.
     expired: number of requests that were ended because their deadline passed.
@@ -62,7 +62,7 @@ class WaitingRequests:
         return list(self._entries)
 
     def add(self, key: str, freshness: Freshness, end: EndRequest, client_id: str = "") -> None:
-        """Add a request. End the older ones of its stream if it supersedes them."""
+        """Add a request. If it supersedes older requests of its stream, end those."""
         with self._lock:
             older = [
                 one
@@ -76,9 +76,10 @@ class WaitingRequests:
                     self.superseded += 1
 
     def take(self, key: str) -> bool:
-        """Remove a request to continue with it.
+        """Remove a request, so that the caller can continue with it.
 
-        Returns False if it has ended already, or is ended now because its deadline has passed.
+        Returns False if the request has ended before, or if this call ends it because its deadline
+        has passed.
         """
         entry = self._remove(key)
         return entry is not None and not self._end_if_late(entry)
@@ -108,7 +109,7 @@ class WaitingRequests:
                 self._end_if_late(entry)
 
     def add_to(self, stats: EngineStats) -> EngineStats:
-        """Return a copy of `stats` that also counts the requests that were ended here."""
+        """Return a copy of `stats` whose counts include the requests that this object ended."""
         return replace(
             stats,
             superseded=stats.superseded + self.superseded,
@@ -130,8 +131,9 @@ class WaitingRequests:
 
 
 class WaitingExporter(Exporter):
-    """Exports the number of requests that wait in a model before the engine, and of those ended
-    there.
+    """Exports the number of requests that wait in a model before they reach the engine.
+
+    It also exports the numbers of requests that ended while they waited.
     """
 
     def __init__(

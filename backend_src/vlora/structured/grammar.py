@@ -29,13 +29,13 @@ from vlora.structured.structure import Structure
 LONG_NICENESS = 10
 """Increase of the niceness of a process whose grammar takes long to compile.
 
-It then gets about a tenth of our share of a core.
+On a busy core, the process then gets about a tenth of the engine's share.
 """
 
 SLOW_NICENESS = 19
 """Increase of the niceness of a process whose masks are slow.
 
-Even many of them together then get little of our share.
+On a busy core, even many such processes together then get little of the engine's share.
 """
 
 SLOW_SECONDS = 0.005
@@ -48,14 +48,13 @@ VERY_SLOW_SECONDS = 0.05
 """Processor time in seconds of a single mask above which the priority is lowered immediately."""
 
 Stop = Callable[[int], "Future[VLoraError]"]
-"""Function that ends a process, and returns a future of the error for the answers that
-needed it.
+"""Function that ends a grammar's process, given its id. It returns a future of the error with which
+the answers that use the process end.
 """
 
 
 class Matcher:
-    """State of one structured answer: its grammar, after the tokens so far. It belongs to the
-    engine's thread.
+    """State of a grammar after the tokens of one answer. Only the engine's thread may use it.
 
     seconds: processor time of its masks so far.
     stopped: whether the answer is complete, so that no token may follow.
@@ -133,12 +132,12 @@ class Matcher:
 class Grammar:
     """A compiled grammar and its process.
 
-    It belongs to the engine's thread, but `start` and `compiled` may be called on another thread.
+    Only the engine's thread may use it, except that any thread may call `start` and `compiled`.
 
     process: id of its process.
     compile_seconds: processor time of compiling it.
     seconds, masks: processor time and number of the masks computed so far.
-    counters: totals of all grammars. The engine's thread writes those of answers.
+    counters: totals of all grammars. The engine's thread updates the totals about answers.
     max_answer_seconds: maximum processor time of the masks of one answer.
     vocabulary: number of tokens of a mask.
     late: whether the last mask that was needed did not arrive in time.
@@ -209,7 +208,7 @@ class Grammar:
         return 0.0
 
     def lower_priority(self, niceness: int) -> None:
-        """Lower the priority of the process: its niceness becomes ours plus `niceness`."""
+        """Set the niceness of the process to that of this process plus `niceness`."""
         if niceness > self._niceness:
             self._niceness = niceness
             # The process may have ended.
@@ -260,9 +259,9 @@ class Grammar:
                 matcher._fail(error)
 
     def end(self, reason: VLoraError | None = None) -> Future[VLoraError]:
-        """End the process, and return a future of the error that its end means.
+        """End the process, and return a future of an error that describes why it ended.
 
-        The answers that need the process get `reason`, or that error if `reason` is None.
+        The answers that need the process end with `reason`, or with that error if `reason` is None.
         """
         if self._ending is None:
             self._end_reason = reason

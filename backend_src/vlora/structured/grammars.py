@@ -1,7 +1,7 @@
 """The compiled grammars of an engine, each in a separate process.
 
 Requests with the same structure share a grammar. The processes are forked from a fork server that
-has loaded the tokenizer. It is started with the first request that needs a grammar.
+has loaded the tokenizer. The fork server is started by the first request that needs a grammar.
 
 A grammar is compiled on the thread of its request. At most PLACES grammars are compiled at the same
 time. If one takes long, the next one may begin, so that ordinary grammars do not wait for it. The
@@ -31,8 +31,8 @@ from vlora.structured.structure import Structure
 WORKER = "vlora.structured.worker"
 
 PLACES = 2
-"""Maximum number of grammars that are compiled at the same time, and of further ones that take
-long.
+"""Maximum number of ordinary grammars that are compiled at the same time, and also of those that
+take long.
 """
 
 LONG_SECONDS = 0.1
@@ -87,12 +87,11 @@ class Grammars:
         self._closed = False
 
     def acquire(self, structure: Structure) -> Grammar:
-        """Return the grammar of a structure. If it is not compiled yet, that is done first and
-        takes time.
+        """Return the compiled grammar of a structure. A new structure is compiled first.
 
-        The caller must call `release` once for each call. Raises InvalidArgument for a structure
-        that is invalid or too expensive, Unsupported if this server cannot compile grammars, and
-        Unavailable if too many are in use.
+        The caller must call `release` once for each call that returns. Raises InvalidArgument for a
+        structure that is invalid or too expensive, Unsupported if this server cannot compile
+        grammars, and Unavailable if too many are in use.
         """
         self.check(structure)
         with self._lock:
@@ -129,7 +128,9 @@ class Grammars:
         return len(self._entries)
 
     def check(self, structure: Structure) -> None:
-        """Check what can be checked without compiling. Raises Unsupported or InvalidArgument."""
+        """Check a structure as far as possible without compiling it. Raises Unsupported or
+        InvalidArgument.
+        """
         if importlib.util.find_spec("llguidance") is None:
             raise Unsupported(
                 "'structured_outputs' needs the package llguidance, which this server does not"
@@ -154,8 +155,11 @@ class Grammars:
         self._ends.shutdown()
 
     def _make_room(self) -> None:
-        """End the grammar that has been unused longest if there are too many. The caller holds the
-        lock.
+        """End the least recently used idle grammar if the limit of grammars is reached.
+
+        The caller holds the lock.
+
+        Raises Unavailable if all grammars are in use, or after `close`.
         """
         if self._closed:
             raise Unavailable("the server is shutting down")
@@ -250,7 +254,8 @@ class Grammars:
     def _stop(self, process: int) -> Future[VLoraError]:
         """End a process on another thread.
 
-        Returns a future of the error for the answers that needed it (see `grammar.Stop`).
+        Returns a future of the error with which the answers of this process end (see
+        `grammar.Stop`).
         """
         limits = self._limits
 

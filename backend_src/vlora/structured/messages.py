@@ -36,7 +36,8 @@ MAX_REPLY_BYTES = 512 * 1024
 """Maximum size of a reply. The mask of a vocabulary of 4 million tokens has this size."""
 
 QUEUED_MASKS = 128
-"""Number of masks that a process can compute before the engine takes the first of them.
+"""Number of masks that fit into a socket's buffer, so that a process can send them before the
+engine receives the first.
 
 A mask of 150,000 tokens has 19 kB. Linux's default socket buffer (`net.core.wmem_default`) holds 11
 of them, and its usual maximum (`net.core.wmem_max`) holds 21.

@@ -25,7 +25,8 @@ STRUCTURE_KEYS: Mapping[str, str | None] = {
 }
 """vLLM's sampling keys for the structure of an answer, each with the kind of its value.
 
-A key with None takes an object whose only key is the kind, or the text of such an object.
+The value of a key with None is an object whose only key is the kind, such as `{"regex": "a+"}`, or
+the text of such an object.
 """
 
 KINDS = ("json", "json_object", "regex", "grammar", "choice")
@@ -78,7 +79,7 @@ def read_structure(key: str, value: Any) -> Structure | tuple[str, ...]:
 
 
 def _only_kind(key: str, value: Any) -> tuple[str, Any]:
-    """Return the key and the value of an object like `{"regex": "a+"}`, which may be
+    """Return the only key of an object like `{"regex": "a+"}`, and its value. The object may be
     given as text.
     """
     parsed = load_object(value, f"'{key}'", MAX_DEPTH) if isinstance(value, str) else value

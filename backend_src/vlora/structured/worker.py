@@ -27,7 +27,7 @@ from vlora.structured import messages
 JSON_WHITESPACE = r"( ?|\n[ \t]{0,32})"
 """White space between the tokens of JSON: a space, or a new line with its indentation.
 
-It is bounded, because a model that is unsure may otherwise generate white space forever.
+Its length is bounded, because a model might otherwise generate white space forever.
 """
 
 STACK_BYTES = 8 * 1024**2
@@ -48,8 +48,8 @@ def main() -> None:
 class Speller:
     """The model's tokens in the form that llguidance expects.
 
-    llguidance's own reader of tokenizers takes tokens like `<box>` for special ones and never
-    allows them, but our models answer with them.
+    llguidance's own reader of tokenizers treats tokens like `<box>` as special and never allows
+    them, but the served models use them in answers.
 
     tokens: bytes by token id.
     special_token_ids: tokens that never appear in text.
@@ -86,7 +86,7 @@ class Speller:
     def _longest_tokens(self, data: bytes) -> list[int]:
         """Return tokens that spell a text, with the longest token at each position.
 
-        They end before the first byte at which no token begins.
+        The tokens end before the first byte at which no token of the vocabulary can begin.
         """
         ids: list[int] = []
         while data:
@@ -201,7 +201,7 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _one_line(message: str) -> bytes:
-    """Return the message of an error without the grammar that it quotes."""
+    """Return an error message as one line, without the grammar that the message quotes."""
     line = message.replace("<non-verbose/>", "").strip().split("\n")[0]
     return line[: messages.MAX_MESSAGE_CHARACTERS].encode(errors="replace")
 

@@ -1,9 +1,9 @@
 """Adapters of the vision tower and the connector, as the encoder's process reads them.
 
 The encoder's process watches the adapter folders, independently of the engine's process. It checks
-an adapter's files when a request with images first names the adapter. It keeps the weights of the
-adapters used last, within a byte budget. It does not read what an adapter changes in the language
-model.
+an adapter's files when a request with images first names the adapter. It caches the weights of the
+most recently used adapters, within a byte budget. It does not read the parts of an adapter that
+change the language model.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class VisionPart:
 class _Described:
     """Result of checking a version's files.
 
-    stamp: stamp of the folder when it was checked.
+    stamp: stamp of the folder when its files were checked.
     reader: reads the vision part; None if the adapter has none.
     error: reason why the version cannot be used, or None.
     """
@@ -62,9 +62,7 @@ class _Described:
 
 
 class VisionAdapters:
-    """Reads and keeps the vision parts of adapters, by name. `part` may be called by one thread
-    only.
-    """
+    """LRU cache of the vision parts of adapters, by name. Only one thread may call `part`."""
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class VisionAdapters:
 
         find: returns the present folders by name.
         max_bytes: maximum size of one adapter's weights in fp32.
-        budget: maximum number of bytes of the vision parts that are kept; None for no limit.
+        budget: maximum number of bytes of the cached vision parts; None for no limit.
         """
         self._model = model
         self._max_bytes = max_bytes
@@ -98,8 +96,8 @@ class VisionAdapters:
         """Return the vision part of an adapter's present version.
 
         Returns None for the base model, for an adapter without a vision part, and for an unknown
-        name, which `lmm` refuses. Raises InvalidArgument for an adapter that cannot be loaded, and
-        Unavailable if its folder is being changed at the moment.
+        name. (`lmm` refuses requests with an unknown name.) Raises InvalidArgument for an adapter
+        that cannot be loaded, and Unavailable if its folder is being changed at the moment.
         """
         found = None if name is None else self._folders.get(name)
         if name is None or found is None:
@@ -126,7 +124,7 @@ class VisionAdapters:
     def _describe(self, name: str, folder: Path, stamp: Stamp) -> _Described:
         """Check the files of an adapter.
 
-        A failure whose cause lies outside the files is raised instead of stored, so that the next
+        Errors in the files are stored in the result. Any other error is raised, so that the next
         request tries again.
         """
         for gone in self._described.keys() - self._folders.keys():

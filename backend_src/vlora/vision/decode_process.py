@@ -24,14 +24,15 @@ from vlora.vision.pictures import ByteArray
 SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
-    # The memory of an image is reused for the next one. Page faults took as long as decoding.
+    # malloc reuses the memory of an image for the next one, because page faults took as long as
+    # decoding.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024**2),
 }
 """Environment variables of the decoder processes."""
 
 Accept = Callable[[str, int, int], None]
-"""Function that is called with a picture's name, width and height.
+"""Function that is called with a picture's name, its width and its height in pixels.
 
 For large pictures, it is called before they are decoded, so that it can refuse them.
 """
@@ -55,7 +56,7 @@ class DecodeProcess:
         self._connection = connection
 
     def begin(self, limits: Limits) -> None:
-        """Begin a request. The limits of time and memory apply to it from now on."""
+        """Begin a request. From now on, the limits of processor time and memory apply."""
         data = protocol.LIMITS.pack(
             limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
         )
@@ -132,7 +133,7 @@ def _map_pixels(file: int, width: int, height: int) -> ByteArray:
         sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) == decode_worker.SEALS
         if not sealed or os.fstat(file).st_size != 3 * width * height:
             raise ConnectionError("a decoder sent pixels of a wrong size")
-        # A shared mapping of a file that is sealed against writing is refused before Linux 6.7.
+        # Before Linux 6.7, mmap refuses a shared mapping of a file that is sealed against writing.
         flags = mmap.MAP_PRIVATE | mmap.MAP_POPULATE
         pixels = mmap.mmap(file, 3 * width * height, flags=flags, prot=mmap.PROT_READ)
     finally:

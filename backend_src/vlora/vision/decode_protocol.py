@@ -1,11 +1,11 @@
 """Messages between the encoder's process and its decoder processes, over stream sockets.
 
 For each request, the encoder's process sends `BEGIN`, the elements and `END`. For each picture of
-an element, the decoder sends the pixels as a sealed memory file. Before it decodes a large picture,
-it sends the size and waits for permission. After an element it sends `DONE`, or `REFUSED` with a
-message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time, and with exit code
-`OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it reads files from
-strangers.
+an element, the decoder sends the pixels as a sealed memory file. Before decoding a large picture,
+it sends the picture's size and waits for `PROCEED`. After an element it sends `DONE`, or `REFUSED`
+with a message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time, and with exit
+code `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it reads files
+from strangers.
 """
 
 from __future__ import annotations
@@ -19,18 +19,22 @@ SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"
 """Kinds of replies."""
 
 REQUEST = struct.Struct("<cHQ")
-"""Header of a request: kind, bytes of the element's name, and bytes of its data. Both follow it."""
+"""Header of a request: kind, number of bytes of the element's name, number of bytes of its data.
+The name and the data follow the header.
+"""
 
 LIMITS = struct.Struct("<dQQ")
 """Data of `BEGIN`: processor seconds, bytes of memory, bytes of an encoded file."""
 
 REPLY = struct.Struct("<cII")
-"""Reply: kind, and two numbers. They are width and height, or the bytes of a message and 0."""
+"""Reply: kind and two numbers. For `SIZE` and `PIXELS`, the numbers are width and height. For
+`REFUSED`, they are the number of bytes of the message that follows, and 0.
+"""
 
 SMALL_PIXELS = 4 * 1024**2
-"""Maximum number of pixels of a picture that is decoded without asking for permission.
+"""Maximum number of pixels of a picture that is decoded without waiting for `PROCEED`.
 
-Asking wakes both processes once more.
+Waiting for it costs one more wake-up of each process.
 """
 
 MAX_MESSAGE_BYTES = 4096

@@ -2,8 +2,8 @@
 
 The fork server (`vlora.fork_server`) imports Pillow once and forks a decoder for each command. The
 kernel limits each decoder: a timer ends it by a signal when its processor time is used up, and its
-address space is limited. So a file that keeps a codec busy forever costs only one process, which is
-replaced.
+address space is limited. A file that keeps a codec busy forever therefore ends only one process,
+which is replaced.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_S
 def main() -> None:
     """Fork decoders until the encoder's process ends."""
     Image.init()
-    # The encoder's process checks the size of each picture before it is decoded.
+    # Pillow's own limit of pixels is not needed: the encoder's process checks the size of each
+    # picture before it is decoded.
     Image.MAX_IMAGE_PIXELS = None
     fork_server.serve(_run_decoder)
 

@@ -1,7 +1,7 @@
-"""Cache of image features by content, and the service that fills it.
+"""Cache of image features by image content, and the service that computes missing features.
 
 A key is the SHA-256 of an image's pixels and shape, the tower's digest, and the digest of an
-adapter's vision part. It is computed here and never taken from a client. This module does not
+adapter's vision part. Keys are computed here and never taken from a client. This module does not
 depend on Triton.
 
 **Invariant:** if several calls miss the same image at the same time, one encodes it and the others
@@ -30,13 +30,13 @@ MAX_TOWER_BATCH = 32
 """Maximum number of images in one call of the tower, which limits the memory of activations."""
 
 TARGET_BATCH_SECONDS = 0.05
-"""Target duration in the tower of the requests that are encoded in one batch."""
+"""Target time in seconds for which the tower computes one batch of requests."""
 
 MAX_CALL_SECONDS = 1.0
-"""Target maximum duration of one call of the tower. Its images are counted when it ends.
+"""Target maximum duration of one call of the tower, in seconds.
 
-It must be shorter than the deadline of a probe, which takes an encoder that counts no images within
-its deadline for hung.
+It must be shorter than the deadline of a probe. Images are counted when a call ends, and a probe
+reports that the encoder hangs if no images are counted within the deadline.
 """
 
 
@@ -124,7 +124,8 @@ class FeatureCache:
     def claim(self, key: str) -> tuple[PendingFeatures, bool]:
         """Return a future for the features of `key`, and whether the caller must compute them.
 
-        If so, the caller must call `fulfil` or `fail` with this future, for which others may wait.
+        A caller that must compute them must call `fulfil` or `fail` with this future, because other
+        callers may wait for it.
         """
         with self._lock:
             if key in self._entries:
@@ -139,8 +140,8 @@ class FeatureCache:
             return pending, True
 
     def fulfil(self, key: str, pending: PendingFeatures, features: FloatArray) -> None:
-        """Give the computed features, float32 [rows, hidden], to all waiters, and cache them if
-        they fit.
+        """Set the result of `pending` to the computed features, float32 [rows, hidden], and cache
+        them if they fit.
         """
         owned = np.array(features, np.float32)
         owned.flags.writeable = False
@@ -153,15 +154,19 @@ class FeatureCache:
         pending.set_result(owned)
 
     def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
-        """Give `error` to all waiters. The next `claim` of this key asks for the features again."""
+        """Set the exception of `pending` to `error`. The next caller that claims this key must
+        compute the features.
+        """
         with self._lock:
             self._pending.pop(key, None)
         pending.set_exception(error)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the accounting is inconsistent; for tests and idle times."""
+        """Raise AssertionError if the accounting is inconsistent. It is meant for tests and idle
+        times.
+        """
         with self._lock:
-            # The base class reads an entry without changing the order of use.
+            # This method of the base class reads an entry without changing the LRU order.
             entries = [Cache.__getitem__(self._entries, key) for key in self._entries]
             total = sum(entry.nbytes for entry in entries)
             assert total == self.used, f"entries have {total} bytes, {self.used} are recorded"
@@ -182,14 +187,15 @@ class EncoderService:
         """Create the service.
 
         seconds_per_image: initial estimate of the tower's time per image, 0 if unknown. Each call
-            of the tower replaces it by a measurement.
+            of the tower replaces the estimate by a measurement.
         """
         self._encoder = encoder
         self._cache = cache
         self._lock = threading.Lock()
         self._tower = threading.Lock()
         self._counters = EncoderCounters()
-        # After a call of the tower, this is the mean of that call.
+        # After each call of the tower, this is the time of the call divided by its number of
+        # images.
         self._seconds_per_image = seconds_per_image
 
     @property
@@ -311,7 +317,7 @@ class EncoderService:
     def _count(
         self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, groups: int = 0
     ) -> None:
-        """Add to the counters. Images are counted once their features exist."""
+        """Add to the counters. Call this for images only when their features exist."""
         with self._lock:
             counters = self._counters
             self._counters = EncoderCounters(

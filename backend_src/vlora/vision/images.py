@@ -1,11 +1,11 @@
-"""The images of one request: their limits, and the pixels that they are decoded to.
+"""The images of one request: the checks of their limits, and the decoded pixels.
 
 Counts and sizes in bytes are checked before decoding. The size of a large picture in pixels is
 checked after its header was read and before its pixels are decoded. A very long strip is refused,
-because a processor that scales the shorter edge would make it huge. Each frame of an animated file
-counts toward the limits of a request.
+because an image processor that scales the shorter edge to a fixed length would make a huge image.
+Each frame of an animated file counts toward the limits of a request.
 
-This module knows no models and no names of tensors.
+This module does not depend on models or on the names of tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class DecodedImage:
     """One image, or frames of a clip that are encoded together.
 
     rgb: uint8 [height, width, 3], upright, contiguous. Several frames are stacked vertically.
-    is_video: whether it belongs to a clip.
+    is_video: whether the image belongs to a clip.
     view: how a family encodes the image, if that depends on more than its pixels, such as on other
         images of the request; "" for most families.
-    frames: number of frames in `rgb`, all of one size.
-    continues: whether it continues the clip of the image before it. Both then have one row of the
-        layout.
+    frames: number of frames in `rgb`. All of them have the same size.
+    continues: whether the image continues the clip of the previous image. The layout then has a
+        single row for both.
     scaled: size (height, width) to which the image is scaled before it is encoded; None if the
         image processor chooses it.
     """
@@ -45,7 +45,7 @@ class DecodedImage:
 
     @property
     def height(self) -> int:
-        """Height in pixels, of one frame."""
+        """Height of one frame in pixels."""
         return int(self.rgb.shape[0]) // self.frames
 
     @property

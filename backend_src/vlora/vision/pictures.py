@@ -4,8 +4,8 @@
   be strict base64 of such a file, with white space and a `data:...;base64,` prefix allowed.
 - EXIF orientation is applied. Transparent pixels are composed onto white. 16-bit samples are scaled
   to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored.
-- An animated file is refused as an image. As an element of `frames`, each of its pictures is a
-  frame. Of a multi-picture JPEG, which phones write, only the first picture is used.
+- An animated file is refused as an image. In `frames`, each picture of an animated file is a frame.
+  Only the first picture of a multi-picture JPEG, which phones write, is used.
 
 This module does not limit pixels, time or memory, and does not depend on torch.
 """
@@ -45,7 +45,7 @@ _TRANSPOSE = {
 
 
 def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterator[Image.Image]:
-    """Yield the pictures of one element. Their headers are read, but pixels are not decoded yet.
+    """Yield the pictures of one element. Their headers have been read, but not their pixels.
 
     name: name of the element, for error messages.
     as_frames: whether the element may be animated, so that it has several pictures.
@@ -138,7 +138,7 @@ def _unwrap(data: bytes, name: str, limit: int) -> bytes:
 
 
 def _is_encoded(data: bytes) -> bool:
-    """Return whether `data` begins like a file of an accepted format. Base64 never does."""
+    """Return whether `data` begins like a file of an accepted format. Base64 text never does."""
     bitmap = data[:2] == b"BM" and data[14:18] in _BITMAP_HEADERS
     webp = data[:4] == b"RIFF" and data[8:12] == b"WEBP"
     return bitmap or webp or data.startswith(_MAGIC)

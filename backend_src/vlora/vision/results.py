@@ -5,8 +5,8 @@
 - Boxes in text have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>...`, on a grid
   of 0-999. A coordinate is position * 1000 / edge, as in Qwen-VL. All boxes after a name have this
   name as label. A box before any name has the label null. Corners may be in either order.
-- The text does not say in which picture a box is. It is assigned to the only image or frame, or to
-  the last of several, as Qwen-VL draws boxes on the latest picture. Images come before frames.
+- The text does not say in which picture a box is. A box is assigned to the last image or frame of
+  the request, since Qwen-VL draws boxes on the latest picture. Frames come after images.
 - The score of a box is null, because the text has no scores.
 - A malformed box or name (an unclosed tag, a coordinate off the grid) is left out and reported in
   `warnings`. Text without tags is valid.
@@ -35,7 +35,7 @@ GRID = 1000
 """Number of cells along an edge. Coordinates in text are from 0 to GRID - 1."""
 
 MAX_WARNINGS = 100
-"""Maximum number of malformed boxes and names that are described. Any others are only counted."""
+"""Maximum number of malformed boxes and names that are described. Further ones are only counted."""
 
 _TAG = re.compile(r"<(/?)(ref|box)>")
 _POINT = r"\(\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)"
@@ -170,10 +170,10 @@ def _unclosed(tag: re.Match[str]) -> str:
 def _pictures(
     objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
 ) -> list[dict[str, Any]]:
-    """Return the objects in each image, or in each frame, with indices from 0.
+    """Return the `images` or the `frames` of a result: the objects in each, with indices from 0.
 
     objects, is_video: objects in each picture of the request, and whether it is a frame.
-    frames: whether to return those of frames instead of images.
+    frames: whether to return the frames instead of the images.
     """
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
     return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]

@@ -3,5 +3,5 @@
 
 `library` mirrors the C interface. `choice` selects the kernels for a shape. `tables` holds the
 arguments that the kernels read from device memory. `operator` makes the calls. Importing this
-package needs only torch. The library is searched for when a tensor on a device first needs it.
+package needs only torch. The library is loaded when a call first has a tensor on a GPU.
 """

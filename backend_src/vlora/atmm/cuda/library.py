@@ -22,13 +22,13 @@ MAX_PROJECTIONS = 8
 MAX_WAVES = 8
 MAX_SLICES = 32
 FUSED_SEGMENTS = 1024
-"""Maximum number of segments for which the row kernels need one launch."""
+"""Maximum number of segments for which the row kernels need only one launch."""
 HEADER_BYTES = 32 + 4 * FUSED_SEGMENTS
-"""First bytes of a workspace, which the caller sets to zero: a fault, and counters."""
-RANK_STEP = 8
-"""Ranks are padded with zero rows to a multiple of this, since tensor cores read 16 bytes at a
-time.
+"""Size of a workspace's header in bytes. The header contains a fault code and counters. The caller
+sets it to zero.
 """
+RANK_STEP = 8
+"""Multiple to which ranks are padded with zero rows, since tensor cores read 16 bytes at a time."""
 ALIGNMENT = 16
 ROW_BLOCKS = (1, 4)
 
@@ -262,7 +262,7 @@ class Library:
     def fault(self, word: int) -> str:
         """Return the description of the fault that a kernel has stored in a workspace.
 
-        word: first word of the workspace; 0 means no fault, for which the result is "".
+        word: first word of the workspace. If it is 0, there is no fault and the result is "".
         """
         return str(self._lib.vlora_cuda_fault(word & (1 << 64) - 1).decode())
 
@@ -278,8 +278,9 @@ class Library:
 def find_library() -> Path:
     """Return the path of the library.
 
-    It is searched for at $VLORA_ATMM_CUDA, next to the package, and in the build folder of the
-    source tree (`make cuda`). Raises ImportError, which names the searched paths.
+    The path is $VLORA_ATMM_CUDA if set, else a file in the package or in the build folder of the
+    source tree (`make cuda`). Raises ImportError, which names the searched paths, if there is no
+    such file.
     """
     package = Path(__file__).resolve().parents[1]
     paths = [package / NAME, package.parents[2] / "build" / "cuda" / NAME]

@@ -21,7 +21,7 @@ class Order(Enum):
     WAIT = auto()
     """Longest wait first."""
     PRIORITY = auto()
-    """Lowest value of `priority` first; equal values first come, first served."""
+    """Lowest value of `priority` first; requests with equal values in order of arrival."""
     DEADLINE = auto()
     """Earliest deadline first; requests without a deadline are left out."""
 
@@ -36,9 +36,10 @@ class Candidate(NamedTuple):
     context: number of tokens that are computed already.
     remaining: maximum number of tokens that the answer may still get.
     holds_pages: whether the request holds KV pages.
-    deadline: seconds on the engine's clock.
+    deadline: seconds on the engine's clock; infinity without a deadline.
     priority: requests with lower values go first.
-    adapter: name of the adapter, or None. Unlike a slot, a name never passes to another adapter.
+    adapter: name of the adapter, or None. Unlike a slot, a name is never reused for another
+        adapter.
     """
 
     id: str

@@ -1,11 +1,12 @@
-"""The policy that maximizes the predicted gain per second of a step, and merges what saves time.
+"""The policy that maximizes the predicted gain per second of a step, and merges an adapter if that
+saves time.
 
-It goes beyond the paper (decision 43). The gain of a step is the sum of the shares of
-requests that it completes. Requests that are decoding continue if the step reads their adapter,
-because one more row costs little. A prompt delays all other requests while it is computed. An
-adapter that the step does not read yet costs the time to read it, which all requests with that
-adapter share. So prompts, least remaining work first, and new adapters are added only if the gain
-per second then rises.
+It goes beyond the paper (decision 43). The gain of a step is a sum over its requests: the share of
+the request's total work that the step completes. Requests that are decoding continue if the step
+reads their adapter, because one more row costs little. A prompt delays all other requests while it
+is computed. An adapter that the step does not read yet costs the time to read it, which all
+requests with that adapter share. Therefore, prompts and new adapters are added only if they raise
+the gain per second. Prompts with the least remaining work are tried first.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 URGENT_FACTOR = 2.0
-"""Multiple of its remaining work. A request with at most that much time to its deadline
-is urgent.
+"""A request is urgent if the time to its deadline is at most this multiple of the predicted time of
+its remaining work.
 """
 ENOUGH_GAIN = 0.97
 """Share of the best chunk's gain that suffices. The smallest chunk that reaches it is taken,
@@ -37,14 +38,14 @@ cannot decode together with others until its prompt is complete. In simulations 
 policy benchmark, the values from 2 to 8 performed equally, and smaller ones worse.
 """
 SHARED_STEPS = 0.5
-"""Expected share of a new request's decode steps that it shares with the present requests, of those
-that it could share if all answers had their maximum length.
+"""Number of decode steps that a new request is expected to share with the present requests, as a
+fraction of the number that it would share if all answers had their maximum length.
 """
 MAX_REFUSALS = 64
 """Number of rejected prompts after which no others are considered."""
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
-"""Sizes of chunks that are compared with the whole rest of the prompt. Smaller chunks gain less
-than their additional steps cost (decision 43).
+"""Sizes, in tokens, of the prefill chunks that are compared with a chunk of the whole rest of the
+prompt. Smaller chunks gain less than their additional steps cost (decision 43).
 """
 
 
@@ -52,7 +53,9 @@ class StepCosts(Costs, Protocol):
     """Predicted times of the parts of a step, in seconds."""
 
     def products(self, rows: int, answers: int) -> float:
-        """Return the time of the matrix products. `answers` rows go through the LM head."""
+        """Return the time of the matrix products of `rows` rows, with `answers` rows in the LM
+        head.
+        """
         ...
 
     def overhead(self, requests: int) -> float:
@@ -68,7 +71,7 @@ class StepCosts(Costs, Protocol):
         ...
 
     def read_adapter(self, slot: int) -> float:
-        """Return the time of reading an adapter once per step."""
+        """Return the time that a step needs to read an adapter."""
         ...
 
     def apply_adapter(self, slot: int, rows: int) -> float:
@@ -136,9 +139,9 @@ class Predictive:
     def _best_live(self, ready: Sequence[Candidate], live: int) -> int:
         """Return the adapter whose merge saves the most time over the remaining work, or BASE.
 
-        A merged adapter need not be applied to its own rows, nor read for them, and steps without
-        other adapters need no call of the operator. The cost is that of the switch, and of
-        subtracting the adapter from all other rows.
+        A merge saves reading the adapter and applying it to the rows of its own requests. It also
+        saves the calls of the LoRA operator in steps without other adapters. It costs the switch,
+        and the subtraction of the adapter from the rows of all other requests.
         """
         rows: defaultdict[int, int] = defaultdict(int)
         steps: defaultdict[int, int] = defaultdict(int)
@@ -162,15 +165,15 @@ class Predictive:
 
 
 class _WorkLeft:
-    """Remaining work of requests in seconds, as if all steps were full. Each choice makes a new
-    one.
+    """Remaining work of requests in seconds, as if all steps were full. A new object is made for
+    each step.
     """
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
         self._row_seconds = costs.products(FULL_ROWS, 1) / FULL_ROWS
         self._adapted_row_seconds: dict[int, float] = {}
-        """Seconds per row by slot, including the adapter."""
+        """Predicted seconds per row of a request, by slot, including its adapter."""
 
     def seconds(self, r: Candidate) -> float:
         """Return the predicted seconds for all missing and remaining tokens of a request."""
@@ -185,7 +188,7 @@ class _WorkLeft:
 class _Bundle:
     """The requests of one step while it is filled.
 
-    Its value is the sum of the shares of requests that it completes. A request is added if that
+    The value of the step is its gain (see the module's docstring). A request is added if that
     raises the value per predicted second. For this decision, the time to read an adapter is divided
     among all requests with that adapter, so that the first of them does not bear all of it.
     """
@@ -212,8 +215,8 @@ class _Bundle:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request if there is space. Return False, without taking it, if
-        the step does not read its adapter yet.
+        """Take one row of a decoding request if the step has a free row. Return False, without
+        taking it, if the step does not read its adapter yet.
         """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
@@ -226,8 +229,9 @@ class _Bundle:
         return True
 
     def consider(self, r: Candidate) -> bool:
-        """Take a chunk of the request if that raises the value per second of the step, and return
-        whether it was taken.
+        """Take a chunk of the request if that raises the step's gain per second.
+
+        Returns whether a chunk was taken.
         """
         available = min(r.missing, self._free_rows)
         if available == 0:
@@ -268,8 +272,8 @@ class _Bundle:
         return products + self._added + self._costs.overhead(len(self.order) + requests)
 
     def _earns(self, r: Candidate, rows: int, adapter_seconds: float, now: float) -> float:
-        """Return the value per second of the step with these rows added; `now` is that without
-        them.
+        """Return the value per second of the step with these rows added; `now` is the value per
+        second without them.
 
         adapter_seconds: time of reading and applying the adapters of the rows.
         """
@@ -283,8 +287,8 @@ class _Bundle:
     def _sharing_gain(self, r: Candidate, now: float) -> float:
         """Return the value of decoding together with the other requests instead of after them.
 
-        Only a prompt that this step completes has it: each decode step that it shares saves the
-        fixed cost of a step. `now` is the value per second without the request.
+        The value is 0 unless this step completes the prompt. Each decode step that the request
+        shares saves the fixed cost of a step. `now` is the value per second without the request.
         """
         if r.missing == 1:
             return 0.0
@@ -295,8 +299,9 @@ class _Bundle:
     def _adapter_seconds(self, slot: int, *, shared: bool) -> tuple[float, float]:
         """Return the seconds that the adapters of a request in this slot add: (fixed, per row).
 
-        The fixed part is that of adapters that are not in `_read`. If `shared`, only this request's
-        share of it is returned.
+        The fixed part is the time to read the adapters that are not in `_read`, plus that of the
+        operator's calls if `_read` is empty. If `shared`, each time is divided among the requests
+        that cause it.
         """
         applied = self._adapters_of(slot)
         fixed = per_row = 0.0
@@ -326,7 +331,7 @@ class _Bundle:
 
 
 def _share(r: Candidate, rows: int) -> float:
-    """Return the weighted share of the request that these rows complete, whatever its length."""
+    """Return the share of the request's total work that these rows complete, times its weight."""
     worth = PROMPT_WORTH if r.missing > 1 else 1.0
     return _weight(r) * worth * rows / (worth * r.missing + r.remaining)
 

@@ -1,7 +1,8 @@
 """Policies by name, as in the option `policy`.
 
-A new policy is a file with a factory function and a line in `vlora.config.POLICIES` that names it.
-Code outside the package, such as the baselines of the benchmarks, calls `register_policy` instead.
+To add a policy, write a module with a factory function, and name the function in
+`vlora.config.POLICIES`. Code outside the package, such as the baselines of the benchmarks, calls
+`register_policy` instead.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class UnmergeOnly:
 
     max_batch: maximum number of requests in a step.
     max_wait: seconds of waiting after which a request goes first, whatever its priority (decision
-        41). Of several, the one that has waited longest goes first.
+        41). If there are several such requests, the one that has waited longest goes first.
     """
 
     uses_costs = False

@@ -2,8 +2,8 @@
 
 Keys and values of a layer are [pages, kv heads, PAGE, ≥ DIM]: the tokens of a page and head are
 contiguous rows. Scores and sums are fp32. Exponentials are powers of two, so `scale` includes
-log2(e). A position that a row does not see never affects the row. If a row sees a value that is not
-finite, its attention is not finite either.
+log2(e). A row sees the positions up to its own. Other positions never affect it, even if their
+values are not finite. If a row sees a value that is not finite, its attention is not finite either.
 """
 
 import triton
@@ -12,7 +12,7 @@ import triton.language as tl
 
 @triton.jit
 def _offsets(positions, seen, table, page_stride, token_stride, PAGE: tl.constexpr):
-    """Return the offsets of positions in one head's keys or values of a layer."""
+    """Return the offset, in elements, of each position in the keys or values of one head."""
     pages = tl.load(table + positions // PAGE, mask=seen, other=0).to(tl.int64)
     return pages * page_stride + (positions % PAGE) * token_stride
 
@@ -21,7 +21,8 @@ def _offsets(positions, seen, table, page_stride, token_stride, PAGE: tl.constex
 def _scores(q, k, scale):
     """Return the scaled products of queries and keys, fp32."""
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    # Otherwise a score of minus infinity, from a key that is not finite, would weigh nothing.
+    # Otherwise a score of minus infinity, from a key that is not finite, would get weight 0 and be
+    # hidden.
     return tl.where(scores == float("-inf"), float("nan"), scores)
 
 
@@ -42,13 +43,15 @@ def _load_rotated(
     head, heads_mask, norm, cosines, sines, eps, NORM: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Return heads at the addresses `head`, with the RMS norm if NORM, rotated, in their type."""
+    """Load heads from the addresses `head`, normalize them if NORM, rotate them, and return them in
+    their dtype.
+    """
     dtype = head.dtype.element_ty
     columns = tl.arange(0, COLUMNS)
     half: tl.constexpr = DIM // 2
     in_dim = columns < DIM
     inside = heads_mask[:, None] & in_dim[None, :]
-    # The other half of each head, whose values are rotated into this half.
+    # The other half of each head, which the rotation combines with this half.
     other = tl.where(columns < half, columns + half, columns - half)
     x = tl.load(head[:, None] + columns[None, :], mask=inside, other=0.0).to(tl.float32)
     y = tl.load(head[:, None] + other[None, :], mask=inside, other=0.0).to(tl.float32)
@@ -66,7 +69,9 @@ def _load_rotated(
 def _combine(
     target, partial, log_sums, in_query, heads, head, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Write the sum of the parts of `heads`, numbered `head` among all, to `target`."""
+    """Combine the parts of the attention of `heads`, whose numbers are `head`, and write the result
+    to `target`.
+    """
     columns = tl.arange(0, in_query.shape[1])
     largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)
     # Other programs of the same launch have written the parts: `.cg` does not read from L1.
@@ -124,7 +129,8 @@ def decode_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Attend the query heads of one row that share a key head, over one part of the row's context.
+    """Compute the attention of the query heads of one row that share a key head, over one part of
+    the row's context.
 
     The parts of a context have equal lengths, which are multiples of TILE; only the last may be
     shorter. With one part, the result is written to `out`. With several, each normalized result is
@@ -133,9 +139,9 @@ def decode_kernel(
     to 0 again. A row whose `end` is 0 has no context.
 
     With ROTATE, `query` has rows before rotation: query heads, key heads, value heads. The program
-    rotates what it needs of them. The program of the last position writes the row's key and value
-    to their page; no program reads them from there. With NORM, query and key heads are replaced by
-    their RMS norms before they are rotated.
+    normalizes and rotates the query and key heads that it needs. The program of the last position
+    writes the row's key and value to their page; no program reads them from there. With NORM, query
+    and key heads are replaced by their RMS norms before they are rotated.
     """
     number = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -240,7 +246,8 @@ def prefill_kernel(
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Attend up to ROWS rows of one chunk by one query head, TILE positions at a time.
+    """Compute the attention of one query head for up to ROWS rows of one chunk, TILE positions at a
+    time.
 
     tiles: [n, 4] int32: first row, number of rows, position of the first row, line of `tables`.
     """

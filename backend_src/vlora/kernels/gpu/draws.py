@@ -54,7 +54,8 @@ class Draws:
     rows: int32, row of the logits.
     top_ks: int32, 0 for all tokens.
     temperatures, min_ps: fp32.
-    top_ps, uniforms: fp64.
+    top_ps: fp64.
+    uniforms: fp64, random numbers in [0, 1).
     """
 
     rows: torch.Tensor

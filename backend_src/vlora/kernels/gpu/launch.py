@@ -1,4 +1,5 @@
-"""Launches of the GPU kernels of layers. Each function does what its twin in plain torch does.
+"""Launches of the GPU kernels of layers. Each function computes what the plain torch function of
+the same operation computes.
 
 The functions check nothing, because `ops`, `norms` and `AttentionPlan` check the shapes. All
 tensors are on one device. Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights
@@ -35,7 +36,9 @@ PREFILL_TILE = {4: 16, 2: 64}
 """Number of positions per iteration of the attention kernels, by bytes per element."""
 
 DECODE_WARPS = {4: 8, 2: 4}
-"""Warps per program of the decode kernel, by bytes per element: with 4, fp32 spills registers."""
+"""Number of warps per program of the decode kernel, by bytes per element of the keys. With 4 warps,
+the fp32 kernel spills registers.
+"""
 
 LOG2_E = math.log2(math.e)
 
@@ -163,7 +166,7 @@ def rotate(
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows of a step that are alone in their chunk, with their contexts.
+    """Rows of a step whose chunks have one row, with their contexts.
 
     rows: [n] row of the step.
     ends: [n] number of positions; 0 for a padding row, whose attention is zero.
@@ -181,7 +184,7 @@ class DecodeRows:
 
 @dataclass(frozen=True)
 class Rotation:
-    """Norms and rotation that `decode` applies to rows as the product returns them.
+    """Norms and rotation that `decode` applies to the rows of the query, key and value projections.
 
     cosines, sines: [T, dim / 2] fp32.
     norms: weights of the RMS norms of query heads and key heads, [dim] fp32, and eps; or None.

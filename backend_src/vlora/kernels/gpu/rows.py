@@ -80,8 +80,8 @@ def embed_kernel(
     HAS_IMAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy COLUMNS columns of a row from its image feature, or without one from its token's
-    embedding. A token outside the table of `words` rows gives NaN then.
+    """Copy COLUMNS columns of a row from its image feature, or from its token's embedding if it has
+    no image feature. A token outside the table, which has `words` rows, then gives NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

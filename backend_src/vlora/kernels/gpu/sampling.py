@@ -32,7 +32,7 @@ def _weights(logits, largest, temperature, min_p):
 
 @triton.jit
 def _floor(number):
-    """Return the floor with this number, which may be a scalar or a constant."""
+    """Return the floor with index `number`, which may be a scalar or a constant."""
     floor = tl.where(number == 1, FLOOR_1, TINY)
     return tl.where(number == 2, FLOOR_2, tl.where(number == 3, FLOOR_3, floor))
 
@@ -181,7 +181,8 @@ def _count_and_mass(weights, found, least, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept(weights, columns, count, low, equals):
-    """Return a block of candidates' weights, which of them are kept, and how many equal `low`.
+    """Return the weights of a block of candidates, flags of those to keep, and how many equal
+    `low`.
 
     low: bits of the smallest kept weight. equals: number of weights that may still equal it.
     """

@@ -21,7 +21,7 @@ _LAYOUT_PREFIX = r"^(?:model\.|language_model\.)*"
 class WeightNames:
     """Names of a checkpoint's decoder weights, without the prefix that its layout adds.
 
-    norms: RMS norms of each layer, before attention and before the MLP.
+    norms: names of the RMS norms of each layer, before attention and before the MLP.
     attention, mlp: modules that contain the target matrices.
     head_norms: RMS norms of each layer's query heads and key heads; () if there are none.
     """
@@ -56,9 +56,10 @@ class WeightNames:
 
     @property
     def modules(self) -> Mapping[str, str]:
-        """Target of each module of a layer whose path is not `attention` or `mlp` and the target.
+        """Path of a module in a layer → target, for modules whose path is not `attention` or `mlp`
+        followed by the target's name.
 
-        A name that is no target is that of several targets, as `lora/fused.py` lists them.
+        For a module that corresponds to several targets, the value is a key of `lora.fused.FUSED`.
         """
         return {}
 
@@ -92,12 +93,12 @@ def has_sliding_layers(text: Any) -> bool:
 
 
 def stated_intermediate_size(text: Any) -> int:
-    """Return the width of the gated MLP."""
+    """Return the width of the gated MLP, as the configuration states it."""
     return int(text.intermediate_size)
 
 
 def no_tokens(text: Any) -> tuple[int, ...]:
-    """Return no tokens."""
+    """Return (): no tokens in addition to those that the checkpoint's configuration lists."""
     return ()
 
 
@@ -121,7 +122,8 @@ class DecoderFamily:
     rope_axes: returns the axis (0 time, 1 height, 2 width) of each rotary frequency, or () if
         positions have one axis.
     intermediate_size: returns the width of the gated MLP.
-    turn_ends: returns tokens that end an answer besides those that the checkpoint states.
+    turn_ends: returns the ids of tokens that end an answer, in addition to those that the
+        checkpoint's configuration lists.
     """
 
     model_type: str

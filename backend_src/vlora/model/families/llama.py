@@ -1,4 +1,4 @@
-"""Llama: biases as the configuration says."""
+"""Llama: the configuration states which projections have a bias."""
 
 from vlora.model.families.base import DecoderFamily
 

@@ -1,6 +1,6 @@
 """Qwen and Qwen-VL of the first generation, in the layout in which they were published.
 
-The layers are those of Qwen2 with other names. One stored tensor has the query, key and value
+The layers are those of Qwen2 with other names. One stored tensor contains the query, key and value
 projections, and `intermediate_size` counts both halves of the gated MLP. Beyond the trained length
 (`seq_length`) the published code changes queries and frequencies, so the context ends there.
 """
@@ -59,7 +59,9 @@ class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
     visual: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Add the names of transformers. Raise ValueError for options that no checkpoint has."""
+        """Add the fields under the names of transformers. Raise ValueError for options that no
+        published checkpoint has.
+        """
         if self.rotary_pct != 1.0 or not self.no_bias:
             raise ValueError("'rotary_pct' must be 1 and 'no_bias' true")
         if self.kv_channels * self.num_attention_heads != self.hidden_size:
@@ -74,22 +76,24 @@ class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
 
     @property
     def image_token_id(self) -> int:
-        """Token that stands for a row of image features."""
+        """Id of the placeholder token that stands for one row of image features."""
         assert self.visual is not None
         return int(self.visual["image_start_id"]) + 2
 
 
 @dataclass(frozen=True)
 class QwenNames(WeightNames):
-    """Names of Qwen's weights. A tensor of three projections is stored for three weights."""
+    """Names of Qwen's weights. One stored tensor contains three of them: the query, key and value
+    projections.
+    """
 
     @property
     def modules(self) -> Mapping[str, str]:
-        """Target, or FUSED, of each stored module of a layer."""
+        """Path of a stored module in a layer → target, or key of `lora.fused.FUSED`."""
         return _MODULES
 
     def stored(self, key: str) -> tuple[str, ...]:
-        """Return the names of the weights that a stored tensor has, in the order of its rows."""
+        """Return the names of the weights in a stored tensor, in the order of its rows."""
         if key in _OTHERS:
             return (_OTHERS[key],)
         match = _LAYER_KEY.fullmatch(key)
@@ -105,14 +109,14 @@ class QwenNames(WeightNames):
 
 
 def intermediate_size(text: Any) -> int:
-    """Return the width of the gated MLP; the configuration counts both of its halves."""
+    """Return the width of the gated MLP, half of the configuration's `intermediate_size`."""
     return int(text.intermediate_size) // 2
 
 
 def turn_ends(text: Any) -> tuple[int, ...]:
     """Return the token `<|im_end|>`, which ends a turn of a chat.
 
-    In the list of special tokens, it stands 212 places before the one that begins an image.
+    Its id is 212 less than that of the token that begins an image.
     """
     return (int(text.visual["image_start_id"]) - 212,)
 

@@ -10,8 +10,8 @@ _NAMES = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
 def _interleaved_axes(text: Any) -> tuple[int, ...]:
     """Return the axis of each frequency.
 
-    Height and width get every third frequency until each has its number of them. Time gets the
-    rest.
+    Height and width each get every third frequency, up to the number of frequencies in their
+    section. All other frequencies are for time.
     """
     time, height, width = text.rope_parameters["mrope_section"]
     axes = [0] * (time + height + width)

@@ -89,7 +89,7 @@ class ModelCalls:
         return features_from(unwrap(response))
 
     def clear(self) -> None:
-        """Release the responses that are still kept."""
+        """Release the responses that are kept for `ALIVE_SECONDS` after their use."""
         with self._lock:
             self._alive.clear()
 
@@ -113,7 +113,7 @@ def _request(model: str, tensors: Tensors, outputs: Sequence[str], request_id: s
 def unwrap(response: Any) -> Tensors:
     """Return copies of a response's tensors, or raise its error.
 
-    An error with one of our codes was already counted by the model that raised it.
+    An error with a code of `vlora.errors` was already counted by the model that raised it.
     """
     if response.has_error():
         message = response.error().message()

@@ -1,4 +1,4 @@
-"""Writing of our log records to Triton's log."""
+"""Handler that writes the log records of `vlora` to Triton's log."""
 
 from __future__ import annotations
 

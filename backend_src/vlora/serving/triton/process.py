@@ -92,7 +92,7 @@ class TritonProcess:
         return exporter
 
     def hand_over(self, requests: Sequence[Any], service: Service) -> None:
-        """Pass the requests of a decoupled model to its service."""
+        """Pass the requests of a decoupled model to the service that answers them."""
         hand_over(requests, service, self._errors, self.options.limits)
 
     def responder(self, request: Any) -> TritonResponder:

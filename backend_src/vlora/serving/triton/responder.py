@@ -46,7 +46,7 @@ class TritonResponder:
         self._closed = False
 
     def send(self, tensors: Tensors, final: bool) -> None:
-        """Send those of the tensors that the client requested."""
+        """Send the tensors that the client requested. The others are dropped."""
         requested = {name: value for name, value in tensors.items() if name in self._requested}
         alive_until_sent = to_triton(requested)
         self._send(pb_utils.InferenceResponse(output_tensors=alive_until_sent), final)
@@ -94,8 +94,8 @@ def hand_over(
 ) -> None:
     """Pass the requests to the service, which may answer them at any later time.
 
-    This is all that `execute` of a decoupled model does. A request that cannot be read is answered
-    here with its error.
+    `execute` of a decoupled model only calls this function. If a request cannot be read, this
+    function answers it with the error.
     """
     for request in requests:
         responder = TritonResponder(request, errors)

@@ -54,7 +54,7 @@ def make_response(tensors: Tensors) -> Any:
 
 
 def make_error_response(error: VLoraError, counts: ErrorCounts) -> Any:
-    """Return a Triton response for `error`, with its code in the message and also separately.
+    """Return a Triton response for `error`, with the code in the message and as Triton's code.
 
     It is the final response of its request, so the error is added to `counts`.
     """

@@ -1,4 +1,4 @@
-"""Description of a vision family: how its tower is loaded, and what an image becomes in a prompt.
+"""Description of a vision family: how to load its tower, and how to represent images in a prompt.
 
 A family is a checkpoint architecture, identified by the `model_type` of its configuration. Each
 family has a file here and a line in `registry.py`. No other module of the encoder names an
@@ -26,8 +26,8 @@ Pixels = Mapping[str, torch.Tensor]
 PROCESSOR_BACKEND = "pil"
 """Backend of transformers' image processors.
 
-It is fixed because the backends give different pixels. By default transformers uses that of
-torchvision if it happens to be installed.
+It is fixed because the backends return different pixels. By default, transformers uses the backend
+"torchvision" if that package is installed.
 """
 
 
@@ -63,8 +63,8 @@ class VisionFamily:
     grid: (config, processor, image) → (height, width) of an image's features in patches of the
         tower.
     features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
-    with_views: (clip settings, images of one request) → the same images with their views. A view is
-        what the features depend on besides the pixels.
+    with_views: (clip settings, images of one request) → the same images with their views set (see
+        `DecodedImage.view`).
     preprocess: (processor, image) → pixels.
     clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor; {} if
         frames are prepared by the settings of the image processor.

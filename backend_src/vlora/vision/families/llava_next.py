@@ -1,5 +1,5 @@
-"""LLaVA-NeXT (LLaVA-1.6): an image becomes an overview and tiles, whose number depends on
-its size.
+"""LLaVA-NeXT (LLaVA-1.6): an image is split into an overview and tiles. The number of tiles depends
+on the image's size.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""LLaVA-OneVision: how an image is encoded depends on what else is in its request.
+"""LLaVA-OneVision: the encoding of an image depends on the other images of its request.
 
-A single image has an overview and tiles. If there are several images, each has only an overview. A
-frame of a clip has an overview with a quarter of the rows. The row that ends a clip (its newline)
-belongs to the last frame.
+A single image is encoded as an overview and tiles. If there are several images, each is encoded as
+an overview only. A frame of a clip is encoded as an overview with a quarter of the feature rows.
+The row that ends a clip (the image newline) belongs to the last frame.
 """
 
 from __future__ import annotations
@@ -54,13 +54,14 @@ def _with_views(clips: Mapping[str, Any], images: Sequence[DecodedImage]) -> Seq
 def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
     picture = Image.fromarray(image.rgb)
     if image.view == SEVERAL:
-        # In a list of several images, the processor pads them and makes no tiles. The second image
-        # is only there to make the list that long.
+        # For a list of several images, the processor pads the images and makes no tiles. The second
+        # image only makes the list long enough.
         pixels = processor(images=[[picture, Image.new("RGB", (1, 1))]], return_tensors="pt")
         return {"several": pixels["pixel_values"][:1], "sizes": pixels["image_sizes"][:1]}
     if image.view in (FRAME, LAST_FRAME):
         side = processor.size["height"]
-        # With this one resolution, the only tile costs little. The overview comes first.
+        # With only this resolution, the processor makes a single small tile. The overview comes
+        # first.
         pixels = processor(images=picture, image_grid_pinpoints=[[side, side]], return_tensors="pt")
         return {image.view: pixels["pixel_values"][:, 0]}
     pixels = processor(images=picture, return_tensors="pt")
@@ -68,8 +69,10 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
 
 
 def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return the features of each image. The tower is called once per image with tiles, and once
-    for all other images of the same view.
+    """Return the features of each image.
+
+    The tower is called once for each image with tiles, once for all images of the view SEVERAL, and
+    once for all frames.
     """
     features: dict[int, torch.Tensor] = {}
     several = [i for i, image in enumerate(images) if "several" in image]
@@ -77,7 +80,8 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
         output = model.get_image_features(
             torch.cat([images[i]["several"] for i in several]).float(),
             torch.cat([images[i]["sizes"] for i in several]),
-            # With a number above 1, the model expects no tiles, even for a single image here.
+            # A number above 1 means that there are no tiles, which also holds if this call has one
+            # image.
             batch_num_images=[len(several) + 1],
         )
         features |= zip(several, output.pooler_output, strict=True)

@@ -26,7 +26,7 @@ HEAD_DIM = 128
 """Width of a head of the cross-attention."""
 NORM_EPS = 1e-6
 TRAINED_POSITIONS = 256
-"""Number of stored positions of patches, which are interpolated to the number of patches."""
+"""Number of stored position embeddings. They are interpolated to the number of patches."""
 
 
 def _positions(stored: torch.Tensor, count: int) -> torch.Tensor:
@@ -42,8 +42,8 @@ def _positions(stored: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _SelfAttention(nn.Module):
-    """Self-attention, whose input projection has the query, key and value of one head after the
-    other.
+    """Self-attention. The rows of its input projection are ordered by head, and within each head as
+    query, key and value.
     """
 
     def __init__(self, width: int, heads: int) -> None:
@@ -74,15 +74,15 @@ class _Block(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output, of the shape of x."""
+        """Return the layer's output for x. Both are [images, patches, width]."""
         x = x + self.attn(self.ln_1(x))
         inner = functional.gelu(self.mlp["c_fc"](self.ln_2(x)))
         return x + self.mlp["c_proj"](inner)  # type: ignore[no-any-return]
 
 
 class _CrossAttention(nn.Module):
-    """Weights of `torch.nn.MultiheadAttention`. Its output layer is called, so that an adapter of
-    it has an effect.
+    """Cross-attention with the weights of `torch.nn.MultiheadAttention`. Unlike that class, it
+    calls its output layer as a module, so that the forward hooks of adapters run.
     """
 
     def __init__(self, width: int) -> None:
@@ -92,7 +92,10 @@ class _CrossAttention(nn.Module):
         self.out_proj = nn.Linear(width, width)
 
     def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """Return the attention of queries to keys with values, each [images, n, width]."""
+        """Return the attention, [images, queries, width].
+
+        inputs: queries, keys and values, each [images, n, width].
+        """
         weights, biases = self.in_proj_weight.chunk(3), self.in_proj_bias.chunk(3)
         query, key, value = (
             functional.linear(x, weight, bias).view(*x.shape[:2], -1, HEAD_DIM).transpose(1, 2)
@@ -162,7 +165,7 @@ class _QwenVision(PreTrainedModel):  # type: ignore[misc]
 
 
 def _processor(checkpoint: Path, config: Any) -> Any:
-    """Return the preprocessing of the published code: each image is scaled to one size."""
+    """Return an image processor like the published code: all images are scaled to the same size."""
     side = config.visual["image_size"]
     return CLIPImageProcessorPil(size={"height": side, "width": side}, do_center_crop=False)
 

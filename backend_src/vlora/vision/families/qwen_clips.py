@@ -33,11 +33,11 @@ FrameSize = Callable[[Settings, int, int, int], tuple[int, int]]
 
 
 def clip_settings(folder: Path, processor: Any) -> Settings:
-    """Return the settings of the video processor of a checkpoint folder, found where transformers
-    finds them.
+    """Return the settings of a checkpoint's video processor, from the files in which transformers
+    searches for them.
 
-    What they lack is taken from the image processor. They are read from the files because
-    transformers' classes for videos need torchvision.
+    Missing settings are taken from the image processor. The files are read directly because
+    transformers' video classes need torchvision.
     """
     nested = _read(folder / "processor_config.json").get("video_processor")
     own = nested or _read(folder / "video_preprocessor_config.json")
@@ -59,7 +59,9 @@ def _read(file: Path) -> Settings:
 
 
 def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the size of frames in Qwen2-VL and Qwen2.5-VL, where it is limited for each frame."""
+    """Return the (height, width) of frames in Qwen2-VL and Qwen2.5-VL. The limits apply to each
+    frame.
+    """
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     if clips.get("cap_pixels_per_frame"):
         tokens = clips.get("max_video_tokens", 128_000)
@@ -70,7 +72,7 @@ def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -
 
 
 def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the size of frames in Qwen3-VL, where it is limited for the whole clip."""
+    """Return the (height, width) of frames in Qwen3-VL. The limits apply to the whole clip."""
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     factor = _factor(clips)
     frames = max(frames, FRAMES_PER_PAIR)
@@ -92,19 +94,22 @@ def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -
 
 
 def _factor(clips: Settings) -> int:
-    """Return the number of pixels of a token along each side."""
+    """Return the length in pixels of each side of the square that one token covers."""
     return int(clips["patch_size"]) * int(clips["merge_size"])
 
 
 def with_pairs(
     size: FrameSize, one_row: bool, clips: Settings, images: Sequence[DecodedImage]
 ) -> Sequence[DecodedImage]:
-    """Return the images, with each two successive frames joined. Frames of other sizes than the
-    first frame are resized to its size.
+    """Return the images of a request, with each two successive frames joined into one
+    `DecodedImage`.
 
-    If a last frame has no partner, it is encoded like an image, for which the tower repeats it.
+    Frames whose size differs from that of the first frame are resized to it.
 
-    one_row: whether the clip is one row of the layout, instead of one for each pair.
+    If the number of frames is odd, the last frame is encoded like an image, which the tower repeats
+    to make a pair.
+
+    one_row: whether the layout has one row for the clip instead of one row for each pair.
     clips: settings of the checkpoint's video processor.
     """
     stills = [image for image in images if not image.is_video]
@@ -144,7 +149,8 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
     pixels: Pixels = processor(images=frames, do_resize=image.scaled is None, return_tensors="pt")
     if image.frames == 1:
         return pixels
-    # The processor repeats each image in time: [frames, patches, colors, times, pixels].
+    # The processor repeats each image along the time axis: [frames, patches, colors, times,
+    # pixels].
     halves = pixels["pixel_values"].view(2, -1, 3, 2, processor.patch_size**2)
     joined = torch.stack([halves[0, :, :, 0], halves[1, :, :, 0]], dim=2)
     return {"pixel_values": joined.flatten(1), "image_grid_thw": pixels["image_grid_thw"][:1]}
@@ -153,8 +159,8 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
 def timed_text(image_text: str, frames: int) -> str:
     """Return the text of a clip in Qwen3-VL: the time of each pair of frames, then its tokens.
 
-    It is the text that transformers' processor makes, which puts the clip as a whole between the
-    tokens of an image, too. A pair's time is the mean of its frames' times, in seconds.
+    The text equals that of transformers' processor, which also puts the start and end tokens of an
+    image around the whole clip. The time of a pair is the mean of its frames' times, in seconds.
     """
     start, _, end = image_text.partition("<|image_pad|>")
     pairs = ""

@@ -1,8 +1,8 @@
-"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: an image keeps its proportions, so its number of tokens
-varies.
+"""Qwen2-VL, Qwen2.5-VL and Qwen3-VL: images keep their proportions, so their numbers of tokens
+differ.
 
-Four neighboring patches make one token. Images whose longer edge is over 200 times the shorter one
-do not fit, and no request may have them (`max_aspect_ratio`).
+Four neighboring patches make one token. The processor cannot scale images whose longer edge exceeds
+200 times the shorter edge. Requests with such images are refused (`max_aspect_ratio`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
 
 
 def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return features whose columns are those for the embedding and then those for each level."""
+    """Return the features of each image. The columns for the input embeddings come first, followed
+    by those for each level of the decoder's first layers.
+    """
     output = _encode(model, images)
     parts = zip(output.pooler_output, *output.deepstack_features, strict=True)
     return [torch.cat(part, dim=1) for part in parts]

@@ -1,4 +1,4 @@
-"""Vision families by model type. A new family needs a file beside this one and an entry here."""
+"""Vision families by model type. A new family needs a file in this folder and an entry here."""
 
 from __future__ import annotations
 
