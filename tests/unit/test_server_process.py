@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from tests.support.polling import until
-from vlora.launcher import draining
+from vlora.launcher import draining, ports
 from vlora.launcher.assembly import ServerError
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive
@@ -60,6 +60,30 @@ def test_chosen_ports_are_not_zero_and_different() -> None:
     chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     assert len(set(chosen.values())) == 3
     assert all(chosen.values())
+
+
+def test_free_ports_are_not_those_that_the_kernel_gives_to_other_sockets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another socket could get such a port before the server opens it."""
+    file = tmp_path / "ip_local_port_range"
+    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
+    file.write_text("24000\t60999\n")
+    for _ in range(20):
+        assert choose_ports({"grpc_port": 0})["grpc_port"] < 24000
+    file.write_text("1024\t60999\n")
+    assert choose_ports({"grpc_port": 0})["grpc_port"] >= 1024
+
+
+def test_a_taken_port_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "ip_local_port_range"
+    file.write_text("32768\t60999\n")
+    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", choose_ports({"grpc_port": 0})["grpc_port"]))
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(ports, "FREE_PORTS", range(port, port + 1))
+        assert choose_ports({"grpc_port": 0})["grpc_port"] not in (0, port)
 
 
 @pytest.mark.parametrize("port", [99999, 65536, -1])

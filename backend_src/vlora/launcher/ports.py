@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import errno
+import random
 import socket
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 
 from vlora.launcher.assembly import ServerError
 
 MAX_PORT = 65535
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""File with the first and the last port that the kernel gives to sockets without a port."""
+FREE_PORTS = range(20000, 30000)
+"""Ports from which a free one is chosen, as far as they are below the kernel's own range."""
+TRIES = 100
+"""Maximum number of these ports that are tried."""
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
@@ -37,22 +45,41 @@ def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[st
 
 
 def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    probe = stack.enter_context(socket.socket(family))
+    """Bind a socket to the port, or to a free one for 0. Return the port."""
+    probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
     if port:
         # Otherwise, the port of a listener that was closed recently would count as taken.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        probe.bind((host, port))
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ServerError(f"--host {host} is not an address of this machine") from None
-        why = {errno.EADDRINUSE: "is already in use", errno.EACCES: "is reserved for root"}
-        reason = why.get(error.errno or 0, f"cannot be opened ({error.strerror})")
-        raise ServerError(
-            f"port {port} {reason}; choose another with {_flag(name)} N, or 0 for a free one"
-        ) from None
+    candidates = [port] if port else [*_free_candidates(), 0]
+    for candidate in candidates:
+        try:
+            probe.bind((host, candidate))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ServerError(f"--host {host} is not an address of this machine") from None
+            if error.errno == errno.EADDRINUSE and candidate != candidates[-1]:
+                continue
+            why = {errno.EADDRINUSE: "is already in use", errno.EACCES: "is reserved for root"}
+            reason = why.get(error.errno or 0, f"cannot be opened ({error.strerror})")
+            raise ServerError(
+                f"port {port} {reason}; choose another with {_flag(name)} N, or 0 for a free one"
+            ) from None
+        break
     return int(probe.getsockname()[1])
+
+
+def _free_candidates() -> list[int]:
+    """Return random ports below those that the kernel gives to sockets without a port.
+
+    The server opens its ports seconds after they were chosen. Until then, the kernel could give a
+    port of its own range to any other socket of this machine.
+    """
+    try:
+        first = int(EPHEMERAL_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return []
+    ports = range(FREE_PORTS.start, min(FREE_PORTS.stop, first))
+    return random.SystemRandom().sample(ports, min(TRIES, len(ports)))
 
 
 def _flag(name: str) -> str:
