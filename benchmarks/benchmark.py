@@ -143,13 +143,16 @@ class Benchmark(ABC, Generic[CellT]):
         """Release the resources that cells share. The runner calls it once, even after an error."""
 
 
-def parse_types(text: str) -> list[str]:
-    """Return the storage types of a comma-separated list. Raises typer.BadParameter."""
-    from benchmarks.dtypes import DTYPES
+def parse_types(text: str, *, quantized: bool = False) -> list[str]:
+    """Return the storage types of a comma-separated list. Raises typer.BadParameter.
 
-    types = text.split(",")
-    if not set(types) <= set(DTYPES):
-        raise typer.BadParameter(f"--dtypes {text!r}: valid types are {', '.join(DTYPES)}")
+    quantized: whether the types of quantized models are valid, too.
+    """
+    from benchmarks.dtypes import DTYPES, MODEL_TYPES
+
+    types, valid = text.split(","), MODEL_TYPES if quantized else DTYPES
+    if not set(types) <= set(valid):
+        raise typer.BadParameter(f"--dtypes {text!r}: valid types are {', '.join(valid)}")
     return types
 
 

@@ -49,6 +49,10 @@ REGISTRY: Mapping[str, Entry] = {
         "benchmarks.quantized:QuantizedBenchmark",
         "Products with int8 and int4 weights against the roofline of their own bytes.",
     ),
+    "llama-cpp": Entry(
+        "benchmarks.llama_cpp:LlamaCppBenchmark",
+        "Decode steps of a quantized model here and in llama.cpp, in one run.",
+    ),
     "engine": Entry(
         "benchmarks.engine.benchmark:EngineBenchmark",
         "Sixteen concurrent requests (four with --quick) in process, over gRPC and on PEFT.",

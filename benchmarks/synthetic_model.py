@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.dtypes import ENGINE_NAMES
+from benchmarks.dtypes import MODEL_TYPES
 from benchmarks.llava import Checkpoint, prompt
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -32,19 +32,29 @@ FILL_ELEMENTS = 1 << 22
 class SyntheticModel:
     """Engine with one checkpoint, whose steps can be repeated.
 
+    dtype: key of MODEL_TYPES.
     kv_tokens: number of positions that its pages must hold.
     max_rows: maximum number of rows in a step.
+    text: function of a number of tokens and a prompt's number that returns the prompt. If None, the
+        checkpoint must be a generated one, and its own prompts are used.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, dtype: str, kv_tokens: int, max_rows: int, adapters: bool
+        self,
+        checkpoint: Checkpoint,
+        dtype: str,
+        kv_tokens: int,
+        max_rows: int,
+        adapters: bool,
+        text: Callable[[int, int], str] | None = None,
     ) -> None:
         self.sizes = checkpoint.sizes
+        self._text = text or (lambda length, number: prompt(length - 1, number, self.sizes))
         self.engine = Engine(
             Options(
                 model=checkpoint.folder,
                 adapters=checkpoint.adapters if adapters else None,
-                dtype=ENGINE_NAMES[dtype],
+                **MODEL_TYPES[dtype].options,
                 policy="unmerge_only",
                 max_num_seqs=64,
                 max_num_batched_tokens=max(max_rows, 64),
@@ -72,8 +82,9 @@ class SyntheticModel:
         params = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
         for _ in range(requests):
             number = next(self._numbers)
-            text = prompt(length - 1, number, self.sizes)
+            text = self._text(length, number)
             state = self.engine.prepare(Request(f"bench-{number}", text, params))
+            assert len(state.sequence.tokens) == length, "the prompt has another length"
             self.engine.add(state, float(number))
             state.sequence.computed = computed
             self._staged.append((state.sequence, length, computed))

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.llava import Sizes
+from vlora.kernels.quantized import Format
 
 ADAPTED_TARGETS = 4
 """Number of adapted projections per layer: q, k, v, o."""
@@ -42,7 +43,7 @@ class Work:
 
     @property
     def moved(self) -> int:
-        """Total number of bytes."""
+        """Total number of bytes: weights, keys and values, and adapters."""
         return self.weights + self.kv + self.adapters
 
     def seconds(self, peak: float, rate: float) -> float:
@@ -50,8 +51,13 @@ class Work:
         return max(self.flops / peak, self.moved / rate)
 
 
-def step_work(chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int) -> Work:
+def step_work(
+    chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int, form: Format | None = None
+) -> Work:
     """Return the work of one step.
+
+    itemsize: number of bytes of a value.
+    form: format of the target matrices of all layers if they are quantized.
 
     In the last layer all rows compute keys and values. Only rows with logits compute the rest.
     """
@@ -63,7 +69,7 @@ def step_work(chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int) -> Work:
     # Row i of a chunk attends to context + i + 1 positions: a product with keys, one with values.
     pairs = sum(c.rows * c.context + c.rows * (c.rows + 1) // 2 for c in chunks)
     last_layer_pairs = sum(c.context + c.rows for c in chunks if c.logits)
-    # Elements of the last layer that rows without logits skip: all but those of keys and values.
+    # In the last layer, rows without logits need only keys and values, not these elements.
     skipped = 2 * sizes.hidden**2 + 3 * sizes.hidden * sizes.inner
     width = adapter_width(sizes)
     lora = sum(2 * c.rows * rank_of(c.adapter, sizes) * width for c in chunks)
@@ -74,7 +80,7 @@ def step_work(chunks: Sequence[ChunkWork], sizes: Sizes, itemsize: int) -> Work:
     used = {c.adapter for c in chunks if c.adapter is not None}
     return Work(
         flops=float(flops),
-        weights=itemsize * (slab + lm_head * (sampled > 0)),
+        weights=slab_bytes(sizes, itemsize, form) + itemsize * lm_head * (sampled > 0),
         kv=itemsize * positions * 2 * sizes.kv_heads * head * sizes.layers,
         adapters=itemsize * width * sum(rank_of(index, sizes) for index in used),
     )
@@ -104,9 +110,25 @@ def combined_work(parts: Iterable[Work]) -> Work:
 
 def slab_elements(sizes: Sizes) -> int:
     """Return the number of elements of all target matrices of all layers."""
+    return sizes.layers * sum(rows * depth for rows, depth in _layer_shapes(sizes))
+
+
+def slab_bytes(sizes: Sizes, itemsize: int, form: Format | None) -> int:
+    """Return the number of bytes of all target matrices of all layers."""
+    if form is None:
+        return itemsize * slab_elements(sizes)
+    return sizes.layers * sum(form.matrix_bytes(*shape) for shape in _layer_shapes(sizes))
+
+
+def _layer_shapes(sizes: Sizes) -> tuple[tuple[int, int], ...]:
+    """Return the shapes (d_out, d_in) of a layer's matrices: qkv, o, gate with up, and down."""
     kv = sizes.kv_heads * (sizes.hidden // sizes.heads)
-    attention = 2 * sizes.hidden**2 + 2 * kv * sizes.hidden
-    return sizes.layers * (attention + 3 * sizes.hidden * sizes.inner)
+    return (
+        (sizes.hidden + 2 * kv, sizes.hidden),
+        (sizes.hidden, sizes.hidden),
+        (2 * sizes.inner, sizes.hidden),
+        (sizes.hidden, sizes.inner),
+    )
 
 
 def adapter_width(sizes: Sizes) -> int:

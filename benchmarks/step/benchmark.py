@@ -19,7 +19,6 @@ from benchmarks.benchmark import (
     QuickOption,
     RootOption,
     Row,
-    TypesOption,
     at_least,
     at_most,
     parse_types,
@@ -31,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
-    """Steps of a mid-size model. A cell of the run is all steps of one model and storage type."""
+    """Steps of a mid-size model. A cell of the run is all steps of one model and storage type.
+
+    The limit of a quantized type is that of its own bytes.
+    """
 
     name = "step"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -39,6 +41,11 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
             f"{phase}_{dtype}": at_least(0.7)
             for phase in ("decode", "prefill")
             for dtype in ("fp32", "bf16")
+        },
+        **{
+            f"decode_{kind}_{rows}": at_least(0.65)
+            for kind in ("int8", "int4", "int8-bf16", "int4-bf16")
+            for rows in (1, 4, 16)
         },
         "lora_cost_1": at_most(1.05),
         "lora_cost_16_over_bytes": at_most(1.1),
@@ -50,7 +57,10 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
     def __init__(
         self,
         *,
-        dtypes: TypesOption = "fp32,bf16",
+        dtypes: Annotated[
+            str,
+            typer.Option(help="Comma-separated: fp32, bf16, int8, int4, int8-bf16, int4-bf16."),
+        ] = "fp32,bf16",
         models: Annotated[
             str | None, typer.Option(help="whole, grouped, or both; default: those of the grid.")
         ] = None,
@@ -66,7 +76,8 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         self._threads = threads or server_threads()
         machine.set_threads(self._threads)
         chosen = None if models is None else models.split(",")
-        self._cells = load_grid(self.grid_path, parse_types(dtypes), chosen, quick=quick)
+        types = parse_types(dtypes, quantized=True)
+        self._cells = load_grid(self.grid_path, types, chosen, quick=quick)
         self._effort = QUICK if quick else FULL
         self.rooflines = self._rooflines = machine.RooflineByThreads()
         self._root = root

@@ -12,9 +12,10 @@ MIB = 1 << 20
 
 
 def footprints(folder: Path, dtypes: Sequence[str]) -> list[dict[str, int]]:
-    """Load the checkpoint once with each storage type, each time in a new process.
+    """Load the checkpoint once with each type of MODEL_TYPES, each time in a new process.
 
-    Return MiB by name: `weights` held, resident `before` loading, and resident at the `peak`.
+    Return sizes in MiB: `weights` of the loaded weights, and the resident memory of the process
+    `before` loading and at its `peak`.
     """
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
@@ -23,19 +24,18 @@ def footprints(folder: Path, dtypes: Sequence[str]) -> list[dict[str, int]]:
 
 def footprint(folder: Path, dtype: str) -> dict[str, int]:
     """Load the checkpoint in this process. Return the figures of `footprints` for one type."""
-    from vlora.lora.slab import WeightSlab
-    from vlora.model.decoder_config import dtype_of, load_config
+    from benchmarks.dtypes import DTYPES, MODEL_TYPES
+    from vlora.model.decoder_config import load_config
     from vlora.model.loader import load_weights
 
-    config = load_config(folder)
+    config, chosen = load_config(folder), MODEL_TYPES[dtype]
     before = _process_status("VmRSS")
-    weights = load_weights(folder, config, dtype_of(dtype, folder))
-    assert isinstance(weights.slab, WeightSlab)
-    tensors = [weights.slab.base, weights.embedding, weights.lm_head, weights.final_norm]
+    weights = load_weights(folder, config, DTYPES[chosen.dtype], chosen.form)
+    tensors = [weights.embedding, weights.lm_head, weights.final_norm]
     tensors += [*weights.norms.values(), *weights.biases.values()]
     sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
     return {
-        "weights": sum(sizes.values()) // MIB,
+        "weights": (weights.slab.nbytes + sum(sizes.values())) // MIB,
         "before": before // MIB,
         "peak": _process_status("VmHWM") // MIB,
     }

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import llava
-from benchmarks.dtypes import DTYPES, ENGINE_NAMES
+from benchmarks.dtypes import DTYPES, MODEL_TYPES
 from benchmarks.machine import ConcurrentRates
 from benchmarks.roofline import Roofline
 from benchmarks.step.footprint import footprints
@@ -22,9 +22,11 @@ from benchmarks.work_model import ChunkWork, Work, step_work
 
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 2_000_000
-"""Iterations of the peak microbenchmark, which times the cores in each round."""
+"""Iterations of the peak microbenchmark, which measures the speed of the cores in each round."""
 SPARE_POSITIONS = 64
 """Number of positions in the pages beyond those that the cells need."""
+QUANTIZED_ROWS = (1, 4, 16)
+"""Numbers of rows for which the summary has a figure of each quantized type."""
 TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
 """The decode step to which the keys `elsewhere` and `python` of the summary refer."""
 
@@ -55,6 +57,7 @@ class StepCell:
         one prompt, or of as many prompts as there are adapters).
     adapters: the numbers of adapters to measure with. With n adapters, request i uses adapter i
         modulo n.
+    dtype: key of MODEL_TYPES.
     """
 
     phase: str
@@ -92,7 +95,8 @@ class StepCell:
             ChunkWork(count, self.context, i % adapters if adapters else None)
             for i in range(requests)
         ]
-        return step_work(chunks, sizes, DTYPES[self.dtype].itemsize)
+        stored = MODEL_TYPES[self.dtype]
+        return step_work(chunks, sizes, stored.itemsize, stored.form)
 
 
 @dataclass(frozen=True)
@@ -126,7 +130,7 @@ class StepResult:
         return self.timings[adapters].median / self.timings[0].median
 
     def cost_by_bytes(self, adapters: int) -> float:
-        """Return the value of `cost` that follows from the bytes read and written alone."""
+        """Return the prediction of `cost` from the numbers of bytes read and written alone."""
         return self.cell.work(adapters).moved / self.cell.work(0).moved
 
     @property
@@ -173,8 +177,10 @@ def load_grid(
             if models is None or model in models:
                 adapters = tuple(chosen["adapters"])
                 cells.append(StepCell(chosen["phase"], model, rows, context, adapters, dtype))
-    order = list(llava.MODELS)
-    return sorted(cells, key=lambda cell: (order.index(cell.model), cell.dtype == "bf16"))
+    models_order, types_order = list(llava.MODELS), list(MODEL_TYPES)
+    return sorted(
+        cells, key=lambda cell: (models_order.index(cell.model), types_order.index(cell.dtype))
+    )
 
 
 def model_for(
@@ -190,7 +196,7 @@ def measure(
     cell: StepCell, model: SyntheticModel, effort: Effort, roofline: Roofline
 ) -> StepResult:
     """Measure the step for each number of adapters. Steps with equal requests are interleaved."""
-    peak_type = max(("fp32", cell.dtype), key=roofline.peak)
+    peak_type = max(("fp32", MODEL_TYPES[cell.dtype].dtype), key=roofline.peak)
     concurrent = ConcurrentRates(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
     timings: dict[int, Timing] = {}
     shares: dict[int, Mapping[str, float]] = {}
@@ -230,12 +236,19 @@ def measure_interpreter(cell: StepCell, tiny: SyntheticModel, effort: Effort) ->
 
 
 def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the means over cells, with None for kinds of cells that the grid lacks."""
+    """Return the means over cells, with None for kinds of cells that the grid lacks.
+
+    Quantized types have keys only if they were measured.
+    """
     summary: dict[str, Any] = {}
     for phase, dtype in itertools.product(("decode", "prefill"), DTYPES):
         chosen = [r for r in results if (r.cell.phase, r.cell.dtype) == (phase, dtype)]
         summary[f"{phase}_{dtype}"] = rounded_mean([r.share_of_limit() for r in chosen], 4)
     decode = [r for r in results if r.cell.phase == "decode"]
+    quantized = dict.fromkeys(r.cell.dtype for r in decode if r.cell.dtype not in DTYPES)
+    for dtype, rows in itertools.product(quantized, QUANTIZED_ROWS):
+        chosen = [r for r in decode if (r.cell.dtype, r.cell.rows) == (dtype, rows)]
+        summary[f"decode_{dtype}_{rows}"] = rounded_mean([r.share_of_limit() for r in chosen], 4)
     for n in (1, 16):
         chosen = [r for r in decode if n in r.timings]
         summary[f"lora_cost_{n}"] = rounded_mean([r.cost(n) for r in chosen], 4)
@@ -251,7 +264,7 @@ def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[
     """Return the memory in MiB of the grid's first model, as one summary key per storage type."""
     dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
     folder = llava.make(llava.MODELS[cells[0].model], root).folder
-    sizes = footprints(folder, [ENGINE_NAMES[dtype] for dtype in dtypes])
+    sizes = footprints(folder, dtypes)
     return {f"memory_mib_{dtype}": size for dtype, size in zip(dtypes, sizes, strict=True)}
 
 

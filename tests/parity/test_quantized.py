@@ -29,7 +29,8 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
 from vlora.ids import BASE
-from vlora.kernels.quantized import Format, allocate, dequantize, quantize
+from vlora.kernels.quantize import quantize
+from vlora.kernels.quantized import Format, allocate, dequantize
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import find_weights
 from vlora.model.runner import Runner, StepResult

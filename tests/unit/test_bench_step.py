@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from benchmarks import llava
+from benchmarks.dtypes import MODEL_TYPES
 from benchmarks.runner import command_line
 from benchmarks.step import footprint
 from benchmarks.step import measurement as step
-from benchmarks.work_model import ChunkWork, step_work
+from benchmarks.synthetic_model import SyntheticModel
+from benchmarks.work_model import ChunkWork, slab_elements, step_work
 
 KEYS = {
     *("decode_fp32", "decode_bf16", "prefill_fp32", "prefill_bf16"),
@@ -84,7 +87,22 @@ def test_a_checkpoint_is_generated_once_and_with_the_same_bytes_everywhere(tmp_p
     assert (first.folder / weights).stat().st_mtime_ns == before
 
 
-def test_a_run_writes_all_summary_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4-bf16"])
+def test_the_bytes_of_quantized_weights_are_those_that_the_engine_holds(
+    name: str, tmp_path: Path
+) -> None:
+    checkpoint, kind = llava.make(TINY, tmp_path), MODEL_TYPES[name]
+    model = SyntheticModel(checkpoint, name, kv_tokens=64, max_rows=16, adapters=False)
+    work = step_work([ChunkWork(1, 7)], TINY, kind.itemsize, kind.form)
+    lm_head = kind.itemsize * TINY.vocabulary * TINY.hidden
+    held = sum(view.nbytes for view in model.engine.slab.views)
+    assert work.weights - lm_head == held < kind.itemsize * slab_elements(TINY)
+
+
+def run_of(
+    root: Path, monkeypatch: pytest.MonkeyPatch, groups: list[dict[str, Any]], *options: str
+) -> dict[str, Any]:
+    """Return the figures of a run of the tiny model with this grid."""
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
     monkeypatch.setattr(step, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(step, "MULTIPLY_ROUNDS", 1000)
@@ -93,17 +111,22 @@ def test_a_run_writes_all_summary_keys(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(  # In this process, without new ones.
         step, "footprints", lambda folder, dtypes: [footprint.footprint(folder, d) for d in dtypes]
     )
+    grid, out = root / "grid.json", root / "figures.json"
+    grid.write_text(json.dumps({"groups": groups}))
+    arguments = ["--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
+    result = CliRunner().invoke(command_line("step"), [*arguments, "--root", str(root), *options])
+    assert result.exit_code == 0, result.output
+    figures: dict[str, Any] = json.loads(out.read_text())
+    return figures
+
+
+def test_a_run_writes_all_summary_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     both = {"models": ["whole"], "adapters": [0, 1, 16], "quick": {}}
     groups = [
         {"phase": "decode", "rows": [1, 16], "contexts": [16], **both},
         {"phase": "prefill", "rows": [32], "contexts": [0], **both},
     ]
-    grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
-    grid.write_text(json.dumps({"groups": groups}))
-    arguments = ["--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
-    result = CliRunner().invoke(command_line("step"), [*arguments, "--root", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    written = json.loads(out.read_text())
+    written = run_of(tmp_path, monkeypatch, groups)
     assert set(written["summary"]) == KEYS
     assert all(value is not None for value in written["summary"].values())
     memory = written["summary"]
@@ -114,3 +137,23 @@ def test_a_run_writes_all_summary_keys(tmp_path: Path, monkeypatch: pytest.Monke
         assert row["shares"]["0"]["products"] > 0
         assert row["shares"]["0"]["attention"] > 0
         assert row["shares"]["0"]["lora"] == 0 < row["shares"]["16"]["lora"]
+
+
+def test_quantized_types_have_a_figure_for_each_number_of_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cells = {"models": ["whole"], "adapters": [0, 1], "rows": [1, 4, 16], "quick": {}}
+    groups = [{"phase": "decode", "contexts": [16], **cells}]
+    written = run_of(tmp_path, monkeypatch, groups, "--dtypes", "int4,int8")
+    assert [row["dtype"] for row in written["rows"]] == ["int8"] * 3 + ["int4"] * 3
+    summary = written["summary"]
+    for name in ("int8", "int4"):
+        assert all(summary[f"decode_{name}_{rows}"] > 0 for rows in (1, 4, 16))
+        assert f"memory_mib_{name}" in summary
+    assert summary["decode_fp32"] is None
+
+
+def test_an_unknown_type_is_refused_with_the_valid_ones() -> None:
+    result = CliRunner().invoke(command_line("step"), ["--dtypes", "int2"])
+    assert result.exit_code == 2
+    assert "int4-bf16" in result.output

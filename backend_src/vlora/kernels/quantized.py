@@ -1,4 +1,4 @@
-"""Matrices of int8 or int4 weights: quantization, memory layout, and products with them.
+"""Matrices of int8 or int4 weights: memory layout, and products with them.
 
 A weight is scale · (value − zero). Adjacent inputs of one output form a group with one scale (fp32)
 and one zero (a multiple of 1/8). Products sum in fp32, and x is never quantized.
@@ -18,22 +18,16 @@ BLOCK = 64
 """Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
 
 GROUPS = (32, 64, 128)
-"""Numbers of values that may share a scale; with None, all values of an output share one."""
+"""Supported numbers of adjacent values per scale. None stands for one scale per output."""
 
 WHOLE_ROW = 62
-"""Logarithm of the group size that tells the kernels that a group is a whole row."""
+"""Base-2 logarithm of a group size; this value makes the kernels treat a whole row as one group."""
 
 SYMMETRIC_ZERO = 8
 """Zero of all groups of an int4 matrix that stores no zeros."""
 
 ZERO_STEPS = 8
-"""Steps of a stored zero from one value to the next."""
-
-REFITS = 2
-"""Number of times that scales and zeros of int4 are fitted to the values rounded with them."""
-
-QUANTIZED_AT_ONCE = 1 << 17
-"""Number of weights that are quantized together. Their intermediate results stay in the caches."""
+"""Number of units of a stored zero per quantized value: zeros are stored in units of 1/8."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +141,8 @@ class QuantizedWeight:
         """Write a matrix.
 
         values: [d_out, d_in] integers in stored order, −128 … 127 for int8 and 0 … 15 for int4.
-        scales, zeros: [d_out, at most `groups`]. Only groups of padding may be missing. Zeros are
-            multiples of 1/ZERO_STEPS from −8 to 23.
+        scales, zeros: [d_out, at most `groups`]. Only groups that consist of padding may be
+            missing. Zeros are multiples of 1/ZERO_STEPS from −8 to 23.
         """
         self.values.copy_(pack(values, self.format.bits))
         self.scales.zero_()[:, : scales.shape[1]].copy_(scales)
@@ -215,7 +209,7 @@ def unpack(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
-    """Return the matrix in fp32, [d_out, d_in], with its inputs in their own order."""
+    """Return the matrix in fp32, [d_out, d_in], with its columns in the order of the inputs."""
     rows, depth = weight.shape
     group = weight.format.group or depth
     zeros: torch.Tensor | int = 0 if weight.format.bits == 8 else SYMMETRIC_ZERO
@@ -227,67 +221,6 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     if weight.order is None:
         return stored
     return torch.empty(rows, depth).index_copy_(1, weight.order, stored)
-
-
-def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
-    """Quantize a matrix [d_out, d_in], and write it to `into`.
-
-    For int8, the largest absolute value of a group becomes 127. For int4, which must have zeros,
-    the smallest value of a group becomes 0 and the largest 15. Then the zero and the scale with the
-    smallest squared error for the rounded values are computed, and the values are rounded again.
-    """
-    if into.format.bits == 4 and not into.format.zeros:
-        raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")
-    rows, depth = weight.shape
-    group = into.format.group or depth
-    some = max(1, QUANTIZED_AT_ONCE // depth)
-    for first in range(0, rows, some):
-        target = into.rows(first, min(some, rows - first))
-        part = weight[first : first + some].float()
-        grouped = torch.nn.functional.pad(part, (0, -depth % group)).view(len(part), -1, group)
-        if into.format.bits == 8:
-            scales, zeros = grouped.abs().amax(dim=2) / 127, None
-            values = (grouped / _divisor(scales)).round_()
-        else:
-            values, scales, zeros = _fitted_int4(grouped)
-        target.fill(values.view(len(part), -1)[:, :depth], scales, zeros)
-
-
-def _fitted_int4(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups]."""
-    low = grouped.amin(dim=2).clamp_max_(0)
-    scales = (grouped.amax(dim=2).clamp_min_(0) - low) / 15
-    zeros = _storable(-low / _divisor(scales)[..., 0])
-    mean = grouped.mean(dim=2)
-    for _ in range(REFITS):
-        values = _rounded(grouped, scales, zeros)
-        middle = values.mean(dim=2)
-        slopes = _slopes(values - middle[..., None], grouped)
-        zeros = torch.where(slopes == 0, zeros, _storable(middle - mean / _divisor(slopes)[..., 0]))
-        scales = _slopes(values - zeros[..., None], grouped)
-    values = _rounded(grouped, scales, zeros)
-    return values, _slopes(values - zeros[..., None], grouped), zeros
-
-
-def _rounded(grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Return the nearest values for scales and zeros."""
-    return (grouped / _divisor(scales)).add_(zeros[..., None]).round_().clamp_(0, 15)
-
-
-def _slopes(values: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
-    """Return the factors of `values` with the smallest squared error, 0 for groups of zeros."""
-    squares = values.square().sum(dim=2)
-    return (values * grouped).sum(dim=2) / torch.where(squares == 0, 1.0, squares)
-
-
-def _storable(zeros: torch.Tensor) -> torch.Tensor:
-    """Return the nearest zeros that can be stored."""
-    return (zeros * ZERO_STEPS).round_().clamp_(-64, 191) / ZERO_STEPS
-
-
-def _divisor(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales to divide by, with 1 for groups of zeros."""
-    return torch.where(scales == 0, 1.0, scales)[..., None]
 
 
 def _one_of_groups() -> str:

@@ -11,7 +11,9 @@ import torch
 from benchmarks.machine import is_compiled
 from vlora import native
 from vlora.backends import Backend
+from vlora.kernels import quantize as quantize_module
 from vlora.kernels import quantized
+from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import (
     ZERO_STEPS,
     Format,
@@ -19,7 +21,6 @@ from vlora.kernels.quantized import (
     QuantizedWeight,
     allocate,
     dequantize,
-    quantize,
     unpack,
 )
 
@@ -30,6 +31,12 @@ FORMATS = [
     *(Format(4, group, zeros) for group, zeros in ((32, True), (64, False), (128, True))),
 ]
 SHAPES = ((1, 1), (50, 100), (131, 257))
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    """Draw the same matrices in every run."""
+    torch.manual_seed(0)
 
 
 def random_weight(
@@ -160,6 +167,22 @@ def test_int4_has_a_smaller_error_than_rounding_between_the_extremes(
     error = dequantize(weight).double().view(rows, -1, group) - grouped
     assert (error.norm(dim=2) <= 1.1 * plain.norm(dim=2)).all()
     assert error.norm() <= 0.99 * plain.norm()
+
+
+@pytest.mark.parametrize("group", [32, 64, 128])
+def test_no_group_of_int4_has_a_larger_error_than_fitted_from_its_extremes(
+    group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matrix = torch.randn(200, 4 * group, generator=torch.Generator().manual_seed(2))
+    errors = []
+    for ranges in (quantize_module.RANGES, (1.0,)):
+        monkeypatch.setattr(quantize_module, "RANGES", ranges)
+        weight = allocate(Format(4, group, zeros=True), *matrix.shape, torch.float32)
+        quantize(matrix, weight)
+        errors.append((dequantize(weight) - matrix).view(-1, group).norm(dim=1))
+    best, from_extremes = errors
+    assert (best <= 1.0001 * from_extremes).all()
+    assert best.norm() < 0.99 * from_extremes.norm()
 
 
 @pytest.mark.parametrize("group", [32, 128])

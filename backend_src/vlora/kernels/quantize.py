@@ -1,0 +1,109 @@
+"""Quantization of float matrices to int8 and int4.
+
+The integers, scales and zeros are chosen by the weights alone. No data is run through the model.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlora.kernels.quantized import ZERO_STEPS, QuantizedWeight
+
+RANGES = (1.0, 0.9)
+"""Parts of a group's range from which scale and zero of int4 are fitted; the best fit is used."""
+
+REFITS = 2
+"""Number of times that the scales and zeros of int4 are fitted again to the rounded values."""
+
+QUANTIZED_AT_ONCE = 1 << 17
+"""Number of weights that are quantized together. Their intermediate results stay in the caches."""
+
+Int4Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups]."""
+
+
+def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
+    """Quantize a matrix [d_out, d_in], and write it to `into`.
+
+    For int8, the largest absolute value of a group becomes 127. For int4, which must have zeros,
+    the range between the extremes of a group is first divided into 15 steps. Then the zero and the
+    scale with the smallest squared error for the rounded values are computed, and the values are
+    rounded again. The same is done from a narrower range, and the result with the smaller squared
+    error is used.
+    """
+    if into.format.bits == 4 and not into.format.zeros:
+        raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")
+    rows, depth = weight.shape
+    group = into.format.group or depth
+    some = max(1, QUANTIZED_AT_ONCE // depth)
+    for first in range(0, rows, some):
+        target = into.rows(first, min(some, rows - first))
+        part = weight[first : first + some].float()
+        grouped = torch.nn.functional.pad(part, (0, -depth % group)).view(len(part), -1, group)
+        if into.format.bits == 8:
+            scales, zeros = grouped.abs().amax(dim=2) / 127, None
+            values = (grouped / _divisor(scales)).round_()
+        else:
+            values, scales, zeros = _best_int4(grouped)
+        target.fill(values.view(len(part), -1)[:, :depth], scales, zeros)
+
+
+def _best_int4(grouped: torch.Tensor) -> Int4Groups:
+    """Return groups of int4, each fitted from the range that gives the smaller error."""
+    best = _fitted_int4(grouped, RANGES[0])
+    smallest = _squared_error(grouped, *best)
+    for part in RANGES[1:]:
+        fitted = _fitted_int4(grouped, part)
+        error = _squared_error(grouped, *fitted)
+        better = error < smallest
+        smallest = torch.where(better, error, smallest)
+        best = (
+            torch.where(better[..., None], fitted[0], best[0]),
+            torch.where(better, fitted[1], best[1]),
+            torch.where(better, fitted[2], best[2]),
+        )
+    return best
+
+
+def _fitted_int4(grouped: torch.Tensor, part: float) -> Int4Groups:
+    """Return groups of int4 that are fitted from this part of the range of each group."""
+    low = grouped.amin(dim=2).clamp_max_(0) * part
+    scales = (grouped.amax(dim=2).clamp_min_(0) * part - low) / 15
+    zeros = _storable(-low / _divisor(scales)[..., 0])
+    mean = grouped.mean(dim=2)
+    for _ in range(REFITS):
+        values = _rounded(grouped, scales, zeros)
+        middle = values.mean(dim=2)
+        slopes = _slopes(values - middle[..., None], grouped)
+        zeros = torch.where(slopes == 0, zeros, _storable(middle - mean / _divisor(slopes)[..., 0]))
+        scales = _slopes(values - zeros[..., None], grouped)
+    values = _rounded(grouped, scales, zeros)
+    return values, _slopes(values - zeros[..., None], grouped), zeros
+
+
+def _squared_error(
+    grouped: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
+) -> torch.Tensor:
+    """Return the squared error of each group, [rows, groups]."""
+    return (values - zeros[..., None]).mul_(scales[..., None]).sub_(grouped).square_().sum(dim=2)
+
+
+def _rounded(grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
+    """Return the nearest values for scales and zeros."""
+    return (grouped / _divisor(scales)).add_(zeros[..., None]).round_().clamp_(0, 15)
+
+
+def _slopes(values: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
+    """Return each group's least-squares scale from `values` to `grouped`; 0 for groups of zeros."""
+    squares = values.square().sum(dim=2)
+    return (values * grouped).sum(dim=2) / torch.where(squares == 0, 1.0, squares)
+
+
+def _storable(zeros: torch.Tensor) -> torch.Tensor:
+    """Return the nearest zeros that can be stored."""
+    return (zeros * ZERO_STEPS).round_().clamp_(-64, 191) / ZERO_STEPS
+
+
+def _divisor(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales to divide by, with 1 for groups of zeros."""
+    return torch.where(scales == 0, 1.0, scales)[..., None]

