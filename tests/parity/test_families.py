@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 from tests.support.checkpoints import FAMILIES
+from tests.support.engine_client import run_questions
 from tests.support.families import ADAPTERS, VIDEO_FAMILIES, Family
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
@@ -89,21 +90,9 @@ def test_answers_equal_those_of_the_stock_model(family: Family, mode: str) -> No
     if mode != "unmerged":
         slots = (BASE, *range(len(ADAPTERS)))
         drive(engine, lambda i: s if (s := slots[i % 3]) in engine.adapters.resident else BASE)
-    for number, (prompt, _, adapter) in enumerate(asked):
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        own = features[number]
-        request = Request(str(number), prompt, params, adapter=adapter, images=own)
-        engine.add(engine.prepare(request), arrival=0.0)
-    answers: dict[str, list[int]] = {str(number): [] for number in range(len(asked))}
-    cached: dict[str, int] = {}
-    while not engine.idle:
-        for output in engine.step():
-            assert output.error is None
-            answers[output.request_id] += output.token_ids
-            cached[output.request_id] = output.num_cached_tokens
-    stats = engine.stats()
+    answers, cached = run_questions(engine, asked, features, MAX_TOKENS)
     if mode == "preempted":
-        assert stats.preemptions > 0
+        assert engine.stats().preemptions > 0
     else:
         last = features[8].layout
         pair = min(last[0, 1] // last[0, 2], len(features[8].features) // 2)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.support.engine_client import run_questions
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
 from tests.support.qwen_vl import (
@@ -35,8 +36,7 @@ from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.tokenizer import load_tokenizer
-from vlora.request import ImageFeatures, Request
-from vlora.sampling import SamplingParams
+from vlora.request import ImageFeatures
 from vlora.vision.adapters import VisionAdapters
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
@@ -153,17 +153,7 @@ def test_answers_equal_those_of_the_reference(
     if mode != "unmerged":
         slots = (BASE, *range(len(ADAPTERS)))
         drive(engine, lambda i: s if (s := slots[i % 3]) in engine.adapters.resident else BASE)
-    for number, (prompt, _, adapter) in enumerate(asked):
-        params = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
-        request = Request(str(number), prompt, params, adapter=adapter, images=features[number])
-        engine.add(engine.prepare(request), arrival=0.0)
-    answers: dict[str, list[int]] = {str(number): [] for number in range(9)}
-    cached: dict[str, int] = {}
-    while not engine.idle:
-        for output in engine.step():
-            assert output.error is None
-            answers[output.request_id] += output.token_ids
-            cached[output.request_id] = output.num_cached_tokens
+    answers, cached = run_questions(engine, asked, features, MAX_TOKENS)
     if mode == "preempted":
         assert engine.stats().preemptions > 0
     else:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from vlora.engine.engine import Engine
-from vlora.request import Output, Request
+from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 
 PATIENCE = 30.0
@@ -66,6 +66,34 @@ def run_together(engine: Engine, *requests: Request) -> dict[str, list[Output]]:
     assert engine.pool.kv == 0
     assert not engine._held_rows
     return outputs
+
+
+def run_questions(
+    engine: Engine,
+    asked: Sequence[tuple[str, object, str | None]],
+    features: Sequence[ImageFeatures],
+    max_tokens: int,
+) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Run questions about images that arrive together, greedily, to their maximum length.
+
+    asked: prompt, images (not used here) and adapter of each question.
+    features: encoded images of each question.
+
+    Returns the tokens of each answer, and how many tokens of its prompt were found in the cache,
+    both by the number of the question as a string.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+    requests = [
+        Request(str(number), prompt, params, adapter=adapter, images=own)
+        for number, ((prompt, _, adapter), own) in enumerate(zip(asked, features, strict=True))
+    ]
+    outputs = run_together(engine, *requests)
+    assert all(output.error is None for each in outputs.values() for output in each)
+    tokens = {
+        name: [token for output in each for token in output.token_ids]
+        for name, each in outputs.items()
+    }
+    return tokens, {name: each[-1].num_cached_tokens for name, each in outputs.items()}
 
 
 def answers(engine: Engine, batch: list[Request]) -> dict[str, tuple[list[int], str]]:

@@ -25,6 +25,8 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 
 from tests.support.checkpoints import make_checkpoint
+from tests.support.qwen_vl import IMAGE_PAD, QUERIES, Reference, make_adapter, make_qwen_vl
+from vlora.model.tokenizer import load_tokenizer
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
@@ -248,3 +250,31 @@ class Family:
             self.model.set_adapter(adapter)
             logits = self.model(**arguments).logits
         return logits[0, len(ids) - 1 :]
+
+
+class FirstQwenVL:
+    """A checkpoint of the first Qwen-VL and two adapters. transformers has no such model, so the
+    oracle is the slow reference of `tests/support/qwen_vl.py`."""
+
+    def __init__(self, folder: Path) -> None:
+        self.checkpoint = make_qwen_vl(folder / "model")
+        self.adapters = folder / "adapters"
+        targets = ("attn.c_attn", "mlp.w1"), ("attn.c_attn", "attn.c_proj", "mlp.w2")
+        for seed, (name, modules) in enumerate(zip(ADAPTERS, targets, strict=True)):
+            make_adapter(self.adapters / name, seed, modules)
+        self._reference = Reference(
+            self.checkpoint, {name: self.adapters / name for name in ADAPTERS}
+        )
+        self._tokenizer = load_tokenizer(self.checkpoint)
+        self.service = EncoderService(VisionEncoder(self.checkpoint, 1), FeatureCache(1 << 24))
+
+    def gap(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+    ) -> float:
+        """Return the largest gap between the reference's best logit and that of the answer."""
+        ids: list[int] = []
+        for token in self._tokenizer(prompt)["input_ids"]:
+            ids += [token] * (QUERIES if token == IMAGE_PAD else 1)
+        features = [self._reference.features(image.rgb) for image in images]
+        logits = self._reference.logits([*ids, *answer], features, adapter)[len(ids) - 1 : -1]
+        return max(float(row.max() - row[t]) for row, t in zip(logits, answer, strict=True))

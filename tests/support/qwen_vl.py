@@ -35,6 +35,8 @@ VISUAL = {
     "output_dim": HIDDEN,
     "image_start_id": RANKS + 214,
 }
+IMAGE_PAD = int(VISUAL["image_start_id"]) + 2
+"""Token of the prompt that stands for one query of an image."""
 CONFIG = {
     "model_type": "qwen",
     "architectures": ["QWenLMHeadModel"],
@@ -268,7 +270,7 @@ class Reference:
         """Return the logits after each token, [len(ids), vocabulary]."""
         w = self._weights[adapter]
         x = w["transformer.wte.weight"][list(ids)].clone()
-        places = [i for i, token in enumerate(ids) if token == VISUAL["image_start_id"] + 2]
+        places = [i for i, token in enumerate(ids) if token == IMAGE_PAD]
         if features:
             x[places] = torch.cat(list(features))
         size = HIDDEN // HEADS

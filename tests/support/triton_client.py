@@ -79,7 +79,7 @@ def _to_input(name: str, value: Any) -> grpcclient.InferInput:
 
 
 def wrong(name: str, array: np.ndarray, kind: str) -> grpcclient.InferInput:
-    """Return an input of any type and shape."""
+    """Return an input with an arbitrary type and shape, for tests of invalid requests."""
     tensor = grpcclient.InferInput(name, list(array.shape), kind)
     tensor.set_data_from_numpy(array)
     return tensor
@@ -257,6 +257,13 @@ def picture(
     image.paste((255 - colour[0], 255, 0), (10, 10, 30, 30))
     content = io.BytesIO()
     image.save(content, "PNG")
+    return content.getvalue()
+
+
+def png(rgb: np.ndarray) -> bytes:
+    """Return a PNG of pixels, uint8 [height, width, 3]."""
+    content = io.BytesIO()
+    Image.fromarray(rgb).save(content, "PNG")
     return content.getvalue()
 
 
