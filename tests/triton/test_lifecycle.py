@@ -215,7 +215,14 @@ def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
     stubs = children(small.pid)
     assert len(stubs) == 4
     assert small.models.keys() == {"lmm", "lmm_unary", "task_head", "vision_encoder"}
-    question = {"text_input": "hi", "stream": True, "parameters": LONG}
+
+    def ask_until_refused(_: int) -> str:
+        # A fast machine may answer a request before the metrics show it, so it is sent again.
+        while True:
+            try:
+                ask_small.text("lmm", text_input="hi", stream=True, parameters=LONG)
+            except Refused as error:
+                return error.message
 
     def admitted() -> float:
         metrics, series = ask_small.metrics(), '{model="lmm",version="1"}'
@@ -223,15 +230,11 @@ def test_requests_that_run_longer_than_the_grace_period_are_cancelled(
             metrics[f"vllm:num_requests_{state}{series}"] for state in ("running", "waiting")
         )
 
-    with (
-        ask_small.streaming("lmm", **question) as running,
-        ask_small.streaming("lmm", **question) as waiting,
-    ):
-        next(running)
-        until(lambda: admitted() == 2)
+    with ThreadPoolExecutor(3) as pool:
+        errors = pool.map(ask_until_refused, range(3))
+        until(lambda: admitted() >= 2)
         small.stop(grace_seconds=0)
-        for responses in (running, waiting):
-            with pytest.raises(Refused, match="CANCELLED: the server is shutting down"):
-                list(responses)
+        # The running request may have ended just before the others were cancelled.
+        assert list(errors).count("CANCELLED: the server is shutting down") >= 2
     assert small.poll() is not None
     assert not any(map(is_alive, stubs))
