@@ -70,19 +70,29 @@ def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
     images: list[Path] = []
     question: list[str] = []
     for word in words:
-        looks_like_image = Path(word).suffix.lower() in IMAGE_SUFFIXES and " " not in word
-        if looks_like_image or Path(word).is_file():
-            images.append(Path(word))
-        elif "/" in word and Path(word).is_dir():
+        path = Path(word)
+        exists = _exists(path)
+        named_as_image = path.suffix.lower() in IMAGE_SUFFIXES and " " not in word
+        if named_as_image and not exists:
+            raise ClientError(f"the file {word} does not exist")
+        if exists and path.is_dir() and (named_as_image or "/" in word):
             raise ClientError(f"{word} is a folder: give the image files in it")
+        if exists and path.is_file():
+            images.append(path)
         else:
             question.append(word)
     for image in images:
-        if not image.is_file():
-            raise ClientError(f"the file {image} does not exist")
         if image.suffix.lower() in VIDEO_SUFFIXES:
             raise ClientError(f"{image} is a video: use clients/video_analytics.py")
     return images, " ".join(question)
+
+
+def _exists(path: Path) -> bool:
+    """Return whether a path exists. False for text that is too long for a path."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -34,6 +34,10 @@ class InvalidArgument(VLoraError):
     code = "INVALID_ARG"
 
 
+class OutOfMemory(InvalidArgument):
+    """Raised at the start if a model with these options does not fit its device."""
+
+
 class NotFound(VLoraError):
     """Raised for a request that names an adapter which does not exist."""
 
@@ -81,7 +85,7 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | None = None) -> str:
-    """Return the end of a sentence about an unknown adapter: the nearest name, and some known
+    """Return the end of an error message about an unknown adapter: the nearest name, and some known
     names.
 
     names: all known names.

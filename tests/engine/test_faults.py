@@ -126,8 +126,8 @@ def test_a_request_whose_values_are_not_finite_leaves_no_cached_block(
 def test_a_single_infinite_or_nan_logit_is_detected(engine: Engine) -> None:
     forward = engine._runner.forward
 
-    def spoiled(chunks: Any) -> Any:
-        result = forward(chunks)
+    def spoiled(*arguments: Any) -> Any:
+        result = forward(*arguments)
         logits = result.logits.clone()
         for row, value in enumerate((torch.inf, -torch.inf, torch.nan)):
             logits[row, 7] = value

@@ -204,7 +204,7 @@ def test_a_finished_run_is_extended_by_a_new_item_and_refuses_a_changed_one(
     other = spec.model_copy(update={"items": (spec.items[0], changed, spec.items[2])})
     with pytest.raises(InvalidArgument, match="holds a run with another item 'red'"):
         generate(other, spec.options, tmp_path / "work", data / "out")
-    with pytest.raises(InvalidArgument, match="packed-1 is not of this run"):
+    with pytest.raises(InvalidArgument, match="packed-1 was not written by this run"):
         generate(spec, spec.options, tmp_path / "fresh", data / "out")
 
 

@@ -197,5 +197,5 @@ def test_weights_outside_the_targets_are_refused_where_peft_ignores_them(
     assert any("o_proj" in name for name in applied)
     assert not any("gate_proj" in name for name in applied)
     engine = Engine(Options(model=checkpoint, adapters=tmp_path))
-    with pytest.raises(InvalidArgument, match=r"gate_proj.*left over"):
+    with pytest.raises(InvalidArgument, match=r"gate_proj.*does not target"):
         engine.adapters.slot("narrowed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 from contextlib import closing
 from http.client import HTTPConnection
 from pathlib import Path
+from urllib.request import urlopen
 
 import numpy as np
 import psutil
@@ -70,10 +72,14 @@ Processes = dict[str, psutil.Process]
 
 def processes_of(serving: subprocess.Popen[str]) -> tuple[psutil.Process, Processes]:
     """Return the server's process, and those of its models by name."""
-    (server,) = children(serving.pid)
+    (server,) = (child for child in children(serving.pid) if not is_gateway(child))
     return server, {
         Path(process.cmdline()[1]).parts[-3]: process for process in children(server.pid)
     }
+
+
+def is_gateway(process: psutil.Process) -> bool:
+    return "gateway" in process.cmdline()
 
 
 def shared_memory_of(models: Processes) -> list[Path]:
@@ -178,15 +184,25 @@ def test_serve_names_adapters_that_failed_to_load_and_the_model_that_ended(
     assert not any(map(is_alive, [server, *models.values()]))
 
 
-def test_a_killed_serve_leaves_no_processes_and_no_shared_memory(
+def test_a_killed_gateway_is_restarted_and_a_killed_serve_leaves_nothing(
     folders: list[str],
 ) -> None:
-    process = serve(*folders, *FREE_PORTS)
-    output_until(process, "Press Ctrl-C to stop")
+    pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
+    process = serve(*folders, *FREE_PORTS, "--gateway-port", "0")
+    url = output_until(process, "gateway   http://").split()[-2]
+    output_until(process, f"gateway   {url}/v1")
+    (gateway,) = filter(is_gateway, children(process.pid))
+    gateway.kill()
+    output_until(process, "the gateway ended with signal SIGKILL; starting it again in 1 s")
+    output_until(process, f"gateway   {url}/v1")
+    with urlopen(f"{url}/v1/models", timeout=60) as answer:
+        assert "all-r8" in {model["id"] for model in json.load(answer)["data"]}
+
     server, models = processes_of(process)
+    (gateway,) = filter(is_gateway, children(process.pid))
     regions = shared_memory_of(models)
     process.kill()
-    until(lambda: not any(map(is_alive, [server, *models.values()])))
+    until(lambda: not any(map(is_alive, [server, gateway, *models.values()])))
     until(lambda: not any(region.exists() for region in regions))
     process.communicate()
 

@@ -20,8 +20,9 @@ def column(*contents: bytes) -> np.ndarray:
     return np.array([*contents, None], dtype=object)[None, :-1]
 
 
-def encode(ask: Asker, **images: Any) -> Response:
-    return ask.once("vision_encoder", text_input=PROMPT, **images)
+def encode(ask: Asker, **inputs: Any) -> Response:
+    """Encode images. The inputs may contain `timeout`, the client's in seconds."""
+    return ask.once("vision_encoder", text_input=PROMPT, **inputs)
 
 
 def saved(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -103,7 +104,9 @@ def test_digests_are_not_inputs_of_any_model(ask: Asker) -> None:
 def test_an_image_that_takes_long_to_decode_delays_no_other_and_is_refused(ask: Asker) -> None:
     """The slow request is answered after the call that took it has returned."""
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(encode, ask, image=column(jpeg_with_scans(3000, 10_000)))
+        # On a busy machine, 10 s of processor time can take minutes.
+        image = column(jpeg_with_scans(3000, 10_000))
+        slow = pool.submit(encode, ask, image=image, timeout=600)
         for _ in range(10):
             encode(ask, image=column(picture()))
             assert not slow.done()

@@ -151,6 +151,8 @@ def test_words_are_files_or_the_question(picture):
     )
     with pytest.raises(ClientError, match=r"the file gone\.png does not exist"):
         split(["gone.png"])
+    question = "What is in " + "the picture, " * 500
+    assert split([question]) == ([], question)
 
 
 def test_absent_options_are_not_sent():

@@ -165,7 +165,7 @@ def test_a_dry_run_writes_nothing(checkpoint: Path, adapters_dir: Path, tmp_path
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ((), "give either --hot NAME or --requests FILE"),
+        ((), "pass either --hot NAME or --requests FILE"),
         (("--hot", "head-r9"), "no adapter 'head-r9' in"),
         (("--requests", "missing.log"), "missing.log cannot be read: No such file"),
     ],

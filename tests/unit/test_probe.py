@@ -128,6 +128,14 @@ def test_a_free_port_is_dead(free_port: int) -> None:
     assert probe(f"127.0.0.1:{free_port}", deadline=2).health is Health.DEAD
 
 
+@pytest.mark.parametrize("address", ["http://localhost:8001", "localhost", "localhost:70000"])
+def test_an_address_that_is_not_host_and_port_is_refused_with_its_form(address: str) -> None:
+    done = CliRunner().invoke(app, ["probe", address])
+    assert done.exit_code == 2
+    assert "HOST:PORT" in done.output
+    assert address in done.output
+
+
 def test_for_an_http_port_the_reason_asks_for_the_grpc_port() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()

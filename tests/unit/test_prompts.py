@@ -98,7 +98,7 @@ def test_tasks_with_a_default_instruction_need_no_text(task: str, text: str) -> 
 
 
 def test_an_unknown_task_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidArgument, match="vqa, caption, refer"):
+    with pytest.raises(InvalidArgument, match=r"vqa, caption, refer, .*, chat, auto$"):
         render("segment", "x", 1, 0, BARE)
 
 

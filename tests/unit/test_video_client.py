@@ -181,31 +181,29 @@ def test_frames_of_several_sizes_cannot_be_sent_raw(tmp_path):
         )
 
 
-def test_a_video_file_is_cut_into_seconds(tmp_path):
-    av = pytest.importorskip("av")
-    path = tmp_path / "clip.mp4"
+def write_clip(folder, rate, shades):
+    """Write a clip of 32 x 32 grey frames, `rate` of them per second. Return its path."""
+    av = pytest.importorskip("av", reason="the package `av` is not installed")
+    path = folder / "clip.mp4"
     with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
+        stream = container.add_stream("mpeg4", rate=rate)
         stream.width = stream.height = 32
-        for index in range(25):
-            pixels = np.full((32, 32, 3), index * 10, np.uint8)
+        for shade in shades:
+            pixels = np.full((32, 32, 3), shade, np.uint8)
             container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
         container.mux(stream.encode())
+    return path
+
+
+def test_a_video_file_is_cut_into_seconds(tmp_path):
+    path = write_clip(tmp_path, 10, [index * 10 for index in range(25)])
     chunks = frames.open_source(str(path), fps=30, frames_per_chunk=2, stream=0).chunks()
     shades = [[float(frame.mean()) for frame in next(chunks).frames] for _ in range(4)]
     np.testing.assert_allclose(shades, [[0, 50], [100, 150], [200, 220], [0, 50]], atol=6)
 
 
 def test_a_video_of_an_absurd_rate_keeps_few_frames(tmp_path, monkeypatch):
-    av = pytest.importorskip("av")
-    path = tmp_path / "clip.mp4"
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=1000)
-        stream.width = stream.height = 32
-        for _ in range(1000):
-            frame = av.VideoFrame.from_ndarray(np.zeros((32, 32, 3), np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    path = write_clip(tmp_path, 1000, [0] * 1000)
     converted = []
     asarray = frames.np.asarray
     monkeypatch.setattr(frames.np, "asarray", lambda *a: converted.append(1) or asarray(*a))

@@ -66,7 +66,9 @@ def main(
     """Compare the adapters of an undisturbed run with those of a run that is killed often."""
     out.mkdir(parents=True)
     started = time.monotonic()
-    start(spec, out / "straight").wait()
+    if start(spec, out / "straight").wait() != 0:
+        typer.echo(f"the undisturbed run failed: see {out / 'straight.log'}", err=True)
+        raise typer.Exit(1)
     seconds = time.monotonic() - started
     killed = kill(spec, out / "killed", times, seconds, random.Random(seed))
     straight, resumed = contents(out / "straight"), contents(out / "killed")

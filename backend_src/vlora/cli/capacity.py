@@ -1,4 +1,4 @@
-"""`vlora capacity`: how much fits into a given memory."""
+"""`vlora capacity`: show how many adapters and sequences fit into a given memory."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def capacity(
     options_file: OptionsFileOption = None,
     memory: Annotated[float, typer.Option(min=0.0, help="Memory in GiB.")] = 8.0,
 ) -> None:
-    """Show how much memory weights and adapters need, and how many sequences fit besides.
+    """Show the memory of weights and adapters, and the number of sequences that fit.
 
-    The exit status is 1 if nothing is left for pages.
+    The exit status is 1 if no memory is left for KV-cache pages.
     """
     # Imported here because it imports torch.
     from vlora.capacity import plan, process_bytes
@@ -62,7 +62,7 @@ def _parts_table(result: Capacity) -> Table:
     rows = [
         ("process", result.process_bytes, "interpreter, libraries and tokenizer"),
         ("base weights", result.weights_bytes, "the decoder's weights"),
-        ("merged weights", result.merged_bytes, "second copy of what known adapters change"),
+        ("merged weights", result.merged_bytes, "merged copy of adapted matrices"),
         ("host copies", result.host_bytes, "adapters in float32"),
         ("steps", result.step_bytes, "intermediate results of the largest step"),
         (
@@ -94,7 +94,7 @@ def _parts_table(result: Capacity) -> Table:
 def _adapters_table(result: Capacity) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("adapter")
-    for heading in ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences left by 64"):
+    for heading in ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences with 64"):
         table.add_column(heading, justify="right")
     for cost in (*result.examples, *result.adapters):
         table.add_row(

@@ -36,13 +36,14 @@ AdaptersOption = Annotated[
     Path | None,
     typer.Option(
         "--adapters",
-        help="Folder of the adapters. Default: the one in model.json, none with --model.",
+        help="Folder of the adapters. Default: the one in model.json, or none if --model is set.",
     ),
 ]
 RepositoryOption = Annotated[
     Path | None,
     typer.Option(
-        "--repository", help="Model repository with model.json. Default: the one of vlora."
+        "--repository",
+        help="Model repository with model.json. Default: the one in the package vlora.",
     ),
 ]
 OptionsFileOption = Annotated[
@@ -53,7 +54,7 @@ OptionsFileOption = Annotated[
 
 @dataclass(frozen=True)
 class Configuration:
-    """The options that a server would have, and their sources.
+    """The options that a server with this repository would have, and their sources.
 
     repository: folder of the model repository.
     replacing: keys that replace those of its `model.json`.

@@ -42,7 +42,8 @@ def gateway(
         Path | None, typer.Option(help="File of API keys, one line TENANT KEY per key.")
     ] = None,
     requests_per_minute: Annotated[
-        int | None, typer.Option(min=1, help="Limit for each tenant. Default: no limit.")
+        int | None,
+        typer.Option(min=1, help="Requests per minute and tenant. Default: no limit."),
     ] = None,
     base_name: Annotated[
         str, typer.Option(help="Name under which the base model is served.")

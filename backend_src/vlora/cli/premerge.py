@@ -54,11 +54,11 @@ def premerge(
 ) -> None:
     """Merge one hot adapter into the checkpoint and adapt all others to it.
 
-    Writes OUT/model, a Hugging Face checkpoint with the hot adapter in its
-    weights, and OUT/adapters, PEFT folders that have the same effect on OUT/model
-    as before on the old checkpoint: each other adapter minus the hot one, `base`
-    for the old checkpoint itself, and the hot adapter's name for clients that
-    still send it. Requests that name no adapter get the hot one.
+    Writes OUT/model, a Hugging Face checkpoint with the hot adapter merged into its weights, and
+    OUT/adapters, PEFT folders of adapters for that checkpoint. Requests for an adapter get the
+    same answers as before, up to rounding: each other adapter is stored minus the hot one, and the
+    hot adapter's name becomes an adapter without effect. Requests that name no adapter now use the
+    hot one. To use the old checkpoint, a request names the new adapter `base`.
     """
     # Imported here because they import torch.
     from vlora.generation.premerge import premerge as run
@@ -67,7 +67,7 @@ def premerge(
 
     with report_errors():
         if (hot is None) == (requests is None):
-            raise InvalidArgument("give either --hot NAME or --requests FILE")
+            raise InvalidArgument("pass either --hot NAME or --requests FILE")
         config = load_config(model)
         shape = adapter_shape(model, config)
         folders, files, broken = _check_adapters(adapters, shape)
@@ -108,7 +108,7 @@ def premerge(
 def _check_adapters(
     root: Path, shape: ModelShape
 ) -> tuple[dict[str, Path], dict[str, AdapterFiles], dict[str, InvalidArgument]]:
-    """Return (folders under `root`, files of those that can be read, errors by name)."""
+    """Return (folders under `root`, files of readable adapters, errors), each by adapter name."""
     from vlora.lora.adapter import AdapterFiles
     from vlora.lora.folder_reader import read_each
     from vlora.lora.folders import find_folders
@@ -121,9 +121,9 @@ def _check_adapters(
 
 
 def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape) -> str:
-    """Return the adapter whose merge saves the most work, and print how much.
+    """Return the adapter whose merge saves the most work, and print the amount saved.
 
-    requests: file with a log of requests, which says how often each adapter is used.
+    requests: log of requests, from which the use of each adapter is counted.
     """
     from vlora.generation.hot_adapter import choose_hot, lora_work, read_request_log
 
@@ -149,8 +149,8 @@ def _read(folder: Path, files: AdapterFiles) -> tuple[Path, Adapter]:
 def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int]:
     """Return the rank of each delta adapter, without reading weights.
 
-    A delta adapter is an adapter minus the hot one. It has the effect of the adapter on a
-    checkpoint into which the hot adapter is merged.
+    A delta adapter is an adapter minus the hot one. On the checkpoint with the hot adapter merged
+    into it, a delta adapter has the effect that its original adapter has on the old checkpoint.
     """
     from vlora.generation.premerge import BASE_ADAPTER
 

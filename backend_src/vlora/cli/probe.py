@@ -51,16 +51,21 @@ def probe(
     0  The server answers.
     1  There is no server, a model's process has ended, or no answer came
        within the deadline.
-    2  A TLS file cannot be read.
+    2  The address is not HOST:PORT, or a TLS file cannot be read.
     3  The server runs but accepts no requests now: it is starting or
        draining, or its queue is full (with --metrics-port, also if it
        works for longer than the deadline).
 
     A server that is starting is recognized only on its own machine.
     """
-    from vlora.launcher.probe import Health, Tls
+    from vlora.launcher.ports import MAX_PORT
+    from vlora.launcher.probe import ADDRESS, Health, Tls
     from vlora.launcher.probe import probe as probe_server
 
+    parts = ADDRESS.fullmatch(address)
+    if parts is None or int(parts[1]) > MAX_PORT:
+        typer.echo(f"error: give the address as HOST:PORT, not '{address}'", err=True)
+        raise typer.Exit(2)
     tls = None if tls_ca is None else Tls(tls_ca, tls_name, tls_key, tls_certificate)
     try:
         finding = probe_server(address, deadline, tls, metrics_port)

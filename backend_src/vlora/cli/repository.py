@@ -21,7 +21,7 @@ def repository(
         Path | None,
         typer.Option(
             help="Adapters folder for its model.json, as the server will see it."
-            " Default: the demo's, none with --model."
+            " Default: the demo's, or none if --model is set."
         ),
     ] = None,
 ) -> None:

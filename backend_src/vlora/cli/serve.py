@@ -128,8 +128,7 @@ def serve(
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
-    """Print the addresses of a server that is ready and a first request to try, and start the
-    gateway.
+    """Print the addresses of a ready server and a first request to try; start the gateway.
 
     seconds: time that the server took to become ready.
     """
@@ -147,6 +146,8 @@ def _announce(
     console.print(f"HTTP      {server.http_url}")
     console.print(f"gRPC      {server.grpc_url}")
     console.print(f"metrics   {server.metrics_url}")
+    if gateway is not None:
+        console.print(f"gateway   {gateway.url} (starting)")
     console.print(f"log       {server.log}", soft_wrap=True)
     console.print("Try this in another terminal:")
     print_plain(f"  {first_question(options, server.http_url)}")
@@ -156,10 +157,10 @@ def _announce(
 
 
 def first_question(options: Options, url: str) -> str:
-    """Return a shell command that asks the server about a picture.
+    """Return a shell command that sends the server a question about an image.
 
-    With the demo model, the picture is one of the demo's, else `picture.png` in the working
-    directory.
+    With the demo model, the image is a sample of the demo. With any other model, it is
+    `picture.png` in the working directory.
     """
     demo = paths.root() / "tools/demo"
     picture, question = demo / "samples/vqa.png", "What color is the star?"

@@ -59,7 +59,7 @@ def load_options(
 
 
 def replace_keys(keys: Mapping[str, Any], replacing: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a `model.json`, with the keys of `replacing` in place of its own.
+    """Return the keys of a `model.json`, updated with those of `replacing`.
 
     If the model is replaced, the adapters and vLLM's key `tokenizer` are dropped, because they
     belong to the old model.
@@ -80,8 +80,8 @@ def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def load_replacing(path: Path) -> dict[str, Any]:
     """Read a file with keys that replace those of a `model.json`.
 
-    Relative folders in it start at the file's folder. Raises InvalidArgument if the file is not a
-    JSON object.
+    Relative folders in the file start at the folder that contains it. Raises InvalidArgument if the
+    file is not a JSON object.
     """
     return resolve_folders(read_keys(path), path.parent)
 
@@ -112,7 +112,7 @@ def read_keys(path: Path) -> dict[str, Any]:
 
 
 def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
-    """Return the options in the JSON object of a `model.json`.
+    """Return the options that the JSON object of a `model.json` contains.
 
     where: name of the file, for messages.
     folder: folder at which relative paths start.
@@ -155,6 +155,7 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
             f"{where}: 'device' = '{options.device}' is unknown; it must be cpu, cuda, cuda:N"
             " (a GPU's number) or auto"
         )
+    _check_shares(options, where)
     if options.merging not in MERGING:
         raise InvalidArgument(
             f"{where}: 'merging' = '{options.merging}' is unknown; it must be {_one_of(MERGING)}"
@@ -170,6 +171,16 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
     )
 
 
+def _check_shares(options: Options, where: str) -> None:
+    """Raise InvalidArgument if the engine and the encoder may take more than all of a GPU."""
+    engine, encoder = options.engine_memory_share, options.encoder_memory_share
+    if engine + encoder > 1 + 1e-9:
+        raise InvalidArgument(
+            f"{where}: 'engine_memory_share' = {engine:g} and 'encoder_memory_share' = {encoder:g}"
+            " may be at most 1 together, because both processes use the same GPU"
+        )
+
+
 def _check_quantization(options: Options, where: str) -> None:
     if options.quantization not in (None, *QUANTIZATIONS):
         raise InvalidArgument(
@@ -183,9 +194,9 @@ def _check_quantization(options: Options, where: str) -> None:
         )
     if options.quantization is not None and options.merging == "in_place":
         raise InvalidArgument(
-            f"{where}: 'merging' = 'in_place' changes the base weights, which 'quantization' ="
-            f" '{options.quantization}' rules out; it must be 'out_of_place' or 'off', which both"
-            " merge no adapter here"
+            f"{where}: 'merging' = 'in_place' changes the base weights, which is not supported with"
+            f" 'quantization' = '{options.quantization}'; set 'merging' = 'off': no adapter is"
+            " merged into a quantized base"
         )
 
 

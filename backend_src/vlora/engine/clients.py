@@ -1,4 +1,4 @@
-"""Requests that were admitted and have not ended, by their own id and by the client's."""
+"""Requests that were admitted and have not ended, by request id and by the client's id."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class Client:
 
     id: id that the client gave; may be empty.
     sink: function that receives the outputs; None until the request is submitted.
-    ended: error that `submit` must raise because the request was cancelled before it; else None.
+    ended: error that `submit` must raise because the request was cancelled before `submit` was
+        called; else None.
     """
 
     id: str
@@ -56,10 +57,10 @@ class Clients:
         request already.
         """
         if request_id in self._clients:
-            raise InvalidArgument(f"a request with id '{request_id}' is live already")
+            raise InvalidArgument(f"the id '{request_id}' is in use by another request")
         if len(client_id) >= MIN_STOPPABLE_ID:
             if self._by_client_id.get(client_id):
-                raise InvalidArgument(f"a request with id '{client_id}' is live already")
+                raise InvalidArgument(f"the id '{client_id}' is in use by another request")
             if self._pending_cancels.take(client_id):
                 raise Cancelled(f"the request '{client_id}' was cancelled")
         self._clients[request_id] = Client(client_id)

@@ -127,7 +127,7 @@ class EngineLoop:
             self._clients.admit(request_id, client_id)
 
     def withdraw(self, request_id: str) -> None:
-        """Free the position of an admitted request; ignore submitted and unknown ones."""
+        """Free the queue position of an admitted request not submitted yet; ignore other ids."""
         with self._wake:
             client = self._clients.get(request_id)
             if client is not None and client.sink is None:
@@ -173,19 +173,20 @@ class EngineLoop:
         return Unavailable("the server is shutting down")
 
     def abort(self, request_id: str) -> None:
-        """End a request with Cancelled. An unknown id does nothing."""
+        """End a request with Cancelled. An unknown id is ignored."""
         self._abort(request_id, Cancelled("the request was cancelled"))
 
     def stop_client(self, client_id: str) -> None:
         """End the requests with this client id with Cancelled.
 
-        Without any, the cancellation is stored for a while: images of the request may still be in
-        the encoder. Raises InvalidArgument for an id that is too short to be unique.
+        If there are none, the cancellation is stored for a while, because the images of the request
+        may still be in the encoder. Raises InvalidArgument for an id that is too short to be
+        unique.
         """
         if len(client_id) < MIN_STOPPABLE_ID:
             raise InvalidArgument(
-                f"'cancel' needs the id of the request to end, of at least {MIN_STOPPABLE_ID}"
-                f" characters, not '{client_id}': load tools reuse shorter ones"
+                f"'cancel' = '{client_id}' is too short; the id must have at least"
+                f" {MIN_STOPPABLE_ID} characters, because load tools reuse shorter ids"
             )
         with self._wake:
             request_ids = self._clients.requests_to_cancel(client_id)
@@ -316,7 +317,7 @@ class EngineLoop:
         """Wait for outputs; return all that are queued, and whether more will come.
 
         If sending takes longer than a step, the outputs of several steps are merged into one
-        response per request (decision 55). Otherwise each step would increase the delay.
+        response per request (decision 55). Separate responses would be delayed more with each step.
         """
         outputs: list[Output] = []
         of_step = self._outbox.get()

@@ -14,7 +14,7 @@ import uvicorn
 from vlora.gateway.app import make_app
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
-from vlora.launcher.exposure import check_host, check_keys
+from vlora.launcher.exposure import check_host, check_keys, reachable_host
 from vlora.launcher.ports import choose_ports
 
 KEEP_ALIVE_SECONDS = 75
@@ -34,7 +34,9 @@ KEPT_BYTES = 64 * 1024 * 1024
 """Maximum size of freed memory that is not returned to the system."""
 
 MMAP_BYTES = 4 * 1024 * 1024
-"""Size from which a block has pages of its own, which are returned when it is freed."""
+"""Minimum size in bytes of a memory block that glibc maps separately, and therefore returns to the
+system when the block is freed.
+"""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -50,17 +52,17 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def raise_limits() -> None:
-    """Let the process have as many connections, and keep as much freed memory, as is useful.
+    """Raise the limit of open files, and let the C library reuse large freed blocks.
 
-    The usual limit of 1,024 open files would allow fewer connections. The C library returns large
-    blocks to the system when they are freed; for each picture, the system then has to fill 150
-    pages with zeros again.
+    The usual limit of 1,024 open files would limit the number of connections. By default, the C
+    library returns large freed blocks to the system, which then has to clear 150 new pages for each
+    image.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # Only the GNU C library has it.
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # Only glibc has this function.
     if set_option is not None:
         set_option(M_MMAP_THRESHOLD, MMAP_BYTES)
         set_option(M_TRIM_THRESHOLD, KEPT_BYTES)
@@ -85,10 +87,9 @@ def serve(options: GatewayOptions) -> None:
         timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=math.ceil(options.grace_seconds),
     )
-    host = f"[{options.host}]" if ":" in options.host else options.host
     with listen(options.host, chosen["port"]) as listener:
         for number in (signal.SIGINT, signal.SIGTERM):
             # uvicorn handles these signals itself, and raises them again when it has ended.
             signal.signal(number, lambda *_: sys.exit(0))
-        print(f"gateway   http://{host}:{chosen['port']}/v1", flush=True)
+        print(f"gateway   http://{reachable_host(options.host)}:{chosen['port']}/v1", flush=True)
         uvicorn.Server(config).run(sockets=[listener])

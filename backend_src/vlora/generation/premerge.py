@@ -128,7 +128,8 @@ def check_hot(hot: Adapter, config: DecoderConfig) -> None:
 def _check_mergeable(adapter: Adapter) -> None:
     """Raise InvalidArgument for an adapter that cannot be merged.
 
-    An activated LoRA does not change all tokens, and premerging does not write a vision tower.
+    An activated LoRA cannot be merged because it changes only some tokens. Premerging does not
+    write vision towers.
     """
     if adapter.info.vision_ranks:
         raise InvalidArgument(
@@ -231,7 +232,7 @@ def premerge(
     check_hot(adapter, config)
     if BASE_ADAPTER in cold or name == BASE_ADAPTER:
         raise InvalidArgument(
-            f"an adapter is named '{BASE_ADAPTER}', the name of the delta adapter that gives back"
+            f"an adapter is named '{BASE_ADAPTER}', the name of the delta adapter that restores"
             " the base; rename its folder"
         )
     report = Report(name, max_rank=max_rank)

@@ -1,5 +1,7 @@
-"""A generation run: examples, accuracy of the base, packing, final evaluation, adapter folders,
-report.
+"""Generation runs, from the examples to the adapter folders and the report.
+
+A run reads the examples, measures the base model, packs the items into adapters, evaluates them on
+the test split, and writes the folders.
 
 The run's folder contains everything that a killed run needs to continue: `state.json`, which is
 replaced after each decision, and the weights of each attempt.
@@ -74,7 +76,7 @@ class Outcome:
 
     @property
     def missed(self) -> dict[str, float]:
-        """Accuracy of each item that is below its promise on the test split."""
+        """Accuracy of each item that misses the accuracy required by the specification, by name."""
         missed = dict(self.state.unreachable)
         for name, score in self.reached.items():
             if score < self.spec.item(name).required:
@@ -115,7 +117,7 @@ def load_splits(
 class _Journal:
     """The file from which a killed run continues.
 
-    settings: everything besides the items that determines the result.
+    settings: all settings that determine the result, except for the items.
     items: settings of each item. Items may be added, but not changed.
     writes: whether this process writes the file. Of several processes, only the first does.
     base: accuracy of the base model for each item, on the test split.
@@ -269,7 +271,7 @@ def _ordered(
 ) -> tuple[str, ...]:
     """Return the pending items in the order that the options select.
 
-    The order is the same if the run was stopped and continued.
+    A run that was stopped and continued gets the same order again.
     """
     listed = [item.name for item in spec.items]
     if options.order == "random":
@@ -289,7 +291,7 @@ def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
         name = f"{spec.prefix}-{number}"
         if (out / name).exists() and name not in written:
             raise InvalidArgument(
-                f"{out / name} is not of this run; choose another prefix or another --out folder"
+                f"{out / name} was not written by this run; choose another prefix or --out folder"
             )
 
 

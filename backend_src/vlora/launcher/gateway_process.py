@@ -1,4 +1,4 @@
-"""The gateway that `vlora serve` runs beside the server, in a separate process."""
+"""The gateway that `vlora serve` runs in a separate process."""
 
 from __future__ import annotations
 
@@ -11,25 +11,26 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from vlora.launcher.exposure import check_host, check_keys
+from vlora.launcher.exposure import check_host, check_keys, reachable_host
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import ended_with, start_tied
 
 FIRST_WAIT_SECONDS = 1.0
-"""Minimum and maximum wait before a gateway that has ended is restarted. It doubles each time."""
 MAX_WAIT_SECONDS = 30.0
-"""Shortest and longest wait before a gateway that has ended is restarted. The wait doubles each
-time.
+"""Shortest and longest wait in seconds before a gateway that has ended is restarted. The wait
+doubles each time.
 """
 
 STOP_SECONDS = 5.0
-"""Seconds that the gateway gets to end. By then its requests have ended, with the server's."""
+"""Seconds that the gateway gets to end. It is stopped after the server, so it has no requests."""
 
 
 class GatewayProcess:
     """Runs `vlora gateway`, and restarts it whenever it ends, since it holds no state.
 
     It is a context manager. `start` starts the process, and leaving the block ends it.
+
+    url: address on which the gateway listens once it has started.
     """
 
     def __init__(self, host: str, port: int, keys: Path | None, say: Callable[[str], None]) -> None:
@@ -45,6 +46,7 @@ class GatewayProcess:
         check_host(host)
         check_keys(host, keys, "--gateway-keys")
         chosen = choose_ports({"gateway_port": port}, host)["gateway_port"]
+        self.url = f"http://{reachable_host(host)}:{chosen}"
         self._arguments = ["--host", host, "--port", str(chosen)]
         if keys is not None:
             self._arguments += ["--keys", str(keys)]
@@ -54,9 +56,7 @@ class GatewayProcess:
         self._changed = threading.Condition()
 
     def start(self, grpc_url: str, metrics_url: str) -> None:
-        """Start the gateway for the server at these addresses. Does nothing if it was started
-        before.
-        """
+        """Start the gateway for the server at these addresses. A second call does nothing."""
         if self._process is not None:
             return
         command = [sys.executable, "-m", "vlora.cli", "gateway", *self._arguments]

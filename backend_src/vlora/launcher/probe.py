@@ -1,18 +1,17 @@
-"""Asks a running server for one short answer, the only way to notice that a model has died.
+"""Checks a running server by asking it for an answer of one token.
 
-Triton reports itself as live and ready even after a model's process has ended. A request without an
-image to `video_analytics` passes through all four model processes, and its answer is one token. A
-healthy server does not answer it in three cases:
+Triton reports itself as live and ready even after a model's process has ended, so only a request
+can detect this. The request goes to `video_analytics` without an image, and passes through all four
+model processes. A healthy server does not answer it in three cases:
 
-- A server that is starting has not opened a port yet. On the same machine, `vlora serve` leaves a
-  file that shows this.
-- A server with a long queue does not answer within the deadline, and neither does a hung one. Its
-  metrics tell the two apart: the numbers of forward passes and of encoded images grow only if it
-  works.
-- A server that drains, or whose queue is full, refuses the request with an error that says so.
+- The server is still starting and has not opened a port. On the same machine, a file that `vlora
+  serve` creates shows this.
+- The server has a long queue and does not answer within the deadline. A hung server does not answer
+  either, but the numbers of forward passes and of encoded images in its metrics do not grow.
+- The server is draining, or its queue is full. The error that it sends says so.
 
-Kubernetes runs the probe every few seconds. So it imports neither torch nor numpy, and every call
-has a deadline.
+Kubernetes runs the probe every few seconds. So this module imports neither torch nor numpy, and
+every call has a deadline.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ PROGRESS = {
     "vlora:engine_steps_total": "forward passes",
     "vlora:encoder_images_total": "encoded images",
 }
-"""Counters that grow while a server works, with what each counts."""
+"""Counters that grow while a server works, each with a description of what it counts."""
 
 METRICS_SHARE = 0.25
 """Share of the deadline that is reserved for reading the metrics of a server that does
@@ -54,6 +53,9 @@ The first is ours (queue full or draining), the second is Triton's while it drai
 does not suffice, because gRPC uses the same status for a broken connection.
 """
 
+ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
+"""Pattern of a gRPC address, HOST:PORT. Its group matches the port."""
+
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
 """Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 
@@ -64,8 +66,8 @@ class Health(IntEnum):
     READY = 0
     """The server answers requests."""
     DEAD = 1
-    """The server does not listen, a model's process has ended, or nothing happened within the
-    deadline.
+    """The server does not listen, a model's process has ended, or neither an answer nor progress
+    was seen within the deadline.
     """
     ALIVE = 3
     """The server runs but accepts no requests now: it starts, drains, or has a full queue."""
@@ -198,9 +200,7 @@ def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
 
 
 def _work_done(before: Mapping[str, float] | None, after: Mapping[str, float]) -> str:
-    """Return a text that says how much the counters have grown between two readings; "" if not at
-    all.
-    """
+    """Return a text with the growth of the counters between two readings; "" without growth."""
     grown = {name: count - (before or {}).get(name, count) for name, count in after.items()}
     return ", ".join(f"{count:.0f} {PROGRESS[name]}" for name, count in grown.items() if count > 0)
 

@@ -1,5 +1,5 @@
-"""A and B of an adapter's matrices: which tensors of the file they are, and whether they fit the
-model.
+"""LoRA factors A and B of an adapter's matrices: assignment of the file's tensors to them, and
+checks that they fit the model.
 """
 
 from __future__ import annotations
@@ -91,9 +91,7 @@ def check_pair(
         missing = "A" if pair.a is None else "B"
         raise invalid(f"has no lora_{missing} for {module}")
     if not config.targets(paths):
-        raise invalid(
-            f"holds '{pair.a}', which is left over: adapter_config.json does not target {module}"
-        )
+        raise invalid(f"holds '{pair.a}', but adapter_config.json does not target {module}")
     d_out, d_in = model.shape_of(matrix)
     rank = config.rank_of(paths)
     shapes = file.shapes[pair.a], file.shapes[pair.b]
@@ -111,13 +109,12 @@ def make_reader(
     ranks: Mapping[MatrixId, int],
     scales: Mapping[MatrixId, float],
 ) -> WeightsReader:
-    """Return the reader of the matrices in `ranks`. It reads A of all of them, then B of all of
-    them.
+    """Return a reader of the matrices in `ranks`, which reads all A and then all B.
 
     keys: keys of A and B by matrix.
     scales: scale by matrix.
 
-    Both may contain other matrices, which are ignored.
+    `keys` and `scales` may contain other matrices, which are ignored.
     """
     layout = file.layout
     index = {key: number for number, key in enumerate(layout.keys)}

@@ -1,4 +1,5 @@
-"""Safetensors files of an adapter's folder: what they declare, and reading of single small tensors.
+"""Safetensors files of an adapter's folder: their declared tensors, and reading of single small
+tensors.
 
 Sizes are checked before anything is read, because a file may declare more than the machine's
 memory.
@@ -21,7 +22,7 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024
 """Maximum size of a file's header. An adapter of 80 layers needs 0.2 MB."""
 
 PIECE_BYTES = 1 << 20
-"""Number of bytes that `equals` reads and compares at a time."""
+"""Number of bytes that `WeightsFile.equals` reads and compares at a time."""
 
 
 def _open(path: Path) -> Any:
@@ -83,7 +84,9 @@ class WeightsFile:
 
     def _require_float(self, key: str) -> None:
         if self._types[key] not in FLOATS:
-            raise self._invalid(f"holds '{key}' as {self._types[key]}; served: {', '.join(FLOATS)}")
+            raise self._invalid(
+                f"holds '{key}' as {self._types[key]}; supported: {', '.join(FLOATS)}"
+            )
 
     def stored(self, key: str) -> torch.Tensor:
         """Return the tensor as it is stored. Raise InvalidArgument if it is not floating-point."""

@@ -24,7 +24,7 @@ from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
 from vlora.structured.structure import MAX_DEPTH, STRUCTURE_KEYS
 from vlora.vision.images import check_count
-from vlora.vision.prompts import ChatTemplate, max_tokens_of, render
+from vlora.vision.prompts import AUTO_TASK, ChatTemplate, max_tokens_of, render
 
 if TYPE_CHECKING:
     from vlora.lora.adapter import AdapterInfo
@@ -68,13 +68,10 @@ FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")
 DEFAULT_TASK = "vqa"
 """Task of a request to an ensemble if neither the request nor its adapter determines one."""
 
-AUTO_TASK = "auto"
-"""Value of `task` with which `lmm` chooses the task as for an ensemble."""
-
 
 @dataclass(frozen=True)
 class OutputOptions:
-    """Outputs that the client requests besides the text, and the form of the text.
+    """Outputs that the client requests in addition to the text, and the form of the text.
 
     stream: whether every new piece of text is sent as a response of its own.
     prepend_input: whether the text begins with the prompt.
@@ -95,8 +92,8 @@ class OutputOptions:
 class Call:
     """One `lmm` request as received, before adapter, task and template are applied.
 
-    images: features that the request brought; None without images, or while `raw_images` are not
-        encoded.
+    images: image features that the request contains; None without images, or until `raw_images`
+        are encoded.
     counts: (number of images, number of frames).
     raw_images: image inputs that are still to be encoded.
     metadata: content of the input `metadata`, which the answer returns; None without it.
@@ -117,7 +114,7 @@ class Call:
     freshness: Freshness
 
     def with_images(self, images: ImageFeatures) -> Call:
-        """Return this call with its images encoded."""
+        """Return a copy of this call with image features in place of `raw_images`."""
         return replace(self, images=images, counts=images.counts, raw_images={})
 
 
@@ -140,7 +137,7 @@ def read_call(
 ) -> Call:
     """Read a request and check every field that can be checked without the engine.
 
-    arrival: time at which the request reached the first of our models.
+    arrival: time at which the request reached the first model, in seconds of CLOCK_MONOTONIC.
 
     Raises InvalidArgument or Unsupported, which name the field and its valid values.
     """
@@ -188,10 +185,10 @@ def freshness_keys(sampling: Mapping[str, Any]) -> dict[str, Any]:
 def read_sampling(
     inputs: Inputs, parameters: Mapping[str, Any], limits: Limits
 ) -> Mapping[str, Any]:
-    """Return the content of `sampling_parameters`. If it is missing, return the request's own
-    parameters.
+    """Return the sampling parameters of a request, unparsed, by key.
 
-    Raises InvalidArgument.
+    They are in the input `sampling_parameters`. If it is missing, the request's parameters are used
+    instead. Raises InvalidArgument.
     """
     content = inputs.blob("sampling_parameters", limits.max_json_bytes)
     if content is not None:
@@ -201,7 +198,7 @@ def read_sampling(
 
 
 def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the request's parameters without those of Triton.
+    """Return the request's parameters without those that Triton's protocols define.
 
     Raises InvalidArgument for a key that is not a sampling key. The message also names the inputs,
     because the HTTP endpoint `generate` takes inputs and parameters in one object.
@@ -338,7 +335,7 @@ def is_structured(call: Call) -> bool:
 
 
 def _task_of(call: Call, info: AdapterInfo | None) -> str:
-    """Return the request's task, or the default of the model that received it."""
+    """Return the request's task, or the default task if the request names none."""
     if call.task is None and not call.ensemble:
         return "raw"
     if call.task is not None and call.task != AUTO_TASK:

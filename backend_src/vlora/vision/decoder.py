@@ -2,8 +2,8 @@
 
 If a request exceeds its limit of processor time or memory, its decoder process ends and is
 replaced, and the request gets an error. A limited number of requests is decoded at the same time:
-each needs a place. A request that takes long moves from its regular place to one for long requests,
-and is later continued at a lower priority. So it does not delay other requests.
+each needs a permit. So that a long request does not delay others, it exchanges its regular permit
+for one for long requests, and its decoder later gets a lower priority.
 
 **Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`,
 except for one request, which has its own limit.
@@ -30,14 +30,14 @@ from vlora.vision.decode_process import SETTINGS, DecodeProcess, HasReply, Pictu
 from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
 
 LONG_SECONDS = 0.1
-"""Seconds after which a request gives up its regular place. Ordinary images take less."""
+"""Seconds after which a request gives up its regular permit. Ordinary images take less."""
 
 SLOW_SECONDS = 0.25
 """Seconds after which the priority of a request's decoder is lowered."""
 
 SLOW_NICENESS = 10
-"""Increase of the niceness of a slow request's decoder. It then gets about a tenth of our share of
-a core.
+"""Increase of the niceness of a slow request's decoder. If a process of normal niceness
+uses the same core, the decoder gets about a tenth of it.
 """
 
 POLL_SECONDS = 0.05
@@ -45,7 +45,7 @@ POLL_SECONDS = 0.05
 
 
 class PixelPool:
-    """Counts the decoded pixels that requests hold until they are encoded. Thread-safe.
+    """Counts the decoded pixels of requests, from decoding until they are encoded. Thread-safe.
 
     One request at a time may exceed the limit, so that every request can finish.
     """
@@ -86,7 +86,7 @@ class PixelPool:
 class DecodedRequest:
     """Decoded images of one request: independent images, followed by the frames of the clip.
 
-    release: function that the caller must call when the images are encoded.
+    release: function that frees the pixels. The caller must call it when the images are encoded.
     """
 
     def __init__(self, images: list[DecodedImage], release: Callable[[], None]) -> None:
@@ -97,8 +97,8 @@ class DecodedRequest:
 OnDone = Callable[[DecodedRequest | Exception], None]
 
 
-class _Place:
-    """Place of one request: first a regular one, later perhaps one for long requests.
+class _Permit:
+    """Permit to decode one request: first a regular one, later perhaps one for long requests.
 
     process: id of the request's decoder.
     is_slow: whether the priority of the decoder was lowered.
@@ -111,7 +111,7 @@ class _Place:
         self.is_slow = False
         self.process: int | None = None
 
-    def __enter__(self) -> _Place:
+    def __enter__(self) -> _Permit:
         self._regular.acquire()
         self._since = time.monotonic()
         return self
@@ -125,10 +125,10 @@ class _Place:
             self.check()
 
     def check(self) -> None:
-        """Take a place for long requests, or lower the decoder's priority, once the request has run
-        that long.
+        """Exchange the regular permit for one for long requests after LONG_SECONDS, and lower the
+        decoder's priority after SLOW_SECONDS.
 
-        If no place for long requests is free, the regular place is kept.
+        If no permit for long requests is free, the request keeps its regular one.
         """
         seconds = time.monotonic() - self._since
         if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
@@ -136,7 +136,7 @@ class _Place:
             self._regular.release()
         if self._is_long and not self.is_slow and seconds >= SLOW_SECONDS and self.process:
             self.is_slow = True
-            # The decoder may have ended.
+            # This fails if the decoder has ended.
             with suppress(OSError):
                 os.setpriority(os.PRIO_PROCESS, self.process, os.nice(0) + SLOW_NICENESS)
 
@@ -144,16 +144,16 @@ class _Place:
 class ImageDecoder:
     """Decodes the images of requests. Thread-safe."""
 
-    def __init__(self, limits: Limits, places: int = 2) -> None:
+    def __init__(self, limits: Limits, permits: int = 2) -> None:
         """Start the fork server.
 
-        places: number of regular places. There are also twice as many places for long requests.
+        permits: number of regular permits. There are also twice as many permits for long requests.
         """
         self._processes = ForkServer(decode_worker.__name__, SETTINGS)
         self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
-        self._regular = threading.Semaphore(places)
-        self._long = threading.Semaphore(2 * places)
-        self._threads = ThreadPoolExecutor(3 * places, thread_name_prefix="decode")
+        self._regular = threading.Semaphore(permits)
+        self._long = threading.Semaphore(2 * permits)
+        self._threads = ThreadPoolExecutor(3 * permits, thread_name_prefix="decode")
         self._idle: list[DecodeProcess] = []
         self._closed = False
 
@@ -223,31 +223,31 @@ class ImageDecoder:
 
         def accept(name: str, width: int, height: int) -> None:
             budget.add(name, width, height)
-            self._pixels.reserve(owner, width * height, place.check)
+            self._pixels.reserve(owner, width * height, permit.check)
 
         images: list[DecodedImage] = []
-        with _Place(self._regular, self._long) as place:
+        with _Permit(self._regular, self._long) as permit:
             check()
             decoder = self._take()
-            place.process = decoder.process
+            permit.process = decoder.process
             element = request.elements[0]
             try:
                 decoder.begin(request.limits)
                 for element in request.elements:
-                    pictures = decoder.decode(element, accept, place.wait)
+                    pictures = decoder.decode(element, accept, permit.wait)
                     images += [DecodedImage(rgb, element.is_frame) for rgb in pictures]
-                    place.check()
+                    permit.check()
             except ConnectionError:
                 code = self._stop(decoder)
                 raise self._why_it_ended(code, element.name, request.limits) from None
             except PictureRefusedError as error:
-                self._put_back(decoder, place)
+                self._put_back(decoder, permit)
                 raise InvalidArgument(str(error)) from None
             except BaseException:
                 # The decoder may still send pictures that are not needed.
                 self._stop(decoder)
                 raise
-            self._put_back(decoder, place)
+            self._put_back(decoder, permit)
         return images
 
     def _take(self) -> DecodeProcess:
@@ -264,14 +264,14 @@ class ImageDecoder:
         except ConnectionError:
             raise self._closed_error() from None
 
-    def _put_back(self, decoder: DecodeProcess, place: _Place) -> None:
+    def _put_back(self, decoder: DecodeProcess, permit: _Permit) -> None:
         """Keep a decoder for the next request, unless its priority was lowered."""
         try:
             decoder.end()
         except ConnectionError:
             self._stop(decoder)
             return
-        if place.is_slow or self._closed:
+        if permit.is_slow or self._closed:
             self._stop(decoder)
         else:
             self._idle.append(decoder)

@@ -2,9 +2,9 @@
 
 Training and serving both use this module, so each prompt is defined once. It handles text only, no
 tokens, tensors or image sizes. A prompt has one `<image>` placeholder per image or frame, which the
-engine later expands into image tokens. By default, images stand before the text, and independent
-images before frames. If a text contains `<image>`, it positions the images itself and must have
-exactly one placeholder for each.
+engine later expands into image tokens. By default, all placeholders stand before the text, those of
+images before those of frames. A text that contains `<image>` determines the positions itself, and
+must have exactly one placeholder for each image or frame.
 """
 
 import json
@@ -25,6 +25,13 @@ CHAT_TASK = "chat"
 The checkpoint's chat template renders it.
 """
 
+AUTO_TASK = "auto"
+"""Task that stands for the adapter's task, or for the ensemble's default task if the adapter has
+none.
+
+The caller of `render` must replace it by that task.
+"""
+
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -33,9 +40,9 @@ class TaskSpec:
     """Prompt template and default token limit of one task.
 
     max_tokens: default of `max_tokens` for requests through an ensemble.
-    instruction: text after the images. `{text}` in it stands for the request's text. If it has no
-        `{text}`, a text in the request replaces the instruction. None sends the text verbatim,
-        without the chat template.
+    instruction: text after the images. `{text}` in it stands for the request's text. If the
+        instruction has no `{text}`, the request's text, if any, replaces it. None: the request's
+        text is the whole prompt, without the chat template.
     required_text: description of the request's text if the task needs one; None if it is optional.
     separator: text between the images and the instruction.
     """
@@ -76,9 +83,10 @@ _SENTINEL = "VLORA-USER-TEXT"
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Text that a checkpoint's chat template puts around the text of one user turn.
+    """Chat template of a checkpoint, reduced to the text before and after one user turn.
 
-    prefix, suffix: text before and after. The suffix includes the start of the model's turn.
+    prefix, suffix: text before and after the user's text. The suffix includes the start of the
+        model's turn.
     image_text: text for one image in prompts of the checkpoint.
     clip_text: number of frames → text for a clip in prompts of the checkpoint; None if its frames
         are separate images.
@@ -152,13 +160,13 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
     text: text of the request.
     num_images, num_frames: number of images and of frames of the request.
 
-    Raises InvalidArgument for an unknown task, for a missing text, and if the number of
-    placeholders in the text differs from that of images and frames.
+    Raises InvalidArgument for an unknown task, for a missing text, and if the text has placeholders
+    but not one for each image and frame.
     """
     if task == CHAT_TASK:
         return _render_chat(text, num_images, num_frames, template)
     if task not in TASKS:
-        known = ", ".join((*TASKS, CHAT_TASK))
+        known = ", ".join((*TASKS, CHAT_TASK, AUTO_TASK))
         raise InvalidArgument(f"unknown task '{task}'; known tasks are {known}")
     spec = TASKS[task]
     if spec.required_text is not None and _is_blank(text):
@@ -177,8 +185,8 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
 def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
     """Return the prompt with the checkpoint's text in place of the placeholders.
 
-    If the checkpoint takes frames as one video, one text replaces the placeholders of the whole
-    clip. They must be adjacent; otherwise InvalidArgument is raised.
+    If the checkpoint takes frames as one video, one text replaces all placeholders of the clip.
+    Raises InvalidArgument if these placeholders are not adjacent.
     """
     if template.clip_text is not None and num_frames:
         clip = PLACEHOLDER * num_frames
@@ -252,7 +260,7 @@ def _user_turn(spec: TaskSpec, instruction: str, text: str, images: str) -> str:
 
 
 def _is_blank(text: str) -> bool:
-    """Return whether a text has only placeholders and white space."""
+    """Return whether a text consists only of placeholders and white space."""
     return not text.replace(PLACEHOLDER, "").strip()
 
 
