@@ -1,4 +1,5 @@
-"""The cost model, which predicts the time of a step or of a switch of the live adapter.
+"""The cost model, which predicts the time of a step or of a switch of the live adapter (the adapter
+that is merged into the active weights).
 
 A profile is measured once per machine and model. Measured steps correct its predictions. This
 module knows sizes, seconds and slots, but not torch, requests or policies. The predicted time of a
@@ -55,7 +56,7 @@ class Profile:
     products: (rows, seconds) by ascending rows, for a step with this many rows, no adapter, no
         context and one answer.
     head: number of weights of the LM head divided by that of all other weights.
-    answer: time per answer beyond its share of the products.
+    answer: time per answer in addition to its part of `products`, which `head` determines.
     position: time to read the keys and values of one position.
     pair: time per pair of a row and a position that it attends to.
     lora_calls: fixed time of a step with any adapter, for one call per group of matrices.
@@ -82,8 +83,9 @@ class CostModel:
 
     profile: measured times of this machine and model.
     sizes: function from slot to adapter size.
-    merged_slot: returns the slot whose merged weights exist already, active or not, or BASE.
-    can_merge: returns whether the adapter in a slot may be merged.
+    merged_slot: function that returns the slot whose merged weights are in memory, active or not;
+        BASE if there are none.
+    can_merge: function that returns whether the adapter in a slot may be merged.
     in_place: whether merging changes the base weights, so that each merge must be undone.
     calibrated: whether the profile was measured on this machine.
     corrections: corrections of the profile, learned from the steps of this run.
@@ -107,7 +109,7 @@ class CostModel:
     # -- steps and switches ------------------------------------------------------------------
 
     def predict(self, parts: Sequence[Part], live: int) -> float:
-        """Return the predicted time of a step, from the end of the previous step to its own end.
+        """Return the predicted seconds from the end of the previous step to the end of this step.
 
         live: slot whose adapter is merged into the active weights, or BASE.
         """
@@ -117,7 +119,7 @@ class CostModel:
     def record(
         self, parts: Sequence[Part], live: int, forward: float, overhead: float = 0.0
     ) -> float:
-        """Learn from a measured step, and return the time that was predicted for it.
+        """Learn from a measured step, and return the seconds that were predicted for it.
 
         forward: measured seconds of the forward pass.
         overhead: measured seconds of the rest of the step.
@@ -147,26 +149,27 @@ class CostModel:
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
-        factors: dict[StepKind, float] = {}
-        adapters: dict[int, tuple[float, float]] = {}
-        """Seconds per step and per row for the adapters that are applied to a slot's rows."""
+        alike: dict[tuple[int, int], tuple[float, float]] = {}
+        """(Seconds without attention, correction factor) by (slot, number of rows). Most requests
+        of a step decode one row, so there are few different keys.
+        """
         seconds = []
         for r in ready:
-            slot, rows = r.slot, r.missing
-            kind = (rows.bit_length(), rows > 1, slot != live)
-            if kind not in factors:
-                factors[kind] = self.corrections.factor(kind)
-            if slot not in adapters:
-                applied = applied_adapters(slot, live)
-                calls = self.profile.lora_calls if applied else 0.0
-                adapters[slot] = (
-                    calls + sum(map(self.read_adapter, applied)),
-                    sum(self.apply_adapter(adapter, 1) for adapter in applied),
-                )
-            fixed, per_row = adapters[slot]
-            forward = self.products(rows, 1) + self.attention(rows, r.context)
-            seconds.append((forward + fixed + per_row * rows) * factors[kind] + overhead)
+            key = slot, rows = r.slot, r.missing
+            if key not in alike:
+                alike[key] = self._without_attention(slot, rows, live)
+            fixed, factor = alike[key]
+            seconds.append((fixed + self.attention(rows, r.context)) * factor + overhead)
         return seconds
+
+    def _without_attention(self, slot: int, rows: int, live: int) -> tuple[float, float]:
+        """Return the seconds of a step of one request without its attention, and the step's
+        correction factor.
+        """
+        parts = [Part(slot, rows, 0, True)]
+        seconds = self.products(rows, 1) + self._adapters(parts, live)
+        factor = self.corrections.factor(_kind(parts, live))
+        return seconds, factor
 
     def switch(self, live: int, to: int) -> float:
         fixed, per_product = self.profile.merge
@@ -179,8 +182,8 @@ class CostModel:
     def merges(self, live: int, to: int) -> set[int]:
         """Return the slots whose products B·A a switch adds to the weights or subtracts from them.
 
-        Out of place, a switch to the base or to weights that are merged already changes nothing. In
-        place, the live adapter is subtracted first.
+        If merging is out of place, a switch to the base or to weights that are merged already needs
+        no product. If merging is in place, the live adapter is subtracted first.
         """
         if to == live:
             return set()
@@ -203,8 +206,8 @@ class CostModel:
         """Return the expected overhead of a step, scaled to the speed of the machine at
         calibration.
 
-        The other times that policies get are those of the calibration, too. So a policy can add
-        them up. The sum times the present pace is the expected time.
+        All times that policies get refer to that speed, so a policy can add them up. The expected
+        time is their sum multiplied by the present pace.
         """
         return self.corrections.overhead.seconds(requests) / self.corrections.pace.factor
 
@@ -272,8 +275,8 @@ def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
 def _kind(parts: Sequence[Part], live: int) -> StepKind:
     """Return the kind of a step.
 
-    It consists of the bit length of its number of rows, whether any request has several rows, and
-    whether any adapter is applied.
+    The kind consists of the bit length of the number of rows, whether any request has several rows,
+    and whether any adapter is applied.
     """
     rows = sum(p.rows for p in parts)
     has_prompts = any(p.rows > 1 for p in parts)

@@ -20,12 +20,12 @@ class CreditConfig:
     max_batch: MaxBS, the maximum number of requests in a step.
     theta_min: lower bound of θ in seconds. θ is the credit above which a request is starved.
     theta_factor: θ is at least this multiple of the median wait. In the paper, θ is a constant,
-        with which every overload runs unmerged.
+        which all requests exceed under overload, so every step is then unmerged.
     max_wait: upper bound of θ in seconds. It bounds the waits, because a request that has waited
         this long is always starved.
-    compare_to_ready: compare the counts of both tests with half of min(MaxBS, |R|) instead of half
-        of MaxBS. With MaxBS, nothing is ever merged at low load.
-    exclude_own_starved: leave starved requests of the candidate adapter out of the first test,
+    compare_to_ready: in both tests of line 5, compare the count with half of min(MaxBS, |R|)
+        instead of half of MaxBS. With MaxBS, nothing is ever merged at low load.
+    exclude_own_starved: in the first test, do not count starved requests of the candidate adapter,
         since they need no deLoRA.
     ties_keep_live: among adapters with equally many requests, choose the live one.
     base_is_candidate: let the base model be the candidate. It has no weights to merge.
@@ -96,9 +96,9 @@ class CreditPolicy:
                 # Lines 6–8: merged.
                 return Choice(ordered_union(starved, merge)[:size], candidate, credits=credit)
             # Lines 9–12: mixture. deLoRA follows from `live`, by the signs of the segments.
-            available = size - len(others)
+            taken = {r.id for r in others}
             own = ordered_union([r for r in starved if r.slot == candidate], merge)
-            rest = [r for r in own if r not in others][:available]
+            rest = [r for r in own if r.id not in taken][: size - len(others)]
             return Choice((*others, *rest), candidate, credits=credit)
         # Lines 13–15: unmerged.
         return Choice(ordered_union(starved, ready)[:size], BASE, credits=credit)
