@@ -1,6 +1,6 @@
-"""Memory plan of an engine: the memory of its parts, and how many adapters and sequences fit.
+"""Memory plan of an engine: bytes per part, and the numbers of adapters and sequences that fit.
 
-It is computed from shapes, with the engine's own functions and without reading weights.
+The plan is computed from shapes, with the engine's own functions and without reading weights.
 `tests/unit/test_capacity.py` compares it with the resident memory of an engine.
 """
 
@@ -20,6 +20,7 @@ from vlora.lora.folders import find_folders
 from vlora.lora.quantized_slab import padded_bytes
 from vlora.lora.slab import ATTENTION, GROUPS, TARGETS
 from vlora.lora.store import AdapterStore
+from vlora.memory.device import PageLayout
 from vlora.memory.kv_cache import page_bytes
 from vlora.memory.pool import Run
 from vlora.model.decoder import lora_groups
@@ -58,7 +59,7 @@ class Capacity:
     memory_bytes: available memory.
     process_bytes: memory of interpreter, libraries and tokenizer.
     weights_bytes: the decoder's weights.
-    merged_bytes: second copy of the matrices that known adapters change.
+    merged_bytes: merged copy of the matrices that known adapters change.
     step_bytes: intermediate results of the largest step.
     host_bytes: host copies of adapters.
     page_bytes: one page of the pool.
@@ -84,7 +85,7 @@ class Capacity:
 
     @property
     def fixed_bytes(self) -> int:
-        """Bytes of everything but the pool."""
+        """Sum in bytes of all parts except the page pool."""
         parts = (self.weights_bytes, self.merged_bytes, self.step_bytes, self.host_bytes)
         return self.process_bytes + sum(parts)
 
@@ -95,7 +96,7 @@ class Capacity:
 
     @property
     def pages(self) -> int:
-        """Number of pages that fit into the available memory after everything else."""
+        """Number of pages that fit into the available memory after all other parts."""
         return max(0, self.memory_bytes - self.fixed_bytes) // self.page_bytes
 
     @property
@@ -121,9 +122,11 @@ class Capacity:
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
     def sequences_beside(self, count: int, cost: AdapterCost) -> int:
-        """Return the number of sequences of maximum length that fit together with equal adapters.
+        """Return the number of sequences of maximum length that fit together with adapters of equal
+        size.
 
-        count: number of these adapters, all resident. They replace the known ones.
+        count: number of these adapters. All of them are resident, and they replace the known
+            adapters.
         cost: cost of each of them.
         """
         fixed = self.fixed_bytes - self.host_bytes + count * cost.host_bytes
@@ -132,13 +135,18 @@ class Capacity:
 
 
 def plan(
-    options: Options, names: Mapping[str, str], memory_bytes: int, process_bytes: int = 0
+    options: Options,
+    names: Mapping[str, str],
+    memory_bytes: int,
+    process_bytes: int = 0,
+    layout: PageLayout = "panels",
 ) -> Capacity:
     """Return the memory plan of an engine with these options.
 
     names: name → folder of adapters, as `config.load_adapter_names` returns them.
     memory_bytes: available memory.
     process_bytes: memory of interpreter, libraries and tokenizer, which is subtracted from it.
+    layout: order of keys and values in a page, which is that of the engine's device.
 
     Raises InvalidArgument for an unsupported model.
     """
@@ -150,7 +158,8 @@ def plan(
     for matrices in lora_groups(config.layers):
         store.group(matrices)
     store.load(find_folders(options.adapters, names), make_resident=False)
-    page = page_bytes(config.layers, options.block_size, config.kv_heads, config.head_dim, dtype)
+    sizes = config.layers, options.block_size, config.kv_heads, config.head_dim
+    page = page_bytes(*sizes, dtype, layout)
     form = quantization_of(options, config)
     weights = weights_bytes(config, dtype.itemsize, form)
     merged = 0
@@ -202,8 +211,8 @@ def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = No
 def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:
     """Return the size in bytes of the intermediate results of a step.
 
-    These are its buffers, the embeddings, and two copies of the logits, because they are filtered
-    in a copy.
+    They are the buffers of the layers, the embeddings, and two copies of the logits, because
+    sampling filters a copy.
 
     rows: maximum number of rows.
     sequences: maximum number of requests, each with one row of logits.

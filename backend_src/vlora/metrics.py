@@ -16,8 +16,8 @@ class TierCounters:
     """Totals of adapter loading since the start.
 
     hits: requests whose adapter was resident when they were queued.
-    host_hits: requests whose adapter was then in host memory.
-    misses: requests whose adapter was then only on disk.
+    host_hits: requests whose adapter was in host memory, but not resident, when they were queued.
+    misses: requests whose adapter was only on disk when they were queued.
     loads: adapters read from disk.
     packs: adapters packed into the pool.
     evictions: adapters evicted from the pool.
@@ -79,8 +79,8 @@ class EngineStats:
     """Statistics of an engine: totals since the start, and present values.
 
     decode_rows: rows that belong to an answer.
-    decode_steps: steps with at least one decode row. So decode_rows / decode_steps is the mean
-        decode batch.
+    decode_steps: steps with at least one decode row. So decode_rows / decode_steps is the mean size
+        of the decode batch.
     aborted: cancelled requests, including superseded and expired ones.
     mode: mode of the last step.
     mode_steps, mode_seconds: number of steps, and seconds of forward passes, by mode.
@@ -120,6 +120,18 @@ class EngineStats:
     merges: int = _counter("vlora:merges_total", "Switches that had to compute merged weights.")
     switch_seconds: float = _counter(
         "vlora:switch_seconds_total", "Seconds spent on switches.", 0.0
+    )
+    graphs_captured: int = _counter(
+        "vlora:graphs_captured_total", "Graphs of decoding steps that were captured on a GPU."
+    )
+    graphs_replayed: int = _counter(
+        "vlora:graphs_replayed_total", "Decoding steps that a captured graph has computed."
+    )
+    graph_seconds: float = _counter(
+        "vlora:graph_capture_seconds_total", "Seconds spent on capturing graphs.", 0.0
+    )
+    graph_bytes: int = _gauge(
+        "vlora:graph_bytes", "Bytes of a GPU's memory that captured graphs take."
     )
     mode: str = ""
     mode_steps: Mapping[str, int] = field(default_factory=dict)

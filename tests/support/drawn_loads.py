@@ -25,6 +25,7 @@ from vlora.errors import Cancelled, InvalidArgument, NotFound, VLoraError
 from vlora.ids import BASE
 from vlora.lora.folders import stamp_of
 from vlora.memory.block_table import pages_for
+from vlora.memory.uploads import UploadedPart
 from vlora.model.chunk import Chunk
 from vlora.model.runner import StepResult
 from vlora.request import Output, Request
@@ -314,8 +315,8 @@ class Load:
         return plan
 
     def _check_full(self, plan: StepPlan, able: int) -> None:
-        """Check that nothing could be added to the step: no request that was chosen and, if one of
-        those lacked a slot or pages, no running request."""
+        """Check that no further request that the policy chose fits into the step. If a chosen
+        request was refused for lack of a slot or pages, no further running request may fit."""
         scheduler = self.engine.scheduler
         computed = {chunk.sequence_id for chunk in plan.chunks}
         batch = scheduler.policy.max_batch
@@ -351,7 +352,7 @@ class Load:
         self._switch(slot)
         self.now += self.shape.merge if slot != BASE else 0.0
 
-    def forward(self, chunks: Sequence[Chunk]) -> StepResult:
+    def forward(self, chunks: Sequence[Chunk], *parts: UploadedPart) -> StepResult:
         """Advance the time by one step. Every answer gets token 5."""
         self.now += self.shape.step + self.shape.row * sum(chunk.length for chunk in chunks)
         logits = torch.zeros(sum(c.completes for c in chunks), self.engine.config.vocabulary)
@@ -375,7 +376,7 @@ class Load:
     def _bound(self, request_id: str, in_flight: int) -> float:
         """Return the maximum seconds until a request is first served.
 
-        in_flight: maximum number of requests in flight while it waited, doubled if they repeat.
+        in_flight: maximum number of requests in flight while it waited, times `repeats`.
         """
         shape, options = self.shape, self.options
         pages = options.kv_cache_tokens // options.block_size

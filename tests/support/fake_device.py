@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
 
+from tests.support.recorded_work import Record
 from vlora import backends
-from vlora.memory.device import Device, PageLayout, Readback, upload
+from vlora.memory.device import Device, Graph, PageLayout, Readback
+from vlora.memory.uploads import upload
+
+GRAPH_BYTES = 1000
+"""Memory that a graph of the fake device claims to take."""
 
 
 class FakeDevice(Device):
@@ -17,15 +23,22 @@ class FakeDevice(Device):
 
     events: "upload" for each copy of a step's inputs, "read" when results begin to be copied
         back, and "wait" when the engine waits for them.
+    graph_events: "capture" and "replay" for each graph that is captured or replayed.
     """
 
     name = "fake"
     torch_device = torch.device("cpu")
     page_layout: PageLayout = "rows"
     in_host_memory = False
+    commits_lazily = False
+    weight_dtypes = (torch.float32, torch.float16)  # The interpreter multiplies bf16 wrongly.
+    captures_graphs = True
 
     def __init__(self) -> None:
+        self.memory: int | None = None
+        """Bytes that the device claims to have left; None if unknown."""
         self.events: list[str] = []
+        self.graph_events: list[str] = []
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -33,9 +46,27 @@ class FakeDevice(Device):
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
 
-    def upload(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def upload(
+        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         self.events.append("upload")
-        return upload(tensors, self.torch_device)
+        return upload(tensors, self.torch_device, into)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """Return a graph that executes the work again.
+
+        A replay raises AssertionError if the work would now launch other calls than at its capture.
+        """
+        self.graph_events.append("capture")
+        captured = Record.of(work)
+
+        def replay() -> None:
+            self.graph_events.append("replay")
+            replayed = Record.of(work)
+            for now, before in itertools.zip_longest(replayed, captured):
+                assert now == before, "a graph would launch what was captured, which has changed"
+
+        return Graph(replay, GRAPH_BYTES)
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
         self.events.append("read")
@@ -53,7 +84,7 @@ class FakeDevice(Device):
         pass
 
     def available_bytes(self) -> int | None:
-        return None
+        return self.memory
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_vllms_key_tokenizer_must_equal_model() -> None:
         ("adapters", 5),
         ("limits", [1]),
         ("model", ""),
-        ("dtype", "float16"),
+        ("dtype", "float8"),
         ("quantization", "awq"),
         ("quantization", 8),
         ("quantization_group_size", 48),
@@ -143,6 +143,8 @@ def test_vllms_key_tokenizer_must_equal_model() -> None:
         ("encoder_threads", "all"),
         ("merging", "sideways"),
         ("merged_weights_bytes", -1),
+        ("engine_memory_share", 0),
+        ("encoder_memory_share", "all"),
     ],
 )
 def test_an_invalid_value_is_rejected(key: str, value: Any) -> None:
@@ -177,6 +179,13 @@ def test_dtype_and_threads_are_read() -> None:
         "auto",
     )
     assert parse(dtype="auto").dtype == "auto"
+
+
+def test_engine_and_encoder_share_a_gpus_memory() -> None:
+    assert parse().engine_memory_share + parse().encoder_memory_share < 1
+    assert parse(engine_memory_share=0.9, encoder_memory_share=0.1).engine_memory_share == 0.9
+    with pytest.raises(InvalidArgument, match="may be at most 1 together"):
+        parse(engine_memory_share=0.9, encoder_memory_share=0.2)
 
 
 def test_quantization_is_read_and_rules_out_merging_in_place() -> None:

@@ -11,7 +11,8 @@ from tests.support.atmm_problems import emulation
 from tests.support.count_launches import EmulatedCounts as Counts
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
-from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
+from vlora.atmm.cuda.segments import DeviceSegments
+from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import LoraPair, Segment
 
 THREADS = 256

@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in, by_rows
 from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.cuda.operator import DTYPES, DeviceFault, Operator, current, table_path
-from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
+from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, bounds_of
+from vlora.atmm.cuda.tables import MIN_SLOTS, DeviceGroup
 from vlora.atmm.types import LoraPair, MergeUpdate, Segment
 
 TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float32: 1e-5}
@@ -187,6 +189,55 @@ def test_hundreds_of_empty_segments_change_nothing(operator: Operator) -> None:
     operator.check()
 
 
+@pytest.mark.parametrize(
+    ("segments", "bounds"),
+    [
+        ([Segment(0, 1, 3)], SegmentBounds(1, 1, 2)),
+        ([Segment(2, 1, 0), Segment(3, 2, 5), Segment(9, 1, 4, -1)], SegmentBounds(1, 4, 2)),
+        ([Segment(0, 40, 1)], SegmentBounds(1, 2, 32)),
+        (
+            [Segment(0, 3, 0), Segment(3, 37, 2), Segment(0, 40, 1, -1)],
+            SegmentBounds(2, 4, 32),
+        ),
+    ],
+)
+def test_bounded_segments_are_divided_and_filled_up_but_give_the_same(
+    operator: Operator, segments: list[Segment], bounds: SegmentBounds
+) -> None:
+    found, tensor = bounds_of(operator.library, segments)
+    assert found == bounds
+    case = Case(operator, torch.bfloat16, 40)
+    for more in (found, replace(found, longest=32)):
+        case.check(case.run(more.on(tensor.to(operator.device))), segments)
+    if bounds.waves == 1:
+        wider = torch.cat((tensor, torch.zeros(5, 4, dtype=torch.int32)))
+        filled = replace(found, capacity=len(wider)).on(wider.to(operator.device))
+        case.check(case.run(filled), segments)
+    operator.check()
+
+
+def test_tables_stay_where_they_are_until_they_are_full(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlora.atmm.cuda.tables.MIN_SLOTS", 8)
+    case = Case(operator, torch.bfloat16, 12)
+    layout = case.group.layout
+    for slot in (6, 0, 7):
+        pairs: list[LoraPair | None] = [
+            LoraPair(case.draw(16, 136), case.draw(d_out, 16)) for d_out in case.d_outs
+        ]
+        case.pairs[slot : slot + 1] = [pairs]
+        case.group.put(slot, pairs)
+        case.group.ready()
+        assert case.group.layout == layout
+    case.pairs.append(pairs)
+    case.group.append(pairs)
+    case.group.ready()
+    assert case.group.layout != layout
+    segments = [*in_turn((1, 2, 3)), Segment(6, 2, 0), Segment(8, 2, 7), Segment(10, 2, 8)]
+    case.check(case.run(segments), segments)
+
+
 # ---- invalid arguments ---------------------------------------------------------------------------
 
 SOUND = [Segment(0, 3, 0), Segment(20, 12, 1)]
@@ -195,7 +246,8 @@ SOUND = [Segment(0, 3, 0), Segment(20, 12, 1)]
 @pytest.mark.parametrize(
     ("bad", "says"),
     [
-        ((10, 5, 6, 1), "unknown slot 6"),
+        ((10, 5, 6, 1), "slot 6, which has A without B"),
+        ((10, 5, MIN_SLOTS, 1), f"unknown slot {MIN_SLOTS}"),
         ((10, 5, -1, 1), "unknown slot -1"),
         ((10, 5, 2**31 - 1, 1), "unknown slot 2147483647"),
         ((30, 11, 1, 1), "starts at row 30, outside"),

@@ -103,8 +103,8 @@ def test_an_image_that_needs_too_much_memory_is_refused(decoder: ImageDecoder) -
 
 
 def test_other_requests_are_decoded_while_slow_ones_run() -> None:
-    """Slow requests give up their places, so more of them than there are places do no harm."""
-    decoder = ImageDecoder(LIMITS, places=1)
+    """Slow requests give up their regular permits, so a fast request is decoded soon."""
+    decoder = ImageDecoder(LIMITS, permits=1)
     done = threading.Semaphore(0)
     results: list[object] = []
 
@@ -124,12 +124,12 @@ def test_other_requests_are_decoded_while_slow_ones_run() -> None:
     assert all(isinstance(result, Unavailable) for result in results)
 
 
-def test_a_long_request_leaves_its_place_before_its_priority_is_lowered(
+def test_a_long_request_leaves_its_regular_permit_before_its_priority_is_lowered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A clip takes long, too, and does not deserve a lower priority at once."""
     monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", math.inf)
-    decoder = ImageDecoder(LIMITS, places=1)
+    decoder = ImageDecoder(LIMITS, permits=1)
     decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
     check_that_it_works(decoder)
     (server,) = fork_servers()
@@ -139,7 +139,7 @@ def test_a_long_request_leaves_its_place_before_its_priority_is_lowered(
 
 def test_a_slow_request_gets_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", 0.2)
-    decoder = ImageDecoder(LIMITS, places=1)
+    decoder = ImageDecoder(LIMITS, permits=1)
     decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
     (server,) = fork_servers()
     lowered = min(server.nice() + SLOW_NICENESS, 19)

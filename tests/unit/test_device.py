@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 
-from vlora.config import load_options
+from tests.support.fake_device import FakeDevice, fake_gpu
+from vlora.config import Options, load_options
+from vlora.engine.engine import Engine
 from vlora.engine.parts import engine_device
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, OutOfMemory
 from vlora.memory import device as devices
-from vlora.memory.device import HOST, CudaDevice, open_device, upload
+from vlora.memory.device import HOST, CudaDevice, open_device
 from vlora.memory.kv_cache import KVCache, page_bytes
+from vlora.memory.uploads import ALIGNMENT, upload
+from vlora.vision.encoder import VisionEncoder
 
 
 def _options(folder: Path, **keys: object) -> Path:
@@ -57,6 +62,10 @@ def test_reasons_against_a_gpu_are_checked_in_turn(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(devices.importlib, "import_module", found)
     assert "'triton', in which the GPU kernels are written" in str(devices.why_no_gpu("cuda:1"))
     found.side_effect = None
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(devices.shutil, "which", lambda program: None)
+    assert "install gcc or clang, or set CC" in str(devices.why_no_gpu("cuda:1"))
+    monkeypatch.setenv("CC", "/opt/cc")
     assert devices.why_no_gpu("cuda:1") is None
 
 
@@ -65,7 +74,7 @@ def test_a_gpu_serves_no_quantized_weights_yet(
 ) -> None:
     gpu = Mock(CudaDevice)
     gpu.name = "cuda:1"
-    monkeypatch.setattr("vlora.engine.parts.open_device", lambda name: gpu)
+    monkeypatch.setattr("vlora.engine.parts.open_device", lambda name, share: gpu)
     options = load_options(_options(tmp_path, device="cuda:1"), {})
     assert engine_device(options) is gpu
     with pytest.raises(InvalidArgument, match="quantized weights are only served on the CPU"):
@@ -86,9 +95,136 @@ def test_uploads_keep_types_shapes_and_values() -> None:
     for before, after in zip(tensors, uploaded, strict=True):
         assert after.dtype == before.dtype
         assert torch.equal(after, before)
-        assert after.data_ptr() % devices.ALIGNMENT == 0
+        assert after.data_ptr() % ALIGNMENT == 0
     tensors[0][0] = 99
     assert uploaded[0][0] == 0
+
+
+def test_an_upload_into_given_memory_keeps_its_addresses() -> None:
+    memory = torch.zeros(64, dtype=torch.uint8)
+    for values in ([1, 2, 3], [4, 5, 6]):
+        tensors = [torch.tensor(values), torch.tensor(values[:2], dtype=torch.int32)]
+        uploaded = upload(tensors, torch.device("cpu"), memory)
+        assert [part.data_ptr() - memory.data_ptr() for part in uploaded] == [0, 32]
+        assert all(map(torch.equal, uploaded, tensors))
+    with pytest.raises(ValueError, match="112 bytes does not fit 64"):
+        upload([torch.zeros(10)] * 2 + [torch.zeros(1)], torch.device("cpu"), memory)
+
+
+class FakeCuda:
+    """Stand-in for the functions of `torch.cuda` that a `CudaDevice` calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.free, self.total, self.reserved, self.allocated = 50, 100, 20, 15
+        self.calls: list[tuple[object, ...]] = []
+        functions = {
+            "set_device": lambda index: self.calls.append(("device", index)),
+            "set_per_process_memory_fraction": lambda share, index: self.calls.append(
+                ("share", share, index)
+            ),
+            "mem_get_info": lambda device: (self.free, self.total),
+            "memory_reserved": lambda device: self.reserved,
+            "memory_allocated": lambda device: self.allocated,
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+
+def test_a_process_takes_no_more_than_its_share_of_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(devices, "why_no_gpu", lambda name: None)
+    options = load_options(_options(tmp_path, device="cuda:2", engine_memory_share=0.6), {})
+    gpu = engine_device(options)
+    assert cuda.calls == [("device", 2), ("share", 0.6, 2)]
+    # 40 of the share are not reserved yet, and 5 of the reserved bytes are not in use.
+    assert gpu.available_bytes() == 45
+    cuda.free = 30
+    assert gpu.available_bytes() == 35
+    cuda.reserved = cuda.allocated = 70
+    assert gpu.available_bytes() == 0
+
+
+def test_memory_that_does_not_fit_a_gpu_is_a_typed_error_with_figures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeCuda(monkeypatch)
+    gpu = CudaDevice(0, 0.5)
+    monkeypatch.setattr(torch, "zeros", Mock(side_effect=torch.OutOfMemoryError("no")))
+    with pytest.raises(OutOfMemory, match=r"96 bytes for \[3, 8\].* 'cuda:0', which has 35 bytes"):
+        gpu.zeros(3, 8, dtype=torch.float32)
+
+
+def test_float16_needs_a_gpu(checkpoint: Path) -> None:
+    says = "'dtype' = 'float16' cannot be used on device 'cpu', which has float32, bfloat16; "
+    for device in ("cpu", "auto"):
+        with pytest.raises(InvalidArgument, match=says):
+            Engine(Options(model=checkpoint, dtype="float16", device=device))
+    with pytest.raises(InvalidArgument, match=says):
+        VisionEncoder(checkpoint, 1, torch.float16)
+    encoder = VisionEncoder(checkpoint, 1, torch.float16, FakeDevice())
+    assert {tensor.dtype for tensor in encoder._model.state_dict().values()} == {torch.float32}
+
+
+def test_an_engine_that_does_not_fit_its_gpu_says_what_needs_how_much(
+    checkpoint: Path, adapters_dir: Path
+) -> None:
+    options = Options(model=checkpoint, adapters=adapters_dir, kv_cache_tokens=1024)
+    mib = 1 << 20
+    with fake_gpu() as gpu:
+        gpu.memory = 10 * mib
+        with pytest.raises(OutOfMemory) as raised:
+            Engine(options)
+        found = re.fullmatch(
+            r"device 'fake' has 10\.0 MiB left, but (\d+\.\d) MiB are needed: weights (\S+) MiB,"
+            r" pages for keys, values and adapters (\S+) MiB, adapters (\S+) MiB,"
+            r" the largest step (\S+) MiB; raise 'engine_memory_share', or reduce .*",
+            str(raised.value),
+        )
+        assert found is not None, raised.value
+        needed, *parts = map(float, found.groups())
+        assert needed == pytest.approx(sum(parts), abs=0.3)
+        gpu.memory = int((needed + 0.1) * mib)
+        engine = Engine(options)
+        stored = engine.slab.nbytes + engine.memory.kv_cache.cache.nbytes
+        assert stored < (parts[0] + parts[1]) * mib
+
+
+def test_an_encoder_that_does_not_fit_its_gpu_says_so(checkpoint: Path) -> None:
+    gpu = FakeDevice()
+    gpu.memory = 1000
+    with pytest.raises(OutOfMemory, match=r"vision tower .* MiB; raise 'encoder_memory_share'"):
+        VisionEncoder(checkpoint, 1, device=gpu)
+
+
+def test_without_memory_for_merged_weights_no_adapter_is_merged(
+    checkpoint: Path,
+    adapters_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    options = Options(
+        model=checkpoint, adapters=adapters_dir, kv_cache_tokens=1024, policy="predictive"
+    )
+    with fake_gpu():
+        engine = Engine(options)
+        # A GPU commits memory at once, so a whole slab is needed, and it is allocated at the start.
+        assert engine.switcher.merged_bytes == engine.slab.nbytes
+        assert engine.switcher._merged is not None
+        allocated, zeros = [engine.slab.base.numel()], FakeDevice.zeros
+
+        def only_once(self: FakeDevice, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+            if list(shape) == allocated and shape in seen:
+                raise OutOfMemory("too little is left")
+            seen.add(shape)
+            return zeros(self, *shape, dtype=dtype)
+
+        seen: set[tuple[int, ...]] = set()
+        monkeypatch.setattr(FakeDevice, "zeros", only_once)
+        engine = Engine(options)
+    assert not engine.switcher.can_merge(engine.adapters.slot("all-r8"))
+    assert "no adapter is merged: too little is left" in caplog.text
 
 
 def test_pages_of_a_gpu_are_rows() -> None:

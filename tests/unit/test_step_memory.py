@@ -82,6 +82,7 @@ def test_the_table_holds_the_angles_of_each_position(scale: float) -> None:
         [],
     ):
         indices = torch.tensor(positions, dtype=torch.int64)
+        table.extend(indices)
         rotary = table.lookup(indices)
         expected = Rotary.from_angles(indices[:, None] * frequencies, scale)
         torch.testing.assert_close(rotary.cosines, expected.cosines)

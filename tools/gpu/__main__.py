@@ -1,6 +1,6 @@
 """`make gpu` = `python3 -m tools.gpu [--out DIR] [--minutes 9]`, from the root of a source tree.
 
-Each stage writes its results as they come, so a stage that is cut short keeps its results so far.
+Each stage writes every result immediately, so an interrupted stage keeps its results so far.
 The last stage writes DIR/figures: a table, the figures as JSON, and the tile table to commit.
 """
 
@@ -37,14 +37,16 @@ DEVICE_TESTS = (
 )
 ON_DEVICE = "cuda and not emulated"
 SANITIZERS = ("memcheck", "racecheck")
+SOURCES = ("csrc/atmm", "tools/gpu", "tools/tile_search", "backend_src/vlora")
 
 BOXES = {
-    "machine": 45.0,
+    "machine": 40.0,
     "build": 120.0,
-    "tests": 80.0,
-    "sanitize": 75.0,
-    "search": 75.0,
-    "kernels": 90.0,
+    "tests": 75.0,
+    "sanitize": 65.0,
+    "steps": 80.0,
+    "search": 50.0,
+    "kernels": 70.0,
     "switch": 30.0,
     "report": 10.0,
 }
@@ -57,9 +59,9 @@ def environment() -> dict[str, str]:
 
 
 def stamp() -> str:
-    """Return a hash of the sources of the operator and its tools, on which results depend."""
+    """Return a hash of the sources on which results depend."""
     digest = hashlib.sha256(platform.node().encode())
-    for folder in ("csrc/atmm", "tools/gpu", "tools/tile_search", "backend_src/vlora/atmm"):
+    for folder in SOURCES:
         for file in sorted((ROOT / folder).rglob("*")):
             if file.suffix in (".py", ".cu", ".cuh", ".h"):
                 digest.update(file.read_bytes())
@@ -107,7 +109,7 @@ def machine(out: Path) -> str:
 
 
 def build(out: Path) -> str:
-    """Build the pruned set of tiles for the GPU's architecture, or for both without a GPU."""
+    """Build the pruned set of tiles for the GPU's architecture; without a GPU, for all."""
     from tools.tile_search import cuda_build
 
     known = read(out / "machine.json")
@@ -229,6 +231,32 @@ def kernels(out: Path) -> str:
     return f"{len(rows)} of {len(cells)} cells"
 
 
+def steps(out: Path) -> str:
+    """Compare graphs of decoding steps with single launches, and time both."""
+    _operator(out)
+    for package in ("triton", "transformers", "safetensors"):
+        if importlib.util.find_spec(package) is None:
+            raise Lacking(f"this Python has no {package}, which the engine's decoder needs")
+    import torch
+
+    from tools.gpu.decoding import DEMO, SEVEN_B, RandomModel, measure
+    from vlora.memory.device import CudaDevice
+
+    device, rows = CudaDevice(torch.cuda.current_device()), []
+    for sizes in (DEMO, SEVEN_B):
+        model = RandomModel(sizes, device, torch.bfloat16)
+        for row in measure(model, sizes, torch.bfloat16, _limits(out).copy):
+            rows.append(row)
+            print(json.dumps(row))
+            write(out / "steps.json", {"rows": rows})
+        del model
+    last = rows[-1]
+    return (
+        f"{len(rows)} kinds of steps, graphs equal single launches; {last['graphs']} graphs of the"
+        f" {last['model']} model took {last['capture_s']} s and {last['graph_mib']} MiB"
+    )
+
+
 def switch(out: Path) -> str:
     operator = _operator()
     from tools.gpu.switch import MODELS, measure
@@ -246,6 +274,7 @@ STAGES: Mapping[str, Callable[[Path], str]] = {
     "build": build,
     "tests": tests,
     "sanitize": sanitize,
+    "steps": steps,
     "search": search,
     "kernels": kernels,
     "switch": switch,

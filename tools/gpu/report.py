@@ -15,7 +15,7 @@ def report(out: Path) -> str:
     """
     figures = out / "figures"
     figures.mkdir(exist_ok=True)
-    kept = ["machine.json", "kernels.json", "switch.json", "resources.json"]
+    kept = ["machine.json", "kernels.json", "steps.json", "switch.json", "resources.json"]
     found = [out / name for name in kept if (out / name).exists()] + sorted(out.glob("cuda-*.json"))
     for file in found:
         shutil.copyfile(file, figures / file.name)
@@ -47,6 +47,17 @@ def summary(out: Path) -> str:
         lines += [f"| {k} | {v} |" for k, v in figures["summary"].items() if k != "left_out"]
         left = figures["summary"]["left_out"]
         lines += [f"| left out: {name} | {why} |" for name, why in left.items()]
+    if figures := read(out / "steps.json"):
+        lines += [
+            "",
+            "| step | rows | needed ms | graph ms | single launches ms | difference of logits |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {r['model']} {r['kind']} | {r['rows']} | {r['needed_ms']} | {r['ms']['graph']} |"
+            f" {r['ms']['eager']} | {r['difference']:.1e} |"
+            for r in figures["rows"]
+        ]
     if figures := read(out / "switch.json"):
         lines += [
             "",

@@ -50,7 +50,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: bytes of weights or pages that it must read, and bytes of rows that it moves."""
+    """One launch: the bytes of weights or pages that it must read, and of rows that it moves."""
 
     name: str
     needed: int
@@ -63,7 +63,7 @@ def product(name: str, d_in: int, d_out: int, rows: int) -> Kernel:
 
 
 def add_norm(model: Model, rows: int) -> Kernel:
-    """Return a norm that also adds to the residual, which is read and written in fp32."""
+    """Return a norm that first adds its input to the residual, which is stored in fp32."""
     return Kernel("add_norm", FP32 * model.hidden, (2 * FP32 + 2 * BF16) * rows * model.hidden)
 
 
@@ -133,7 +133,7 @@ def table(model: Model) -> str:
     """Return a table in Markdown: bytes and times of steps by batch, context and adapters."""
     lines = [
         "| rows | context | adapters | needed GB | moved GB | moved / needed | needed ms"
-        " | launches (a layer) | gaps ms | moved + gaps / needed |",
+        " | launches (per layer) | gaps ms | predicted / needed time |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for rows in (1, 16, 64):

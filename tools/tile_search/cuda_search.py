@@ -31,7 +31,8 @@ from vlora.atmm.cuda.choice import (
     shrink_cost,
 )
 from vlora.atmm.cuda.operator import DTYPES, Operator, table_path
-from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments
+from vlora.atmm.cuda.segments import DeviceSegments
+from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import LoraPair, Segment
 from vlora.atomic_file import replace_text
 

@@ -1,8 +1,9 @@
-"""Groups of weights by slot, which are packed once. Each call of the operator applies one group.
+"""Groups of LoRA weights. Each call of the operator applies one group.
 
 A group contains the projections that share an input (q, k, v or gate, up), so that one call reads
-the rows once. The CPU core packs the weights (csrc/atmm/README.md). The reference reads the
-unpacked pairs. This module knows no names, files or pools.
+the rows once. Within a group, an adapter has a number, its slot. The CPU core packs the weights of
+a slot once (csrc/atmm/README.md). The reference implementation reads the unpacked pairs. This
+module does not handle adapter names, files or memory pools.
 """
 
 from __future__ import annotations
@@ -15,9 +16,22 @@ from typing import Any
 import torch
 
 from vlora import backends, native
-from vlora.atmm.types import DTYPES, HeadMatrix, LoraPair, Segments
+from vlora.atmm.types import DTYPES, ON_GPU, HeadMatrix, LoraPair, Segments
 
-_versions = itertools.count()
+_versions = itertools.count(1)
+_latest = 0
+
+
+def latest_version() -> int:
+    """Return the version number of the most recent change of any group."""
+    return _latest
+
+
+def _publish(version: int) -> int:
+    """Set the latest version, and return it."""
+    global _latest
+    _latest = version
+    return version
 
 
 class LoraGroup:
@@ -25,19 +39,27 @@ class LoraGroup:
 
     `pairs[output][slot]` is None if that adapter does not target that projection. The group keeps
     the pairs alive. The compiled core allocates the packed copies, unless `put` gives it memory for
-    them. A slot may be set and cleared while calls run: each call uses the weights that it found at
-    its start.
+    them. A slot may be set and cleared while calls run. Each call uses the weights that were set
+    when it started.
 
+    device_type: torch's type of the device whose rows the group is applied to. The CPU's compiled
+        core packs the weights only for the CPU.
     dtype: dtype of rows, weights and outputs. Pairs may also be fp32, and are then rounded when
         they are used, so that their owner needs no second copy.
     """
 
     def __init__(
-        self, d_in: int, d_outs: Sequence[int], dtype: torch.dtype = torch.float32
+        self,
+        d_in: int,
+        d_outs: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device_type: str = "cpu",
     ) -> None:
-        if dtype not in DTYPES:
+        self._device_type = device_type
+        if dtype not in DTYPES and (self._is_packed or dtype not in ON_GPU):
             raise ValueError(
-                f"dtype {dtype} is not supported; ATMM serves {', '.join(DTYPES.values())}"
+                f"dtype {dtype} is not supported; ATMM serves {', '.join(DTYPES.values())}, and"
+                " fp16 on a GPU"
             )
         self.d_in = d_in
         self.d_outs = tuple(d_outs)
@@ -45,9 +67,18 @@ class LoraGroup:
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
         self.versions: list[int] = []
-        """Number of each slot's content, which changes with it."""
+        """Version number of each slot's content. Every change sets a new number."""
+        self.version = 0
+        """Version number of the most recent change of any slot."""
+        self.ever_used = False
+        """True once any slot has had a pair in this group."""
         self._idle: set[int] = set()
         """Slots without any pair in this group."""
+
+    @property
+    def _is_packed(self) -> bool:
+        """True if the compiled core packs the group's weights."""
+        return self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
 
     def __len__(self) -> int:
         """Return the number of slots."""
@@ -80,7 +111,7 @@ class LoraGroup:
 
         ranks: rank for each output, 0 for a projection that the adapter does not target.
         """
-        if backends.backend_of("atmm") == "cpu":
+        if self._is_packed:
             return int(self.native.slot_bytes(list(ranks)))
         needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, ranks, strict=True))
         return -(-needed * self.dtype.itemsize // 64) * 64
@@ -98,7 +129,8 @@ class LoraGroup:
             the caller and must live until the slot is cleared. If None, the compiled core allocates
             memory.
 
-        Raises ValueError for any other slot, and for a pair that does not fit its projection.
+        Raises ValueError for a slot after the next one, and for a pair that does not fit its
+        projection.
         """
         if not 0 <= slot <= len(self):
             raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
@@ -106,23 +138,31 @@ class LoraGroup:
             if pair is not None:
                 self._check(slot, output, pair, d_out)
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
-        if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
-            # Otherwise the first forward pass would pack the weights.
+        if "native" in self.__dict__ or (on_cpu and self._is_packed):
+            # Pack the weights now. Otherwise the first forward pass would pack them.
             _set_slot(self.native, slot, map(self.rounded, pairs), into)
         for column, pair in zip(self.pairs, pairs, strict=True):
             column[slot : slot + 1] = [pair]
-        self.versions[slot : slot + 1] = [next(_versions)]
         if all(pair is None for pair in pairs):
             self._idle.add(slot)
         else:
             self._idle.discard(slot)
+            self.ever_used = True
+        self.versions[slot : slot + 1] = [next(_versions)]
+        self.version = _publish(self.versions[slot])
 
     def rounded(self, pair: LoraPair | None) -> LoraPair | None:
         """Return a pair in the group's dtype, without a copy if it already has this dtype."""
         return None if pair is None else LoraPair(*(factor.to(self.dtype) for factor in pair))
 
     def has(self, segments: Segments) -> bool:
-        """Return whether any of the segments uses a pair in this group."""
+        """Return whether any of the segments uses a pair in this group.
+
+        Captured segments may be replayed with any slot, so they use every group that has had a
+        pair.
+        """
+        if segments.captured:
+            return self.ever_used
         return not segments.slots <= self._idle
 
     def clear(self, slot: int) -> None:
@@ -161,7 +201,7 @@ def _set_slot(
     pairs: Iterable[LoraPair | None],
     into: tuple[int, int] | None = None,
 ) -> None:
-    alive = list(pairs)  # They must live until they have been packed.
+    alive = list(pairs)  # This keeps the tensors alive until they are packed.
     group.set_slot(slot, [None if pair is None else factors(*pair) for pair in alive], into)
 
 
@@ -171,11 +211,18 @@ class HeadGroup:
     Each head may have a different number of classes.
     """
 
-    def __init__(self, d_in: int) -> None:
+    def __init__(self, d_in: int, device_type: str = "cpu") -> None:
+        """Create a group without heads.
+
+        device_type: as in `LoraGroup`.
+        """
         self.d_in = d_in
+        self._device_type = device_type
         self.heads: list[HeadMatrix | None] = []
         self.versions: list[int] = []
-        """Number of each slot's content, which changes with it."""
+        """Version number of each slot's content. Every change sets a new number."""
+        self.version = 0
+        """Version number of the most recent change of any slot."""
 
     def __len__(self) -> int:
         return len(self.heads)
@@ -191,9 +238,10 @@ class HeadGroup:
         return len(self) - 1
 
     def put(self, slot: int, head: HeadMatrix | None) -> None:
-        """Set the head of an existing slot or the next one; None for an adapter without a head.
+        """Set the head of an existing slot or the next one. `head` is None for an adapter without a
+        head.
 
-        Raises ValueError for any other slot, and for a head that does not fit.
+        Raises ValueError for a slot after the next one, and for a head that does not fit.
         """
         if not 0 <= slot <= len(self):
             raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
@@ -208,10 +256,12 @@ class HeadGroup:
                 f" bias {tuple(head.bias.shape)} does not fit fp32 inputs of {self.d_in}"
             )
         on_cpu = head is not None and head.weight.is_cpu
-        if "native" in self.__dict__ or (on_cpu and backends.backend_of("atmm") == "cpu"):
+        packed = self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
+        if "native" in self.__dict__ or (on_cpu and packed):
             _set_head(self.native, slot, head)
         self.heads[slot : slot + 1] = [head]
         self.versions[slot : slot + 1] = [next(_versions)]
+        self.version = _publish(self.versions[slot])
 
     @cached_property
     def native(self) -> Any:
@@ -226,7 +276,7 @@ def _set_head(group: Any, slot: int, head: HeadMatrix | None) -> None:
     if head is None:
         group.set_head(slot, None)
         return
-    bias = head.bias.float()  # It must live until it has been copied.
+    bias = head.bias.float()  # This keeps the tensor alive until it is copied.
     group.set_head(slot, factors(head.weight, bias[None]))
 
 

@@ -1,13 +1,14 @@
 """The LoRA operator (ATMM in the paper). Only this module dispatches to its implementations.
 
 The backends are "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch).
-The default follows the device of the tensors and is chosen once (`vlora.backends`). Every function
-takes `backend`, which overrides the default for one call.
+The default depends on the device of the tensors and is chosen once per process (`vlora.backends`).
+Every function takes `backend`, which overrides the default for one call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -15,9 +16,17 @@ import torch
 from vlora import backends, native
 from vlora.atmm import reference
 from vlora.atmm.cuda import operator
-from vlora.atmm.cuda.tables import DeviceSegments
-from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import DTYPES, Merges, MergeUpdate, Segment, Segments
+from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, bounds_of
+from vlora.atmm.groups import HeadGroup, LoraGroup, latest_version
+from vlora.atmm.types import (
+    DTYPES,
+    ON_GPU,
+    CapturedSegments,
+    Merges,
+    MergeUpdate,
+    Segment,
+    Segments,
+)
 from vlora.backends import Backend
 
 Epilogue = Callable[[int, int, int, int, int], None]
@@ -46,11 +55,12 @@ def apply(
 
     Rows without a segment are unchanged. A pair that is None is skipped, since the adapter does not
     target that matrix. Ranks may differ. A value that is not finite affects only the rows of its
-    segment. Segments may overlap (own and −live).
+    segment. Segments may overlap: in mixture mode, a row's own adapter is added to it and the
+    merged adapter is subtracted.
 
     Sums are computed in fp32, and y is rounded only to its own type. If the CPU has instructions
-    for pairs of bf16 (AVX-512 or AMX), fp32 values of x and x Aᵀ are rounded to bf16 for them. On
-    CUDA they are rounded as well, and so is the term that is added to y.
+    for pairs of bf16 (AVX-512 or AMX), fp32 values of x and x Aᵀ are rounded to bf16 for these
+    instructions. On CUDA, x, x Aᵀ and the term that is added to y are rounded to the group's dtype.
 
     y: [T, sum of d_out]; x: [T, d_in]. Both are of the group's dtype, or both fp32. Rows may be
         strided, columns must be contiguous.
@@ -101,9 +111,11 @@ def apply(
 
 
 class StepSegments:
-    """Lists of segments of a step whose copies on a device are part of the step's upload.
+    """Segment lists of a step, which are copied to the device together with the step's other
+    inputs.
 
-    Equal lists should be one object. On the CPU, nothing is copied.
+    Each list object is copied once, so equal lists should be the same object. On the CPU, nothing
+    is copied.
     """
 
     def __init__(self, lists: Iterable[Segments], device: torch.device) -> None:
@@ -120,23 +132,81 @@ class StepSegments:
         return [arranged.tensor for _, arranged in self._arranged]
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Set the copies of `inputs` on the device. Calls with these lists then read them."""
+        """Register the copies of `inputs` on the device for later calls with these lists."""
         if self._operator is not None:
             for (segments, arranged), tensor in zip(self._arranged, uploaded, strict=True):
                 self._operator.place(segments, arranged, tensor)
 
 
+@dataclass(frozen=True)
+class BoundedSegments:
+    """Segments of a call that a graph captures or replays.
+
+    bounds: bounds for which a call must be captured, to be replayed with the segments.
+    tensor: the segments in host memory, as the call reads them on the device.
+    """
+
+    segments: Segments
+    bounds: SegmentBounds
+    tensor: torch.Tensor
+
+    def captured(self, on_device: torch.Tensor) -> CapturedSegments:
+        """Return the segments for the call to capture, which reads them at `on_device`."""
+        segments = CapturedSegments(self.segments)
+        segments.prepared[operator.current()] = self.bounds.on(on_device)
+        return segments
+
+
+@dataclass
+class GroupLayout:
+    """Properties of groups that a captured call of the operator contains.
+
+    version: latest version of any group when this was compared with the groups.
+    parts: addresses of the tables of each group, maximum rank, and whether it was ever used.
+    """
+
+    version: int
+    parts: tuple[object, ...]
+
+
+def captures(device: torch.device) -> bool:
+    """Return whether a graph can capture calls of the operator on this device."""
+    return backends.backend_of("atmm", device.type, operator.current) == "cuda"
+
+
+def bounded(segments: Segments) -> BoundedSegments:
+    """Return segments with the bounds of a captured call that can be replayed with them."""
+    return BoundedSegments(segments, *bounds_of(operator.current().library, segments))
+
+
+def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> GroupLayout:
+    """Copy what has changed in the groups to the device, and return their layout.
+
+    Returns `known` itself if it is still valid. Otherwise, graphs that were captured before and
+    that apply these groups must not be replayed.
+    """
+    version = latest_version()
+    if known is not None and known.version == version:
+        return known
+    on_device = operator.current()
+    parts = tuple((on_device.group(group).layout, group.ever_used) for group in groups)
+    if known is not None and known.parts == parts:
+        known.version = version
+        return known
+    return GroupLayout(version, parts)
+
+
 def bind_epilogue(
     segments: Sequence[Segment], group: LoraGroup, x: torch.Tensor
 ) -> Epilogue | None:
-    """Return a function that does what `apply` does to the product of x, as the epilogue of a
-    `Matrix`.
+    """Return the epilogue of a `Matrix` that does what `apply` does to the product of x.
 
-    It is called when the product is complete. Returns None if the backend has no epilogue, as only
-    the compiled CPU backend has one. The caller then calls `apply` after the product.
+    The `Matrix` calls it when the product is complete. Only the compiled CPU backend has epilogues.
+    For any other backend, the result is None, and the caller calls `apply` after the product.
 
-    The epilogue does not check its fp32 rows again, which the product has checked: for one row of a
-    small adapter, the checks of `apply` would take longer than its work.
+    The epilogue takes fp32 rows, which the product has already checked, and does not check them
+    again. For one row of a small adapter, the checks of `apply` would take longer than its
+    arithmetic.
     """
     if _backend_for(x) != "cpu":
         return None
@@ -235,12 +305,13 @@ def merge(
             f"out {tuple(out.shape)} {out.dtype} and base {tuple(base.shape)} {base.dtype} must be"
             " vectors of the same length and type"
         )
-    if out.dtype not in DTYPES or not (out.is_contiguous() and base.is_contiguous()):
-        raise ValueError(f"slabs must be contiguous {' or '.join(DTYPES.values())}")
+    chosen = backend or _backend_for(out)
+    served = DTYPES if chosen == "cpu" else ON_GPU
+    if out.dtype not in served or not (out.is_contiguous() and base.is_contiguous()):
+        raise ValueError(f"slabs are {out.dtype}; they must be contiguous, of {list(served)}")
     merges = Merges.of(updates)
     if merges.end > base.shape[0]:
         raise ValueError(f"updates up to {merges.end} do not fit a slab of {base.shape[0]}")
-    chosen = backend or _backend_for(out)
     if chosen == "reference":
         reference.merge(out, base, merges, sign)
         return

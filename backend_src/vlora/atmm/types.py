@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -13,6 +13,9 @@ from vlora import native
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 """Types in which adapters are stored, with their names in tables and configurations."""
+
+ON_GPU = (*DTYPES, torch.float16)
+"""Types in which adapters are stored on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,9 @@ class Segments(tuple[Segment, ...]):
     Functions also accept any other sequence of segments, and convert it at each call.
     """
 
+    captured: ClassVar[bool] = False
+    """True if a captured graph reads the segments, and will be replayed with others."""
+
     @cached_property
     def native(self) -> Any:
         """Segments in the form that the compiled core takes."""
@@ -54,6 +60,16 @@ class Segments(tuple[Segment, ...]):
     @classmethod
     def of(cls, segments: Sequence[Segment]) -> Segments:
         return segments if isinstance(segments, cls) else cls(segments)
+
+
+class CapturedSegments(Segments):
+    """Segments of a call that is captured in a graph.
+
+    The object lists the segments of the captured step. A replay reads its own segments from device
+    memory.
+    """
+
+    captured = True
 
 
 class LoraPair(NamedTuple):
@@ -116,8 +132,9 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def end(self) -> int:
-        """Number of elements that the slab must have. Raises ValueError for an invalid update or
-        part.
+        """Minimum number of elements of the slab.
+
+        Raises ValueError for an invalid update or part.
         """
         ends = [0]
         for offset, (a, b) in self:

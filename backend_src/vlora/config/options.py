@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Final, Literal
 
 MODEL_VARIABLE = "VLORA_MODEL"
-"""Environment variables that override the folders in `model.json`; `vlora serve` sets them."""
+"""Environment variable that overrides `model` in `model.json`. `vlora serve --model` sets it."""
 ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
-"""Environment variables with which `vlora serve --model/--adapters` overrides `model.json`."""
+"""Environment variable that overrides `adapters` in `model.json`. `vlora serve --adapters` sets it.
+"""
 
 AUTO: Final = "auto"
-DTYPES = ("float32", "bfloat16", AUTO)
+DTYPES = ("float32", "bfloat16", "float16", AUTO)
 DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
 """Pattern of the valid values of `device`."""
 
@@ -51,24 +52,27 @@ class Limits:
     """
 
     max_image_megapixels: float = 40.0
-    """Maximum size of one image or frame."""
+    """Maximum size of one image or frame in megapixels."""
 
     max_request_megapixels: float = 640.0
-    """Maximum size of all images and frames of a request; a decoded pixel takes 3 bytes."""
+    """Maximum size of all images and frames of a request in megapixels. A decoded pixel takes 3
+    bytes.
+    """
 
     max_batch_megapixels: float = 160.0
-    """Maximum size of the decoded images of several requests that the encoder holds at the same
-    time.
+    """Maximum size in megapixels of the decoded images of several requests that the encoder holds
+    at the same time.
 
-    A larger batch is encoded in parts. The images of the request that is being decoded are not
-    counted. So the encoder's memory is limited by the sum of this limit and
+    A larger batch is encoded in parts. The limit does not count the images of the request that is
+    being decoded. So the encoder's decoded images have at most the sum of this limit and
     `max_request_megapixels`.
     """
 
     max_aspect_ratio: float = 200.0
     """Maximum ratio of an image's longer edge to its shorter edge; the default is that of Qwen-VL.
 
-    A processor that scales the shorter edge to a fixed length would make a long strip huge.
+    Without this limit, a processor that scales the shorter edge to a fixed length would make a huge
+    image of a long strip.
     """
 
     max_image_bytes: int = 64 * 1024 * 1024
@@ -132,8 +136,9 @@ class Options:
     """Folder of the adapters. A relative path starts at the folder of `model.json`."""
 
     dtype: str = "float32"
-    """Storage type of weights, KV and the vision tower: "float32", "bfloat16" or "auto".
+    """Storage type of weights, KV and the vision tower: "float32", "bfloat16", "float16" or "auto".
 
+    "float16" needs a GPU; the vision tower then stays in float32, whose range it may need.
     "auto" is bfloat16 for a checkpoint that is stored in bfloat16, else float32. Sums, norms,
     softmax, logits and sampling always use float32.
     """
@@ -144,6 +149,15 @@ class Options:
     "auto" is the first GPU that can be used, else the CPU. No GPU has run the engine yet.
     Quantized weights need the CPU.
     """
+
+    engine_memory_share: float = 0.8
+    """Maximum share of a GPU's memory that the engine may take."""
+
+    encoder_memory_share: float = 0.15
+    """Maximum share of a GPU's memory that the encoder may take."""
+
+    enforce_eager: bool = False
+    """True to launch each kernel of a decoding step by itself on a GPU, without CUDA graphs."""
 
     quantization: str | None = None
     """Type to which the decoder's linear layers are quantized at load: "int8" or "int4".
@@ -184,12 +198,12 @@ class Options:
     """
 
     theta_factor: float = 4.0
-    """Multiple of the median wait that the credit of a starved request also exceeds,
-    for "credit".
+    """Multiple of the median wait which the credit of a request must also reach to count as
+    starved, for "credit".
     """
 
     max_wait_seconds: float = 30.0
-    """Seconds of waiting after which a request goes before all others."""
+    """Seconds of waiting after which a request is scheduled before all others."""
 
     deterministic: bool = False
     """True to merge no adapters.
@@ -234,7 +248,7 @@ class Options:
     adapter_host_bytes: int = 4 * 1024**3
     """Maximum size in bytes of adapters in host memory, in float32.
 
-    Adapters in use are kept even if they exceed it.
+    Adapters in use stay in host memory even if they exceed this size.
     """
 
     enable_prefix_caching: bool = True

@@ -14,15 +14,17 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "trust_remote_code": (False,),
     "tensor_parallel_size": (1,),
     "pipeline_parallel_size": (1,),
-    "enforce_eager": (True, False),
     "disable_log_requests": (True, False),
     "enable_log_requests": (True, False),
     "enable_chunked_prefill": (True,),
 }
-"""Keys of vLLM without an equivalent here, with the values that describe what this server does."""
+"""Keys of vLLM without an equivalent here. Only the listed values are accepted, because they
+describe what this server does.
+"""
 
 NO_EFFECT: dict[str, str] = {
-    "gpu_memory_utilization": "the size of the page pool is 'kv_cache_tokens'",
+    "gpu_memory_utilization": "the size of the page pool is 'kv_cache_tokens', and the share of a"
+    " GPU's memory is 'engine_memory_share'",
     "max_loras": "the number of resident adapters is limited by 'adapter_pool_bytes'",
     "max_lora_rank": "each adapter has its own rank, without padding",
 }

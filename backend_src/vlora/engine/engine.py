@@ -30,8 +30,7 @@ log = logging.getLogger(__name__)
 class Engine:
     """A model with its adapters and its page pool.
 
-    `prepare`, `discard` and `stats` may be called from any thread. Everything else belongs to one
-    thread, the engine's.
+    Any thread may call `prepare`, `discard` and `stats`. One thread calls all other methods.
     """
 
     def __init__(
@@ -105,8 +104,7 @@ class Engine:
 
         arrival: time of arrival in seconds.
 
-        Returns the last outputs of the waiting requests that this request supersedes: older ones of
-        its stream.
+        Returns the last outputs of superseded requests: older waiting ones of the same stream.
         """
         sequence = state.sequence
         if self._requests.get(sequence.id) is not None:
@@ -190,12 +188,12 @@ class Engine:
             return ended
         try:
             started += self._switch(plan.live)
-            result, forward_seconds = self._forward(plan)
+            result, rows, forward_seconds = self._forward(plan)
         except Exception:
             log.exception("a step failed; its requests are ended")
             return ended + self._fail(plan)
-        outputs, waited = self._update(plan, result)
-        self._record(plan, started, forward_seconds + waited)
+        outputs = self._update(plan, result, rows)
+        self._record(plan, started, forward_seconds + rows.waited, learn=not result.captured)
         return ended + outputs
 
     def _load_adapters(self, now: float) -> list[Output]:
@@ -219,27 +217,27 @@ class Engine:
         self._statistics.count(switches=1, merges=merges, switch_seconds=seconds)
         return seconds
 
-    def _forward(self, plan: StepPlan) -> tuple[StepResult, float]:
-        """Compute the forward pass of a plan; return its result and the seconds it took."""
+    def _forward(self, plan: StepPlan) -> tuple[StepResult, StepRows, float]:
+        """Compute the forward pass of a plan; return its result, the rows whose tokens are to be
+        drawn, and the seconds it took.
+        """
         started, mode = self._clock(), plan.mode
         for chunk in plan.chunks:
             state = self._requests[chunk.sequence_id]
             state.scheduled(mode, started)
             self._held_rows.begin(state)
-        result = self._runner.forward(plan.chunks)
+        drawing = [self._requests[chunk.sequence_id] for chunk in plan.sampled]
+        rows = StepRows(drawing, self.config.vocabulary, self.slab.device)
+        result = self._runner.forward(plan.chunks, rows)
         seconds = self._clock() - started
         self._statistics.count_mode(mode, seconds)
-        return result, seconds
+        return result, rows, seconds
 
-    def _update(self, plan: StepPlan, result: StepResult) -> tuple[list[Output], float]:
-        """Advance the sequences, draw tokens, and end complete requests.
-
-        Returns the outputs, and the seconds for which the step has waited for the device."""
+    def _update(self, plan: StepPlan, result: StepResult, drawn: StepRows) -> list[Output]:
+        """Advance the sequences, receive their tokens, and end complete requests."""
         now = self._clock()
-        sampled = (chunk for chunk in plan.chunks if chunk.completes and not chunk.use_head)
-        drawing = [self._requests[chunk.sequence_id] for chunk in sampled]
-        drawn = StepRows(result.logits, drawing, self.slab.device)
-        self._held_rows.wait_for(drawing)
+        drawn.draw(result.logits)
+        self._held_rows.wait_for(drawn.states)
         rows, heads = iter(drawn.get()), iter(result.heads)
         outputs: list[Output] = []
         for chunk in plan.chunks:
@@ -257,10 +255,10 @@ class Engine:
                 answer = partial(state.drawn, row, now)
             outputs.append(self._answer(state, answer, now))
         self._statistics.count_step(plan, outputs)
-        return outputs, drawn.waited
+        return outputs
 
     def _answer(self, state: RequestState, answer: Callable[[], Output], now: float) -> Output:
-        """Return the output of one row, and forget the request if this is its last output."""
+        """Return the output of one row, and remove the request if this is its last output."""
         output = _row_output(state, answer, now)
         if output.finished:
             self._forget(state)
@@ -276,20 +274,21 @@ class Engine:
             self._statistics.count_outputs(outputs)
         return outputs
 
-    def _record(self, plan: StepPlan, started: float, forward_seconds: float) -> None:
-        """Record the time of a step since `started`, split into its forward pass and the rest.
+    def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
+        """Record the duration of a step.
 
-        An uncalibrated model under a policy without costs is not corrected, because nothing reads
-        its predictions.
+        started: time at which the step began.
+        seconds: duration of its forward pass. The rest of the step is overhead.
+        learn: whether the cost model may learn from the step.
         """
         now = self._clock()
         if not self.idle:
             self._busy_since = now
-        overhead = now - started - forward_seconds
+        overhead = now - started - seconds
         predicted = 0.0
-        if self.scheduler.policy.uses_costs or self.costs.calibrated:
-            predicted = self.costs.record(plan.parts, plan.live, forward_seconds, overhead)
-        self._statistics.count(step_seconds=forward_seconds + overhead, predicted_seconds=predicted)
+        if learn and (self.scheduler.policy.uses_costs or self.costs.calibrated):
+            predicted = self.costs.record(plan.parts, plan.live, seconds, overhead)
+        self._statistics.count(step_seconds=seconds + overhead, predicted_seconds=predicted)
 
     def _fail(self, plan: StepPlan) -> list[Output]:
         """End all requests of a step that failed."""

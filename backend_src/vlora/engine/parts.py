@@ -15,6 +15,7 @@ from vlora.engine.admission import Admission
 from vlora.engine.calibration import AdapterSizes
 from vlora.engine.checks import served_context
 from vlora.engine.cost import CostModel, guess
+from vlora.engine.device_memory import require_engine_memory
 from vlora.engine.memory import EngineMemory
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
@@ -24,13 +25,16 @@ from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import WeightSlab
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.memory.device import HOST, Device, open_device
+from vlora.memory.device import HOST, Device, open_device, require_dtype
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape, load_weights
-from vlora.model.runner import Runner
+from vlora.model.runner import Runner, StepSizes
 
 log = logging.getLogger(__name__)
+
+NEVER_MERGES = "unmerge_only"
+"""Policy that merges no adapter."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +79,15 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     merge_is_lossy = dtype != torch.float32
     quantization = quantization_of(options, config)
     device = engine_device(options, quantized=quantization is not None)
+    require_dtype(device, dtype)
+    require_engine_memory(options, adapter_names, device)
     weights = load_weights(options.model, config, dtype, quantization, device)
     adapters = AdapterStore(
         adapter_shape(options.model, config, weights.lm_head),
         options.limits.max_adapter_bytes,
         dtype,
         options.adapter_host_bytes,
+        device.torch_device.type,
     )
     adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
     finder = FolderFinder(options.adapters, adapter_names)
@@ -89,7 +96,9 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters, max_model_len, device)
     switcher = Switcher(weights.slab, adapters, options.merging)
-    runner = Runner(config, weights, adapters, switcher, memory.kv_cache)
+    sizes_of_steps = StepSizes(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
+    graph_sizes = None if options.enforce_eager else sizes_of_steps
+    runner = Runner(config, weights, adapters, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
     _limit_merging(options, switcher, memory, device)
     sizes = AdapterSizes(adapters)
@@ -132,13 +141,14 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
 
 
 def engine_device(options: Options, *, quantized: bool = False) -> Device:
-    """Return the device of the options.
+    """Return the device that the option `device` selects.
 
-    quantized: whether the decoder's weights are quantized.
+    quantized: whether the decoder's weights are quantized. For these, "auto" selects the CPU.
 
-    Raises InvalidArgument if it cannot be used, or could not serve what the options ask for.
+    Raises InvalidArgument if the option names a GPU that cannot be used, or any GPU if the weights
+    are quantized.
     """
-    device = open_device(options.device)
+    device = open_device(options.device, options.engine_memory_share)
     if quantized and device is not HOST:
         reason = "quantized weights are only served on the CPU so far"
         if options.device != AUTO:
@@ -153,15 +163,17 @@ def _limit_merging(
     options: Options, switcher: Switcher, memory: EngineMemory, device: Device
 ) -> None:
     """Set the limit of memory for merged weights. Log a warning if it is too small for any
-    adapter.
+    adapter. If the device commits memory at once, allocate the merged weights now.
     """
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:
-        # The system counts the pages as available memory until they are first written.
-        switcher.memory = max(0, left - memory.kv_cache.cache.nbytes)
+        pages = memory.kv_cache.cache.nbytes if device.commits_lazily else 0
+        switcher.memory = max(0, left - pages)
     if options.merging != "off" and (reason := switcher.refusal_of_all()) is not None:
         # Quantized weights cannot be merged, so this is not a mistake in the options.
         if isinstance(switcher.stored, QuantizedSlab):
             log.info("no adapter is merged: %s", reason)
         else:
             log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)
+    elif not device.commits_lazily and options.policy != NEVER_MERGES:
+        switcher.reserve()

@@ -34,7 +34,7 @@ class StepPlan:
     chunks: one for each sequence in the step, in the order of `ids.order_of`.
     preempted: ids of the sequences that lost their pages to others.
     live: slot of the adapter that is merged into the active weights, or BASE.
-    cached: number of tokens that the sequences which begin in this step took from the prefix cache.
+    cached: number of tokens taken from the prefix cache by the sequences that begin in this step.
     """
 
     chunks: tuple[Chunk, ...]
@@ -53,6 +53,11 @@ class StepPlan:
     def parts(self) -> list[Part]:
         """The chunks in the form that the cost model takes."""
         return [Part(c.slot, c.length, c.start, c.completes) for c in self.chunks]
+
+    @property
+    def sampled(self) -> list[Chunk]:
+        """The chunks for which a token is drawn, in the order of their rows of logits."""
+        return [chunk for chunk in self.chunks if chunk.completes and not chunk.use_head]
 
     @property
     def rows(self) -> int:

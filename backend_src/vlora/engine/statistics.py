@@ -53,7 +53,7 @@ class EngineStatistics:
         )
 
     def count_mode(self, mode: Mode, seconds: float) -> None:
-        """Count a forward pass in this mode."""
+        """Count a forward pass in this mode, which took this many seconds."""
         self._mode = mode.value
         self._mode_steps[mode.value] += 1
         self._mode_seconds[mode.value] += seconds
@@ -65,6 +65,7 @@ class EngineStatistics:
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         credits = sorted((scheduler.choice.credits or {}).values())
         tiers, structured = adapters.counters, grammars.counters
+        graphs = self._parts.runner.graphs
         return EngineStats(
             **self._constants,
             **dict(self._totals),
@@ -74,6 +75,10 @@ class EngineStatistics:
             paused=scheduler.paused,
             highest_credit=credits[-1] if credits else 0.0,
             median_credit=credits[len(credits) // 2] if credits else 0.0,
+            graphs_captured=graphs.captured,
+            graphs_replayed=graphs.replayed,
+            graph_seconds=graphs.seconds,
+            graph_bytes=graphs.nbytes,
             running=len(running),
             waiting=len(waiting),
             prediction_error=self._parts.costs.median_error,

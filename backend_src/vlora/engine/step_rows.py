@@ -1,4 +1,4 @@
-"""The drawing of a step's tokens, which a GPU does while the engine goes on."""
+"""Drawing of a step's tokens. On a GPU, the draws run while the engine continues."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vlora import backends
 from vlora.engine.request_state import LogitsRow, RequestState
 from vlora.kernels import ops
 from vlora.memory.device import Device
-from vlora.model.draws_gpu import draw_on_gpu
+from vlora.model.draws_gpu import draw_parameters, draw_placed
 from vlora.model.sampler import MASKED, draw_rows
 
 log = logging.getLogger(__name__)
@@ -22,32 +22,45 @@ class StepRows:
 
     Tokens are drawn for all batchable samplers together. On a GPU, the tokens of all requests
     without a structure are drawn and copied to host memory asynchronously, before the masks of
-    structured requests are known.
+    structured requests are known. The parameters of their draws are part of the step's upload.
     """
 
-    def __init__(
-        self, logits: torch.Tensor, states: Sequence[RequestState], device: Device
-    ) -> None:
-        """Start to draw.
+    def __init__(self, states: Sequence[RequestState], vocabulary: int, device: Device) -> None:
+        """Collect the parameters of the draws, before the forward pass.
 
-        logits: [rows, vocabulary] float32, one row per request of `states`. Rows of structured
-            requests whose mask is ready are masked in place by `get`.
+        states: request of each row, in the order of the rows of logits.
+        vocabulary: number of logits of a row.
         """
-        self._logits, self._states = logits, states
+        self.states, self._device = states, device
         self._early: list[int] = []
         """Rows whose tokens are drawn before it is known whether their logits are finite."""
-        columns = list(ops.argmax(logits))
-        if backends.backend_of("kernels", logits.device.type) == "gpu":
-            width = logits.shape[1]
+        self.inputs: list[torch.Tensor] = []
+        """Parameters of the draws, in host memory."""
+        if backends.backend_of("kernels", device.torch_device.type) == "gpu":
             early = [
-                (row, *state.sampler.parameters(state.sequence.known, width))
+                (row, *state.sampler.parameters(state.sequence.known, vocabulary))
                 for row, state in enumerate(states)
                 if state.sampler.batchable and not state.sampler.greedy and state.matcher is None
             ]
-            if early:
-                columns.append(draw_on_gpu(logits, early))
             self._early = [row for row, *_ in early]
-        self._readback = device.read_back(columns)
+            self.inputs = draw_parameters(early)
+        self._parameters: Sequence[torch.Tensor] = ()
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Store the copies of `inputs` that were made on the device."""
+        self._parameters = uploaded
+
+    def draw(self, logits: torch.Tensor) -> None:
+        """Start to draw the tokens of all rows.
+
+        logits: [rows, vocabulary] float32. Rows of structured requests whose mask is ready are
+            masked in place by `get`.
+        """
+        self._logits = logits
+        columns = list(ops.argmax(logits))
+        if self._early:
+            columns.append(draw_placed(logits, self._parameters))
+        self._readback = self._device.read_back(columns)
 
     @property
     def waited(self) -> float:
@@ -57,15 +70,16 @@ class StepRows:
     def get(self) -> list[LogitsRow]:
         """Return the rows with their tokens, in the order of the requests.
 
-        If drawing together fails, each request's own sampler draws later. The same holds for
-        structured requests whose mask is not ready.
+        A row has logits instead of a token if its request's own sampler must draw the token later.
+        This is the case if the sampler is not batchable, if the mask of a structured request is not
+        ready, or if drawing the rows together failed.
         """
         largest, all_finite, *early = (column.tolist() for column in self._readback.get())
         drawn = dict(zip(self._early, *early, strict=True)) if early else {}
         logits = self._logits
-        tokens: list[int | None] = [None] * len(self._states)
+        tokens: list[int | None] = [None] * len(self.states)
         together = []
-        for row, (state, token) in enumerate(zip(self._states, largest, strict=True)):
+        for row, (state, token) in enumerate(zip(self.states, largest, strict=True)):
             sampler, matcher = state.sampler, state.matcher
             if not (all_finite[row] and sampler.batchable):
                 continue

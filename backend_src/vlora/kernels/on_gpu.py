@@ -1,8 +1,9 @@
 """The step's operations on a GPU: products by torch, and the kernels of `vlora.kernels.gpu`.
 
 Each function computes what the function with the same name in `ops` or `norms` computes. But rows
-have the type of the weights here, and fp32 there. The residual stream, norm weights and logits are
-fp32. Arguments are checked only if the kernel would otherwise fail badly.
+have the dtype of the weights in this module, and are fp32 on the CPU. The residual stream, norm
+weights and logits are fp32. Arguments are checked only where a kernel would otherwise fail without
+a clear error.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def draws() -> Any:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return x weightᵀ + bias in the type of x, rounded once to that of the weight."""
+    """Return x weightᵀ + bias in the dtype of x, computed in the dtype of the weight."""
     rows = x.to(weight.dtype)
     bias = None if bias is None else bias.to(weight.dtype)
     if out is None or out.dtype != weight.dtype:
@@ -76,19 +77,16 @@ def embed(
 ) -> torch.Tensor:
     """Do what `ops.embed` does. The row of a token that is not in the table becomes NaN.
 
-    images: as in `ops.embed`, in host memory or on the device. The features of each image are
-        copied in one transfer.
+    images: as in `ops.embed`, but at most one range, which covers all rows and is on the device.
+
+    Raises ValueError for other ranges.
     """
     if out is None:
         out = torch.empty(len(tokens), table.shape[1], device=table.device)
     feature_rows = features = None
     if images:
-        numbers, parts, count = torch.full((len(tokens),), -1, dtype=torch.int32), [], 0
-        for first_row, of_rows, of_image in images:
-            shown = torch.where(of_rows >= 0, of_rows + count, -1)
-            numbers[first_row : first_row + len(of_rows)] = shown.int()
-            parts.append(of_image.to(table.device, non_blocking=True))
-            count += len(of_image)
-        feature_rows, features = numbers.to(table.device, non_blocking=True), torch.cat(parts)
+        ((first_row, feature_rows, features), *others) = images
+        if others or first_row or len(feature_rows) != len(tokens):
+            raise ValueError(f"{len(images)} ranges of images; a GPU needs one, of all rows")
     launches().embed(out, tokens, table, feature_rows, features)
     return out

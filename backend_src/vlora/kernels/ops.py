@@ -2,9 +2,9 @@
 
 Activations are fp32, except on a GPU (`on_gpu`). Weights are fp32 or bf16. The tensors' device
 decides the backend, unless `backend` overrides it for one call. Functions that return rows take
-`out`, a contiguous [T, width] fp32 tensor to write the result to. It must not overlap the inputs.
-If it is None, it is allocated.
-`norms.py` is the interface of the norms and `model/attention.py` that of attention.
+`out`, a contiguous [T, width] fp32 tensor to write the result to. `out` must not overlap the
+inputs. If `out` is None, the result is allocated. `norms.py` is the interface of the norms and
+`model/attention.py` that of attention.
 """
 
 from __future__ import annotations
@@ -29,20 +29,23 @@ stride in elements, and the number of rows.
 class Matrix:
     """A weight with its bias, which are checked once for all steps that use them.
 
-    weight: [d_out, d_in], contiguous, fp32 or bf16.
+    weight: [d_out, d_in], contiguous, fp32 or bf16, or fp16 on a GPU.
     bias: [d_out] fp32, or None.
 
     Raises ValueError for a wrong shape, type or layout.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        if weight.dim() != 2 or weight.dtype not in (torch.float32, torch.bfloat16):
+        for_gpu = backends.backend_of("kernels", weight.device.type) == "gpu"
+        served = (torch.float32, torch.bfloat16, *[torch.float16] * for_gpu)
+        if weight.dim() != 2 or weight.dtype not in served:
             raise ValueError(
-                f"weight {tuple(weight.shape)} {weight.dtype} must be a matrix of fp32 or bf16"
+                f"weight {tuple(weight.shape)} {weight.dtype} must be a matrix of fp32 or bf16,"
+                " or of fp16 on a GPU"
             )
         if not weight.is_contiguous():
             raise ValueError(f"weight with strides {weight.stride()} must be contiguous")
-        self._check_bias(bias, len(weight), None if weight.is_cpu else weight.dtype)
+        self._check_bias(bias, len(weight), weight.dtype if for_gpu else None)
         self.weight: Any = weight
         self.shape = (len(weight), weight.shape[1])
         self._bias = bias
@@ -192,7 +195,7 @@ def embed(
     out: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Return the embedding of each token, or the image feature that replaces it, [T, width] fp32.
+    """Return [T, width] fp32: the embedding of each token, or the image feature that replaces it.
 
     tokens: [T] int64.
     table: [vocabulary, width], contiguous, fp32 or bf16.

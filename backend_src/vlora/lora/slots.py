@@ -23,15 +23,17 @@ class Slots:
     use the slot.
     """
 
-    def __init__(self, model: ModelShape, dtype: torch.dtype) -> None:
+    def __init__(self, model: ModelShape, dtype: torch.dtype, device_type: str = "cpu") -> None:
         """Create the slots.
 
         dtype: dtype of the packed copies; host copies are fp32.
+        device_type: as in `LoraGroup`.
         """
         self._model = model
         self._dtype = dtype
+        self._device_type = device_type
         self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
-        self.heads = HeadGroup(model.hidden)
+        self.heads = HeadGroup(model.hidden, device_type)
         self._adapters: list[Adapter | None] = []
         self._released: set[int] = set()
 
@@ -42,7 +44,8 @@ class Slots:
         key = tuple(matrices)
         if key not in self._groups:
             shapes = [self._model.shape_of(matrix) for matrix in key]
-            group = LoraGroup(shapes[0][1], [d_out for d_out, _ in shapes], self._dtype)
+            d_outs = [d_out for d_out, _ in shapes]
+            group = LoraGroup(shapes[0][1], d_outs, self._dtype, self._device_type)
             for adapter in self._adapters:
                 pairs = {} if adapter is None else adapter.pairs
                 group.append([pairs.get(matrix) for matrix in key])

@@ -57,16 +57,18 @@ class AdapterStore:
         max_bytes: int = MAX_ADAPTER_BYTES,
         dtype: torch.dtype = torch.float32,
         host_bytes: int | None = None,
+        device_type: str = "cpu",
     ) -> None:
         """Create a store without adapters.
 
         max_bytes: maximum size of one adapter's weights in fp32.
         dtype: dtype of the packed copies.
         host_bytes: maximum size of the host copies that may be evicted; None for no limit.
+        device_type: torch's type of the device whose steps use the adapters.
         """
         self._names = AdapterNames()
         self._tiers = AdapterTiers(
-            model, dtype, host_bytes, lambda *evicted: self.on_evict(*evicted)
+            model, dtype, host_bytes, lambda *evicted: self.on_evict(*evicted), device_type
         )
         self._results = Results(lambda: self.on_change())
         self._loads = AdapterLoads(
@@ -75,19 +77,21 @@ class AdapterStore:
         self._reader = FolderReader(
             model,
             max_bytes,
-            # The terms are read in the opposite order of their changes. So the sum is never too
-            # large, even if another thread changes them meanwhile.
+            # The terms are read in the opposite order of their changes, so the sum is never too
+            # large even if another thread changes them at the same time.
             allowed_bytes=lambda: self._taken_bytes + self._tiers.host.free_bytes,
             report=lambda result: self._results.post(partial(self._apply_folder, result)),
             clock=lambda: self.clock(),
         )
         self._taken_bytes = 0
-        """Size of all weights that the folder reader has handed over so far."""
+        """Size in bytes of all weights that the engine's thread has received from the folder reader
+        so far.
+        """
         self.matrices: frozenset[MatrixId] = frozenset()
         """Matrices that any adapter seen so far changes. The set is replaced when it grows."""
         self.clock: Callable[[], float] = time.monotonic
         self.on_change: Callable[[], None] = lambda: None
-        """Called on another thread when that thread has posted a result to `apply`."""
+        """Called after a result for `apply` was posted, on the thread that posted the result."""
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
         """Called before a slot's adapter is evicted."""
 
@@ -120,16 +124,16 @@ class AdapterStore:
 
     @property
     def table(self) -> NameTable:
-        """Present meaning of all names: a handle or an error for each. Immutable."""
+        """Table that maps each name to its handle or its error. It is immutable."""
         return self._names.table
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the adapters that requests can use, in order."""
+        """Return the sorted names of the adapters that requests can use."""
         return self._names.table.names
 
     @property
     def broken(self) -> Mapping[str, InvalidArgument]:
-        """Errors of the adapters that exist but cannot be loaded, by name. Immutable."""
+        """Errors of the adapters that cannot be loaded, by name of the adapter. Immutable."""
         return self._names.table.broken
 
     def handle(self, name: str) -> AdapterHandle:
@@ -167,7 +171,7 @@ class AdapterStore:
 
     @property
     def stamps(self) -> Mapping[str, tuple[Path, Stamp]]:
-        """Folder and stamp of each name when it was last read. Immutable."""
+        """Folder of each adapter, and its stamp when it was last read. The mapping is immutable."""
         return self._reader.stamps
 
     # -- results of other threads ----------------------------------------------------------------
@@ -178,7 +182,7 @@ class AdapterStore:
         return self._results.pending
 
     def apply(self) -> None:
-        """Apply the results of reading folders, loading and packing that have been posted."""
+        """Apply the results that other threads have posted: of reading, loading and packing."""
         self._results.apply()
         self._tiers.drop_obsolete()
         self._names.publish()
@@ -216,7 +220,7 @@ class AdapterStore:
                 self._tiers.retire(self._names.remove(name))
 
     def _give_up(self, handle: AdapterHandle, error: InvalidArgument, transient: bool) -> None:
-        """Let a version's name stand for an error, unless it stands for another version by now."""
+        """Mark an adapter as broken, unless its name refers to a newer version by now."""
         if self._names.is_current(handle):
             log.warning("%s", error)
             self._tiers.retire(self._names.set_broken(handle.name, error))
@@ -226,8 +230,9 @@ class AdapterStore:
     # -- used by steps ---------------------------------------------------------------------------
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
-        """Return the group of these matrices, which share their input. The group has their A and B
-        by slot.
+        """Return the group of these matrices, which must share their input.
+
+        It holds A and B of every resident adapter, by slot.
         """
         return self._tiers.slots.group(matrices)
 
@@ -258,7 +263,7 @@ class AdapterStore:
 
     @property
     def host_bytes(self) -> int:
-        """Size of the host copies."""
+        """Size of the host copies in bytes."""
         return self._tiers.host.used_bytes
 
     @property

@@ -7,6 +7,7 @@ segments from `live`.
 
 from __future__ import annotations
 
+import logging
 import weakref
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -17,12 +18,15 @@ import torch
 
 from vlora.atmm import op
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
+from vlora.errors import OutOfMemory
 from vlora.ids import BASE, MatrixId
 from vlora.kernels.quantized import QuantizedWeight
 from vlora.lora.adapter import Adapter
 from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import GROUPS, WeightSlab
 from vlora.memory.hugepages import PAGE
+
+log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
@@ -46,10 +50,12 @@ class Active:
     live: slot of the merged adapter, or BASE.
     views: matrix of each layer and group, in the order of `WeightSlab.regions`. A matrix that the
         adapter does not change is a view of the base slab.
+    merged_groups: indices in `views` of the views of the merged slab.
     """
 
     live: int
     views: tuple[torch.Tensor | QuantizedWeight, ...]
+    merged_groups: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -69,12 +75,14 @@ class _Prepared:
 class Switcher:
     """Owner of the active weights, which `switch` changes.
 
-    Out of place, one call of the ATMM operator writes base + B·A of all layers to a second slab.
-    The base slab stays unchanged, so switching back to it is one assignment. Switching to the
-    adapter that the second slab still holds is also one assignment.
+    With `merging` = "out_of_place", one call of the ATMM operator writes base + B·A of all layers
+    to a second slab. The base slab stays unchanged, so switching back to the base is one
+    assignment. Switching to the adapter whose weights the second slab still holds is also one
+    assignment.
 
-    In place, which is the paper's way, no second slab is needed. But each merge changes the base
-    weights and must be undone, and they drift by the rounding of both operations.
+    With "in_place", the method of the paper, no second slab is needed. But each merge changes the
+    base weights and must be undone, and the rounding of merging and undoing makes the base weights
+    drift.
     """
 
     def __init__(
@@ -106,6 +114,19 @@ class Switcher:
         if merging != "in_place":
             slab.seal()
 
+    def reserve(self) -> None:
+        """Allocate the memory of merged weights now, if they are merged out of place.
+
+        If the device has too little memory, log a warning and never merge an adapter.
+        """
+        if self._merging != "out_of_place":
+            return
+        try:
+            self._merged = self._slab.reserve()
+        except OutOfMemory as error:
+            log.warning("no adapter is merged: %s", error)
+            self.memory = 0
+
     @property
     def live(self) -> int:
         """Slot of the adapter in the active weights, or BASE."""
@@ -115,14 +136,16 @@ class Switcher:
     def merged(self) -> int:
         """Slot whose merged weights exist in memory, active or not; BASE if there are none.
 
-        Out of place, a switch to this slot needs no merge.
+        If merging is out of place, a switch to this slot needs no merge.
         """
         return BASE if self._in_slab is None else self._in_slab.active.live
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes that merged weights take: whole huge pages of each group that a known adapter
-        changes.
+        """Bytes that merged weights take.
+
+        These are whole huge pages of each group that a known adapter changes. A device that commits
+        memory at once needs a whole slab.
         """
         if self._merging != "out_of_place" or isinstance(self.stored, QuantizedSlab):
             return 0
@@ -139,6 +162,8 @@ class Switcher:
         return self.stored
 
     def _bytes_of(self, matrices: Collection[MatrixId]) -> int:
+        if not self._slab.device.commits_lazily:
+            return self._slab.base.nbytes if matrices else 0
         size = self._slab.dtype.itemsize
         pages: set[int] = set()
         for index in _groups(matrices):
@@ -178,7 +203,8 @@ class Switcher:
         """Merge the adapter in `slot` into the active weights, or return to the base model for
         BASE.
 
-        If merging fails, the base weights stay active; in place, no weights are active then.
+        If merging out of place fails, the base weights stay active. If merging in place fails, no
+        weights are active.
 
         Raises ValueError if the switch is refused (see `refusal`).
         """
@@ -222,7 +248,7 @@ class Switcher:
         return prepared
 
     def forget(self, slot: int) -> None:
-        """Delete the prepared merge of a slot that another adapter is going to use.
+        """Delete the prepared merge of a slot that will be reused for another adapter.
 
         Raises ValueError if the slot is live.
         """
@@ -244,7 +270,7 @@ class Switcher:
 
     def _prepare(self, slot: int, adapter: Adapter) -> _Prepared:
         slab, updates, copied = self._slab, [], []
-        views = list(self._base.views)
+        views, merged_groups = list(self._base.views), set()
         for index in _groups(adapter.pairs):
             layer, group = divmod(index, len(GROUPS))
             for target in GROUPS[group]:
@@ -260,8 +286,10 @@ class Switcher:
                 if self._merged is None:
                     self._merged = slab.reserve()
                 views[index] = slab.regions[index].view(self._merged)
+                merged_groups.add(index)
         reference = weakref.ref(adapter, partial(self._forget, slot))
-        return _Prepared(reference, Merges(updates, copied), Active(slot, tuple(views)))
+        active = Active(slot, tuple(views), frozenset(merged_groups))
+        return _Prepared(reference, Merges(updates, copied), active)
 
 
 def _groups(matrices: Iterable[MatrixId]) -> list[int]:

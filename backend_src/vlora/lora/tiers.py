@@ -33,21 +33,23 @@ class AdapterTiers:
         dtype: torch.dtype,
         host_bytes: int | None,
         on_evict: Callable[[int, AdapterHandle], None],
+        device_type: str,
     ) -> None:
         """Create empty tiers without a pool.
 
         dtype: dtype of the packed copies. Host copies stay fp32, as merging needs them.
         host_bytes: maximum size of the host copies that may be evicted; None for no limit.
         on_evict: called with slot and handle before a resident adapter is evicted.
+        device_type: as in `LoraGroup`.
         """
         self.host = HostTier(host_bytes)
-        self.slots = Slots(model, dtype)
+        self.slots = Slots(model, dtype, device_type)
         self.residents = Residents(self.evict)
         self.counters = TierCounters()
-        """Counts of all transitions. The object is replaced, not changed."""
+        """Counts of all transitions. The object itself never changes; `count` replaces it."""
         self._on_evict = on_evict
         self._obsolete: set[AdapterHandle] = set()
-        """Retired versions that may still have weights somewhere."""
+        """Retired versions that may still have weights in host memory or in the pool."""
         self._pool: PagePool | None = None
         self._memory: PageMemory | None = None
 
@@ -100,7 +102,7 @@ class AdapterTiers:
         self.count(host_evictions=evicted)
 
     def reserve(self, handle: AdapterHandle, kv_pages: int) -> bool:
-        """Give the adapter pages and a slot, so that it can be packed.
+        """Assign pages and a slot to the adapter, so that it can be packed.
 
         Returns False if the pool has too few pages for it and for `kv_pages` pages of keys and
         values.
@@ -119,7 +121,7 @@ class AdapterTiers:
         return True
 
     def take_slot(self, handle: AdapterHandle, run: Run | None = None) -> None:
-        """Give the adapter a slot, so that it can be packed.
+        """Assign a slot to the adapter, so that it can be packed.
 
         run: pages for the packed copies. If None, the compiled core allocates their memory.
         """
@@ -180,11 +182,11 @@ class AdapterTiers:
             self.pool.release_run(run)
 
     def retire(self, handle: AdapterHandle | None) -> None:
-        """Note that no name stands for this version any more.
+        """Mark a version to which no name refers any more.
 
         No new request can use it, and it is evicted first.
 
-        handle: None, which does nothing, for a name that stood for no version.
+        handle: the version. With None, the method does nothing.
         """
         if handle is not None:
             handle.retired = True

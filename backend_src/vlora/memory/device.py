@@ -9,25 +9,39 @@ from __future__ import annotations
 
 import ctypes
 import importlib
-import itertools
 import mmap
 import os
+import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Literal, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, OutOfMemory
 from vlora.memory import hugepages
 from vlora.memory.available import available_bytes
+from vlora.memory.uploads import upload
 
+MIB = 1 << 20
+C_COMPILERS = ("gcc", "clang")
+"""Programs that the package `triton` looks for if the environment has no CC."""
 PageLayout = Literal["panels", "rows"]
 """Layouts of keys and values in a page; see `KVCache`."""
 
-ALIGNMENT = 16
-"""Alignment in bytes of each tensor within an upload."""
+
+@dataclass(frozen=True)
+class Graph:
+    """Recorded work of a device.
+
+    replay: runs the work again, on the same memory.
+    nbytes: size in bytes of the device memory that the graph takes.
+    """
+
+    replay: Callable[[], None]
+    nbytes: int
 
 
 class Readback:
@@ -39,7 +53,10 @@ class Readback:
     def __init__(
         self, copies: Sequence[torch.Tensor], wait: Callable[[], object] | None = None
     ) -> None:
-        """wait: returns once the copies are complete; None if they are already."""
+        """Store copies that may still be under way.
+
+        wait: function that returns once the copies are complete; None if they are complete.
+        """
         self._copies = list(copies)
         self._wait = wait
         self.waited = 0.0
@@ -60,34 +77,54 @@ class Device(ABC):
     torch_device: device of the tensors.
     page_layout: order of keys and values in a page, as the device's attention reads them.
     in_host_memory: whether the CPU can write to the memory.
+    commits_lazily: whether memory counts as available until it is first written.
+    weight_dtypes: dtypes in which the device can store weights.
+    captures_graphs: whether `capture` can record work.
     """
 
     name: str
     torch_device: torch.device
     page_layout: PageLayout
     in_host_memory: bool
+    commits_lazily: bool
+    weight_dtypes: tuple[torch.dtype, ...]
+    captures_graphs: bool
 
     @abstractmethod
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros that is kept for long, such as weights or pages.
+        """Return a tensor of zeros for long-lived data, such as weights or pages.
 
-        Raises InvalidArgument if the device has too little memory.
+        Raises OutOfMemory if the device has too little memory.
         """
 
     @abstractmethod
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
-        """Return the type of rows between products with weights of this type."""
+        """Return the dtype of the activations between products with weights of this dtype."""
 
     @abstractmethod
-    def upload(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def upload(
+        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         """Return copies on the device of a step's inputs, which are in host memory.
 
         All of them are copied in one transfer.
+
+        into: memory of the device that receives the copies, uint8; allocated if None. Calls with
+            the same `into` and the same shapes and dtypes return tensors at the same addresses.
+            Raises ValueError if it is too small.
+        """
+
+    @abstractmethod
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """Record the device's part of `work` without executing it.
+
+        `work` must have run once before. It must not wait for the device or read host memory.
+        Raises RuntimeError if it cannot be recorded.
         """
 
     @abstractmethod
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        """Start to copy tensors to host memory once the device has computed them."""
+        """Queue a copy of tensors to host memory that starts once the device has computed them."""
 
     @abstractmethod
     def seal(self, tensor: torch.Tensor) -> None:
@@ -99,12 +136,15 @@ class Device(ABC):
 
 
 class HostDevice(Device):
-    """The CPU: memory is in huge pages, rows are fp32, and inputs are used without copying."""
+    """The CPU. Memory is in huge pages, activations are fp32, and inputs are not copied."""
 
     name = "cpu"
     torch_device = torch.device("cpu")
     page_layout: PageLayout = "panels"
     in_host_memory = True
+    commits_lazily = True
+    weight_dtypes = (torch.float32, torch.bfloat16)
+    captures_graphs = False
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return hugepages.hugepage_zeros(*shape, dtype=dtype)
@@ -112,8 +152,13 @@ class HostDevice(Device):
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return torch.float32
 
-    def upload(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def upload(
+        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
         return list(tensors)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        raise RuntimeError("work of the CPU cannot be captured")
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
         return Readback(tensors)
@@ -133,36 +178,62 @@ HOST = HostDevice()
 
 
 class CudaDevice(Device):
-    """A GPU: rows have the type of the weights, and inputs are copied from pinned memory.
+    """A GPU. Activations have the dtype of the weights, and inputs are copied from pinned memory.
 
     Only this class needs a GPU. Tests run all other code for GPUs on CPU tensors.
     """
 
     page_layout: PageLayout = "rows"
     in_host_memory = False
+    commits_lazily = False
+    weight_dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    captures_graphs = True
 
-    def __init__(self, index: int) -> None:
-        """Open the GPU with this number."""
+    def __init__(self, index: int, share: float = 1.0) -> None:
+        """Open the GPU with this number.
+
+        share: maximum share of its memory that this process may allocate.
+        """
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         torch.cuda.set_device(index)
+        torch.cuda.set_per_process_memory_fraction(share, index)
+        self._share = share
+        self._graph_pool: Any = None
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         try:
             return torch.zeros(shape, dtype=dtype, device=self.torch_device)
         except torch.OutOfMemoryError as error:
             needed = torch.Size(shape).numel() * dtype.itemsize
-            raise InvalidArgument(
+            raise OutOfMemory(
                 f"{needed} bytes for {list(shape)} of {dtype} do not fit device '{self.name}',"
-                f" which has {self.available_bytes()} bytes left; reduce 'kv_cache_tokens' or"
-                " 'merged_weights_bytes'"
+                f" which has {self.available_bytes()} bytes left"
             ) from error
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
 
-    def upload(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return upload(tensors, self.torch_device)
+    def upload(
+        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        return upload(tensors, self.torch_device, into)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """Record `work` as a CUDA graph.
+
+        All graphs share one pool for the tensors that their work allocates. So such a tensor must
+        not be read after the work.
+        """
+        if self._graph_pool is None:
+            self._graph_pool = torch.cuda.graph_pool_handle()
+        torch.cuda.empty_cache()
+        before = self.available_bytes()
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may copy adapters to the GPU meanwhile.
+        with torch.cuda.graph(graph, self._graph_pool, capture_error_mode="thread_local"):
+            work()
+        return Graph(graph.replay, max(0, before - self.available_bytes()))
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
@@ -175,12 +246,17 @@ class CudaDevice(Device):
     def seal(self, tensor: torch.Tensor) -> None:
         """Do nothing, because a process cannot make memory of a GPU read-only."""
 
-    def available_bytes(self) -> int | None:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+    def available_bytes(self) -> int:
+        free, total = torch.cuda.mem_get_info(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        unused = reserved - torch.cuda.memory_allocated(self.torch_device)
+        return max(0, min(free, int(total * self._share) - reserved) + unused)
 
 
-def open_device(name: str) -> Device:
+def open_device(name: str, share: float = 1.0) -> Device:
     """Return the device for the option `device`: "cpu", "cuda", "cuda:N" or "auto".
+
+    share: maximum share of a GPU's memory that this process may allocate.
 
     "auto" is the first GPU, or the CPU if no GPU can be used. Raises InvalidArgument, with the
     reason, for a GPU that cannot be used.
@@ -189,7 +265,7 @@ def open_device(name: str) -> Device:
         return HOST
     reason = why_no_gpu(name)
     if reason is None:
-        return CudaDevice(int(name.partition(":")[2] or 0))
+        return CudaDevice(int(name.partition(":")[2] or 0), share)
     if name == "auto":
         return HOST
     raise InvalidArgument(f"'device' = '{name}', but {reason}; use \"cpu\" or \"auto\"")
@@ -208,46 +284,37 @@ def why_no_gpu(name: str) -> str | None:
         importlib.import_module("triton")
     except ImportError as error:
         return f"the package 'triton', in which the GPU kernels are written, is missing: {error}"
+    if not (os.environ.get("CC") or any(map(shutil.which, C_COMPILERS))):
+        return (
+            "there is no C compiler, with which the package 'triton' compiles its launcher; install"
+            f" {' or '.join(C_COMPILERS)}, or set CC"
+        )
     return None
 
 
-def upload(tensors: Sequence[torch.Tensor], to: torch.device) -> list[torch.Tensor]:
-    """Return copies of tensors in host memory on a device, made in one transfer."""
-    starts, size = [], 0
-    for tensor in tensors:
-        starts.append(size)
-        size += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    packed = torch.empty(size, dtype=torch.uint8, pin_memory=to.type == "cuda")
-    for start, tensor in zip(starts, tensors, strict=True):
-        packed[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
-    copied = packed.to(to, non_blocking=True)
-    return [
-        copied[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-        for start, tensor in zip(starts, tensors, strict=True)
-    ]
+def require_dtype(device: Device, dtype: torch.dtype) -> None:
+    """Raise InvalidArgument unless the device can store weights of this dtype."""
+    if dtype not in device.weight_dtypes:
+        known = ", ".join(str(one).removeprefix("torch.") for one in device.weight_dtypes)
+        raise InvalidArgument(
+            f"'dtype' = '{str(dtype).removeprefix('torch.')}' cannot be used on device"
+            f" '{device.name}', which has {known}; float16 needs a GPU (option 'device')"
+        )
 
 
-class UploadedPart(Protocol):
-    """Part of a step with inputs on the device."""
+def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> None:
+    """Raise OutOfMemory, with all figures, unless the parts fit the memory that a device has left.
 
-    @property
-    def inputs(self) -> list[torch.Tensor]:
-        """Tensors to upload, in host memory."""
+    A device that commits memory lazily is not checked.
 
-    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Set the copies of `inputs` on the device."""
-
-
-def upload_step(
-    device: Device, tensors: Sequence[torch.Tensor], *parts: UploadedPart
-) -> list[torch.Tensor]:
-    """Upload `tensors` and the inputs of all parts in one transfer; return the copies of `tensors`.
-
-    Each part gets the copies of its inputs by `place`.
+    parts: description of each part → its size in bytes.
+    advice: imperative that says which options to change.
     """
-    inputs = [part.inputs for part in parts]
-    uploaded = device.upload([*tensors, *itertools.chain.from_iterable(inputs)])
-    rest = iter(uploaded[len(tensors) :])
-    for part, its_inputs in zip(parts, inputs, strict=True):
-        part.place(list(itertools.islice(rest, len(its_inputs))))
-    return uploaded[: len(tensors)]
+    left, needed = device.available_bytes(), sum(parts.values())
+    if device.commits_lazily or left is None or needed <= left:
+        return
+    listed = ", ".join(f"{part} {size / MIB:.1f} MiB" for part, size in parts.items())
+    raise OutOfMemory(
+        f"device '{device.name}' has {left / MIB:.1f} MiB left, but {needed / MIB:.1f} MiB are"
+        f" needed: {listed}; {advice}"
+    )

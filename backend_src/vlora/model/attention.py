@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from vlora import backends, native
 from vlora.atmm.types import DTYPES
@@ -14,7 +15,7 @@ from vlora.backends import Backend
 from vlora.kernels import norms, ops
 from vlora.kernels.norms import HeadNorms
 from vlora.memory.kv_cache import KVCache
-from vlora.model.attention_gpu import GpuPlan
+from vlora.model.attention_gpu import DecodeShape, GpuPlan
 from vlora.model.attention_reference import ReferencePlan
 from vlora.model.chunk import Chunk
 from vlora.model.positions import row_positions
@@ -22,11 +23,12 @@ from vlora.model.rotary import Rotary
 
 
 class AttentionPlan:
-    """Pages that the rows of a step write and read. It is made once per step, for all layers.
+    """Pages that the rows of a step write and read. A plan is made once per step, for all layers.
 
     chunks: chunks of the step, in the order of their rows.
-    heads: number of query heads. Each group of `heads / kv_heads` adjacent ones shares a key and
-        value head.
+    heads: number of query heads. Each group of `heads / kv_heads` adjacent query heads shares a key
+        and value head.
+    padded: size to which a step of decoding rows is padded on a GPU; None for no padding.
 
     `attend` raises ValueError if the chunks do not fit their pages.
     """
@@ -37,17 +39,22 @@ class AttentionPlan:
         kv_cache: KVCache,
         heads: int,
         *,
+        padded: DecodeShape | None = None,
         backend: Backend | None = None,
     ) -> None:
-        self._chunks = chunks
         self._kv_cache = kv_cache
         self._heads = heads
         self._backend = backend or backends.backend_of("kernels", kv_cache.cache.device.type)
         self.positions = row_positions(chunks)
         """Positions of the rows, in host memory."""
-        self.uploaded_positions: torch.Tensor | None = None
-        """Positions of the rows on the device, None if that is the CPU."""
-        self._gpu = GpuPlan(chunks, kv_cache) if self._backend == "gpu" else None
+        if padded is not None:
+            self.positions = _padded(self.positions, padded)
+        self.placed_positions = self.positions
+        """Positions of the rows on the device."""
+        self._gpu = GpuPlan(chunks, kv_cache, padded) if self._backend == "gpu" else None
+        # The GPU's plan needs no chunks. A plan in a captured graph outlives its step and must not
+        # keep the prompts of the chunks in memory.
+        self._chunks = () if self._backend == "gpu" else chunks
         # Computed once per step. Reading them from a tensor in every layer would take a tenth of
         # the time of attention for a row with a short context.
         self._shape = self.positions.shape[-1], (heads + 2 * kv_cache.kv_heads) * kv_cache.head_dim
@@ -84,9 +91,11 @@ class AttentionPlan:
         return [] if self._gpu is None else [self.positions, *self._gpu.inputs]
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Set the copies of `inputs` on the device. Call this before the first `attend`."""
+        """Store the copies of `inputs` that were made on the device. Call this before the first
+        `attend`.
+        """
         if self._gpu is not None:
-            self.uploaded_positions, *tables = uploaded
+            self.placed_positions, *tables = uploaded
             self._gpu.place(tables)
 
     def attend(
@@ -134,3 +143,10 @@ class AttentionPlan:
             torch.get_num_threads(),
         )
         return out
+
+
+def _padded(positions: torch.Tensor, shape: DecodeShape) -> torch.Tensor:
+    """Return positions [T] or [3, T] with the rows and axes of `shape`; added rows have zeros."""
+    if shape.axes > 1 and positions.ndim == 1:
+        positions = positions.expand(shape.axes, -1)
+    return F.pad(positions, (0, shape.rows - positions.shape[-1]))

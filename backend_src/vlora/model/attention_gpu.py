@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from vlora.kernels import on_gpu
 from vlora.kernels.norms import HeadNorms
@@ -21,8 +23,21 @@ MAX_SPLITS = 32
 PROGRAMS = 264
 """Number of GPU programs that a decode should have: twice the number of an H100's multiprocessors.
 
-Contexts are split into parts to reach it.
+Contexts are split into parts to reach this number.
 """
+
+
+class DecodeShape(NamedTuple):
+    """Size to which the tables of a step of decoding rows are padded.
+
+    rows: number of rows.
+    pages: number of pages of each row's block table.
+    axes: number of axes of the rows' positions, 1 or 3.
+    """
+
+    rows: int
+    pages: int
+    axes: int
 
 
 class GpuPlan:
@@ -34,18 +49,31 @@ class GpuPlan:
     Raises ValueError for a chunk whose pages do not cover it or are not in the cache.
     """
 
-    def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], kv_cache: KVCache, padded: DecodeShape | None = None
+    ) -> None:
+        """Make the tables.
+
+        padded: size to which the tables are padded, if all chunks have one row. Added rows have no
+            context and write no keys.
+        """
         self._kv_cache = kv_cache
         single = [chunk for chunk in chunks if chunk.length == 1]
         longer = [chunk for chunk in chunks if chunk.length > 1]
         ends = [chunk.end for chunk in single]
-        self._splits = splits(len(single), kv_cache.kv_heads, max(ends, default=0))
+        more, width, longest = 0, 0, max(ends, default=0)
+        if padded is not None:
+            more, width = padded.rows - len(chunks), padded.pages
+            longest = width * kv_cache.block
+        count = len(single) + more
+        self._splits = splits(count, kv_cache.kv_heads, longest)
+        slots = [slot for chunk in chunks for slot in self._slots(chunk)]
         self.inputs = [
-            _int32([slot for chunk in chunks for slot in self._slots(chunk)]),
-            _int32([chunk.row for chunk in single]),
-            _int32(ends),
-            self._tables(single),
-            torch.zeros(len(single) * kv_cache.kv_heads, dtype=torch.int32),
+            _int32([*slots, *[-1] * more]),
+            _int32([*(chunk.row for chunk in single), *range(len(chunks), len(chunks) + more)]),
+            _int32([*ends, *[0] * more]),
+            F.pad(self._tables(single, width), (0, 0, 0, more)),
+            torch.zeros(count * kv_cache.kv_heads, dtype=torch.int32),
             _int32(self._tiles(longer)).view(-1, 4),
             self._tables(longer),
         ]
@@ -53,7 +81,7 @@ class GpuPlan:
         self._placed = self.inputs
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Set the copies of `inputs` on the device."""
+        """Store the copies of `inputs` that were made on the device."""
         self._placed = list(uploaded)
 
     def attend(
@@ -65,9 +93,9 @@ class GpuPlan:
         head_norms: HeadNorms | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute what `AttentionPlan.attend` does. All rows have the type of the weights.
+        """Do what `AttentionPlan.attend` does. All rows have the dtype of the weights.
 
-        A step of decoding rows needs one launch. It leaves qkv unchanged.
+        A step of decoding rows needs one launch, which leaves `qkv` unchanged.
         """
         kv_cache, launches = self._kv_cache, on_gpu.launches()
         dim = kv_cache.head_dim
@@ -102,10 +130,10 @@ class GpuPlan:
             for position in range(chunk.start, chunk.end)
         ]
 
-    def _tables(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Return the pages of each chunk, [chunks, longest] int32, padded with page 0."""
+    def _tables(self, chunks: Sequence[Chunk], width: int = 0) -> torch.Tensor:
+        """Return the pages of each chunk, [chunks, longest or width] int32, padded with page 0."""
         counts = [-(-chunk.end // self._kv_cache.block) for chunk in chunks]
-        longest = max(counts, default=0)
+        longest = max(counts, default=0) if width == 0 else width
         lines = [
             [*chunk.pages[:count], *[0] * (longest - count)]
             for chunk, count in zip(chunks, counts, strict=True)
@@ -125,8 +153,8 @@ class GpuPlan:
 def splits(rows: int, kv_heads: int, longest: int) -> int:
     """Return the number of parts into which contexts are split, a power of two.
 
-    It is large enough that the programs fill a GPU, unless the parts would then have fewer than
-    SPLIT_POSITIONS positions. Powers of two limit the number of kernel variants to compile.
+    The number is large enough that the programs fill a GPU, unless the parts would then have fewer
+    than SPLIT_POSITIONS positions. Powers of two limit the number of kernel variants to compile.
 
     rows: number of rows that decode.
     longest: number of positions of the longest context.

@@ -1,7 +1,8 @@
-"""The decoder: one implementation of the Llama family over paged KV and LoRA segments.
+"""The decoder: one implementation for all models with Llama's layers, over paged KV and LoRA
+segments.
 
 It has projections with or without bias, grouped-query attention, rotary positions, RMS norms and
-SwiGLU. It sees no requests, but rows, positions and signed segments.
+SwiGLU. It knows rows, positions and signed segments, but no requests.
 """
 
 from __future__ import annotations
@@ -62,11 +63,30 @@ class Decoder:
         )
         self._workspace = Workspace(config, device, weights.slab.dtype)
         self._lm_head = ops.Matrix(weights.lm_head)
-        self._lm_head_lora = adapters.group([(-1, LM_HEAD)])
+        self.lora_groups = [adapters.group(group) for group in lora_groups(config.layers)]
+        """Groups of projections, in the order of execution; the LM head is last."""
+        self._lm_head_lora = self.lora_groups[-1]
         self._layers = [
             DecoderLayer(layer, config, weights, adapters, switcher)
             for layer in range(config.layers)
         ]
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the memory that steps reuse; they change when it grows."""
+        return *self._workspace.addresses, *self._rotary.addresses
+
+    def reserve(self, rows: int, positions: int) -> None:
+        """Allocate the memory of steps with `rows` rows and with positions below `positions`."""
+        self._workspace.buffers(rows)
+        self._rotary.reserve(positions)
+
+    def prepare(self, positions: torch.Tensor) -> None:
+        """Provide the angles of a step's positions, which are in host memory.
+
+        Call this before `forward`.
+        """
+        self._rotary.extend(positions)
 
     def embed(
         self, tokens: torch.Tensor, images: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
@@ -99,7 +119,7 @@ class Decoder:
 
         After the attention of the last layer, only the output rows are computed (decision 36).
         """
-        rotary = self._rotary.lookup(attention.positions, attention.uploaded_positions)
+        rotary = self._rotary.lookup(attention.placed_positions)
         buffers = self._workspace.buffers(len(hidden))
         delta: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
@@ -113,16 +133,19 @@ class Decoder:
                 hidden.index_add_(0, levels.rows, levels.features[number])
         return norms.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
 
-    def logits(self, hidden: torch.Tensor, segments: Segments) -> torch.Tensor:
+    def logits(
+        self, hidden: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Return logits, [rows, vocabulary] fp32.
 
         hidden: [rows, hidden] after the final norm.
         segments: segments of these rows.
+        out: memory for the result; allocated if None.
         """
         logits = self._lm_head(hidden)
-        if segments:
+        if self._lm_head_lora.has(segments):
             op.apply(logits, hidden, segments, self._lm_head_lora)
-        return logits.float()
+        return logits.float() if out is None else out.copy_(logits)
 
 
 def lora_groups(layers: int) -> list[list[MatrixId]]:
@@ -136,8 +159,9 @@ def lora_groups(layers: int) -> list[list[MatrixId]]:
 class DecoderLayer:
     """Attention and MLP of one layer, with norms before them and residual connections.
 
-    The output of each is not added to the residual stream at once. It is passed on as `delta`,
-    which the next norm adds, because adding and normalizing together read the stream only once.
+    The outputs of attention and MLP are not added to the residual stream at once. Each is passed on
+    as `delta` to the next norm, which adds it. Adding and normalizing in one kernel reads the
+    stream only once.
     """
 
     def __init__(
@@ -176,7 +200,7 @@ class DecoderLayer:
         segments: Segments,
         buffers: StepBuffers,
     ) -> torch.Tensor:
-        """Add `delta` to `hidden` in place, and return the attention of each row to its sequence.
+        """Add `delta` to `hidden` in place, and return each row's attention over its sequence.
 
         hidden: [T, hidden].
         delta: [T, hidden], output of the previous layer; None for the first layer.
@@ -196,7 +220,8 @@ class DecoderLayer:
         segments: Segments,
         buffers: StepBuffers,
     ) -> torch.Tensor:
-        """Project the attention, add it to `hidden` in place, and return the output of the MLP.
+        """Add the output projection of `attended` to `hidden` in place; return the output of the
+        MLP.
 
         hidden: [T, hidden], the residual stream.
         attended: [T, heads · dim], result of `attend`.

@@ -1,6 +1,6 @@
 """Architecture of the decoder, read from a checkpoint's `config.json`.
 
-What the decoder cannot compute is rejected here.
+Architectures that the decoder cannot compute are rejected here.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class DecoderConfig:
     context: maximum number of positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
     biased: targets with a bias.
-    tied: whether the LM head is the embedding matrix.
+    tied: whether the LM head and the embedding are the same matrix.
     image_token: id of the image placeholder; None for a checkpoint without images.
     eos_tokens: ids of the end-of-text tokens.
     names: names of the weights in the checkpoint.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
     image_merge: number of patches along each side of an image that become one token.
-    clip_interval: distance in positions of time between two successive pairs of frames of a clip.
-    image_levels: number of first layers to whose outputs image features are added (DeepStack).
+    clip_interval: distance between two successive pairs of frames of a clip, in time positions.
+    image_levels: number of layers, counted from the first, to whose outputs image features are
+        added (DeepStack).
     quantization: layout of the target matrices in the checkpoint; None if they are floats.
     """
 
@@ -73,7 +74,9 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Width of a row of image features: that of the embedding, then that of each level."""
+        """Width of a row of image features: those for the embedding, then those that are added to
+        the output of each of the first `image_levels` layers.
+        """
         return self.hidden * (1 + self.image_levels)
 
     @property
@@ -112,6 +115,10 @@ class DecoderConfig:
         return shapes
 
 
+TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Types of weights in memory, by their names in the option `dtype`."""
+
+
 def dtype_of(requested: str, folder: Path) -> torch.dtype:
     """Return the type in which the weights of a checkpoint are stored in memory.
 
@@ -122,7 +129,7 @@ def dtype_of(requested: str, folder: Path) -> torch.dtype:
         config = read_config(folder)
         stored = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         requested = "bfloat16" if stored in (torch.bfloat16, "bfloat16") else "float32"
-    return torch.bfloat16 if requested == "bfloat16" else torch.float32
+    return TYPES[requested]
 
 
 def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
@@ -190,8 +197,8 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def _clip_interval(vision: Any) -> float:
-    """Return `DecoderConfig.clip_interval`. It is 1, except for models like Qwen2.5-VL whose
-    positions of time follow the seconds of the clip.
+    """Return `DecoderConfig.clip_interval`. It is 1, except for models like Qwen2.5-VL, whose time
+    positions are proportional to the seconds of the clip.
     """
     per_second = getattr(vision, "tokens_per_second", None)
     if per_second is None:
@@ -200,7 +207,9 @@ def _clip_interval(vision: Any) -> float:
 
 
 def image_levels(config: Any) -> int:
-    """Return the number of first layers to whose outputs image features are added."""
+    """Return the number of layers, counted from the first, to whose outputs image features are
+    added.
+    """
     vision = getattr(config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
@@ -224,7 +233,7 @@ def read_config(folder: Path) -> Any:
         raise InvalidArgument(f"model: {folder}: {problem}")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # transformers' own checks raise many types
+    except Exception as error:  # transformers' own checks raise many types of exceptions.
         raise InvalidArgument(f"model: {folder}: config.json cannot be read: {error}") from error
 
 

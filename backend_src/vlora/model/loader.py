@@ -20,7 +20,8 @@ from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
-from vlora.kernels.quantized import Format, QuantizedWeight, quantize
+from vlora.kernels.quantize import quantize
+from vlora.kernels.quantized import Format, QuantizedWeight
 from vlora.lora.model_shape import ModelShape, vision_path
 from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import TARGETS, WeightSlab
@@ -47,7 +48,7 @@ class DecoderWeights:
     norms: (layer, name) → [hidden], or [head_dim] for the norms of heads.
     biases: (layer, target) → [d_out].
     inverse_frequencies: [head_dim / 2] fp32, frequencies of the rotary embedding.
-    rope_scale: factor of its cosines and sines.
+    rope_scale: factor of the cosines and sines of the rotary embedding.
     """
 
     slab: WeightSlab | QuantizedSlab
@@ -72,7 +73,8 @@ def load_weights(
     quantization: format of the target matrices. If None, they are stored as `dtype`, too.
 
     Each tensor is copied directly to its final location. So loading needs as much memory as the
-    model and its largest tensor. Quantizing also needs some copies of one matrix in fp32.
+    model and its largest tensor. Quantization also needs memory for some copies of one matrix in
+    fp32.
 
     Raises InvalidArgument, which names the file and the tensor, if a tensor is missing or does not
     fit.
@@ -188,7 +190,7 @@ def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor
 
 
 def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin: str) -> None:
-    """Copy a stored matrix to its final location. Quantize it if that location is quantized."""
+    """Copy a stored matrix to its final location. Quantize the matrix if `target` is quantized."""
     if isinstance(target, QuantizedWeight):
         _check(target.shape, tensor, origin)
         quantize(tensor, target)
@@ -255,7 +257,7 @@ def find_weights(
     """Return (file, key) of every decoder weight in the folder, by name without prefix.
 
     matrices: whether the target matrices are needed.
-    alone: whether each weight must be the whole of a stored tensor.
+    alone: whether to reject a stored tensor that contains several weights.
 
     As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument if a
     weight is missing or is stored twice, or if matrices are needed but are stored quantized.

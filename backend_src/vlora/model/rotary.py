@@ -40,9 +40,7 @@ def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of each row's angles, each [T, dim / 2] fp32. All layers use
-    the same ones.
-    """
+    """Cosines and sines of each row's angles, each [T, dim / 2] fp32, which all layers use."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
@@ -54,10 +52,10 @@ class Rotary:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions up to a limit, which doubles when a position exceeds it.
+    """Cosines and sines of all positions up to a limit, which `extend` raises.
 
-    Without a table, computing the cosines of a few rows in each step would take longer than the
-    norms of a layer.
+    The table saves time. Computing the cosines of a few rows in each step would take longer than
+    the norms of a layer.
     """
 
     def __init__(
@@ -81,14 +79,28 @@ class RotaryTable:
         self._scale = scale
         self._table = self._compute(INITIAL_POSITIONS)
 
-    def lookup(self, positions: torch.Tensor, uploaded: torch.Tensor | None = None) -> Rotary:
-        """Return the cosines and sines of `positions`, [T] or [3, T] int64, at least 0.
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the table, which change when `extend` computes a longer one."""
+        return self._table.cosines.data_ptr(), self._table.sines.data_ptr()
 
-        uploaded: the positions on the table's device, if that is not the CPU.
+    def reserve(self, count: int) -> None:
+        """Compute the table of positions below `count` at least."""
+        if count > len(self._table.cosines):
+            self._table = self._compute(1 << (count - 1).bit_length())
+
+    def extend(self, positions: torch.Tensor) -> None:
+        """Compute a longer table if the present one lacks any of `positions`, which are in host
+        memory.
         """
         if positions.numel() and (last := int(positions.max())) >= len(self._table.cosines):
             self._table = self._compute(1 << last.bit_length())
-        positions = positions if uploaded is None else uploaded
+
+    def lookup(self, positions: torch.Tensor) -> Rotary:
+        """Return the cosines and sines of `positions`, [T] or [3, T] int64, at least 0.
+
+        positions: on the table's device. The table must contain all of them (see `extend`).
+        """
         if positions.ndim == 1:
             return Rotary(self._table.cosines[positions], self._table.sines[positions])
         of_frequency = positions[self._axes].T.contiguous()

@@ -1,12 +1,13 @@
 """One forward pass over the rows of a step, from token ids to logits and head scores.
 
-The runner sees chunks, pages and segments, but no requests, queues or sampling.
+The runner knows chunks, pages and segments, but no requests, queues or sampling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -16,13 +17,15 @@ from vlora.ids import BASE
 from vlora.lora.segments import signed_segments
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.memory.device import upload_step
 from vlora.memory.kv_cache import KVCache
+from vlora.memory.uploads import UploadedPart, upload_step
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder, LevelFeatures
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
+from vlora.model.step_graphs import GraphCounters, StepGraphs, padded_rows
+from vlora.model.step_images import StepImages, level_features
 
 
 @dataclass(frozen=True)
@@ -32,10 +35,26 @@ class StepResult:
 
     logits: [rows, vocabulary] fp32, one row per chunk that does not use a head.
     heads: one [classes] fp32 tensor per chunk that uses a vision task head, before softmax.
+    captured: whether the step's graph was captured, which takes longer than the step.
     """
 
     logits: torch.Tensor
     heads: tuple[torch.Tensor, ...]
+    captured: bool = False
+
+
+class StepSizes(NamedTuple):
+    """Maximum sizes of steps, for which a GPU's memory is allocated once.
+
+    rows: maximum number of rows.
+    requests: maximum number of requests, which is also the maximum number of rows of a decoding
+        step.
+    positions: maximum number of positions of a request.
+    """
+
+    rows: int
+    requests: int
+    positions: int
 
 
 class Runner:
@@ -48,10 +67,12 @@ class Runner:
         adapters: AdapterStore,
         switcher: Switcher,
         kv_cache: KVCache,
+        graph_sizes: StepSizes | None = None,
     ) -> None:
         """Create the decoder.
 
         kv_cache: the KV pages, which the engine owns.
+        graph_sizes: sizes of the steps for which graphs are captured; None for no graphs.
         """
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
@@ -59,14 +80,34 @@ class Runner:
         self._query_heads = config.heads
         self._kv_cache = kv_cache
         self._device = weights.slab.device
+        self._graphs: StepGraphs | None = None
+        if graph_sizes is not None and self._device.captures_graphs:
+            rows = max(graph_sizes.rows, padded_rows(graph_sizes.requests))
+            self._decoder.reserve(rows, graph_sizes.positions)
+            self._graphs = StepGraphs(
+                config, self._decoder, switcher, kv_cache, self._device, graph_sizes.requests
+            )
+
+    @property
+    def graphs(self) -> GraphCounters:
+        """Totals of the captured graphs."""
+        return GraphCounters() if self._graphs is None else self._graphs.counters
 
     @torch.inference_mode()
-    def forward(self, chunks: Sequence[Chunk]) -> StepResult:
+    def forward(self, chunks: Sequence[Chunk], *parts: UploadedPart) -> StepResult:
         """Compute the step's chunks with the switcher's active weights.
 
-        chunks: in the order of their rows. If they are sorted by `ids.order_of`, there are the
-            fewest segments, which is fastest.
+        chunks: chunks in the order of their rows. If they are sorted by `ids.order_of`, the number
+            of segments is the smallest possible, which is fastest.
+        parts: further parts of the step, whose inputs are uploaded with those of the forward pass.
         """
+        if self._graphs is not None:
+            before = self._graphs.counters.captured
+            if (logits := self._graphs.forward(chunks, parts)) is not None:
+                return StepResult(logits, (), self._graphs.counters.captured > before)
+        return self._forward(chunks, parts)
+
+    def _forward(self, chunks: Sequence[Chunk], parts: Sequence[UploadedPart]) -> StepResult:
         attention = AttentionPlan(chunks, self._kv_cache, self._query_heads)
         live = self._switcher.live
         rows = [(chunk.slot, chunk.length) for chunk in chunks]
@@ -74,7 +115,8 @@ class Runner:
         sampled = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
         scored = [chunk for chunk in chunks if chunk.completes and chunk.use_head]
         completed = sampled + scored
-        # In a step of decode rows only, both are equal, and are converted for the core only once.
+        # In a step of decode rows only, the two are equal, and are converted for the core only
+        # once.
         answers = [(chunk.slot, 1) for chunk in completed]
         answer_segments = segments if answers == rows else signed_segments(answers, live)
         # The LM head is never merged, so its segments do not depend on the live adapter.
@@ -85,21 +127,25 @@ class Runner:
 
         last_rows = [chunk.last_row for chunk in completed]
         every_row = last_rows == list(range(sum(chunk.length for chunk in chunks)))
+        images = StepImages(chunks, self._device)
+        self._decoder.prepare(attention.positions)
         tokens, last, *levels = upload_step(
             self._device,
             [
                 torch.tensor([token for chunk in chunks for token in chunk.tokens]),
                 torch.tensor([] if every_row else last_rows, dtype=torch.int64),
-                *_level_features(chunks),
+                *level_features(chunks),
             ],
             attention,
             op.StepSegments(
                 (segments, answer_segments, lm_head_segments, head_segments),
                 self._device.torch_device,
             ),
+            images,
+            *parts,
         )
         hidden = self._decoder.forward(
-            self._embed(tokens, chunks),
+            self._decoder.embed(tokens, images.ranges),
             attention,
             segments,
             None if every_row else last,
@@ -115,19 +161,11 @@ class Runner:
         """Compute a step, wait until the device has finished it, and discard the result."""
         self._device.read_back([self.forward(chunks).logits[:1]]).get()
 
-    def _embed(self, tokens: torch.Tensor, chunks: Sequence[Chunk]) -> torch.Tensor:
-        images = [
-            (chunk.row, chunk.prompt.feature_row[chunk.start : chunk.end], chunk.prompt.features)
-            for chunk in chunks
-            if chunk.prompt.features is not None and not chunk.decodes
-        ]
-        return self._decoder.embed(tokens, images)
-
     def _head_scores(self, hidden: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the adapters' heads, computed in one call.
 
         hidden: [rows, hidden].
-        segments: segments of these rows by adapter, in their order.
+        segments: segments of these rows, in row order.
         """
         if not segments:
             return ()
@@ -138,17 +176,3 @@ class Runner:
             for segment in segments
             for _ in range(segment.length)
         )
-
-
-def _level_features(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
-    """Return the `rows` and `features` of the step's `LevelFeatures`; [] if there are none."""
-    rows, features = [], []
-    for chunk in chunks:
-        levels = chunk.prompt.level_features
-        if levels is None or chunk.decodes:
-            continue
-        of_rows = chunk.prompt.feature_row[chunk.start : chunk.end]
-        shown = torch.nonzero(of_rows >= 0).flatten()
-        rows.append(chunk.row + shown)
-        features.append(levels[:, of_rows[shown]])
-    return [torch.cat(rows), torch.cat(features, dim=1)] if rows else []

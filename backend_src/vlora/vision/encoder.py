@@ -1,7 +1,7 @@
 """Image encoder: transformers' vision tower and connector, which turn pixels into image features.
 
 It computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is not loaded.
-This module knows no requests, caches or Triton.
+This module does not depend on requests, caches or Triton.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from vlora import backends
 from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument
 from vlora.kernels import ops
-from vlora.memory.device import HOST, Device
+from vlora.memory.device import HOST, Device, require_dtype, require_memory
 from vlora.model.decoder_config import image_levels, read_config
 from vlora.model.weight_files import check_files
 from vlora.request import FloatArray
@@ -41,7 +41,7 @@ class _Bf16Linear(torch.nn.Linear):
 class _InPlaceQuickGelu(torch.nn.Module):
     """QuickGELU, x sigmoid(1.702 x), in place.
 
-    x is the output of a linear layer, which nothing else reads. Allocating the results of three
+    x is the output of a linear layer that no other code reads. Allocating the results of three
     operations would take several times as long as computing them.
     """
 
@@ -55,8 +55,8 @@ class VisionEncoder:
 
     hidden: width of a feature row, including the features for the outputs of the decoder's first
         layers.
-    tower_digest: SHA-256 (hex) of everything besides pixels that determines features: weights,
-        architecture and preprocessing.
+    tower_digest: SHA-256 (hex) of the weights, the architecture and the preprocessing, which
+        together with an image's pixels determine its features.
     """
 
     def __init__(
@@ -69,13 +69,17 @@ class VisionEncoder:
         """Load the tower from a checkpoint folder.
 
         threads: number of threads of torch, which is set for the whole process.
-        dtype: type in which the matrices of linear layers are stored, float32 or bfloat16.
+        dtype: type in which the matrices of linear layers are stored: float32 or bfloat16. float16,
+            if the device has it, also stores them in float32, because their values may exceed the
+            range of float16.
         device: device on which the tower computes.
 
         Raises InvalidArgument unless the folder has a tower of a supported family with all its
-        weights.
+        weights, and OutOfMemory if it does not fit the device.
         """
-        backends.backend_of("kernels")  # An unknown backend must fail here, not in each batch.
+        # An unknown name of a backend must fail at the start instead of in each batch.
+        backends.backend_of("kernels")
+        require_dtype(device, dtype)
         torch.set_num_threads(threads)
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
@@ -89,7 +93,8 @@ class VisionEncoder:
         self._processor: Any = self._family.load_processor(checkpoint, config)
         check_files(checkpoint)
         for part in (config, config.get_text_config()):
-            # Towers are not quantized, and transformers would need the quantizer's own package.
+            # The tower is not quantized. With this entry, transformers would require the
+            # quantizer's package.
             if getattr(part, "quantization_config", None) is not None:
                 del part.quantization_config
         model, report = self._family.part.from_pretrained(
@@ -104,10 +109,10 @@ class VisionEncoder:
         if missing:
             raise InvalidArgument(
                 f"{checkpoint} lacks {len(missing)} weights of the vision tower, or has them in"
-                f" another shape; the first is {missing[0]}"
+                f" an unexpected shape; the first is {missing[0]}"
             )
         _use_in_place_activations(model.eval().requires_grad_(False))
-        _store_matrices(model, dtype)
+        _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
         self._model: Any = model
         self._layers = linear_layers(model)
         self._config = config
@@ -115,6 +120,8 @@ class VisionEncoder:
         self.hidden = int(config.get_text_config().hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
         self._device = device.torch_device
+        weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+        require_memory(device, {"the vision tower": weights}, "raise 'encoder_memory_share'")
         self._model.to(self._device)
 
     def grid(self, image: DecodedImage) -> tuple[int, int]:
@@ -122,13 +129,13 @@ class VisionEncoder:
         return self._family.grid(self._config, self._processor, image)
 
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-        """Return the images of one request each with its view (see `DecodedImage.view`)."""
+        """Return the images of one request, each with its view set (see `DecodedImage.view`)."""
         return self._family.with_views(self._clips, images)
 
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None
     ) -> list[FloatArray]:
-        """Return the features of each image, float32 [rows, hidden]. The tower is called once.
+        """Return the features of each image, float32 [rows, hidden], from one call of the tower.
 
         part: vision part of the images' adapter; None for the base model.
 

@@ -13,6 +13,7 @@ from vlora.engine.loop import EngineLoop
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.description import ServerDescription
 from vlora.serving.exporter import ENGINE_PROGRESS, EngineExporter, ProgressExporter
+from vlora.serving.instance import options_of_instance, require_one_instance
 from vlora.serving.lmm import LmmService
 from vlora.serving.triton.process import TritonProcess
 from vlora.serving.waiting import WaitingRequests
@@ -27,7 +28,8 @@ ENCODE_THREADS = 16
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._process = TritonProcess(args)
-        options = self._process.options
+        require_one_instance(args)
+        options = options_of_instance(self._process.options, args)
         for note in options.notes:
             log.info(note)
         self._loop = EngineLoop.from_options(options, self._process.adapter_names())

@@ -16,6 +16,7 @@ from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.loader import adapter_shape
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.exporter import ENCODER_PROGRESS, EncoderExporter, ProgressExporter
+from vlora.serving.instance import options_of_instance
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.tensors import Tensors
 from vlora.serving.triton.process import TritonProcess
@@ -34,14 +35,14 @@ MIN_DECODERS = 2
 class TritonPythonModel:
     def initialize(self, args: dict[str, str]) -> None:
         self._process = TritonProcess(args)
-        options = self._process.options
+        options = options_of_instance(self._process.options, args)
         threads = cores.split_threads(options).encoder
         decoder = ImageDecoder(options.limits, max(MIN_DECODERS, threads))
         encoder = VisionEncoder(
             options.model,
             threads,
             dtype_of(options.dtype, options.model),
-            open_device(options.device),
+            open_device(options.device, options.encoder_memory_share),
         )
         service = EncoderService(encoder, FeatureCache(options.feature_cache_bytes))
         exporter = self._process.export(

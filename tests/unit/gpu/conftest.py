@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
+import torch
+
+from tests.support.atmm_problems import emulation
+from vlora import backends
+from vlora.atmm.cuda.operator import Operator, using
 
 
 @pytest.fixture(scope="session")
@@ -25,3 +31,12 @@ def launch(_interpreter: None) -> ModuleType:
 def draws(_interpreter: None) -> ModuleType:
     """Return the interpreted kernels that choose tokens."""
     return importlib.import_module("vlora.kernels.gpu.draws")
+
+
+@pytest.fixture
+def cuda_operator() -> Iterator[Operator]:
+    """Let the emulated CUDA library serve the LoRA operator; skip where it cannot be built."""
+    operator = Operator(emulation(), torch.device("cpu"))
+    with backends.override("atmm", "cuda"), using(operator):
+        yield operator
+        operator.check()

@@ -176,7 +176,11 @@ def test_one_launch_does_what_norms_rotation_and_decode_do_apart(
     launch.rotate(qkv, case.keys, case.values, *rotation_tables(rotation), slots, heads, dim)
     expected = case.decode(launch, qkv, splits)
     torch.testing.assert_close(attended, expected, rtol=0, atol=TOLERANCE[dtype])
-    torch.testing.assert_close(written, case.cache, rtol=1e-3, atol=1e-6, equal_nan=True)
+    # Only the single launches round the normed values before they rotate them.
+    rounding = torch.finfo(dtype).eps * float(qkv.abs().max())
+    torch.testing.assert_close(
+        written, case.cache, rtol=1e-3, atol=max(1e-6, rounding), equal_nan=True
+    )
     assert not torch.equal(written.nan_to_num(), untouched.nan_to_num())
 
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.atmm_problems import emulation
 from tests.support.count_launches import recorded_launches
 from tests.support.engine_client import answers
 from tests.support.fake_device import fake_gpu
+from tests.support.modes import drive
 from tools.gpu import step_costs
-from vlora import backends
-from vlora.atmm.cuda.operator import Operator, using
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.ids import BASE
 from vlora.model.decoder import DecoderLayer
+from vlora.model.runner import StepResult
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -47,15 +48,6 @@ def _requests(engine: Engine) -> list[Request]:
     ]
 
 
-@pytest.fixture
-def cuda_operator() -> Iterator[Operator]:
-    """Let the emulated CUDA library serve the LoRA operator; skip where it cannot be built."""
-    operator = Operator(emulation(), torch.device("cpu"))
-    with backends.override("atmm", "cuda"), using(operator):
-        yield operator
-        operator.check()
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("launch")
 @pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
@@ -81,7 +73,51 @@ def test_answers_equal_those_of_the_cpu(
         assert answers(engine, _requests(engine)) == expected
     # The inputs of a step cross in one copy, and its tokens come back in one.
     assert device.events == ["upload", "read", "wait"] * engine.stats().steps
+    assert engine.stats().graphs_replayed > 0
     assert len({tuple(tokens) for tokens, _ in expected.values()}) == len(PARAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("launch")
+def test_an_engine_in_float16_computes_the_cpus_logits_within_rounding(
+    checkpoint: Path, adapters_dir: Path, request: pytest.FixtureRequest
+) -> None:
+    """Compute prompts and decoding rows of the base model, an adapter and a merged adapter."""
+    options = Options(
+        model=checkpoint, adapters=adapters_dir, kv_cache_tokens=512, policy="unmerge_only"
+    )
+
+    def run(engine: Engine) -> list[torch.Tensor]:
+        logits: list[torch.Tensor] = []
+        forward = engine._runner.forward
+
+        def recorded(*arguments: Any) -> StepResult:
+            result = forward(*arguments)
+            logits.append(result.logits.clone())
+            # All runs follow the same tokens, however close two logits are.
+            fixed = torch.zeros_like(result.logits)
+            fixed[:, 7] = 1.0
+            return replace(result, logits=fixed)
+
+        engine._runner.forward = recorded  # type: ignore[method-assign]
+        live = engine.adapters.slot("attention-r4")
+        drive(engine, lambda step: live if step % 2 else BASE)
+        for name in (None, "all-r8", "attention-r4"):
+            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+            answers(engine, [Request("r", "<s>what is it?", params, adapter=name)])
+        return logits
+
+    expected = run(Engine(options))
+    request.getfixturevalue("cuda_operator")
+    with fake_gpu() as device:
+        engine = Engine(replace(options, dtype="float16"))
+        assert engine.slab.base.dtype == engine.memory.kv_cache.cache.dtype == torch.float16
+        actual = run(engine)
+    assert "replay" in device.graph_events
+    assert len(actual) == len(expected)
+    for half, single in zip(actual, expected, strict=True):
+        error = (half - single).abs().max() / single.abs().max()
+        assert 0 < error < 2e-2
 
 
 PRODUCTS = {"qkv": "mm", "o": "mm", "gate_up": "mm", "down": "mm"}
@@ -115,7 +151,7 @@ def test_a_layer_of_a_decoding_step_launches_what_the_costs_on_paper_say(
 
         return call
 
-    with fake_gpu():
+    with fake_gpu() as device:
         engine = Engine(
             Options(
                 model=checkpoint, adapters=adapters_dir, kv_cache_tokens=512, policy="unmerge_only"
@@ -124,16 +160,17 @@ def test_a_layer_of_a_decoding_step_launches_what_the_costs_on_paper_say(
         prompt = Request(
             id="r",
             prompt="<s>red",
-            sampling=SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True),
+            sampling=SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True),
             adapter="all-r8" if adapted else None,
         )
         state = engine.prepare(prompt)
         engine.add(state, arrival=0.0)
-        while not state.sequence.output_length:
+        while "replay" not in device.graph_events:
             engine.step()
         for method in ("attend", "finish"):
             monkeypatch.setattr(DecoderLayer, method, recording(getattr(DecoderLayer, method)))
         engine.step()
+    assert device.graph_events[-1] == "replay"
     assert len(layers) == 2 * engine.config.layers
     for attend, finish in zip(layers[::2], layers[1::2], strict=True):
         assert attend + finish == paper

@@ -1,8 +1,8 @@
 """Choice of the kernels for a shape, from a table or by a cost estimate.
 
-This is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are text, because the
-compiled CPU core, which makes the CPU's keys, may be missing. This module knows tiles and shapes,
-but not torch.
+This is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are strings that this
+module makes. The numeric keys of the CPU's tables are not used, because they need the compiled CPU
+core, which may be missing. This module handles tiles and shapes and does not import torch.
 
 There are two kinds of kernels. Tile kernels use tensor cores on tiles of at least 16 rows. Row
 kernels compute a few rows each. Both compute x Aᵀ first ("shrink") and multiply it by Bᵀ afterwards
@@ -21,25 +21,28 @@ from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, Tiles
 
 TABLE_VERSION = 2
 FEW_ROWS = 8
-"""Maximum number of rows of a segment for the row kernels, if tiles compute other segments of the
-call. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
+"""Maximum number of rows of a segment that the row kernels compute in a call that also uses tile
+kernels. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
 decides the time.
 """
 ONE_LAUNCH_ROWS = 32
-"""Maximum number of rows of all segments for the row kernels alone. They need one launch and tiles
-need four. For 32 rows, the row kernels read B eight times. From L2, that takes as long as the
-three launches that are saved (at rank 64, for gate and up of a 7B model).
+"""Maximum total number of rows of a call that uses only row kernels. Row kernels need one launch,
+tile kernels four. For 32 rows, the row kernels read B eight times. Reading it from L2 takes as long
+as the three launches that they save (at rank 64, for gate and up of a 7B model).
 """
+PAIR_OF_ROWS = 2
+"""Maximum number of rows of a segment for row kernels whose blocks compute one row at a time."""
 RANKS_PER_BLOCK = 16
-"""Number of ranks per block in the shrink of the row kernels (kRanksPerBlock)."""
+"""Number of ranks per block in the shrink of the row kernels (kRanksPerBlock in csrc/atmm/cuda)."""
 MIN_DEPTH = 512
-"""Minimum depth of a slice, so that each thread of a warp makes two loads of 16 bytes. Thinner
-slices spend most of their time on starting and ending.
+"""Minimum depth of a slice in elements. At this depth, each thread of a warp makes two loads of 16
+bytes. Thinner slices spend most of their time on starting and ending.
 """
 BLOCKS_PER_SM = 2
 SLICES = (1, 2, 4, 8, 16, 32)
 
-# The next two numbers rank tiles. They hold for one multiprocessor of an A100 or H100.
+# The cost estimate that ranks tiles uses the next two constants. They describe one multiprocessor
+# of an A100 or H100.
 MULTIPLY_ADDS_PER_BYTE = 32.0
 """Number of 16-bit multiply-adds that take as long as reading one byte from memory or L2."""
 STEPS_TO_FILL = 3.0
@@ -80,7 +83,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels of a call. It may use tile kernels for long segments and row kernels for short ones.
+    """Kernels of a call. A call may use tile kernels for long segments and row kernels for short
+    ones.
 
     shrink, expand: names of the tiles of the two products; None to use only row kernels.
     slices: number of depth slices of the tile kernels' shrink.
@@ -105,7 +109,7 @@ class KernelChoice:
 
     @classmethod
     def parse(cls, name: str) -> KernelChoice:
-        """Return the choice with this name. Raise ValueError if the name is not valid."""
+        """Return the choice with this `name`. Raise ValueError if the name is not valid."""
         tiles, _, rows = name.rpartition("; up to ")
         try:
             *up_to, word, block, row_slices = rows.split()
@@ -150,14 +154,14 @@ def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
 
 
 def by_rows(shape: Shape, multiprocessors: int) -> KernelChoice:
-    """Return the choice of only row kernels, with enough depth slices to occupy every
+    """Return a choice that uses only row kernels, with enough depth slices to occupy every
     multiprocessor.
     """
     blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
     wanted = BLOCKS_PER_SM * multiprocessors / blocks
     max_slices = max(1, shape.d_in // MIN_DEPTH)
     slices = max(s for s in SLICES if s == 1 or s <= min(max_slices, max(1.0, wanted)))
-    return KernelChoice(row_block=1 if shape.rows < 3 else 4, row_slices=slices)
+    return KernelChoice(row_block=1 if shape.rows <= PAIR_OF_ROWS else 4, row_slices=slices)
 
 
 def built_in(
@@ -223,7 +227,7 @@ def _block_cost(tile: LoadedTile, depth: int) -> float:
 
 
 class Table:
-    """Choices for one device by key of the shape (`Shape.key`)."""
+    """Kernel choices for one device. The keys are those of the shapes (`Shape.key`)."""
 
     def __init__(self, entries: Mapping[str, KernelChoice]) -> None:
         self._entries = dict(entries)
@@ -236,7 +240,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, library: Library) -> Table:
-        """Read a table. Entries with tiles that the library lacks are skipped.
+        """Read a table from a JSON file. Entries with tiles that the library lacks are skipped.
 
         Raises ValueError for an unsupported version.
         """

@@ -2,9 +2,9 @@
 
 Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first.
 
-fp32 uses the row kernels, without tensor cores and so without TF32. fp16 and bf16 use tile kernels
-if all operands are aligned to 16 bytes, else the row kernels. This module knows devices and
-streams, but no names, files or pools.
+fp32 uses the row kernels, which use no tensor cores and therefore no TF32. fp16 and bf16 use tile
+kernels if all operands are aligned to 16 bytes, else the row kernels. This module handles devices
+and streams, but not adapter names, files or memory pools.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
 from vlora.atmm.cuda.library import CudaError, Library
-from vlora.atmm.cuda.tables import DeviceGroup, DeviceSegments, is_aligned
+from vlora.atmm.cuda.segments import DeviceSegments, arrange
+from vlora.atmm.cuda.tables import DeviceGroup, is_aligned
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import Merges, MergeUpdate, Segment, Segments
 
@@ -36,9 +37,9 @@ EMULATED_MULTIPROCESSORS = 4
 
 
 class DeviceFault(RuntimeError):
-    """Raised for an invalid segment or adapter that the device found and skipped.
+    """Raised if a kernel has detected an invalid segment or adapter, which it skips.
 
-    It is raised when the host next synchronizes with the device, not by the call that caused it.
+    It is raised by the next `Operator.check`, not by the call that launched the kernel.
     """
 
 
@@ -61,8 +62,8 @@ class Operator:
             library.warm_up()
         self.table = Table({})
         self.workspaces = [torch.zeros(c.HEADER_BYTES, dtype=torch.uint8, device=device)]
-        """Workspaces. The last one is in use. Graphs that were captured with a smaller one still
-        need it.
+        """Workspaces in device memory; the last one is in use. Captured graphs may still use the
+        earlier, smaller ones.
         """
         self._groups: WeakKeyDictionary[LoraGroup | HeadGroup, DeviceGroup] = WeakKeyDictionary()
 
@@ -70,20 +71,16 @@ class Operator:
 
     def arrange(self, segments: Sequence[Segment]) -> DeviceSegments:
         """Return the segments arranged in waves, in host memory: [n, 4] int32."""
-        fields = [(s.start, s.length, s.slot, s.sign) for s in segments]
-        arranged, ends = self.library.arrange(fields)
-        rows = [(s.start, s.length, s.slot, s.sign) for s in arranged[: ends[-1] if ends else 0]]
-        lengths = [row[1] for row in rows] or [1]
-        tensor = torch.tensor(rows or [(0, 0, 0, 1)], dtype=torch.int32)
-        return DeviceSegments(tensor, tuple(ends), min(lengths), max(lengths))
+        return arrange(self.library, segments)
 
     def place(self, segments: Segments, arranged: DeviceSegments, on_device: torch.Tensor) -> None:
-        """Set the copy of an arranged `tensor` on the device, which calls with `segments` read."""
+        """Register the device's copy of `arranged.tensor` for all later calls with `segments`."""
         segments.prepared[self] = replace(arranged, tensor=on_device)
 
     def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments on the device, arranged in waves. A `Segments` that was not placed is
-        copied at the first call.
+        """Return the segments on the device, arranged in waves.
+
+        They are copied, unless `place` or an earlier call has registered a copy.
         """
         prepared = Segments.of(segments).prepared
         if (arranged := prepared.get(self)) is None:
@@ -96,7 +93,7 @@ class Operator:
     def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
         """Return the group's adapters on this device.
 
-        Slots that were added or filled again since the last call are updated first.
+        Slots whose content has changed since the last call are updated first.
         """
         on_device = self._groups.get(group)
         if on_device is None:
@@ -107,6 +104,9 @@ class Operator:
                 self.device,
             )
             self._groups[group] = on_device
+        if on_device.version == group.version:
+            return on_device
+        on_device.version = group.version
         for slot, version in enumerate(list(group.versions)):
             if on_device.versions.get(slot) == version:
                 continue
@@ -121,8 +121,8 @@ class Operator:
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
     ) -> KernelChoice:
-        """Return the kernels for a call: those of the device's table, or else those of
-        `built_in`.
+        """Return the kernels for a call: those in the device's table, or those of `built_in` if the
+        table has no entry for the shape or the entry needs tensor cores that the call cannot use.
         """
         tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(
@@ -160,7 +160,8 @@ class Operator:
             return
         tiles = (choice or self.choose(y, x, segments, group)).on(self.library, DTYPES[group.dtype])
         first = 0
-        # A call has a maximum number of waves. The stream runs the further calls in order.
+        # A call of the library has a maximum number of waves. If there are more, the stream runs
+        # several calls in order.
         max_waves = 1 if heads else c.MAX_WAVES
         for wave in range(0, len(segments.ends), max_waves):
             ends = segments.ends[wave : wave + max_waves]
@@ -187,7 +188,7 @@ class Operator:
             segments=segments.tensor.data_ptr() + first * ctypes.sizeof(c.SegmentStruct),
             rows=x.shape[0],
             d_in=group.d_in,
-            slots=group.slots,
+            slots=group.capacity,
             max_rank=group.max_rank,
             type=c.TYPES[DTYPES[group.dtype]],
             heads=int(heads),
@@ -223,7 +224,8 @@ class Operator:
     def check(self) -> None:
         """Wait for the device.
 
-        Raises DeviceFault if it has skipped an invalid segment or adapter since the last check.
+        Raises DeviceFault if the device has skipped an invalid segment or adapter since the last
+        check.
         """
         self.synchronize()
         for workspace in self.workspaces:
@@ -262,7 +264,7 @@ class Operator:
 
 
 class MergedParts:
-    """Prepared merge of an adapter. Its table of matrices is copied to the device only once."""
+    """Prepared merge of an adapter. Its construction copies the matrices' shapes and addresses."""
 
     def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
         self._operator = operator

@@ -1,43 +1,33 @@
-"""Operands that the kernels read from device memory: segments, and the addresses of adapters.
+"""Tables of adapters that the kernels read from device memory.
 
-This module knows addresses and padding, but no libraries or streams.
+This module handles addresses and padding, but not libraries or streams.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from vlora.atmm.cuda.library import ALIGNMENT, RANK_STEP
 from vlora.atmm.types import HeadMatrix, LoraPair
 
-
-@dataclass(frozen=True)
-class DeviceSegments:
-    """Segments on the device, arranged in waves.
-
-    tensor: [segments, 4] int32: start, length, slot, sign.
-    ends: end of each wave among the segments.
-    shortest, longest: minimum and maximum length.
-    """
-
-    tensor: torch.Tensor
-    ends: tuple[int, ...]
-    shortest: int
-    longest: int
-
-    def __len__(self) -> int:
-        return self.ends[-1] if self.ends else 0
+MIN_SLOTS = 256
+"""Number of entries of a new table of adapters."""
+NO_ADAPTER = (1, 0, 0)
+"""Entry of a slot that was never set: an A without a B, which kernels report as a fault."""
 
 
 class DeviceGroup:
     """Adapters of projections that share an input, as the kernels read them.
 
-    `tables[output]` is [slots, 3] int64: address of A, address of B, rank. Ranks are padded with
+    `tables[output]` is [capacity, 3] int64: address of A, address of B, rank. Ranks are padded with
     zero rows to a multiple of RANK_STEP. Matrices that need padding, are not contiguous or are on
     another device are copied. All others are used in place.
+
+    The tables are reallocated only when the number of slots exceeds their capacity. So a captured
+    graph can still read them after adapters were loaded or evicted. An entry that was never set is
+    invalid, and kernels that read it report a fault.
     """
 
     def __init__(
@@ -46,15 +36,23 @@ class DeviceGroup:
         self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
         self.max_rank = RANK_STEP
         self.slots = 0
+        self.capacity = MIN_SLOTS
+        self.version = -1
+        """`LoraGroup.version` of the group that this one was last compared with."""
         self.versions: dict[int, int] = {}
-        """Number of each slot's content in the group that it was copied from."""
+        """Version of each copied slot, as in the `versions` of the group that it was copied from.
+        """
         self.tables: list[torch.Tensor] = []
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
         self._keep: dict[int, list[torch.Tensor]] = {}
-        """Matrices of each slot."""
-        self._old_tables: list[torch.Tensor] = []
+        """Matrices of each slot, which must live as long as the tables contain their addresses."""
         self._changed: set[int] = set()
-        """Slots that the tables on the device do not show yet."""
+        """Slots that have changed since the tables on the device were last updated."""
+
+    @property
+    def layout(self) -> tuple[int, ...]:
+        """Contents of a captured call: the addresses of the tables, and the maximum rank."""
+        return *(table.data_ptr() for table in self.tables), self.max_rank
 
     def append(self, pairs: Sequence[LoraPair | None]) -> None:
         self.put(self.slots, pairs)
@@ -86,17 +84,20 @@ class DeviceGroup:
 
     def ready(self) -> None:
         """Update the tables on the device. Call this before a call of the library or a capture."""
-        if self.tables and self.tables[0].shape[0] == self.slots:
-            # In place, since a captured graph reads these tables.
+        if self.tables and self.slots <= self.capacity:
+            # Update the tables in place, since a captured graph reads them.
             for slot in sorted(self._changed):
                 for table, rows in zip(self.tables, self._rows, strict=True):
                     table[slot].copy_(torch.tensor(rows[slot], dtype=torch.int64))
             self._changed.clear()
             return
         self._changed.clear()
-        self._old_tables += self.tables  # A captured graph may still read the old tables.
+        while self.capacity < self.slots:
+            self.capacity *= 2
+        missing = [NO_ADAPTER] * (self.capacity - self.slots)
+        # The previous tables are freed only after the kernels that were launched with them.
         self.tables = [
-            torch.tensor(rows, dtype=torch.int64, device=self.device).view(-1, 3)
+            torch.tensor([*rows, *missing], dtype=torch.int64, device=self.device)
             for rows in self._rows
         ]
 

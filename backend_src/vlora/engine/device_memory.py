@@ -1,0 +1,36 @@
+"""Check at the start that an engine fits the memory of its GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from vlora.capacity import plan
+from vlora.config import Options
+from vlora.memory.device import Device, require_memory
+
+
+def require_engine_memory(options: Options, names: Mapping[str, str], device: Device) -> None:
+    """Raise OutOfMemory, with the figures of the plan, if the engine does not fit its device.
+
+    Merged weights are not counted, because adapters are merged only if there is memory left for
+    them. A device that commits memory lazily is not checked.
+
+    names: name → folder of adapters, in addition to those in `options.adapters`.
+    """
+    left = device.available_bytes()
+    if device.commits_lazily or left is None:
+        return
+    capacity = plan(options, names, left, layout=device.page_layout)
+    pool = capacity.configured_pages * capacity.page_bytes
+    require_memory(
+        device,
+        {
+            "weights": capacity.weights_bytes,
+            "pages for keys, values and adapters": pool,
+            # Adapters in the pool are copied for a step, which needs this memory again.
+            "adapters": min(capacity.adapter_pages * capacity.page_bytes, pool),
+            "the largest step": capacity.step_bytes,
+        },
+        "raise 'engine_memory_share', or reduce 'kv_cache_tokens', 'adapter_pool_bytes' or"
+        " 'max_num_batched_tokens'",
+    )

@@ -1,0 +1,231 @@
+"""Tests of captured graphs of decoding steps, on a fake GPU with interpreted kernels.
+
+The fake device executes a graph's work again at each replay, and fails if that would launch
+anything with other arguments than were captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.engine_client import answers, request
+from tests.support.fake_device import GRAPH_BYTES, FakeDevice, fake_gpu
+from tests.support.modes import drive
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.ids import BASE
+from vlora.memory.device import HOST
+from vlora.model import step_graphs
+from vlora.model.rotary import RotaryTable
+from vlora.request import Request
+
+# numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning"),
+    pytest.mark.usefixtures("launch"),
+]
+
+PROMPTS = ("<s>red", "<s>what is on the left of it?", "<s>two men")
+
+
+@pytest.fixture
+def options(checkpoint: Path, adapters_dir: Path) -> Options:
+    torch.set_num_threads(1)
+    return Options(
+        model=checkpoint,
+        adapters=adapters_dir,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        block_size=8,
+        kv_cache_tokens=512,
+    )
+
+
+def _requests(*names: str | None, tokens: int = 3) -> list[Request]:
+    return [
+        request(f"r{index}", tokens, prompt=prompt, adapter=name)
+        for index, (name, prompt) in enumerate(zip(names, PROMPTS, strict=False))
+    ]
+
+
+def _both(
+    options: Options, run: Callable[[Engine], object]
+) -> tuple[Engine, FakeDevice, object, object]:
+    """Run on both devices. Return the fake GPU's engine, that device, and both results."""
+    expected = run(Engine(options))
+    with fake_gpu() as device:
+        engine = Engine(options)
+        return engine, device, expected, run(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_operator")
+def test_loads_evictions_and_switches_leave_all_graphs_valid(options: Options) -> None:
+    """Run base, merged and adapter steps, each adapter evicting the one before, and repeat."""
+    names = ("all-r8", "attention-r4", "feed-forward-r16", None)
+    small = replace(options, adapter_pool_bytes=200_000, kv_cache_tokens=128)
+    captured: list[int] = []
+
+    def run(engine: Engine) -> list[object]:
+        live = [BASE]
+        drive(engine, lambda step: live[0])
+        results: list[object] = []
+        for _ in range(2):
+            for name in names:
+                for merged in (False, True)[: 1 + (name is not None)]:
+                    live[0] = BASE
+                    engine.adapters.protected_slot = BASE
+                    item = _requests(name)[0]
+                    engine.add(engine.prepare(item), arrival=0.0)
+                    while engine.scheduler.waiting:
+                        engine.step()
+                        engine.adapters.finish()
+                    if merged and name is not None:
+                        live[0] = engine.adapters.slot(name)
+                    tokens = []
+                    while not engine.idle:
+                        tokens += [t for output in engine.step() for t in output.token_ids]
+                    results.append(tokens)
+            captured.append(engine.stats().graphs_captured)
+        return results
+
+    engine, device, expected, actual = _both(small, run)
+    assert actual == expected
+    stats = engine.stats()
+    assert stats.adapter_evictions >= 4
+    assert stats.switches >= 6
+    # The second round captures nothing: a graph of each kind serves every adapter.
+    first, second = captured[2:]
+    assert first == second == device.graph_events.count("capture") > 3
+    assert stats.graphs_replayed == device.graph_events.count("replay") > second
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cuda_operator")
+def test_a_graph_serves_steps_of_fewer_rows_and_other_adapters(options: Options) -> None:
+    """Capture one graph for four rows: three requests, whose order and adapters then change."""
+
+    def run(engine: Engine) -> object:
+        names = ("all-r8", None, "attention-r4")
+        first = answers(engine, _requests(*names))
+        return first, answers(engine, _requests(*reversed(names)))
+
+    engine, _, expected, actual = _both(options, run)
+    assert actual == expected
+    keys = list(engine._runner._graphs._graphs)  # type: ignore[union-attr]
+    assert [key.shape.rows for key in keys] == [4]
+    assert engine.stats().graphs_replayed == 3
+
+
+def test_contexts_beyond_a_graphs_block_tables_have_another_graph(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graphs, "FEWEST_PAGES", 1)
+    engine, _, expected, actual = _both(
+        replace(options, block_size=4), lambda engine: answers(engine, _requests(None, tokens=8))
+    )
+    assert actual == expected
+    keys = list(engine._runner._graphs._graphs)  # type: ignore[union-attr]
+    assert [key.shape.pages for key in keys] == [1, 4]
+
+
+@pytest.mark.slow
+def test_the_graph_unused_for_longest_is_discarded(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_GRAPHS", 2)
+    counts = (1, 2, 1, 3, 2)
+
+    def run(engine: Engine) -> object:
+        return [answers(engine, _requests(*[None] * count)) for count in counts]
+
+    engine, _, expected, actual = _both(options, run)
+    assert actual == expected
+    keys = list(engine._runner._graphs._graphs)  # type: ignore[union-attr]
+    assert [key.shape.rows for key in keys] == [4, 2]
+    stats = engine.stats()
+    assert stats.graphs_captured == 4
+    assert stats.graph_seconds > 0
+    assert 2 * GRAPH_BYTES < stats.graph_bytes < 2 * GRAPH_BYTES + 10_000
+
+
+def test_a_step_that_cannot_be_captured_is_computed_without_graphs(
+    options: Options, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(self: FakeDevice, work: Callable[[], object]) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(FakeDevice, "capture", refuse)
+    engine, device, expected, actual = _both(options, lambda e: answers(e, _requests(None, None)))
+    assert actual == expected
+    assert caplog.text.count("no graphs are used from now on") == 1
+    assert engine.stats().graphs_captured == engine.stats().graphs_replayed == 0
+    assert device.events == ["upload", "read", "wait"] * engine.stats().steps
+
+
+def test_enforce_eager_captures_nothing(options: Options) -> None:
+    eager = replace(options, enforce_eager=True)
+    engine, device, expected, actual = _both(eager, lambda e: answers(e, _requests(None)))
+    assert actual == expected
+    assert device.graph_events == []
+    assert engine.stats().graph_bytes == 0
+
+
+def test_adapters_of_the_reference_operator_are_not_captured(options: Options) -> None:
+    engine, device, expected, actual = _both(
+        options, lambda e: [answers(e, _requests(name)) for name in ("all-r8", None)]
+    )
+    assert actual == expected
+    assert device.graph_events == ["capture", "replay"]
+    assert engine.stats().graphs_replayed == 1
+
+
+def test_prefill_and_heads_have_no_graph(options: Options) -> None:
+    item = request("r", prompt="<s>what is it?", adapter="head-r8", use_head=True)
+    engine, device, expected, actual = _both(options, lambda engine: answers(engine, [item]))
+    assert actual == expected
+    assert engine.stats().prompt_tokens > 1
+    assert device.graph_events == []
+
+
+def test_memory_that_grows_replaces_the_graphs(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let a position exceed the rotary table, as those of frames that are far apart may."""
+    monkeypatch.setattr("vlora.model.rotary.INITIAL_POSITIONS", 8)
+    monkeypatch.setattr(RotaryTable, "reserve", lambda *arguments: None)
+
+    def run(engine: Engine) -> object:
+        return [answers(engine, _requests(None, tokens=tokens)) for tokens in (2, 12, 3)]
+
+    engine, _, expected, actual = _both(options, run)
+    assert actual == expected
+    assert engine.stats().graphs_captured == 1 + engine._runner.graphs.discarded > 1
+
+
+def test_the_fake_device_refuses_a_graph_that_has_become_stale() -> None:
+    with fake_gpu() as device:
+        memory = [torch.zeros(3)]
+        graph = device.capture(lambda: memory[0].add_(1))
+        graph.replay()
+        memory.append(memory.pop().clone())
+        memory.insert(0, torch.zeros(3))
+        with pytest.raises(AssertionError, match="which has changed"):
+            graph.replay()
+        with pytest.raises(AssertionError, match="a graph cannot contain '_local_scalar_dense'"):
+            device.capture(lambda: memory[0].sum().item())
+    with pytest.raises(RuntimeError, match="CPU cannot be captured"):
+        HOST.capture(lambda: None)
+
+
+def test_rows_and_pages_are_padded_to_few_sizes() -> None:
+    rows = [step_graphs.padded_rows(n) for n in range(1, 65)]
+    assert sorted(set(rows)) == [1, 2, 4, 8, 16, 32, 48, 64]
+    assert all(n <= padded < max(2 * n, n + 16) for n, padded in enumerate(rows, 1))
+    pages = [step_graphs.padded_pages(n) for n in (1, 64, 65, 256, 257, 5000)]
+    assert pages == [64, 64, 256, 256, 1024, 16384]
