@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from tests.support.knowledge import ITEM, write_images, write_spec
 from vlora.cli import app
 from vlora.errors import InvalidArgument
-from vlora.generation.spec import read_spec
+from vlora.generation.optimization import make_accelerator
+from vlora.generation.spec import Training, read_spec
 
 
 @pytest.fixture
@@ -138,3 +140,30 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(data: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "1 attempt of up to 800 steps with 32 examples" in result.output
     assert not (data / "out").exists()
+
+
+def test_a_file_in_place_of_a_folder_of_results_is_reported(data: Path) -> None:
+    path = write_spec(data)
+    result = CliRunner().invoke(app, ["adapters", "generate", str(path), "--out", str(path)])
+    assert result.exit_code == 1
+    assert "spec.yaml cannot be made: File exists" in " ".join(result.output.split())
+
+
+def test_a_precision_that_the_device_lacks_is_reported() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this device has fp16")
+    with pytest.raises(InvalidArgument, match="mixed_precision 'fp16' cannot be used here"):
+        make_accelerator(Training(mixed_precision="fp16"))
+
+
+def test_ctrl_c_says_how_to_continue(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("vlora.generation.run.generate", interrupted)
+    path = write_spec(data)
+    result = CliRunner().invoke(
+        app, ["adapters", "generate", str(path), "--out", str(data / "out")]
+    )
+    assert result.exit_code == 130
+    assert "stopped; to continue, start the same command again" in result.output
