@@ -159,10 +159,10 @@ class BoundedSegments:
 
 @dataclass
 class GroupLayout:
-    """Properties of groups that a captured call of the operator contains.
+    """Properties of groups that are fixed when a graph captures calls of the operator.
 
-    version: latest version of any group when this was compared with the groups.
-    parts: addresses of the tables of each group, maximum rank, and whether it was ever used.
+    version: latest version of any group when this layout was last compared with the groups.
+    parts: for each group, addresses of its tables, maximum rank, and whether it was ever used.
     """
 
     version: int
