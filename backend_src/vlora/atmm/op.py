@@ -175,7 +175,7 @@ def captures(device: torch.device) -> bool:
 
 
 def bounded(segments: Segments) -> BoundedSegments:
-    """Return segments with the bounds of a captured call that can be replayed with them."""
+    """Return the segments, and the bounds of a captured call that can be replayed with them."""
     return BoundedSegments(segments, *bounds_of(operator.current().library, segments))
 
 
