@@ -287,9 +287,8 @@ class _Bundle:
     def _sharing_gain(self, r: Candidate, now: float) -> float:
         """Return the value of decoding together with the other requests instead of after them.
 
-        The step must compute all missing tokens of the request. Each decode step that it then
-        shares saves the fixed cost of a step. The value is 0 if it is decoding already. `now`: as
-        in `_earns`.
+        The step must compute all missing tokens. Each decode step that the request then shares
+        saves the fixed cost of a step. Decoding requests gain nothing. `now`: as in `_earns`.
         """
         if r.missing == 1:
             return 0.0
