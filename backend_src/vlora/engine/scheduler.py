@@ -27,8 +27,8 @@ class Budgets:
 
     sequences: maximum number of sequences that hold pages at once; each occupies a batch slot.
     rows: maximum number of tokens computed in one step.
-    candidates: number of waiting sequences that the policy sees in each of its orders. It sees more
-        if there are more free batch slots.
+    candidates: number of waiting sequences that the policy sees in each of its sort orders. It sees
+        more if there are more free batch slots.
     """
 
     sequences: int
