@@ -1,6 +1,5 @@
 // Gemv with int8 and int4 weights, which are converted to fp32 or bf16 in registers, and their
-// conversion in memory for products with more rows. Included after the instruction set's unpack
-// header.
+// conversion in memory for products with more rows. An unpack header must be included before.
 #pragma once
 
 #include "quantized/quantized.h"
@@ -24,10 +23,9 @@ constexpr int64_t kScaleRowsAhead = 2;
 constexpr int kGroupSteps = int(kMinGroup) / R::kWidth;
 
 // Types for each kind of weight. Value: a register with kStep weights, or with as many values of x.
-// X: type in which values of x are packed. Block: the stored weights of a block. Scales: the data
-// of a group from which `weights` computes weights. kTileRows: maximum number of rows of x in a
-// register tile. streams(rows): rows of W in a tile, at most as many as the registers can hold sums
-// and factors for.
+// X: type of packed values of x. Block: stored weights of a block. Scales: data of a group from
+// which `weights` computes weights. kTileRows: maximum number of rows of x in a tile.
+// streams(rows): rows of W in a tile, limited by the registers for sums and factors.
 
 // Weights and x are fp32.
 struct Fp32Values {
@@ -259,9 +257,8 @@ VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, const floa
   if constexpr (T > 1) gemv_rows<P, T - 1>(p, x, zero_terms, row, gap, t0, rows);
 }
 
-// Multiplies rows [begin, end) of W with all tiles, and with them the rows of the other streams,
-// which are `gap` rows apart. If `gap` is 0, there are no other streams. All these rows are
-// multiplied with a tile before the next tile is read, so that a tile stays in L1.
+// Multiplies rows [begin, end) of W, and the rows of the other streams at distance `gap` (none if
+// it is 0), with all tiles. All these rows use a tile before the next, so that it stays in L1.
 template <class P>
 void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end, int64_t gap) {
   const auto* const x = static_cast<const typename P::X*>(packed);
