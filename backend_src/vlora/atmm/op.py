@@ -308,10 +308,11 @@ def merge(
     chosen = backend or _backend_for(out)
     served = DTYPES if chosen == "cpu" else ON_GPU
     if out.dtype not in served or not (out.is_contiguous() and base.is_contiguous()):
-        raise ValueError(f"slabs are {out.dtype}; they must be contiguous, of {list(served)}")
+        types = ", ".join(map(str, served))
+        raise ValueError(f"slabs of {out.dtype}: they must be contiguous, and of one of {types}")
     merges = Merges.of(updates)
     if merges.end > base.shape[0]:
-        raise ValueError(f"updates up to {merges.end} do not fit a slab of {base.shape[0]}")
+        raise ValueError(f"updates of {merges.end} elements do not fit a slab of {base.shape[0]}")
     if chosen == "reference":
         reference.merge(out, base, merges, sign)
         return
