@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.policies.simulation import fork, without_adapters
+from vlora import native
 from vlora.atmm import tiles
 from vlora.backends import override
 from vlora.engine import calibration
@@ -61,10 +62,10 @@ def test_a_step_with_any_adapter_has_the_lora_calls_once() -> None:
 
 
 def test_the_live_adapter_is_subtracted_from_the_rows_of_others_only() -> None:
-    parts = [Part(0, 3, 0, True), Part(1, 2, 0, True), Part(BASE, 5, 0, True)]
-    assert rows_by_adapter(parts, BASE) == {0: 3, 1: 2}
-    assert rows_by_adapter(parts, 0) == {1: 2, 0: 7}
-    assert rows_by_adapter(parts[:1], 0) == {}
+    rows = {0: 3, 1: 2, BASE: 5}
+    assert rows_by_adapter(rows, BASE) == {0: 3, 1: 2}
+    assert rows_by_adapter(rows, 0) == {1: 2, 0: 7}
+    assert rows_by_adapter({0: 3}, 0) == {}
 
 
 def test_attention_is_linear_in_positions_and_in_pairs_of_row_and_position() -> None:
@@ -193,7 +194,7 @@ def test_a_profile_is_measured_once_and_loaded_the_next_time(tmp_path: Path) -> 
 
 def test_a_profile_belongs_to_the_kernels_it_was_measured_with(tmp_path: Path) -> None:
     contexts = [override("atmm", "reference"), override("kernels", "reference")]
-    contexts += [tiles.isa(isa) for isa in tiles.isas() if "avx512" not in isa]
+    contexts += [tiles.isa(isa) for isa in tiles.isas() if isa != native.kernels().runtime.isa()]
     calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path)
     for count, context in enumerate(contexts):
         moved = replace(PROFILE, answer=float(count))

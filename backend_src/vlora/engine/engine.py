@@ -221,7 +221,7 @@ class Engine:
         """Compute the forward pass of a plan; return its result, the rows whose tokens are to be
         drawn, and the seconds it took.
         """
-        started, mode = self._clock(), plan.mode
+        started, mode = self._clock(), plan.mode.value
         for chunk in plan.chunks:
             state = self._requests[chunk.sequence_id]
             state.scheduled(mode, started)
