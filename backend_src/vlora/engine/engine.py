@@ -198,7 +198,7 @@ class Engine:
 
     def _load_adapters(self, now: float) -> list[Output]:
         """Advance the loading of adapters. End the requests whose adapter cannot be loaded."""
-        failed = self.memory.advance(self.scheduler.waiting, len(self.scheduler.running), now)
+        failed = self.memory.advance(self.scheduler.queue, len(self.scheduler.running), now)
         return [output for name, error in failed for output in self.abort(name, error)]
 
     def _switch(self, live: int) -> float:
