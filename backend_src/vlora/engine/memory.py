@@ -143,13 +143,8 @@ class EngineMemory:
         self._update_cutoff(queue, None if stuck is None else first_of[stuck], now)
         return failed
 
-<<<<<<< HEAD
     def _update_cutoff(self, queue: WaitingQueue, stuck: Sequence | None, now: float) -> None:
-        """Set the arrival after which requests must wait.
-=======
-    def _update_cutoff(self, waiting: list[Sequence], stuck: Sequence | None, now: float) -> None:
         """Set the time of arrival after which requests may not begin.
->>>>>>> main
 
         stuck: oldest request whose adapter got no pages in this step, or None.
 
