@@ -312,7 +312,7 @@ def merge(
         raise ValueError(f"slabs of {out.dtype}: they must be contiguous, and of one of {types}")
     merges = Merges.of(updates)
     if merges.end > base.shape[0]:
-        raise ValueError(f"updates of {merges.end} elements do not fit a slab of {base.shape[0]}")
+        raise ValueError(f"updates up to element {merges.end} do not fit a slab of {len(base)}")
     if chosen == "reference":
         reference.merge(out, base, merges, sign)
         return
