@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -39,8 +40,17 @@ class FakeDevice(Device):
         """Bytes that the device claims to have left; None if unknown."""
         self.events: list[str] = []
         self.graph_events: list[str] = []
+        self.threads = {threading.get_ident()}
+        """Threads of which this is the current device."""
+
+    def make_current(self) -> None:
+        self.threads.add(threading.get_ident())
+
+    def _check_thread(self) -> None:
+        assert threading.get_ident() in self.threads, "another device is this thread's current one"
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        self._check_thread()
         return torch.zeros(shape, dtype=dtype)
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
@@ -49,18 +59,23 @@ class FakeDevice(Device):
     def upload(
         self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
+        self._check_thread()
         self.events.append("upload")
         return upload(tensors, self.torch_device, into)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """Return a graph that executes the work again.
 
-        A replay raises AssertionError if the work would now launch other calls than at its capture.
+        The capture itself changes no memory. A replay raises AssertionError if the work would now
+        launch other calls than at its capture. After both, the tensors that the work has allocated
+        contain no results.
         """
+        self._check_thread()
         self.graph_events.append("capture")
-        captured = Record.of(work)
+        captured = Record.of(work, undo=True)
 
         def replay() -> None:
+            self._check_thread()
             self.graph_events.append("replay")
             replayed = Record.of(work)
             for now, before in itertools.zip_longest(replayed, captured):
@@ -69,6 +84,7 @@ class FakeDevice(Device):
         return Graph(replay, GRAPH_BYTES)
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        self._check_thread()
         self.events.append("read")
         copies = [torch.full_like(tensor, -1) for tensor in tensors]
 
