@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
 
+from tests.support.device_tensors import DEVICE, separate_devices, unseparated
 from tests.support.recorded_work import Record
 from vlora import backends
 from vlora.memory.device import Device, Graph, PageLayout, Readback
@@ -28,7 +30,7 @@ class FakeDevice(Device):
     """
 
     name = "fake"
-    torch_device = torch.device("cpu")
+    torch_device = DEVICE
     page_layout: PageLayout = "rows"
     in_host_memory = False
     commits_lazily = False
@@ -51,7 +53,7 @@ class FakeDevice(Device):
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         self._check_thread()
-        return torch.zeros(shape, dtype=dtype)
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
@@ -86,7 +88,7 @@ class FakeDevice(Device):
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
         self._check_thread()
         self.events.append("read")
-        copies = [torch.full_like(tensor, -1) for tensor in tensors]
+        copies = [torch.full(tensor.shape, -1, dtype=tensor.dtype) for tensor in tensors]
 
         def wait() -> None:
             # The results arrive no sooner, so that reading them without waiting would fail.
@@ -106,8 +108,16 @@ class FakeDevice(Device):
 @contextmanager
 def fake_gpu() -> Iterator[FakeDevice]:
     """Yield a fake device. Engines made in this context use it. The interpreted GPU kernels then
-    process all CPU tensors."""
+    process all CPU tensors. On this thread, tensors of the device and of the host are separate.
+    """
     device = FakeDevice()
-    place = "vlora.engine.parts.engine_device"
-    with backends.override("kernels", "gpu"), patch(place, return_value=device):
+    with ExitStack() as stack:
+        stack.enter_context(backends.override("kernels", "gpu"))
+        stack.enter_context(patch("vlora.engine.parts.engine_device", return_value=device))
+        if find_spec("triton") is not None:
+            from triton.runtime.interpreter import GridExecutor
+
+            run = unseparated(GridExecutor.__call__)
+            stack.enter_context(patch.object(GridExecutor, "__call__", run))
+        stack.enter_context(separate_devices())
         yield device

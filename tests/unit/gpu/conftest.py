@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.atmm_problems import emulation
+from tests.support.device_tensors import DEVICE
 from tests.support.gpu_kernels import ON_GPU
 from vlora import backends
 from vlora.atmm.cuda.operator import Operator, using
@@ -40,7 +41,7 @@ def draws(_kernel_device: None) -> ModuleType:
 @pytest.fixture
 def cuda_operator() -> Iterator[Operator]:
     """Let the emulated CUDA library serve the LoRA operator; skip where it cannot be built."""
-    operator = Operator(emulation(), torch.device("cpu"))
+    operator = Operator(emulation(), DEVICE)
     with backends.override("atmm", "cuda"), using(operator):
         yield operator
         operator.check()

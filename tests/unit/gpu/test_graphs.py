@@ -258,6 +258,28 @@ def test_a_capture_on_the_fake_device_has_no_effect_and_leaves_no_results() -> N
         assert all(result.isnan().all() for result in results)
 
 
+def test_tensors_of_the_fake_device_cannot_be_mixed_with_those_of_the_host() -> None:
+    with fake_gpu() as device:
+        ours, host = device.zeros(3, dtype=torch.float32), torch.ones(3)
+        assert ours.device == device.torch_device != host.device
+        for mixed in (
+            lambda: ours + host,
+            lambda: torch.cat([ours.mul(2), host]),
+            lambda: torch.equal(host, ours.view(3)),
+            lambda: host[torch.zeros(1, dtype=torch.int64, device=ours.device)],
+        ):
+            with pytest.raises(RuntimeError, match="to be on the same device"):
+                mixed()
+        with pytest.raises(TypeError, match="to numpy"):
+            ours.numpy()
+        ours.copy_(host)
+        (uploaded,) = device.upload([host])
+        assert (uploaded + ours + 1).cpu().numpy().tolist() == [3, 3, 3]
+        assert (ours.cpu() + host).tolist() == (ours.to("cpu") + host).tolist() == [2, 2, 2]
+        assert (host.to(ours.device) + torch.empty(3, device=ours.device).fill_(1)).sum() == 6
+    assert (ours + host).tolist() == [2, 2, 2]
+
+
 @pytest.mark.usefixtures("cuda_operator")
 def test_the_loops_thread_computes_on_the_engines_device(options: Options) -> None:
     on_cpu = Engine(options)
