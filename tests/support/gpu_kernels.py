@@ -1,4 +1,4 @@
-"""Whether the tests of GPU kernels run them on a GPU, and the types that they test."""
+"""Settings of the tests of GPU kernels: the device that runs them, and the types to test."""
 
 from __future__ import annotations
 
