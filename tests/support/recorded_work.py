@@ -37,7 +37,7 @@ class Record(TorchDispatchMode):
         self._allocated: list[range] = []
         """Addresses of the tensors that the work has allocated."""
         self._temporary: list[torch.Tensor] = []
-        """Tensors that the work has allocated. While they exist, their addresses are not used again."""
+        """Tensors that the work has allocated. Their addresses are not used again meanwhile."""
         self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Bytes of each other tensor that the work uses, and their copy from before their use."""
         self._in_kernel = False

@@ -282,12 +282,12 @@ def test_tensors_of_the_fake_device_cannot_be_mixed_with_those_of_the_host() -> 
 
 @pytest.mark.usefixtures("cuda_operator")
 def test_the_loops_thread_computes_on_the_engines_device(options: Options) -> None:
-    on_cpu = Engine(options)
-    expected = answers(on_cpu, _requests("all-r8", None))
+    asked = _requests("all-r8", None, tokens=8)
+    expected = answers(Engine(options), asked)
     with fake_gpu() as device:
         loop, sink = EngineLoop(Engine(options), max_waiting=10), Collector()
         try:
-            for item in _requests("all-r8", None):
+            for item in asked:
                 loop.submit(item, sink)
             for name in expected:
                 sink.last(name)
