@@ -251,7 +251,7 @@ def test_memory_for_the_factors_of_two_merges_is_kept(checkpoint: Path, adapters
 
 
 def test_float16_needs_a_gpu(checkpoint: Path) -> None:
-    says = "'dtype' = 'float16' cannot be used on device 'cpu', which has float32, bfloat16; "
+    says = "'dtype' = 'float16' cannot be used on device 'cpu', which supports float32, bfloat16; "
     for device in ("cpu", "auto"):
         with pytest.raises(InvalidArgument, match=says):
             Engine(Options(model=checkpoint, dtype="float16", device=device))
