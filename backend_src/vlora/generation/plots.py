@@ -82,7 +82,7 @@ def _fusion(outcome: Outcome) -> Any:
     figure, axes = _new_figure(
         2 + len(steps) * WIDTH_PER_ATTEMPT, "Attempts to add an item", "accuracy (validation)"
     )
-    axes.set_prop_cycle(color=colormaps["tab20"].colors)
+    axes.set_prop_cycle(color=[colormaps["tab20"](index) for index in range(20)])
     for index, item in enumerate(outcome.spec.items):
         points = {
             number: attempt.scores[item.name]
