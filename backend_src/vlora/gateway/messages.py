@@ -18,10 +18,15 @@ from vlora.vision.prompts import PLACEHOLDER
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of OpenAI's messages, with the corresponding roles of chat templates."""
 
+DETAILS = ("auto", "low", "high", "original")
+"""Valid values of an image's `detail`. None has an effect, as the checkpoint's image processor
+determines the resolution.
+"""
+
 MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "role": None,
     "content": None,
-    "name": (),
+    "name": None,
     "refusal": (),
     "audio": (),
     "function_call": (),
@@ -30,8 +35,8 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of a message, each with the values that it may have.
 
-None means that the field is read, and that its value is checked there. The values of all other
-fields have no effect.
+None means that the value is checked where it is read. The values of all other fields have no
+effect. `name` has none either, because chat templates have no names of participants.
 """
 
 
@@ -101,6 +106,8 @@ class _Reader:
                 f"{param}.role",
                 f"'{param}.role' must be one of {', '.join(ROLES)}, not {shown(role)}",
             )
+        if not isinstance(message.get("name", ""), str | None):
+            raise invalid(f"{param}.name", f"'{param}.name' must be a string")
         for name, value in message.items():
             if name not in MESSAGE_FIELDS:
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of a message")
@@ -143,11 +150,10 @@ class _Reader:
         if not isinstance(value, dict) or not isinstance(value.get("url"), str):
             raise invalid(param, f"'{param}' must be an object whose 'url' is a string")
         for name, option in value.items():
-            if name == "detail" and option not in (None, "auto"):
-                raise unsupported(
+            if name == "detail" and option not in (None, *DETAILS):
+                raise invalid(
                     f"{param}.detail",
-                    f"'{param}.detail' = {shown(option)} is not supported: the vision tower has one"
-                    " resolution; leave it out, or send 'auto'",
+                    f"'{param}.detail' must be one of {', '.join(DETAILS)}, not {shown(option)}",
                 )
             if name not in ("url", "detail"):
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of '{param}'")
