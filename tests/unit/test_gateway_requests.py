@@ -108,6 +108,7 @@ def test_every_way_to_restrict_the_answer_becomes_structured_outputs(
     [
         ({"model": None}, "INVALID_ARG", "model"),
         ({"model": 5}, "INVALID_ARG", "model"),
+        ({"model": "m" * 257}, "INVALID_ARG", "model"),
         ({"messages": []}, "INVALID_ARG", "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_ARG", "messages[0].role"),
         (

@@ -7,6 +7,7 @@ with the checkpoint's chat template (task `chat`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,10 @@ CLIP = "data:video/jpeg;base64,"
 """Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM."""
 
 
+NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
+"""Start of an error message about an image or frame. They are numbered from 0."""
+
+
 @dataclass(frozen=True)
 class Media:
     """URL of an image, or of a frame of a clip.
@@ -71,6 +76,14 @@ class Conversation:
     images: tuple[Media, ...] = ()
     frames: tuple[Media, ...] = ()
     turns: int = 1
+
+    def place_of(self, message: str) -> str | None:
+        """Return the path of the image or frame that an error message of the server begins with."""
+        found = NUMBERED.match(message)
+        if found is None:
+            return None
+        media, number = self.images if found[1] == "image" else self.frames, int(found[2])
+        return media[number].param if number < len(media) else None
 
 
 def read_messages(messages: Any) -> Conversation:

@@ -22,6 +22,9 @@ from vlora.value_readers import is_text
 MAX_COMMAS = 1 << 18
 """Maximum number of commas in a body. It limits the number of values, which take time to check."""
 
+MAX_MODEL_LENGTH = 256
+"""Maximum number of characters of a model's name."""
+
 MAX_HINT_LENGTH = 64
 """Maximum length of an unknown field for which a similar field is suggested."""
 
@@ -272,6 +275,10 @@ def _model(given: Mapping[str, Any]) -> str:
     name = _text(given, "model")
     if not name:
         raise invalid("model", "'model' is missing; GET /v1/models lists the names")
+    if len(name) > MAX_MODEL_LENGTH:
+        raise invalid(
+            "model", f"'model' has {len(name)} characters; the limit is {MAX_MODEL_LENGTH}"
+        )
     return name
 
 
@@ -341,6 +348,3 @@ def _text(given: Mapping[str, Any], name: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise invalid(name, f"'{name}' must be a string, not {shown(value)}")
     return value
-
-
-__all__ = ["ApiError", "Ask", "read_body", "read_chat", "read_completion"]
