@@ -30,7 +30,7 @@ MAX_HINT_LENGTH = 64
 
 MAX_TOP_LOGPROBS = 20
 
-DEFAULTS: Mapping[str, Any] = {"temperature": 0, "stream_interval_ms": 10}
+DEFAULTS: Mapping[str, Any] = {"temperature": 0, "stream_interval_ms": 20}
 """Sampling keys that are sent if the request lacks them.
 
 The interval bounds the cost of fast models: a token that is sent alone takes as much time in the
