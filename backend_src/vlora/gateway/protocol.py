@@ -1,9 +1,9 @@
 """HTTP connections with additions to uvicorn: limits, cancellation, ignored upgrades, and errors.
 
 Limits: a request's head, which is everything before the body, has a maximum size and a time limit,
-and a body has a maximum number of chunks. The application sees a request only after its head, and
-the parser copies the received part of a header again with every network read. So without limits,
-one client could use up memory and processor time.
+and the number of a body's chunks is limited. The application sees a request only after its head,
+and the parser copies the received part of a header again with every network read. So without
+limits, one client could use up memory and processor time.
 
 Cancellation: a client may send requests before earlier ones are answered (pipelining), and uvicorn
 answers them one after another. If the connection is lost, uvicorn notifies only the last request.
@@ -41,8 +41,11 @@ response.
 CHUNK_OVERHEAD = 8
 """Maximum number of bytes of framing for each byte of a body that is sent in chunks."""
 
-MAX_CHUNKS = 1 << 16
-"""Maximum number of chunks of a body. Each calls functions of this module."""
+MAX_SMALL_CHUNKS = 4096
+MIN_CHUNK_BYTES = 1024
+"""Number of chunks of a body that may have any size. If there are more, the average size must have
+this number of bytes, because each chunk calls functions of this module.
+"""
 
 MAX_WAITING = 16
 """Maximum number of requests on a connection that wait until earlier ones are answered."""
@@ -56,7 +59,7 @@ class LimitedConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._head_bytes = 0
-        self._chunks = 0
+        self._chunks = self._body_bytes = 0
         self._refusal: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._cycles: deque[RequestResponseCycle] = deque()
@@ -102,7 +105,7 @@ class LimitedConnection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """Start to count the bytes of a new request's head, and its chunks."""
         super().on_message_begin()
-        self._head_bytes = self._chunks = 0
+        self._head_bytes = self._chunks = self._body_bytes = 0
 
     def on_headers_complete(self) -> None:
         """Start to answer the request, or queue it until the earlier ones are answered."""
@@ -117,13 +120,17 @@ class LimitedConnection(HttpToolsProtocol):
         self._cycles.append(self.cycle)
 
     def on_chunk_header(self) -> None:
-        """Count a chunk, and refuse the request if it has too many."""
+        """Count a chunk, and refuse the request if it has too many small ones."""
         self._chunks += 1
-        if self._chunks > MAX_CHUNKS:
-            self._refuse(f"the body has more than {MAX_CHUNKS} chunks, the limit")
+        if self._chunks > MAX_SMALL_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
+            self._refuse(
+                f"the body has {self._chunks} chunks with {self._body_bytes} bytes; more than"
+                f" {MAX_SMALL_CHUNKS} chunks must have {MIN_CHUNK_BYTES} bytes on average"
+            )
 
     def on_body(self, body: bytes) -> None:
         """Pass on a part of the body, and do not count its bytes as part of the head."""
+        self._body_bytes += len(body)
         self._head_bytes = max(0, self._head_bytes - (1 + CHUNK_OVERHEAD) * len(body))
         super().on_body(body)
 
