@@ -1,5 +1,5 @@
 // Gemv with int8 and int4 weights, which are converted to fp32 or bf16 in registers, and their
-// conversion in memory for products with more rows. Included after the instruction set's unpack header.
+// conversion in memory for products with more rows. An unpack header must be included before.
 #pragma once
 
 #include "quantized/quantized.h"
@@ -19,13 +19,13 @@ constexpr int64_t kRowsAtOnce = 4;
 constexpr int64_t kPrefetchBytes = 1024;
 // Rows of a stream whose scales and zeros are prefetched ahead.
 constexpr int64_t kScaleRowsAhead = 2;
-// Steps of a register in the values that surely share a scale.
+// Number of registers that hold the weights of the smallest group. They always share a scale.
 constexpr int kGroupSteps = int(kMinGroup) / R::kWidth;
 
-// Types of a weight. Value: a register of weights, kStep of them, and of as many values of x, which
-// are packed as X. Block: values of a row in a block. Scales: what `weights` needs of a group.
-// kTileRows: maximum number of rows of x in a register tile. streams(rows): rows of W in a tile, at
-// most as many as the registers can hold sums and factors for.
+// Types for each kind of weight. Value: a register with kStep weights, or with as many values of x.
+// X: type of packed values of x. Block: stored weights of a block. Scales: data of a group from
+// which `weights` computes weights. kTileRows: maximum number of rows of x in a tile.
+// streams(rows): rows of W in a tile, limited by the registers for sums and factors.
 
 // Weights and x are fp32.
 struct Fp32Values {
@@ -39,8 +39,8 @@ struct Fp32Values {
   static VLORA_INLINE void pack(const float* x, float* to) { R::load(x).store(to); }
 };
 
-// Int4 whose zeros are 8, or those of the groups. A gemv multiplies as if they were 8, and adds what
-// the zeros change to the sums (`add_zeros`).
+// Int4 whose zeros are all 8, or int4 in which each group has its own zero. A gemv multiplies as if
+// all zeros were 8, and then corrects the sums (`add_zeros`).
 template <bool has_zeros>
 struct Int4 : Fp32Values {
   using Block = Nibbles;
@@ -257,8 +257,8 @@ VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, const floa
   if constexpr (T > 1) gemv_rows<P, T - 1>(p, x, zero_terms, row, gap, t0, rows);
 }
 
-// Multiplies rows [begin, end) of W and those `gap` rows after, or with gap 0 these rows alone, with
-// all tiles. Several rows of W in a row read one tile, so that it stays in L1.
+// Multiplies rows [begin, end) of W, and the rows of the other streams at distance `gap` (none if
+// it is 0), with all tiles. All these rows use a tile before the next, so that it stays in L1.
 template <class P>
 void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end, int64_t gap) {
   const auto* const x = static_cast<const typename P::X*>(packed);

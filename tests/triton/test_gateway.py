@@ -22,8 +22,6 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
 JSON = {"content-type": "application/json"}
 PROMPT = "What color is the square?"
-
-
 PICTURE = "messages[0].content[0].image_url.url"
 
 
