@@ -12,20 +12,24 @@ using gemm::kStreams;
 
 constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
 // Maximum number of rows of x. For more, weights are widened once to memory.
-constexpr int kMaxRows = kManyRegisters ? 16 : 8;
+constexpr int kMaxRows = 16;
 // Rows of each stream that are multiplied with a tile before the next tile is read.
 constexpr int64_t kRowsAtOnce = 4;
 // Bytes that each stream is prefetched ahead, into L1.
 constexpr int64_t kPrefetchBytes = 1024;
+// Maximum number of rows of x for which it takes fewer instructions to multiply the sums of a group by
+// its scale than its weights.
+constexpr int kSummedRows = 2;
 // Rows of a stream whose scales and zeros are prefetched ahead.
 constexpr int64_t kScaleRowsAhead = 2;
 // Steps of a register in the values that surely share a scale.
 constexpr int kGroupSteps = int(kMinGroup) / R::kWidth;
 
-// Types of a weight. Value: a register of weights, kStep of them, and of as many values of x, which
-// are packed as X. Block: values of a row in a block. Scales: what `weights` needs of a group.
-// kTileRows: maximum number of rows of x in a register tile. streams(rows): rows of W in a tile, at
-// most as many as the registers can hold sums and factors for.
+// Types of a weight. Value: registers of kStep weights, and of as many values of x, which are packed
+// as X. Block: values of a row in a block. Scales: what `weights` needs of a group. kTileRows: maximum
+// number of rows of x in a register tile. streams(rows): rows of W in a tile, at most as many as the
+// registers can hold sums and factors for. kInPlace: whether `weights` multiplies by the scale only if
+// it is told to, so that the sums of a group can be multiplied instead.
 
 // Weights and x are fp32.
 struct Fp32Values {
@@ -36,7 +40,8 @@ struct Fp32Values {
   static VLORA_INLINE void add(R& sum, const R& weights, const R& x) {
     sum.add_product(weights, x);
   }
-  static VLORA_INLINE void pack(const float* x, float* to) { R::load(x).store(to); }
+  static VLORA_INLINE void pack(const float* x, int64_t, float* to) { R::load(x).store(to); }
+  static constexpr bool kInPlace = false;
 };
 
 // Int4 whose zeros are 8, or those of the groups. A gemv multiplies as if they were 8, and adds what
@@ -57,6 +62,50 @@ struct Int4 : Fp32Values {
     return block.weights(scales, step);
   }
 };
+
+#ifdef VLORA_HAS_NIBBLES_IN_PLACE
+// Int4 whose values stay in their place in a word. A gemv multiplies as if all zeros were 0.
+struct Int4InPlace {
+  struct Value {
+    R even, odd;
+  };
+  using X = float;
+  using Block = NibblesInPlace;
+  using Scales = R;
+  static constexpr int kStep = 2 * R::kWidth;
+  static constexpr int kBlockBytes = int(kBlock) / 2;
+  static constexpr bool kGrouped = true;
+  static constexpr bool kInPlace = true;
+  static constexpr int kTileRows = 4;
+  static constexpr int streams(int rows) { return rows <= 1 ? kStreams : 2; }
+  static VLORA_INLINE Value load_x(const float* x) {
+    return {R::load(x), R::load(x + R::kWidth)};
+  }
+  static VLORA_INLINE void add(R& sum, const Value& weights, const Value& x) {
+    sum.add_product(weights.even, x.even);
+    sum.add_product(weights.odd, x.odd);
+  }
+  static VLORA_INLINE void pack(const float* x, int64_t k, float* to) {
+    const int step = int(k % kBlock) / kStep;
+    for (int odd = 0; odd < 2; ++odd)
+      for (int i = 0; i < R::kWidth; ++i)
+        to[odd * R::kWidth + i] = x[2 * i + odd] * NibblesInPlace::place(step, odd);
+  }
+  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
+    return R::all(w.scales[index]);
+  }
+  static VLORA_INLINE Block load(const uint8_t* p) { return NibblesInPlace::load(p); }
+  template <bool scaled>
+  static VLORA_INLINE Value weights(const Block& block, const Scales& scales, int step) {
+    const R even = block.values(step, 0), odd = block.values(step, 1);
+    if constexpr (scaled) return {even * scales, odd * scales};
+    return {even, odd};
+  }
+};
+using GemvInt4 = Int4InPlace;
+#else
+using GemvInt4 = Int4<false>;
+#endif
 
 // Int8 with several scales in a row, or with one, by which sums are multiplied in the end.
 template <bool grouped>
@@ -88,9 +137,10 @@ struct PairValues {
   static VLORA_INLINE void add(R& sum, const Value& weights, const Value& x) {
     sum.add_pairs(weights, x);
   }
-  static VLORA_INLINE void pack(const float* x, uint16_t* to) {
+  static VLORA_INLINE void pack(const float* x, int64_t, uint16_t* to) {
     R::store_two(R::load(x), R::load(x + R::kWidth), to);
   }
+  static constexpr bool kInPlace = false;
 };
 
 struct PairsOfInt4 : PairValues {
@@ -146,11 +196,11 @@ void pack_tiles(const Product& p, void* to) {
       auto* out = static_cast<typename P::X*>(to) + begin * depth + (t - begin) * P::kStep;
       int64_t k = 0;
       for (; k + P::kStep <= p.w.k; k += P::kStep, out += (end - begin) * P::kStep)
-        P::pack(x + k, out);
+        P::pack(x + k, k, out);
       for (; k < depth; k += P::kStep, out += (end - begin) * P::kStep) {
         float last[P::kStep] = {};
         for (int64_t i = 0; k + i < p.w.k && i < P::kStep; ++i) last[i] = x[k + i];
-        P::pack(last, out);
+        P::pack(last, k, out);
       }
     }
   }
@@ -162,8 +212,9 @@ template <class P, int N, int T>
 VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const float* zero_terms,
                             int64_t row, int64_t gap, int64_t t0) {
   constexpr int kSteps = int(kMinGroup) / P::kStep;
+  constexpr bool kSumsGroups = P::kInPlace && T <= kSummedRows;
   // Each addition waits for the one before it: few sums are divided into two.
-  constexpr int kChains = N * T <= kStreams ? 2 : 1;
+  constexpr int kChains = N * T <= kStreams && !P::kInPlace ? 2 : 1;
   const Weight& w = p.w;
   const int64_t row_bytes = w.row_bytes(), groups = w.groups();
   const uint8_t* values[N];
@@ -201,18 +252,45 @@ VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const floa
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) scales[n] = P::scales(w, first_scale[n] + group);
       }
+      R group_sums[N][T];
+      if constexpr (kSumsGroups) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) group_sums[n][t] = R::zero();
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kSteps; ++i) {
         const int step = part * kSteps + i;
-        typename P::Value xs[T];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t, x += P::kStep) xs[t] = P::load_x(x);
+        if constexpr (P::kInPlace) {
+          typename P::Value weights[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-          const typename P::Value weights = P::weights(block[n], scales[n], step);
+          for (int n = 0; n < N; ++n)
+            weights[n] = P::template weights<!kSumsGroups>(block[n], scales[n], step);
 #pragma GCC unroll 8
-          for (int t = 0; t < T; ++t) P::add(sums[step % kChains][n][t], weights, xs[t]);
+          for (int t = 0; t < T; ++t, x += P::kStep) {
+            const typename P::Value xs = P::load_x(x);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n)
+              P::add(kSumsGroups ? group_sums[n][t] : sums[0][n][t], weights[n], xs);
+          }
+        } else {
+          typename P::Value xs[T];
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t, x += P::kStep) xs[t] = P::load_x(x);
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) {
+            const typename P::Value weights = P::weights(block[n], scales[n], step);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) P::add(sums[step % kChains][n][t], weights, xs[t]);
+          }
         }
+      }
+      if constexpr (kSumsGroups) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) sums[0][n][t].add_product(group_sums[n][t], scales[n]);
       }
     }
   }
@@ -264,7 +342,7 @@ void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end
   const auto* const x = static_cast<const typename P::X*>(packed);
   const int64_t depth = p.w.blocks() * kBlock;
   const float* const zero_terms =
-      p.w.zeros ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
+      has_zero_terms(p.w) ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
   for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
     const int64_t t0 = tile_begin<P>(p.rows, tile), t1 = tile_begin<P>(p.rows, tile + 1);
     for (int64_t row = begin; row < end; ++row)
@@ -323,12 +401,13 @@ void widen(const Weight& w, int64_t from, int64_t to, void* out) {
 
 inline void pack(const Product& p, void* to) {
   if (p.w.bits == 8) return pack_tiles<Int8<true>>(p, to);
-  pack_tiles<Int4<false>>(p, to);
-  if (p.w.zeros) pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
+  pack_tiles<GemvInt4>(p, to);
+  if (has_zero_terms(p.w))
+    pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
 }
 
 inline void gemv(const Product& p, const void* x, int64_t from, int64_t to) {
-  if (p.w.bits == 4) return gemv_of<Int4<false>>(p, x, from, to);
+  if (p.w.bits == 4) return gemv_of<GemvInt4>(p, x, from, to);
   if (p.w.group_shift == Weight::kWholeRow) return gemv_of<Int8<false>>(p, x, from, to);
   gemv_of<Int8<true>>(p, x, from, to);
 }
