@@ -34,7 +34,6 @@ ROWS = 4
 WORD_RATE, LEARNING_RATE = 2e-3, 1e-3
 KINDS = ("background", "colour", "shape", "count", "caption")
 MOST_THINGS = 2
-END = "<|im_end|>"
 REPORT_EVERY_SECONDS = 10.0
 
 
@@ -58,7 +57,7 @@ def language_of(tokenizer: Any, template: ChatTemplate) -> Language:
     def encode(text: str) -> tuple[int, ...]:
         return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    return Language(template, encode, END)
+    return Language(template, encode, tokenizer.eos_token)
 
 
 def train_connector(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tools.demo.questions import Question
-from tools.real_weights.connector import END, questions_of, scene_of
+from tools.real_weights.connector import questions_of, scene_of
 from vlora.config import Options
 from vlora.ids import BASE
 from vlora.lora.folders import find_folders
@@ -166,7 +166,7 @@ def held_out(folder: Path, scenes: int) -> list[Asked]:
             prompt = prompt.replace(PLACEHOLDER, PLACEHOLDER * len(features))
             parts = (
                 tokenizer(text, add_special_tokens=False)["input_ids"]
-                for text in (prompt, question.answer + END)
+                for text in (prompt, question.answer + tokenizer.eos_token)
             )
             ids, answer = map(list, parts)
             asked.append(Asked(question, ids + answer, features, len(answer)))
