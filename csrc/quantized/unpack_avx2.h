@@ -55,7 +55,7 @@ struct Nibbles {
 };
 
 #define VLORA_HAS_NIBBLES_IN_PLACE
-// The 64 values of a block as 8 words of 32 bits. A value is read without shifting it, as its number
+// The 64 values of a block as 8 words of 32 bits. A value is read without a shift, as its number
 // times a power of 16, by which x is divided when it is packed (`place`).
 struct NibblesInPlace {
   __m256i words;

@@ -1,6 +1,5 @@
-// What the zeros of int4 groups change in a product. The kernels multiply as if every zero were 8, or
-// 0 if values stay in their place.
-// Included after the instruction set's unpack header.
+// What the zeros of int4 groups change in a product. The kernels multiply as if every zero were 8,
+// or 0 if values stay in their place. Included after the instruction set's unpack header.
 #pragma once
 
 #include <algorithm>
