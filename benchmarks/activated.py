@@ -71,7 +71,7 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
             }
 
     def _start(self) -> Driver:
-        """Return an engine with enough adapters of both kinds."""
+        """Return the driver of an engine with enough adapters of both kinds."""
         from safetensors.torch import load_file, save_file
         from transformers import AutoTokenizer
 

@@ -1,8 +1,8 @@
 """The premerge benchmark: the same steps on the base model and on a premerged base.
 
-It repeats figure 3 of the plug-and-play paper. Premerging folds the hot adapter into the base
-weights. The hot adapter's share of the requests goes from 0 to 1; the other requests are spread
-over the cold adapters. The model is the mid-size one.
+It repeats figure 3 of the paper that `vlora.generation.premerge` follows. Premerging folds the hot
+adapter into the base weights. The hot adapter's share of the requests goes from 0 to 1; the other
+requests are spread over the cold adapters. The model is the mid-size one.
 """
 
 from __future__ import annotations

@@ -317,7 +317,7 @@ def _first_leaf(error: BaseException) -> BaseException:
 
 
 async def analyse(options: argparse.Namespace) -> int:
-    """Run all streams. Return 0 if every chunk was answered, and 1 if any had an error.
+    """Run all streams. Return 1 if any chunk had an error, otherwise 0.
 
     SIGTERM stops the run like Ctrl-C: no further chunk is sent, and answers in flight are awaited.
     Raise ClientError for an error that every chunk would have.

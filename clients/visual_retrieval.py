@@ -66,7 +66,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
-    """Return the image files and the question. A word with the suffix of an image is a file."""
+    """Return the image files and the question. A word that names a file is an image file.
+
+    Raise ClientError for a folder, a video, or a missing file whose suffix is that of an image.
+    """
     images: list[Path] = []
     question: list[str] = []
     for word in words:

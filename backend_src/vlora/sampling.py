@@ -134,7 +134,7 @@ class SamplingParams:
     stop_token_ids: ids of tokens that end the answer.
     include_stop_str_in_output: whether the answer ends after the stop string instead of before it.
     max_tokens: maximum number of tokens of the answer; None means that only the context limits it.
-    min_tokens: number of tokens before which end of text is masked.
+    min_tokens: minimum number of tokens of the answer. Until then, end of text is masked.
     ignore_eos: whether the answer continues after end of text.
     logprobs: number of alternatives to report besides the sampled token (0–20), or None.
     choices: strings; the answer must be one of them. With choices, `max_tokens` is None by default.

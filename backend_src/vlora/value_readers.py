@@ -64,7 +64,7 @@ def optional(read: Reader) -> Reader:
 
 
 def read_boolean(key: str, value: Any) -> bool:
-    """Return a boolean, which may be given as text. Raises InvalidArgument."""
+    """Return the boolean that a value is or spells. Raises InvalidArgument for any other value."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value.lower() in BOOLEANS:
@@ -73,7 +73,7 @@ def read_boolean(key: str, value: Any) -> bool:
 
 
 def read_text(key: str, value: Any) -> str:
-    """Return a string that UTF-8 can encode. Raises InvalidArgument."""
+    """Return the value if it is a string that UTF-8 can encode, else raise InvalidArgument."""
     if not is_text(value):
         raise wrong_value(key, value, "a string")
     return str(value)
@@ -88,7 +88,8 @@ def is_text(value: Any) -> bool:
 
 
 def read_texts(key: str, value: Any, expected: str) -> tuple[str, ...]:
-    """Return a list of at least one non-empty string as a tuple without duplicates.
+    """Return the strings of a list, without duplicates. The list must have at least one string, and
+    none may be empty.
 
     expected: description of valid values, for the error.
 

@@ -74,7 +74,8 @@ class InProcess:
         self._checkpoint = checkpoint
         storage = dtype_of(options.dtype, options.model)
         self._itemsize = storage.itemsize
-        # Torch has one number of threads per process. The engine's is the larger of the two.
+        # Torch has one number of threads per process, so the encoder gets the engine's number,
+        # which is the larger of the two.
         self._encoder = VisionEncoder(
             checkpoint.folder, cores.split_threads(options).engine, storage
         )

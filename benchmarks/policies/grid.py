@@ -34,7 +34,7 @@ class PolicyCell:
     """One trace at one rate, and the policies that run it, in order.
 
     load: arrival rate divided by the throughput of unmerge_only.
-    kind: kind of its rows.
+    kind: kind of the rows that it adds to the results.
     """
 
     workload: Workload

@@ -41,7 +41,7 @@ def source_fingerprint(name: str) -> str:
 
 
 def canonical_code(source: str) -> str:
-    """Return a text that differs only if code, not comments, docstrings or formatting, differs."""
+    """Return a form of the code that does not depend on comments, docstrings and formatting."""
     tree = ast.parse(source)
     for node in ast.walk(tree):
         body = getattr(node, "body", None)

@@ -21,10 +21,10 @@ Setting = dict[str, Any]
 
 
 def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
-    """Return the ratios of our policy's latency to that of each other policy, and their bounds.
+    """Return ratios of our policy's latency to those of other policies, means and largest ones.
 
-    Below 1, our policy is faster.
-    Figures that were not measured are None.
+    Below 1, our policy is faster. The summary also has the errors of the predictions, and upper
+    bounds of the gain. Figures that were not measured are None.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)

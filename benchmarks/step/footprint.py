@@ -42,7 +42,7 @@ def footprint(folder: Path, dtype: str) -> dict[str, int]:
 
 
 def _process_status(key: str) -> int:
-    """Return a value in bytes from the kernel's status of this process."""
+    """Return a value in bytes from Linux's status of this process."""
     text = Path("/proc/self/status").read_text()
     match = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
     assert match is not None

@@ -186,7 +186,7 @@ def load_grid(
 def model_for(
     cells: Sequence[StepCell], checkpoint: llava.Checkpoint, dtype: str
 ) -> SyntheticModel:
-    """Return an engine whose pages and batches fit all the cells."""
+    """Return a model whose page pool and step size are large enough for all the cells."""
     positions = max(cell.positions for cell in cells) + SPARE_POSITIONS
     max_rows = max(cell.rows for cell in cells)
     return SyntheticModel(checkpoint, dtype, positions, max_rows, adapters=True)

@@ -227,9 +227,9 @@ def _elements(group: LoraGroup, slot: int) -> int:
 
 
 def _hot_calls(group: LoraGroup, slot: int, rows: int) -> Callable[[], None]:
-    """Return a function that calls the operator on `rows` rows of an adapter in the caches.
+    """Return a function that calls the operator on `rows` rows, with an adapter in the caches.
 
-    With 0 rows it measures the overhead of a call.
+    With 0 rows its time is the overhead of the calls.
     """
     x, y = torch.randn(max(1, rows), group.d_in), torch.randn(max(1, rows), group.width)
     segments = Segments([Segment(0, rows, slot, +1)])

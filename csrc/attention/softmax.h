@@ -12,9 +12,9 @@ using namespace vlora::runtime::VLORA_ISA;
 // A new maximum is used only if it exceeds the previous one by more than this, which saves
 // rescaling the sums. Weights stay below e to this power.
 constexpr float kMaxSlack = 8;
-// Scores with a smaller exponent weigh as much as one with this exponent, almost nothing. The rest
-// of a weight without its upper half is then still a normal number. Subnormal numbers would take a
-// hundred times as long.
+// Scores with a smaller exponent get the weight of this exponent, which is almost nothing. The
+// remainder of a weight without the upper half of its bits is then still a normal number.
+// Arithmetic with subnormal numbers would take a hundred times as long.
 constexpr float kMinExponent = -60;
 // Floats between the scores of two queries.
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;

@@ -48,8 +48,9 @@ float* block_scratch() {
   return scratch.get(kVectorScratch);
 }
 
-// Returns the index of the piece to compute for the piece number `taken` of `count` that a thread
-// has taken. If the threads take turns, each gets adjacent pieces and reads contiguous memory.
+// Returns the index of the piece to compute when a thread has taken the number `taken` of `count`.
+// If the threads take numbers in turn, the pieces of each thread are adjacent, so that it reads
+// contiguous memory.
 int64_t spread(int64_t taken, int64_t count, int64_t threads) {
   const int64_t thread = taken % threads, longer = count % threads;
   return thread * (count / threads) + std::min(thread, longer) + taken / threads;

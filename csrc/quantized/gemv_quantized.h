@@ -1,5 +1,5 @@
 // Gemv with int8 and int4 weights, which are converted to fp32 or bf16 in registers, and their
-// conversion in memory for products with more rows. Included after the instruction set's unpack header.
+// conversion in memory for products with more rows. An unpack header must be included before.
 #pragma once
 
 #include "quantized/weight_types.h"
@@ -18,7 +18,7 @@ constexpr int64_t kPrefetchBytes = 1024;
 constexpr int kSummedRows = 2;
 // Rows of a stream whose scales and zeros are prefetched ahead.
 constexpr int64_t kScaleRowsAhead = 2;
-// Steps of a register in the values that surely share a scale.
+// Number of registers that hold the weights of the smallest group. They always share a scale.
 constexpr int kGroupSteps = int(kMinGroup) / R::kWidth;
 
 // Returns the first row of x in a tile. Rows are divided evenly into the fewest tiles.
@@ -178,8 +178,8 @@ VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, const floa
   if constexpr (T > 1) gemv_rows<P, T - 1>(p, x, zero_terms, row, gap, t0, rows);
 }
 
-// Multiplies rows [begin, end) of W and those `gap` rows after, or with gap 0 these rows alone, with
-// all tiles. Several rows of W in a row read one tile, so that it stays in L1.
+// Multiplies rows [begin, end) of W, and the rows of the other streams at distance `gap` (none if
+// it is 0), with all tiles. All these rows use a tile before the next, so that it stays in L1.
 template <class P>
 void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end, int64_t gap) {
   const auto* const x = static_cast<const typename P::X*>(packed);

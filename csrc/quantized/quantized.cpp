@@ -20,8 +20,8 @@ constexpr int64_t kRowStep = gemm::kBlockRows, kMaxOwnRows = 4 * kRowStep;
 // Bytes of widened rows that all threads multiply together.
 constexpr int64_t kSharedBytes = 8 << 20;
 
-// Calls work(from, to) for pieces of [0, count) on all threads. Threads take pieces in turns, and
-// turns are far apart, so that each reads contiguous memory.
+// Calls work(from, to) for pieces of [0, count) on all threads. If the threads take numbers in
+// turn, the pieces of each thread are adjacent, so that it reads contiguous memory.
 template <class Work>
 void in_pieces(int threads, int64_t count, int64_t each, const Work& work) {
   const int64_t pieces = std::max<int64_t>(1, ceil_div(count, each));
@@ -33,7 +33,7 @@ void in_pieces(int threads, int64_t count, int64_t each, const Work& work) {
   });
 }
 
-// Returns W's rows [from, …), widened at `w`, as the second factor.
+// Returns the product with rows [from, to) of W, which were widened to the memory at `w`.
 gemm::Product widened_product(const Product& p, Dtype dtype, const void* w, int64_t from,
                               int64_t to) {
   return {dtype,

@@ -7,8 +7,8 @@
 
 namespace vlora::quantized {
 
-// Values of depth in a block. Rows of W are stored in whole blocks; what lies beyond their end is
-// finite.
+// Values of depth in a block. Rows of W are stored in whole blocks. The values that fill the last
+// block of a row are finite.
 constexpr int64_t kBlock = 64;
 // Smallest number of values that share a scale.
 constexpr int64_t kMinGroup = 32;
@@ -49,8 +49,8 @@ struct Product {
 
 // A gemv of few rows of x.
 struct Gemv {
-  // Packs x: rows * depth in whole blocks, in fp32 or less. Terms of the groups of x follow if W is
-  // multiplied as if it had other zeros (zeros.h).
+  // Packs x: rows * depth in whole blocks, in fp32 or bf16. If W is multiplied as if it had other
+  // zeros, the zero terms of the groups of x follow (zeros.h).
   void (*pack)(const Product&, void* to);
   // Multiplies rows [from, to) of each of gemm::kStreams streams of W with packed x; the last piece
   // also multiplies the rows that no stream has.

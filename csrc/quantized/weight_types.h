@@ -1,5 +1,5 @@
-// Types of int8 and int4 weights: how a gemv reads them and what it multiplies them with. Included
-// after the instruction set's unpack header.
+// Types of int8 and int4 weights: how a gemv reads and multiplies them. An unpack header must be
+// included before.
 #pragma once
 
 #include "quantized/quantized.h"
@@ -11,11 +11,12 @@ using gemm::kStreams;
 
 constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
 
-// Types of a weight. Value: registers of kStep weights, and of as many values of x, which are packed
-// as X. Block: values of a row in a block. Scales: what `weights` needs of a group. kTileRows:
-// maximum number of rows of x in a register tile. streams(rows): rows of W in a tile, at most as
-// many as the registers can hold sums and factors for. kInPlace: whether `weights` multiplies by the
-// scale only if asked to, so that the sums of a group can be multiplied instead.
+// Types for each kind of weight. Value: registers with kStep weights, or with as many values of x.
+// X: type of packed values of x. Block: stored weights of a block. Scales: data of a group from
+// which `weights` computes weights. kTileRows: maximum number of rows of x in a tile.
+// streams(rows): rows of W in a tile, limited by the registers for sums and factors. kInPlace:
+// whether `weights` multiplies by the scale only if asked to, so that the sums of a group can be
+// multiplied instead.
 
 // Weights and x are fp32.
 struct Fp32Values {
@@ -30,8 +31,8 @@ struct Fp32Values {
   static constexpr bool kInPlace = false;
 };
 
-// Int4 whose zeros are 8, or those of the groups. A gemv multiplies as if they were 8, and adds what
-// the zeros change to the sums (`add_zeros`).
+// Int4 whose zeros are all 8, or int4 in which each group has its own zero. A gemv multiplies as if
+// all zeros were 8, and then corrects the sums (`add_zeros`).
 template <bool has_zeros>
 struct Int4 : Fp32Values {
   using Block = Nibbles;

@@ -1,4 +1,4 @@
-// What the zeros of int4 groups change in a product. The kernels multiply as if every zero were 8,
+// Correction of a product for the zeros of int4 groups. The kernels multiply as if every zero were 8,
 // or 0 if values stay in their place. Included after the instruction set's unpack header.
 #pragma once
 
@@ -22,8 +22,8 @@ inline bool has_zero_terms(const Weight& w) {
 // Number of floats between the zero terms of rows of x.
 inline int64_t zero_terms_stride(const Weight& w) { return ceil_div(w.groups(), kLanes) * kLanes; }
 
-// Writes the zero terms of the rows of x: for each group of inputs, the sum that a zero of one step
-// more takes from a product with a scale of 1.
+// Writes the zero terms of the rows of x. The term of a group of inputs is the change of a product
+// with scale 1 if the zero of the group is one step larger.
 inline void pack_zero_terms(const Product& p, float* to) {
   const int64_t stride = zero_terms_stride(p.w), size = int64_t(1) << p.w.group_shift;
   for (int64_t t = 0; t < p.rows; ++t, to += stride) {
@@ -40,7 +40,7 @@ inline void pack_zero_terms(const Product& p, float* to) {
   }
 }
 
-// Adds to the sums of a row of W what its zeros change, in T rows of x.
+// Corrects the sums of a row of W with T rows of x for the zeros of the row.
 template <int T>
 VLORA_INLINE void add_zeros(const Weight& w, int64_t first_scale, const float* terms,
                             R (&sums)[T]) {

@@ -193,7 +193,8 @@ def test_a_profile_is_measured_once_and_loaded_the_next_time(tmp_path: Path) -> 
 
 def test_a_profile_belongs_to_the_kernels_it_was_measured_with(tmp_path: Path) -> None:
     contexts = [override("atmm", "reference"), override("kernels", "reference")]
-    contexts += [tiles.isa(isa) for isa in tiles.isas() if "avx512" not in isa]
+    others = [isa for isa in tiles.isas() if isa != tiles.current_isa("fp32")]
+    contexts += [tiles.isa(isa) for isa in others if "avx512" not in isa]
     calibration.load_or_measure(("key",), lambda: PROFILE, tmp_path)
     for count, context in enumerate(contexts):
         moved = replace(PROFILE, answer=float(count))

@@ -19,7 +19,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_SLOTS = 4096
 
 # Analytic limits. A share is the part of a cache that one operand may use, since the other operand
-# and y pass through the cache as well. A row count is the point from which one kind is slower.
+# and y pass through the cache as well. Only streaming is tried up to FEW_ROWS rows, and only
+# blocking from MANY_ROWS rows on.
 INTERMEDIATE_SHARE_OF_L2 = 0.5
 PANELS_SHARE_OF_L2 = 0.5
 STREAMING_BLOCK = 8

@@ -159,10 +159,10 @@ class BoundedSegments:
 
 @dataclass
 class GroupLayout:
-    """Properties of groups that a captured call of the operator contains.
+    """Properties of groups that are fixed when a graph captures calls of the operator.
 
-    version: latest version of any group when this was compared with the groups.
-    parts: addresses of the tables of each group, maximum rank, and whether it was ever used.
+    version: latest version of any group when this layout was last compared with the groups.
+    parts: for each group, addresses of its tables, maximum rank, and whether it was ever used.
     """
 
     version: int
@@ -175,7 +175,7 @@ def captures(device: torch.device) -> bool:
 
 
 def bounded(segments: Segments) -> BoundedSegments:
-    """Return segments with the bounds of a captured call that can be replayed with them."""
+    """Return the segments, and the bounds of a captured call that can be replayed with them."""
     return BoundedSegments(segments, *bounds_of(operator.current().library, segments))
 
 
@@ -308,10 +308,11 @@ def merge(
     chosen = backend or _backend_for(out)
     served = DTYPES if chosen == "cpu" else ON_GPU
     if out.dtype not in served or not (out.is_contiguous() and base.is_contiguous()):
-        raise ValueError(f"slabs are {out.dtype}; they must be contiguous, of {list(served)}")
+        types = ", ".join(map(str, served))
+        raise ValueError(f"slabs of {out.dtype}: they must be contiguous, and of one of {types}")
     merges = Merges.of(updates)
     if merges.end > base.shape[0]:
-        raise ValueError(f"updates up to {merges.end} do not fit a slab of {base.shape[0]}")
+        raise ValueError(f"updates up to element {merges.end} do not fit a slab of {len(base)}")
     if chosen == "reference":
         reference.merge(out, base, merges, sign)
         return

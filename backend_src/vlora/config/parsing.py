@@ -42,8 +42,8 @@ def load_options(
     environment: variables that override folders; by default those of this process.
     replacing: keys that replace those in the file.
 
-    If the model is overridden, the adapters in the file are not used, because they belong to its
-    model. Raises InvalidArgument with the file, the key and its valid values.
+    If the model is overridden, the adapters in the file are not used, because they belong to the
+    file's model. Raises InvalidArgument with the file, the key and its valid values.
     """
     replacing = replacing or {}
     keys = replace_keys(read_keys(path), replacing)

@@ -277,7 +277,8 @@ class Engine:
     def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
         """Record the duration of a step.
 
-        started: time at which the step began.
+        started: end of the previous step, or the beginning of this one if the engine was idle, plus
+            the duration of this step's switch, which is recorded separately.
         seconds: duration of its forward pass. The rest of the step is overhead.
         learn: whether the cost model may learn from the step.
         """

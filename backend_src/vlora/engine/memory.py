@@ -73,7 +73,7 @@ class EngineMemory:
         self._stuck_since = 0.0
         self.block_size = options.block_size
         self.arrival_cutoff = math.inf
-        """Latest time of arrival of the requests that may begin."""
+        """Time of arrival; requests that arrived later may not begin."""
         for matrices in lora_groups(config.layers):
             adapters.group(matrices)
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim
@@ -143,13 +143,13 @@ class EngineMemory:
         return failed
 
     def _update_cutoff(self, waiting: list[Sequence], stuck: Sequence | None, now: float) -> None:
-        """Set the arrival after which requests must wait.
+        """Set the time of arrival after which requests may not begin.
 
         stuck: oldest request whose adapter got no pages in this step, or None.
 
         The oldest stuck request may wait PATIENCE_SECONDS before newer ones are held back. It
-        counts as stuck until it begins. Once its adapter has pages it still needs pages for its
-        prompt, and until then other requests may evict the adapter again.
+        counts as stuck until it begins, not only until its adapter has pages. It still needs pages
+        for its prompt then, and before it gets them, other requests may evict the adapter again.
         """
         known = (s for s in (self._stuck, stuck) if s is not None and s in waiting)
         oldest = min(known, key=lambda s: s.arrival, default=None)
@@ -205,7 +205,9 @@ class EngineMemory:
             sequence.table.relocate(moves)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless all pages are accounted for and held by running sequences."""
+        """Raise AssertionError unless every page is accounted for, and the pages counted as KV are
+        those of the running sequences.
+        """
         self.pool.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()

@@ -27,8 +27,8 @@ class Budgets:
 
     sequences: maximum number of sequences that hold pages at once; each occupies a batch slot.
     rows: maximum number of tokens computed in one step.
-    candidates: number of waiting sequences that the policy sees in each of its orders. It sees more
-        if there are more free batch slots.
+    candidates: number of waiting sequences that the policy sees in each of its sort orders. It sees
+        more if there are more free batch slots.
     """
 
     sequences: int
@@ -43,10 +43,9 @@ class Scheduler:
     page by page. A running sequence that the policy does not choose is paused: it keeps its pages.
     If a chosen sequence gets no batch slot or no pages, a paused sequence is computed in its place.
 
-    When pages run out, sequences are preempted: paused ones first, lowest credit first, then the
-    newest of the chosen ones. A preempted sequence loses its pages and is recomputed later. The
-    oldest sequence is never preempted, so it advances each time it is chosen, and nothing
-    starves.
+    When pages run out, sequences are preempted: first the paused ones, by ascending credit, then
+    the newest of the chosen ones. A preempted sequence loses its pages and is recomputed later. The
+    oldest sequence is never preempted, so it advances each time it is chosen, and nothing starves.
     """
 
     def __init__(
@@ -142,8 +141,8 @@ class Scheduler:
 
         These are all running sequences with tokens to compute, and the first waiting ones in each
         of the policy's orders. The number of waiting ones is limited, so that the work per step
-        does not grow with the queue. Waiting sequences beyond the number of free batch slots could
-        begin only if newer sequences were preempted.
+        does not grow with the queue. It is at least the number of free batch slots, because so many
+        sequences could begin without a preemption.
         """
         count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
         waiting = self._queue.candidates(self.policy.orders, count, arrival_cutoff)
@@ -168,7 +167,8 @@ class Scheduler:
                 step.add(sequence)
         prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
         # Once one prompt has to wait for pages, later prompts must not take them. After a
-        # preemption, no prompt is admitted, or the preempted sequence would take its pages back.
+        # preemption, no prompt is admitted, because the preempted sequence itself might be admitted
+        # and take its pages back.
         full = bool(step.preempted)
         for sequence in prompts:
             if step.free_rows == 0:
@@ -199,10 +199,11 @@ class Scheduler:
                 step.add(sequence)
 
     def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
-        """Return the sequences to preempt, first the one to preempt first.
+        """Return the sequences that may be preempted, in the order in which to preempt them.
 
-        These are the sequences that hold pages and are not chosen: lowest credit first, then newest
-        first. The oldest of all sequences is left out, so that it can always finish.
+        These are the sequences that hold pages and are not chosen, by ascending credit; of equal
+        credit, the newest comes first. The oldest of all sequences is left out, so that it can
+        always finish.
         """
         chosen_ids = {s.id for s in chosen}
         paused = [s for s in self.running if s.id not in chosen_ids]

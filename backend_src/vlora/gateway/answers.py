@@ -13,7 +13,9 @@ from vlora.gateway.requests import Ask
 DONE = b"data: [DONE]\n\n"
 
 TEXT_MARK = "text"
-"""Placeholder that `_text_event` replaces with the text. No field after the text contains it."""
+"""Placeholder that `_text_event` replaces with the text. Its last occurrence in the event is the
+one to replace, because no field after the text contains it.
+"""
 
 
 class CompletionWriter:

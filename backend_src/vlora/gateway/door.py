@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
+from vlora.errors import shown
 from vlora.gateway.bodies import BodyReceiver
 from vlora.gateway.errors import ApiError
 from vlora.gateway.keys import ANYBODY, Keys, RateLimit
@@ -128,7 +129,7 @@ class Door:
         if self._keys is None and not is_local(host):
             raise ApiError(
                 "PERMISSION_DENIED",
-                f"this gateway has no keys, so it serves requests to this machine, not to {host!r}",
+                f"the Host header names {host!r}; a gateway without keys accepts only this machine",
             )
         origin = headers.get("origin", b"").decode("latin-1")
         if (
@@ -137,7 +138,8 @@ class Door:
             and _netloc(origin) != headers.get("host", b"").decode("latin-1")
         ):
             raise ApiError(
-                "PERMISSION_DENIED", "web pages of other origins may not use this gateway"
+                "PERMISSION_DENIED",
+                f"web pages of the origin {shown(origin)} may not use this gateway",
             )
         path = scope["path"]
         if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):

@@ -30,7 +30,7 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of a message, each with the values that it may have.
 
-None means that the field is read, and that its value is checked there. The values of all other
+None stands for a field that `_Reader` reads and checks itself. The listed values of all other
 fields have no effect.
 """
 

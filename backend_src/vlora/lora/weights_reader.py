@@ -180,7 +180,7 @@ class WeightsReader:
     layout: tensors of the file.
     ranks: rank of each matrix, in the order of the matrices.
     scales: scale of each matrix, in the same order.
-    order: index in the layout of each tensor: A of all matrices, then B of all.
+    order: index of each tensor in the layout. A of all matrices comes first, then B of all.
     shapes: shape of each tensor, in the same order.
     """
 

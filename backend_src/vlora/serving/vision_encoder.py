@@ -52,8 +52,8 @@ OUTPUTS = (
 )
 
 COLLECT_SECONDS = 0.025
-"""Age of a request in seconds up to which an idle encoder waits for others, to encode them in one
-part (decision 67).
+"""Maximum age in seconds of the first request for which an idle encoder waits for more requests, to
+encode them together (decision 67).
 """
 
 WATCH_SECONDS = 0.05

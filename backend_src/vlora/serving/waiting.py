@@ -37,8 +37,8 @@ class _Waiting:
 class WaitingRequests:
     """Requests that wait in one model, by keys that the model chooses. Thread-safe.
 
-    **Invariant:** a request is removed exactly once. Either `take` removes it, and the caller
-    continues with it, or this object ends it, and so answers it with an error.
+    **Invariant:** a request is removed exactly once. Either the caller removes it by `take` and
+    continues with it, or this object ends it with an error.
 
     superseded: number of requests that were ended because a newer one superseded them.
     expired: number of requests that were ended because their deadline passed.

@@ -1,9 +1,9 @@
 """`python -m vlora.vision.decode_worker`: the fork server of the decoders, and the decoders.
 
 The fork server (`vlora.fork_server`) imports Pillow once and forks a decoder for each command. The
-kernel limits each decoder: a timer ends it by a signal when its processor time is used up, and its
-address space is limited. A file that keeps a codec busy forever therefore ends only one process,
-which is replaced.
+operating system limits each decoder: a timer ends it by a signal when its processor time is used
+up, and its address space is limited. A file that keeps a codec busy forever therefore ends only one
+process, which is replaced.
 """
 
 from __future__ import annotations

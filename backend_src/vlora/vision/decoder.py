@@ -5,8 +5,8 @@ replaced, and the request gets an error. A limited number of requests is decoded
 each needs a permit. So that a long request does not delay others, it exchanges its regular permit
 for one for long requests, and its decoder later gets a lower priority.
 
-**Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`,
-except for one request, which has its own limit.
+**Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`. Those
+of one request may come in addition; `max_request_megapixels` limits them.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ __device__ inline int live_segments(const VloraCall &call, int wave) {
 // Computes both products. Blocks take numbered tickets until none is left. The tickets of the
 // shrink come first, then those of each wave's expand. The expand of a segment waits until the
 // shrink of the segment is complete, and the expand of the second wave until that of the first is
-// complete. A ticket waits only for lower ones, which running blocks have taken. So it ends however
-// many blocks run at a time.
+// complete. A ticket waits only for lower ones, which running blocks have taken. So the kernel
+// ends, however many blocks run at a time.
 template <typename T, int R>
 __global__ void __launch_bounds__(kRowThreads, R == 1 ? 3 : 2)
     fused_kernel(VloraCall call, Workspace w, RowWork work, int row_groups) {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,12 +24,24 @@ sys.path.insert(0, str(CSRC))
 
 import kernels  # noqa: E402  # csrc is not a package
 
-FLAGS = ["-std=c++17", "-O1", "-g1", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
+FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
+CHECKED = ["-O1", "-g1"]
+UNCHECKED = ["-O0"]
+"""Flags of units that this CPU cannot run. They are only linked, so they are compiled quickly."""
+CPU_FLAGS = {"-mavx512bf16": "avx512_bf16", "-mamx-tile": "amx_tile", "-mamx-bf16": "amx_bf16"}
+"""Names in /proc/cpuinfo of compiler flags; all other names are the flags without `-m`."""
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "threads": ["-fsanitize=thread"],
 }
 RUNS = {"memory": ("own", "openmp"), "threads": ("own",)}
+
+
+def runs_here(unit: kernels.Unit) -> bool:
+    """Return whether this CPU has the instruction sets that the unit is compiled for."""
+    available = re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    names = {CPU_FLAGS.get(flag, flag.removeprefix("-m")) for flag in unit.flags}
+    return available is not None and names <= set(available[1].split())
 
 
 def build(folder: Path, sanitize: list[str]) -> Path:
@@ -46,7 +59,8 @@ def build(folder: Path, sanitize: list[str]) -> Path:
     def compile_unit(unit: kernels.Unit) -> str:
         target = folder / kernels.object_name(unit)
         if not target.exists() or target.stat().st_mtime < newest:
-            command = [compiler, *FLAGS, *sanitize, *unit.flags, *include]
+            checks = [*CHECKED, *sanitize] if runs_here(unit) else UNCHECKED
+            command = [compiler, *FLAGS, *checks, *unit.flags, *include]
             subprocess.run([*command, "-c", unit.source, "-o", target], check=True)
         return str(target)
 

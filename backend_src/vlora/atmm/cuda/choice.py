@@ -27,8 +27,8 @@ decides the time.
 """
 ONE_LAUNCH_ROWS = 32
 """Maximum total number of rows of a call that uses only row kernels. Row kernels need one launch,
-tile kernels four. For 32 rows, the row kernels read B eight times. Reading it from L2 takes as long
-as the three launches that they save (at rank 64, for gate and up of a 7B model).
+tile kernels four. For 32 rows, the row kernels read B eight times. The additional reads from L2
+take as long as the three launches that are saved (at rank 64, for gate and up of a 7B model).
 """
 PAIR_OF_ROWS = 2
 """Maximum number of rows of a segment for row kernels whose blocks compute one row at a time."""

@@ -217,8 +217,8 @@ class Library:
     def arrange(
         self, segments: Sequence[tuple[int, int, int, int]]
     ) -> tuple[ctypes.Array[SegmentStruct], list[int]]:
-        """Arrange segments (start, length, slot, sign) in waves, so that no two rows of a wave
-        overlap.
+        """Arrange segments (start, length, slot, sign) in waves, so that no two segments of a wave
+        share a row.
 
         Returns the segments that are not empty, wave by wave, and the end of each wave among them.
         """

@@ -121,8 +121,8 @@ class Operator:
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
     ) -> KernelChoice:
-        """Return the kernels for a call: those in the device's table, or those of `built_in` if the
-        table has no entry for the shape or the entry needs tensor cores that the call cannot use.
+        """Return the kernels for a call. The device's table names them. `built_in` chooses them if
+        the table has no entry for the shape, or one with tensor cores that the call cannot use.
         """
         tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(

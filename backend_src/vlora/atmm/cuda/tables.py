@@ -51,7 +51,7 @@ class DeviceGroup:
 
     @property
     def layout(self) -> tuple[int, ...]:
-        """Contents of a captured call: the addresses of the tables, and the maximum rank."""
+        """Values that a captured call contains: addresses of the tables, and the maximum rank."""
         return *(table.data_ptr() for table in self.tables), self.max_rank
 
     def append(self, pairs: Sequence[LoraPair | None]) -> None:

@@ -74,8 +74,8 @@ class Costs(Protocol):
     """Predicted times that policies use, in seconds."""
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
-        """Return the predicted time of a step for each request, as if the step computed only its
-        missing tokens.
+        """Return the predicted time of a step for each request, as if the step computed only the
+        missing tokens of that request.
 
         live: slot of the adapter in the active weights, or BASE.
         """

@@ -287,8 +287,8 @@ class _Bundle:
     def _sharing_gain(self, r: Candidate, now: float) -> float:
         """Return the value of decoding together with the other requests instead of after them.
 
-        The value is 0 unless this step completes the prompt. Each decode step that the request
-        shares saves the fixed cost of a step. `now` is the value per second without the request.
+        The step must compute all missing tokens. Each decode step that the request then shares
+        saves the fixed cost of a step. Decoding requests gain nothing. `now`: as in `_earns`.
         """
         if r.missing == 1:
             return 0.0

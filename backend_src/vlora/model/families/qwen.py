@@ -59,8 +59,9 @@ class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
     visual: dict[str, Any] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Add the fields under the names of transformers. Raise ValueError for options that no
-        published checkpoint has.
+        """Copy the fields to the names that transformers uses for them.
+
+        Raises ValueError for options that no published checkpoint has.
         """
         if self.rotary_pct != 1.0 or not self.no_bias:
             raise ValueError("'rotary_pct' must be 1 and 'no_bias' true")

@@ -80,8 +80,8 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
         output = model.get_image_features(
             torch.cat([images[i]["several"] for i in several]).float(),
             torch.cat([images[i]["sizes"] for i in several]),
-            # A number above 1 means that there are no tiles, which also holds if this call has one
-            # image.
+            # A number above 1 means that the images have no tiles. It must also be above 1 if this
+            # call has one image.
             batch_num_images=[len(several) + 1],
         )
         features |= zip(several, output.pooler_output, strict=True)

@@ -1,8 +1,8 @@
 // Runs CUDA kernels on the host, one block after another in a shuffled order, with a separate stack
 // for each thread of a block. A thread runs until it waits for its warp (sum_lanes) or for its
-// block (__syncthreads). Code that would hang or be undefined on a device stops the program. Such
-// code has a warp of which not all lanes reach the sum, or threads that wait for their block while
-// others wait for a warp.
+// block (__syncthreads). The program stops at code that would hang or be undefined on a device: if
+// not all lanes of a warp reach a sum, or if some threads wait for their block while others wait
+// for their warp.
 //
 // Not emulated: concurrent threads of different blocks, memory ordering, tensor cores, and streams
 // (a launch is complete when it returns). Nothing here is specific to ATMM.
