@@ -157,7 +157,7 @@ def test_memory_that_does_not_fit_a_gpu_is_a_typed_error_with_figures(
 
 
 def test_float16_needs_a_gpu(checkpoint: Path) -> None:
-    says = "'dtype' = 'float16' cannot be used on device 'cpu', which has float32, bfloat16; "
+    says = "'dtype' = 'float16' cannot be used on device 'cpu', which supports float32, bfloat16; "
     for device in ("cpu", "auto"):
         with pytest.raises(InvalidArgument, match=says):
             Engine(Options(model=checkpoint, dtype="float16", device=device))

@@ -52,7 +52,7 @@ class WeightsFile:
                 header = int.from_bytes(start, "little")
                 if header > MAX_HEADER_BYTES:
                     raise invalid(
-                        f"cannot be read: a header of {header} bytes;"
+                        f"cannot be read: its header has {header} bytes;"
                         f" the limit is {MAX_HEADER_BYTES}"
                     )
                 self._header = start + opened.read(header)

@@ -105,9 +105,7 @@ class Device(ABC):
     def upload(
         self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Return copies on the device of a step's inputs, which are in host memory.
-
-        All of them are copied in one transfer.
+        """Copy a step's inputs from host memory to the device in one transfer. Return the copies.
 
         into: memory of the device that receives the copies, uint8; allocated if None. Calls with
             the same `into` and the same shapes and dtypes return tensors at the same addresses.
@@ -286,7 +284,7 @@ def why_no_gpu(name: str) -> str | None:
         return f"the package 'triton', in which the GPU kernels are written, is missing: {error}"
     if not (os.environ.get("CC") or any(map(shutil.which, C_COMPILERS))):
         return (
-            "there is no C compiler, with which the package 'triton' compiles its launcher; install"
+            "the package 'triton' needs a C compiler for its launcher, and there is none; install"
             f" {' or '.join(C_COMPILERS)}, or set CC"
         )
     return None
@@ -298,7 +296,7 @@ def require_dtype(device: Device, dtype: torch.dtype) -> None:
         known = ", ".join(str(one).removeprefix("torch.") for one in device.weight_dtypes)
         raise InvalidArgument(
             f"'dtype' = '{str(dtype).removeprefix('torch.')}' cannot be used on device"
-            f" '{device.name}', which has {known}; float16 needs a GPU (option 'device')"
+            f" '{device.name}', which supports {known}; float16 needs a GPU (option 'device')"
         )
 
 
