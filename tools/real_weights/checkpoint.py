@@ -15,7 +15,7 @@ from vlora.vision.prompts import ChatTemplate
 
 DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 CONNECTOR_STEPS = 60
-"""Default number of training steps of the connector. A step takes 4 to 8 s of one core with AVX2."""
+"""Default number of training steps of the connector."""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
