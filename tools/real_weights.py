@@ -121,7 +121,7 @@ def windows_of(tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
 
 @torch.inference_mode()
 def stock(folder: Path, texts: Sequence[list[int]]) -> float:
-    """Return the perplexity of transformers in fp32."""
+    """Return the perplexity of the texts, computed by transformers' model in fp32."""
     from transformers import LlavaForConditionalGeneration
 
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()

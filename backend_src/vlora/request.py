@@ -209,6 +209,10 @@ class Timings(NamedTuple):
     total: float = 0.0
 
 
+NO_MODES: Mapping[str, int] = MappingProxyType({})
+"""Modes of an output that is not the last one of its request."""
+
+
 class Output(NamedTuple):
     """Progress of one request in one step, or in several steps whose outputs were coalesced.
 
@@ -244,7 +248,7 @@ class Output(NamedTuple):
     adapter: str | None = None
     adapter_digest: str | None = None
     timings: Timings = Timings()
-    modes: Mapping[str, int] = MappingProxyType({})
+    modes: Mapping[str, int] = NO_MODES
 
     @property
     def finished(self) -> bool:

@@ -145,7 +145,10 @@ def _adapter_shares(again: Sequence[ResultRow], **setting: Any) -> list[float]:
 
 
 def _free_adapter_ratios(again: Sequence[ResultRow], name: str, **setting: Any) -> list[float]:
-    """Return simulated latencies with free adapters, divided by those with their real cost."""
+    """Return simulated latencies if adapters cost nothing, divided by those with their real cost.
+
+    The ratios are those of the policy `name`, for each trace that matches `setting`.
+    """
     rows = (row for row in again if row["policy"] == name and setting.items() <= row.items())
     return [row["free_adapters_ms"] / row["token_latency_ms"] for row in rows]
 

@@ -126,7 +126,10 @@ def measure(
 
 
 def summarize(results: Sequence[DeloraResult]) -> dict[str, Any]:
-    """Return the measured ratios, and for each phase the largest error of either prediction."""
+    """Return the measured ratios, and the largest error of each prediction in each phase.
+
+    The predictions use the operator's measured rate and the CPU's peak.
+    """
     summary: dict[str, Any] = {}
     for result in results:
         key = f"delora_{result.phase}_{result.starved}_of_{result.requests}"

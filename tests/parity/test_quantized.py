@@ -252,7 +252,7 @@ def test_a_quantized_checkpoint_is_refused_where_its_floats_are_needed(
 ) -> None:
     save_decoder(checkpoint, tmp_path)
     quantize_checkpoint(tmp_path, Layout("awq"))
-    with pytest.raises(InvalidArgument, match="quantized by awq; this needs weights stored as"):
+    with pytest.raises(InvalidArgument, match="quantized by awq; this operation needs weights"):
         find_weights(tmp_path, load_config(tmp_path))
     with pytest.raises(InvalidArgument, match="stored by awq as int4 in groups of 32; remove"):
         Engine(Options(model=tmp_path, quantization="int8"))

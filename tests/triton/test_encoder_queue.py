@@ -148,6 +148,35 @@ def test_superseded_frames_are_not_encoded(ask: Asker) -> None:
     added(ask, before, encoder_images=busy.frames + 1, requests_superseded=4)
 
 
+@pytest.mark.parametrize("model", ["video_analytics", "visual_retrieval", "lmm", "lmm_unary"])
+def test_a_request_that_is_cancelled_in_the_encoders_queue_is_not_encoded(
+    ask: Asker, model: str
+) -> None:
+    call = ask.once if model in ("video_analytics", "lmm_unary") else ask.stream
+    before, request_id = counters(ask), f"cancelled in {model}"
+    with busy_encoder(ask) as busy, ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(call, model, id=request_id, text_input="?", image=fresh_picture())
+        time.sleep(0.3)
+        ask.stream("lmm", id=request_id, cancel=True)
+        with pytest.raises(Refused, match=f"CANCELLED: the request '{request_id}' was cancelled"):
+            answer.result()
+        assert not busy.ended, "the error does not wait for the encoder"
+        busy.wait()
+    ask.once("video_analytics", text_input="?", image=fresh_picture())
+    added(ask, before, encoder_images=busy.frames + 1)
+
+
+def test_a_request_whose_client_leaves_is_not_encoded(ask: Asker) -> None:
+    """Triton does not tell the models of an ensemble that a client has left."""
+    before = counters(ask)
+    with busy_encoder(ask) as busy:
+        with ask.streaming("lmm", text_input="?", image=fresh_picture()):
+            time.sleep(0.3)
+        busy.wait()
+    ask.once("video_analytics", text_input="?", image=fresh_picture())
+    added(ask, before, encoder_images=busy.frames + 1)
+
+
 @pytest.mark.parametrize("model", ["video_analytics", "lmm"])
 def test_latencies_include_the_wait_for_the_encoder(ask: Asker, model: str) -> None:
     def first_tokens() -> float:

@@ -106,7 +106,7 @@ MAGNITUDE = f"{MODULE}.lora_magnitude_vector"
         (lambda t: t.update({MAGNITUDE: torch.ones(7)}), f"has '{MAGNITUDE}' (7,); it must be"),
         (lambda t: t[MAGNITUDE].fill_(math.nan), f"NaN or Inf in '{MAGNITUDE}'"),
         (lambda t: t[MAGNITUDE].fill_(-math.inf), f"NaN or Inf in '{MAGNITUDE}'"),
-        (lambda t: t.update({f"{MAGNITUDE}.weight": torch.ones(192)}), "another magnitude"),
+        (lambda t: t.update({f"{MAGNITUDE}.weight": torch.ones(192)}), "already has a magnitude"),
         (
             lambda t: t.update({MAGNITUDE.replace("q_proj", "o_proj"): torch.ones(192)}),
             "whose module has no LoRA",
@@ -122,7 +122,7 @@ MAGNITUDE = f"{MODULE}.lora_magnitude_vector"
             lambda t: t.update(
                 {f"{MODULE}.lora_A.weight".replace("model.language_", ""): torch.ones(4, 192)}
             ),
-            "it also names",
+            "other keys name the same module",
         ),
         (
             lambda t: t.update({f"{MODULE}.weight": torch.ones(192, 192)}),

@@ -61,10 +61,10 @@ def test_a_step_with_any_adapter_has_the_lora_calls_once() -> None:
 
 
 def test_the_live_adapter_is_subtracted_from_the_rows_of_others_only() -> None:
-    parts = [Part(0, 3, 0, True), Part(1, 2, 0, True), Part(BASE, 5, 0, True)]
-    assert rows_by_adapter(parts, BASE) == {0: 3, 1: 2}
-    assert rows_by_adapter(parts, 0) == {1: 2, 0: 7}
-    assert rows_by_adapter(parts[:1], 0) == {}
+    rows = {0: 3, 1: 2, BASE: 5}
+    assert rows_by_adapter(rows, BASE) == {0: 3, 1: 2}
+    assert rows_by_adapter(rows, 0) == {1: 2, 0: 7}
+    assert rows_by_adapter({0: 3}, 0) == {}
 
 
 def test_attention_is_linear_in_positions_and_in_pairs_of_row_and_position() -> None:

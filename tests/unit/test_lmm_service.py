@@ -33,6 +33,7 @@ class Setting:
         )
         self.pool = ThreadPoolExecutor(1)
         self.encoded: list[Tensors] = []
+        self.encoded_ids: list[str] = []
         self.encode_error: Exception | None = None
         self.observed: list[Output] = []
         self.passed_on: list[str] = []
@@ -54,8 +55,9 @@ class Setting:
             describe=lambda: '{"tasks": []}',
         )
 
-    def encode(self, tensors: Tensors) -> ImageFeatures:
+    def encode(self, tensors: Tensors, request_id: str) -> ImageFeatures:
         self.encoded.append(tensors)
+        self.encoded_ids.append(request_id)
         assert self.gate.wait(5)
         if self.encode_error is not None:
             raise self.encode_error
@@ -308,6 +310,8 @@ def test_a_request_with_the_encoder_ends_at_once_when_its_client_disconnects(
     setting.pool.submit(lambda: None).result()
     assert len(setting.engine.requests) == 1
     assert len(setting.encoded) == 2 - index
+    if index == 0:
+        until(lambda: setting.passed_on == setting.encoded_ids[:1])
 
 
 def test_a_request_with_the_encoder_ends_at_once_when_it_is_cancelled_by_its_id(
@@ -318,9 +322,10 @@ def test_a_request_with_the_encoder_ends_at_once_when_it_is_cancelled_by_its_id(
     setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, FakeResponder())
     assert isinstance(responder.failure, Cancelled)
     assert setting.engine.stopped == [], "a later request of this id is another one"
+    until(lambda: setting.passed_on == ["x" * 16, *setting.encoded_ids])
 
 
-def test_a_cancellation_is_passed_on_to_lmm_unary(setting: Setting) -> None:
+def test_a_cancellation_is_passed_on_to_the_other_models(setting: Setting) -> None:
     setting.service.handle({"cancel": flag(True)}, {}, "x" * 16, FakeResponder())
     until(lambda: setting.passed_on == ["x" * 16])
 

@@ -182,6 +182,15 @@ def test_a_waiting_request_ends_at_once_when_its_id_is_cancelled(
     assert not second_waiting.done.is_set()
 
 
+def test_an_id_that_others_may_have_cancels_nothing(service: LmmUnaryService, inner: Inner) -> None:
+    inner.gate.clear()
+    *_, first, second = [start(service, client_id=one) for one in ("", "", "", "a" * 15)]
+    for client_id in ("", "a" * 15):
+        service.handle({"cancel": flag(True)}, {}, client_id, FakeResponder())
+    assert not first.done.is_set()
+    assert not second.done.is_set()
+
+
 def test_the_arrival_is_passed_on(service: LmmUnaryService, inner: Inner) -> None:
     ask(service, **{ARRIVAL_INPUT: STAMPS.make(42.5)})
     assert STAMPS.read(inner.calls[0][0]) == 42.5

@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from tests.support.calls import calls_of
 from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.ids import NO_IMAGE
 from vlora.memory.block_table import BlockTable
@@ -193,6 +194,19 @@ def test_nothing_is_evicted_for_a_run_that_a_pinned_one_leaves_no_space_for() ->
     assert taken == Run(0, 3)
     assert sorted(run.first for run in idle.runs) == [3, 5, 6, 7, 8]
     pool.check_integrity()
+
+
+def test_the_search_for_contiguous_pages_calls_no_function_for_each_page() -> None:
+    calls = []
+    for total in (512, 8192):
+        pool = PagePool(total)
+        pages = pool.allocate(total)
+        assert pages is not None
+        pool.release(pages[::2])
+        calls.append(calls_of(lambda pool=pool: pool.allocate_run(8)).total())
+        assert pool.adapter == 8
+        pool.check_integrity()
+    assert calls[0] == calls[1]
 
 
 @settings(max_examples=300, deadline=None)

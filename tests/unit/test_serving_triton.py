@@ -195,13 +195,13 @@ def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
     calls = bls.ModelCalls()
 
     messages[:] = [others, others, ""]
-    assert calls.encode_images({"text_input": np.zeros(1)}).features.shape == (2, 3)
+    assert calls.encode_images({"text_input": np.zeros(1)}, "id").features.shape == (2, 3)
     messages[:] = ["INVALID_ARG: image 0 is corrupt", ""]
     with pytest.raises(InvalidArgument, match=r"^image 0 is corrupt$"):
-        calls.encode_images({"text_input": np.zeros(1)})
+        calls.encode_images({"text_input": np.zeros(1)}, "id")
     messages[:] = [others] * 4
     with pytest.raises(VLoraError, match="incomplete string data"):
-        calls.encode_images({"text_input": np.zeros(1)})
+        calls.encode_images({"text_input": np.zeros(1)}, "id")
     assert len(messages) == 1
 
 

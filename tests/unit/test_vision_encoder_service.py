@@ -17,7 +17,7 @@ from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
-from vlora.serving.tensors import Tensors, strings
+from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.vision_encoder import VisionService, features_from
 from vlora.serving.waiting import WaitingRequests
 from vlora.vision.adapters import VisionPart
@@ -141,9 +141,9 @@ class Setting:
     def _flush(self) -> None:
         self.flushed += 1
 
-    def ask(self, tensors: Tensors) -> FakeResponder:
+    def ask(self, tensors: Tensors, client_id: str = "") -> FakeResponder:
         responder = FakeResponder()
-        at_once = self.service.handle(tensors, {}, lambda: responder)
+        at_once = self.service.handle(tensors, {}, client_id, lambda: responder)
         if isinstance(at_once, VLoraError):
             responder.fail(at_once)
         elif at_once is not None:
@@ -271,6 +271,24 @@ def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -
     assert setting.encoder.parts == [[1]]
     assert setting.waiting.superseded == 2
     assert setting.service._held.total == 0
+
+
+def test_a_cancelled_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:
+    setting.occupy()
+    ready = setting.ask(encoder_request(png()), "x" * 16)
+    setting.decoder.holds = True
+    not_decoded = setting.ask(encoder_request(png()), "x" * 16)
+    another = setting.ask(encoder_request(png(), png()), "y" * 16)
+    decoded = setting.decoder.decoded
+    cancel = setting.ask({"cancel": flag(True)[None]}, "x" * 16)
+    assert cancel.sent == [({}, True)]
+    for one in (ready, not_decoded):
+        assert isinstance(failure_of(one), Cancelled)
+    setting.decoder.release()
+    setting.encoder.gate.set()
+    answer_of(another)
+    assert setting.encoder.parts == [[2]]
+    assert setting.decoder.decoded == decoded + 1
 
 
 def test_the_queue_is_bounded_in_requests_and_bytes(decoder: ImageDecoder) -> None:

@@ -59,10 +59,11 @@ def test_a_deadline_counts_from_the_arrival() -> None:
 def test_a_request_leaves_once() -> None:
     line = Line()
     for key in "abcd":
-        line.add(key, client_id="id" if key in "ab" else "")
+        line.add(key, client_id="ab" * 8 if key in "ab" else "")
     assert line.waiting.take("a")
-    assert line.waiting.end_client("id", Cancelled("x"))
-    assert not line.waiting.end_client("id", Cancelled("x"))
+    assert line.waiting.end_client("ab" * 8, Cancelled("x")) == ["b"]
+    assert line.waiting.end_client("ab" * 8, Cancelled("x")) == []
+    assert line.waiting.end_client("", Cancelled("x")) == [], "others may have the same id"
     assert line.waiting.end("c", Cancelled("x"))
     line.waiting.end_all(Cancelled("x"))
     assert sorted(line.ended) == ["b", "c", "d"]

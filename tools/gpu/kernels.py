@@ -1,8 +1,10 @@
 """The `kernels` benchmark on a GPU: ATMM against other LoRA operators, over the committed grid.
 
-The baselines are PEFT's loop, slices, dLoRA's einsum, padded batches, static choices and, if they
-can be imported, the kernels of vLLM and SGLang. Each operator is timed as a captured graph (device
-time) and call by call (with host time). Before that, every result is compared with float64.
+The baselines are the operators of `benchmarks/kernels/operators.py`: PEFT's loop, a loop over the
+rows of each adapter, dLoRA's einsum, and batches padded to equal size. Further baselines are ATMM
+with one tile choice for all shapes ("static") and, if they can be imported, the kernels of vLLM and
+SGLang. Each operator is timed as a captured graph (device time) and call by call (with host time).
+Before that, its result is compared with one in float64.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -113,8 +113,9 @@ class CostModel:
 
         live: slot whose adapter is merged into the active weights, or BASE.
         """
-        forward = self._uncorrected(parts, live) * self.corrections.factor(_kind(parts, live))
-        return forward + self.corrections.overhead.seconds(len(parts))
+        uncorrected, kind = self._uncorrected(parts, live)
+        overhead = self.corrections.overhead.seconds(len(parts))
+        return uncorrected * self.corrections.factor(kind) + overhead
 
     def record(
         self, parts: Sequence[Part], live: int, forward: float, overhead: float = 0.0
@@ -124,7 +125,7 @@ class CostModel:
         forward: measured seconds of the forward pass.
         overhead: measured seconds of the rest of the step.
         """
-        uncorrected, kind = self._uncorrected(parts, live), _kind(parts, live)
+        uncorrected, kind = self._uncorrected(parts, live)
         factor = self.corrections.factor(kind)
         predicted = uncorrected * factor + self.corrections.overhead.seconds(len(parts))
         if uncorrected > 0.0 and forward > 0.0:
@@ -149,27 +150,36 @@ class CostModel:
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
-        alike: dict[tuple[int, int], tuple[float, float]] = {}
-        """(Seconds without attention, correction factor) by (slot, number of rows). Most requests
-        of a step decode one row, so there are few different keys.
-        """
+        adapters: dict[int, tuple[float, float]] = {}
+        """Seconds per step and per row for the adapters that are applied to a slot's rows."""
+        products: dict[tuple[int, bool], tuple[float, float]] = {}
+        """(Seconds of the products, correction factor) by (number of rows, any adapter applied)."""
+        position, pair = self.profile.position, self.profile.pair
         seconds = []
         for r in ready:
-            key = slot, rows = r.slot, r.missing
-            if key not in alike:
-                alike[key] = self._without_attention(slot, rows, live)
-            fixed, factor = alike[key]
-            seconds.append((fixed + self.attention(rows, r.context)) * factor + overhead)
+            slot, rows, context = r.slot, r.missing, r.context
+            of_adapters = adapters.get(slot)
+            if of_adapters is None:
+                of_adapters = adapters[slot] = self._applied(slot, live)
+            key = rows, slot != live
+            of_products = products.get(key)
+            if of_products is None:
+                factor = self.corrections.factor(_kind(rows, 1, adapted=slot != live))
+                of_products = products[key] = self.products(rows, 1), factor
+            forward = of_products[0] + of_adapters[0] + of_adapters[1] * rows
+            # This is `attention`, written out because the loop runs for every candidate.
+            forward += position * (context + rows) + pair * rows * (context + rows / 2)
+            seconds.append(forward * of_products[1] + overhead)
         return seconds
 
-    def _without_attention(self, slot: int, rows: int, live: int) -> tuple[float, float]:
-        """Return the seconds of a step of one request without its attention, and the step's
-        correction factor.
-        """
-        parts = [Part(slot, rows, 0, True)]
-        seconds = self.products(rows, 1) + self._adapters(parts, live)
-        factor = self.corrections.factor(_kind(parts, live))
-        return seconds, factor
+    def _applied(self, slot: int, live: int) -> tuple[float, float]:
+        """Return the seconds per step and per row for the adapters applied to a slot's rows."""
+        applied = applied_adapters(slot, live)
+        if not applied:
+            return 0.0, 0.0
+        profile, factors = self.profile, sum([self.sizes(adapter).factors for adapter in applied])
+        fixed = profile.lora_calls + profile.adapter_element * factors
+        return fixed, profile.adapter_element_row * factors
 
     def switch(self, live: int, to: int) -> float:
         fixed, per_product = self.profile.merge
@@ -228,13 +238,21 @@ class CostModel:
 
     # -- the sum of a step -------------------------------------------------------------------
 
-    def _uncorrected(self, parts: Sequence[Part], live: int) -> float:
-        total = self.products(sum(p.rows for p in parts), sum(p.answered for p in parts))
-        total += sum(self.attention(p.rows, p.context) for p in parts)
-        return total + self._adapters(parts, live)
+    def _uncorrected(self, parts: Sequence[Part], live: int) -> tuple[float, StepKind]:
+        """Return the seconds of a forward pass by the profile alone, and the kind of the step."""
+        rows_of: dict[int, int] = {}
+        answers, attention = 0, 0.0
+        for slot, rows, context, answered in parts:
+            rows_of[slot] = rows_of.get(slot, 0) + rows
+            answers += answered
+            attention += self.attention(rows, context)
+        rows = sum(rows_of.values())
+        seconds = self.products(rows, answers) + attention + self._adapters(rows_of, live)
+        return seconds, _kind(rows, len(parts), adapted=bool(rows_of.keys() - {live}))
 
-    def _adapters(self, parts: Sequence[Part], live: int) -> float:
-        rows = rows_by_adapter(parts, live)
+    def _adapters(self, rows_of: Mapping[int, int], live: int) -> float:
+        """Return the seconds of reading and applying adapters. rows_of: number of rows by slot."""
+        rows = rows_by_adapter(rows_of, live)
         calls = self.profile.lora_calls if rows else 0.0
         return calls + sum(
             self.read_adapter(slot) + self.apply_adapter(slot, n) for slot, n in rows.items()
@@ -263,25 +281,25 @@ def applied_adapters(slot: int, live: int) -> set[int]:
     return set() if slot == live else {slot, live} - {BASE}
 
 
-def rows_by_adapter(parts: Iterable[Part], live: int) -> Mapping[int, int]:
-    """Return a dictionary from the slot of each applied adapter to the number of its rows."""
+def rows_by_adapter(rows_of: Mapping[int, int], live: int) -> Mapping[int, int]:
+    """Return a dictionary from the slot of each applied adapter to the number of its rows.
+
+    rows_of: number of rows of the requests of each slot.
+    """
     rows: dict[int, int] = {}
-    for part in parts:
-        for slot in applied_adapters(part.slot, live):
-            rows[slot] = rows.get(slot, 0) + part.rows
+    for slot, count in rows_of.items():
+        for adapter in applied_adapters(slot, live):
+            rows[adapter] = rows.get(adapter, 0) + count
     return rows
 
 
-def _kind(parts: Sequence[Part], live: int) -> StepKind:
-    """Return the kind of a step.
+def _kind(rows: int, requests: int, *, adapted: bool) -> StepKind:
+    """Return the kind of a step with this many rows of this many requests.
 
     The kind consists of the bit length of the number of rows, whether any request has several rows,
     and whether any adapter is applied.
     """
-    rows = sum(p.rows for p in parts)
-    has_prompts = any(p.rows > 1 for p in parts)
-    has_adapters = any(p.slot != live for p in parts)
-    return (rows.bit_length(), has_prompts, has_adapters)
+    return (rows.bit_length(), rows > requests, adapted)
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:

@@ -198,7 +198,7 @@ class Engine:
 
     def _load_adapters(self, now: float) -> list[Output]:
         """Advance the loading of adapters. End the requests whose adapter cannot be loaded."""
-        failed = self.memory.advance(self.scheduler.waiting, len(self.scheduler.running), now)
+        failed = self.memory.advance(self.scheduler.queue, len(self.scheduler.running), now)
         return [output for name, error in failed for output in self.abort(name, error)]
 
     def _switch(self, live: int) -> float:
@@ -221,7 +221,7 @@ class Engine:
         """Compute the forward pass of a plan; return its result, the rows whose tokens are to be
         drawn, and the seconds it took.
         """
-        started, mode = self._clock(), plan.mode
+        started, mode = self._clock(), plan.mode.value
         for chunk in plan.chunks:
             state = self._requests[chunk.sequence_id]
             state.scheduled(mode, started)

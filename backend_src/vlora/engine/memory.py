@@ -7,7 +7,6 @@ adapters that waiting requests need. It knows sequences, but not steps.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Iterable
 
 import torch
@@ -15,6 +14,7 @@ import torch
 from vlora.config import AUTO, Options
 from vlora.engine.checks import admissible
 from vlora.engine.sequence import Sequence, scopes_of
+from vlora.engine.waiting_queue import WaitingQueue
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
 from vlora.lora.handle import AdapterHandle
@@ -122,10 +122,11 @@ class EngineMemory:
     # -- between steps -------------------------------------------------------------------------
 
     def advance(
-        self, waiting: list[Sequence], running: int = 0, now: float = 0.0
+        self, queue: WaitingQueue, running: int = 0, now: float = 0.0
     ) -> list[tuple[str, VLoraError]]:
         """Load and pack the adapters of waiting requests, in order of arrival.
 
+        queue: waiting requests. Those whose adapter was replaced get its present version.
         running: number of requests that hold pages.
         now: seconds on the engine's clock.
 
@@ -134,15 +135,15 @@ class EngineMemory:
         self._adapters.protected_slot = BASE
         self._adapters.apply()
         failed: list[tuple[str, VLoraError]] = []
-        first_of = _first_of_each_adapter(waiting)
+        first_of = queue.first_of_each_adapter()
         if any(handle.retired or handle.error is not None for handle in first_of):
-            failed = list(self._resolve(waiting))
-            first_of = _first_of_each_adapter(waiting)
+            failed = list(self._resolve(queue))
+            first_of = queue.first_of_each_adapter()
         stuck = self._adapters.advance(list(first_of), running)
-        self._update_cutoff(waiting, None if stuck is None else first_of[stuck], now)
+        self._update_cutoff(queue, None if stuck is None else first_of[stuck], now)
         return failed
 
-    def _update_cutoff(self, waiting: list[Sequence], stuck: Sequence | None, now: float) -> None:
+    def _update_cutoff(self, queue: WaitingQueue, stuck: Sequence | None, now: float) -> None:
         """Set the time of arrival after which requests may not begin.
 
         stuck: oldest request whose adapter got no pages in this step, or None.
@@ -151,32 +152,32 @@ class EngineMemory:
         counts as stuck until it begins, not only until its adapter has pages. It still needs pages
         for its prompt then, and before it gets them, other requests may evict the adapter again.
         """
-        known = (s for s in (self._stuck, stuck) if s is not None and s in waiting)
+        known = (s for s in (self._stuck, stuck) if s is not None and s in queue.by_arrival)
         oldest = min(known, key=lambda s: s.arrival, default=None)
         if oldest is not self._stuck:
             self._stuck, self._stuck_since = oldest, now
         patient = oldest is None or now - self._stuck_since <= PATIENCE_SECONDS
         self.arrival_cutoff = math.inf if oldest is None or patient else oldest.arrival
 
-    def _resolve(self, waiting: list[Sequence]) -> Iterable[tuple[str, VLoraError]]:
+    def _resolve(self, queue: WaitingQueue) -> Iterable[tuple[str, VLoraError]]:
         """Set the adapter of each waiting request to the adapter's present version.
 
         Yields (request id, error) for each request for which this fails. A request that has started
         keeps its version.
         """
-        for sequence in waiting:
+        for sequence in queue.by_arrival:
             adapter = sequence.adapter
             if adapter is None:
                 continue
             try:
                 if adapter.retired and not sequence.holds_adapter:
-                    self._use_present_version(sequence, adapter.name)
+                    self._use_present_version(queue, sequence, adapter.name)
                 elif adapter.error is not None:
                     raise adapter.error
             except VLoraError as error:
                 yield sequence.id, error
 
-    def _use_present_version(self, sequence: Sequence, name: str) -> None:
+    def _use_present_version(self, queue: WaitingQueue, sequence: Sequence, name: str) -> None:
         """Set a request's adapter to the present version of the adapter called `name`.
 
         Raises a VLoraError if there is no such adapter, or if it cannot serve the request.
@@ -189,7 +190,7 @@ class EngineMemory:
             sequence.prompt_length,
             sequence.longest_choice,
         )
-        sequence.use_adapter(handle)
+        queue.use_adapter(sequence, handle)
 
     def evicted(self, handle: AdapterHandle) -> None:
         """Mark the prefix blocks of an evicted adapter, so that they are evicted before
@@ -214,16 +215,3 @@ class EngineMemory:
         held = {page for sequence in running for page in sequence.table.pages}
         assert all(self.pool.is_held(page) for page in held)
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)
-
-
-def _first_of_each_adapter(waiting: list[Sequence]) -> dict[AdapterHandle, Sequence]:
-    """Return the first waiting request for each adapter, in the order of the queue.
-
-    The whole queue is read in each step, so the loops run in built-in functions, which are faster
-    than Python code.
-    """
-    adapters = list(map(operator.attrgetter("adapter"), waiting))
-    first_of = dict(zip(reversed(adapters), reversed(waiting), strict=True))
-    return {
-        adapter: first_of[adapter] for adapter in dict.fromkeys(adapters) if adapter is not None
-    }

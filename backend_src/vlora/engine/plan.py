@@ -52,7 +52,7 @@ class StepPlan:
     @property
     def parts(self) -> list[Part]:
         """The chunks in the form that the cost model takes."""
-        return [Part(c.slot, c.length, c.start, c.completes) for c in self.chunks]
+        return [Part(c.slot, len(c.tokens), c.start, c.completes) for c in self.chunks]
 
     @property
     def sampled(self) -> list[Chunk]:

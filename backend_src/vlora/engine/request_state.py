@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from vlora.engine.plan import Mode
 from vlora.engine.sequence import Sequence
 from vlora.errors import Internal, InvalidArgument, VLoraError
 from vlora.lora.adapter import AdapterInfo
 from vlora.model.sampler import TokenSampler
 from vlora.model.vocabulary import TextStream, Vocabulary
-from vlora.request import HeadScores, Output, Timings, TokenLogprob
+from vlora.request import NO_MODES, HeadScores, Output, Timings, TokenLogprob
 from vlora.structured.grammar import Grammar, Matcher
 
 
@@ -65,11 +64,11 @@ class RequestState:
         handle = self.sequence.adapter
         return None if handle is None else handle.info
 
-    def scheduled(self, mode: Mode, now: float) -> None:
+    def scheduled(self, mode: str, now: float) -> None:
         """Count a step of the request in this mode. If it is the first step, note its
         time, `now`.
         """
-        self._modes[mode.value] += 1
+        self._modes[mode] += 1
         if self._first_scheduled is None:
             self._first_scheduled = now
 
@@ -178,13 +177,14 @@ class RequestState:
     ) -> Output:
         sequence, adapter = self.sequence, self._adapter
         arrival = sequence.arrival
-        output = Output(
-            request_id=sequence.id,
-            text=text,
-            token_ids=token_ids,
-            logprobs=logprobs,
-            finish_reason=finish_reason,
-            error=error,
+        finished = finish_reason is not None or error is not None
+        return Output(
+            sequence.id,
+            text,
+            token_ids,
+            logprobs,
+            finish_reason,
+            error,
             num_input_tokens=sequence.prompt_length,
             num_output_tokens=sequence.output_length,
             num_cached_tokens=min(sequence.cached, sequence.prompt_length),
@@ -196,5 +196,5 @@ class RequestState:
                 first_token=0.0 if self._first_token is None else self._first_token - arrival,
                 total=now - arrival,
             ),
+            modes=dict(self._modes) if finished else NO_MODES,
         )
-        return output._replace(modes=dict(self._modes)) if output.finished else output

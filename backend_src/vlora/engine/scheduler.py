@@ -63,7 +63,8 @@ class Scheduler:
         self._protect = protect
         self._budgets = budgets
         self.policy = policy or UnmergeOnly(budgets.sequences)
-        self._queue = WaitingQueue()
+        self.queue = WaitingQueue()
+        """Sequences without pages."""
         self.running: list[Sequence] = []
         """Sequences that hold pages, in order of arrival."""
         self._last_step: Mapping[Sequence, int] = {}
@@ -74,7 +75,7 @@ class Scheduler:
     @property
     def waiting(self) -> list[Sequence]:
         """Sequences without pages, in order of arrival. Do not modify the list."""
-        return self._queue.by_arrival
+        return self.queue.by_arrival
 
     @property
     def idle(self) -> bool:
@@ -88,14 +89,14 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence that holds no pages."""
-        self._queue.add(sequence)
+        self.queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a waiting or running sequence and release its pages."""
         if sequence in self.running:
             self.running.remove(sequence)
         else:
-            self._queue.remove(sequence)
+            self.queue.remove(sequence)
         sequence.end()
 
     def schedule(
@@ -145,7 +146,7 @@ class Scheduler:
         sequences could begin without a preemption.
         """
         count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
-        waiting = self._queue.candidates(self.policy.orders, count, arrival_cutoff)
+        waiting = self.queue.candidates(self.policy.orders, count, arrival_cutoff)
         return sorted([*self._computable(), *waiting], key=_arrival)
 
     def _computable(self) -> list[Sequence]:
@@ -234,7 +235,7 @@ class Scheduler:
             if not (fits and self._preempt_newer(sequence, step)):
                 sequence.leave()
                 return False
-        self._queue.remove(sequence)
+        self.queue.remove(sequence)
         bisect.insort(self.running, sequence, key=_arrival)
         step.cached += sequence.cached
         return True
@@ -276,7 +277,7 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.leave()
         sequence.preemptions += 1
-        self._queue.add(sequence)
+        self.queue.add(sequence)
 
 
 def _arrival(sequence: Sequence) -> float:

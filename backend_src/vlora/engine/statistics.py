@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vlora.engine.parts import EngineParts
-from vlora.engine.plan import Mode, StepPlan
+from vlora.engine.plan import StepPlan
 from vlora.metrics import EngineStats
 from vlora.request import Output
 
@@ -52,11 +52,11 @@ class EngineStatistics:
             failed=sum(output.error is not None for output in outputs),
         )
 
-    def count_mode(self, mode: Mode, seconds: float) -> None:
+    def count_mode(self, mode: str, seconds: float) -> None:
         """Count a forward pass in this mode, which took this many seconds."""
-        self._mode = mode.value
-        self._mode_steps[mode.value] += 1
-        self._mode_seconds[mode.value] += seconds
+        self._mode = mode
+        self._mode_steps[mode] += 1
+        self._mode_seconds[mode] += seconds
 
     def snapshot(self) -> EngineStats:
         """Return the totals together with the present values of the engine's parts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from vlora.engine.policies.base import Choice
@@ -47,21 +48,25 @@ def chunks_of(rows: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
     """Return one chunk per sequence with its next positions, in the order of `ids.order_of`."""
     chunks: list[Chunk] = []
     row = 0
-    slots = {sequence: sequence.next_slot for sequence in rows}
-    for sequence, length in sorted(rows.items(), key=lambda item: order_of(slots[item[0]], live)):
-        start = sequence.computed
-        chunks.append(
-            Chunk(
-                sequence_id=sequence.id,
-                slot=slots[sequence],
-                row=row,
-                start=start,
-                tokens=tuple(sequence.tokens[start : start + length]),
-                prompt=sequence.prompt,
-                pages=tuple(sequence.table.pages),
-                completes=length == sequence.missing,
-                use_head=sequence.request.use_head,
+    by_slot: defaultdict[int, list[Sequence]] = defaultdict(list)
+    for sequence in rows:
+        by_slot[sequence.next_slot].append(sequence)
+    for slot in sorted(by_slot, key=lambda slot: order_of(slot, live)):
+        for sequence in by_slot[slot]:
+            tokens, start = sequence.tokens, sequence.computed
+            end = start + rows[sequence]
+            chunks.append(
+                Chunk(
+                    sequence.id,
+                    slot,
+                    row,
+                    start,
+                    tuple(tokens[start:end]),
+                    sequence.prompt,
+                    tuple(sequence.table.pages),
+                    completes=end == len(tokens),
+                    use_head=sequence.request.use_head,
+                )
             )
-        )
-        row += length
+            row += end - start
     return tuple(chunks)

@@ -63,11 +63,13 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._orders = {
-            Order.ARRIVAL: _SortedSequences(lambda s: s.arrival),
+            Order.ARRIVAL: _SortedSequences(_arrival),
             Order.WAIT: _SortedSequences(lambda s: s.waiting_since),
             Order.PRIORITY: _SortedSequences(lambda s: (s.priority, s.arrival)),
             Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
         }
+        self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}
+        """The sequences of each adapter, in order of arrival. No list is empty."""
 
     @property
     def by_arrival(self) -> list[Sequence]:
@@ -77,11 +79,24 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         for order in self._orders_of(sequence):
             order.add(sequence)
+        self._add_to_adapter(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; raise ValueError if it is not waiting."""
         for order in self._orders_of(sequence):
             order.remove(sequence)
+        self._remove_from_adapter(sequence)
+
+    def use_adapter(self, sequence: Sequence, adapter: AdapterHandle) -> None:
+        """Set the adapter of a sequence in the queue."""
+        self._remove_from_adapter(sequence)
+        sequence.use_adapter(adapter)
+        self._add_to_adapter(sequence)
+
+    def first_of_each_adapter(self) -> dict[AdapterHandle, Sequence]:
+        """Return the first sequence of each adapter, in order of arrival."""
+        firsts = ((adapter, held.items[0]) for adapter, held in self._by_adapter.items())
+        return dict(sorted(firsts, key=lambda item: item[1].arrival))
 
     def candidates(
         self, orders: Iterable[Order], count: int, arrival_cutoff: float
@@ -97,8 +112,24 @@ class WaitingQueue:
             found.update(dict.fromkeys(first))
         return found
 
+    def _add_to_adapter(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None:
+            held = self._by_adapter.setdefault(sequence.adapter, _SortedSequences(_arrival))
+            held.add(sequence)
+
+    def _remove_from_adapter(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None:
+            held = self._by_adapter[sequence.adapter]
+            held.remove(sequence)
+            if not held.items:
+                del self._by_adapter[sequence.adapter]
+
     def _orders_of(self, sequence: Sequence) -> list[_SortedSequences]:
         """Return the sorted lists that contain this sequence."""
         has_deadline = sequence.deadline < math.inf
         orders = self._orders.items()
         return [held for order, held in orders if has_deadline or order is not Order.DEADLINE]
+
+
+def _arrival(sequence: Sequence) -> float:
+    return sequence.arrival

@@ -145,7 +145,9 @@ class _Source:
             except UnknownKey as reason:
                 raise self.invalid(f"holds '{key}', {reason}") from None
             if matrix is None or matrix not in wanted or matrix in found:
-                raise self.invalid(f"holds '{key}', whose module has no LoRA or another magnitude")
+                raise self.invalid(
+                    f"holds '{key}', whose module has no LoRA, or already has a magnitude"
+                )
             d_out = self.shape.shape_of(matrix)[0]
             if declared != (d_out,):
                 raise self.invalid(f"has '{key}' {declared}; it must be ({d_out},)")

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from vlora.generation.spec import Item, PackingOptions, Spec
 
 NEAR_ERRORS = 2.0
-"""Maximum number of standard errors by which a score may miss a goal and count as nearly enough."""
+"""Maximum number of standard errors by which a score may miss a goal that it nearly reaches."""
 
 
 HOPELESS_ERRORS = 5.0

@@ -230,7 +230,7 @@ class Learner(nn.Module):
     def load_merged(self, folders: Sequence[Path], method: str) -> None:
         """Load the merge of several adapters, each with weight 1, by PEFT's `add_weighted_adapter`.
 
-        method: PEFT's `combination_type`. The merged adapter must have the same rank.
+        method: PEFT's `combination_type`. All adapters, and their merge, have this adapter's rank.
         """
         config = self.adapted.peft_config["default"]
         names = [f"part{number}" for number in range(len(folders))]

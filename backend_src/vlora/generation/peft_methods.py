@@ -63,7 +63,8 @@ def changes_of(
     if missing or loaded.unexpected_keys:
         strange = (missing or loaded.unexpected_keys)[0]
         raise invalid(
-            f"{'lacks' if missing else 'holds'} '{strange}', by PEFT's names for this checkpoint"
+            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
+            f" {'expects' if missing else 'does not know'} for this checkpoint"
         )
     changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
     for path, module in model.named_modules():

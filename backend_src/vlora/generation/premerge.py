@@ -1,10 +1,10 @@
 """Premerge: one hot adapter is merged into the checkpoint, and all others become delta adapters.
 
-This follows equations 1 to 5 of the plug-and-play multi-LoRA layer. The fused weights are W + B_hot
-A_hot. Any other adapter is called cold. Its delta adapter, cold minus hot, has B = [B_cold, -B_hot]
-and A = [A_cold; A_hot]. A matrix that only the cold adapter changes keeps its A and B. One that
-only the hot adapter changes gets -B_hot A_hot. The results are a Hugging Face checkpoint and PEFT
-folders, so any server can use them.
+This follows equations 1 to 5 of the paper "Plug-and-Play Multi-LoRA Support Layer for vLLM". The
+fused weights are W + B_hot A_hot. Any other adapter is called cold. Its delta adapter, cold minus
+hot, has B = [B_cold, -B_hot] and A = [A_cold; A_hot]. A matrix that only the cold adapter changes
+keeps its A and B. One that only the hot adapter changes gets -B_hot A_hot. The results are a
+Hugging Face checkpoint and PEFT folders, so any server can use them.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ class Report:
         """Sentences about delta adapters whose rank is above the maximum."""
         return [
             f"the delta adapter '{delta.name}' has rank {delta.rank}, above {self.max_rank}:"
-            " a server may refuse it, and each of its rows costs as much as the two adapters"
+            f" a server may refuse it, and it costs as much as '{delta.name}' and the hot adapter"
+            " together"
             for delta in self.deltas
             if delta.rank > self.max_rank
         ]

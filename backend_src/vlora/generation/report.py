@@ -81,7 +81,8 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     yield (
         f"{len(report['items'])} items in {len(report['adapters'])} adapters"
         f" ({report['items_per_adapter']} items per adapter); {kept} of {len(report['items'])}"
-        f" promises kept, after {len(report['attempts'])} attempts of {minutes:.1f} minutes in all."
+        f" promises kept, after {len(report['attempts'])} attempts. Attempts and merges took"
+        f" {minutes:.1f} minutes in all."
     )
     yield ""
     yield "Accuracies are measured on the test split, which neither training nor fusion has used."

@@ -4,7 +4,7 @@ A small training step on item b with learning rate η changes the loss of item a
 first order, where g is the gradient with respect to the adapter's weights. So the cosine of the two
 gradients estimates whether training both items in one adapter helps or hurts them. It costs one
 backward pass per item. Li et al. (ACL 2025, "Efficient Ensemble for Fine-tuning Language Models on
-Multiple Datasets") estimate combinations from the same gradients.
+Multiple Datasets") use the same gradients to estimate which data sets to train together.
 """
 
 from __future__ import annotations

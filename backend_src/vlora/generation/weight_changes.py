@@ -27,7 +27,8 @@ def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: 
     pair: A and B of that LoRA, for the changed base.
     weight: W [d_out, d_in] fp32 of the unchanged base.
     kind: `pissa`, which subtracts the part of W with the largest singular values, or `olora`, which
-        subtracts `scale` times the first columns of Q by the first rows of R, where W = Q R.
+        subtracts `scale` times the product of the first columns of Q and the first rows of R, where
+        W = Q R.
     scale: scale of the LoRA, which is folded into the resulting B.
     """
     rank = pair.a.shape[0]

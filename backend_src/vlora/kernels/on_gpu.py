@@ -87,6 +87,8 @@ def embed(
     if images:
         ((first_row, feature_rows, features), *others) = images
         if others or first_row or len(feature_rows) != len(tokens):
-            raise ValueError(f"{len(images)} ranges of images; a GPU needs one, of all rows")
+            raise ValueError(
+                f"images has {len(images)} ranges; on a GPU, it must be one range of all rows"
+            )
     launches().embed(out, tokens, table, feature_rows, features)
     return out

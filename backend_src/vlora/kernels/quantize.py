@@ -10,7 +10,9 @@ import torch
 from vlora.kernels.quantized import ZERO_STEPS, QuantizedWeight
 
 RANGES = (1.0, 0.9)
-"""Parts of a group's range from which scale and zero of int4 are fitted; the best fit is used."""
+"""Factors of a group's extremes. The fit of int4 starts from the extremes times each factor, and
+the best result is used.
+"""
 
 REFITS = 2
 """Number of times that the scales and zeros of int4 are fitted again to the rounded values."""
@@ -28,8 +30,8 @@ def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
     For int8, the largest absolute value of a group becomes 127. For int4, which must have zeros,
     the range between the extremes of a group is first divided into 15 steps. Then the zero and the
     scale with the smallest squared error for the rounded values are computed, and the values are
-    rounded again. The same is done from a narrower range, and the result with the smaller squared
-    error is used.
+    rounded again. All this is repeated from a narrower range, and the result with the smaller
+    squared error is used.
     """
     if into.format.bits == 4 and not into.format.zeros:
         raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")

@@ -52,8 +52,8 @@ class Format:
             or (self.bits == 8 and not self.zeros and (grouped or self.group is None))
         ):
             raise ValueError(
-                f"{self} is not supported; int4 needs groups of {_one_of_groups()},"
-                " int8 such groups or none, and no zeros"
+                f"{self} is not supported; int4 needs groups of {_one_of_groups()};"
+                " int8 may have such groups, but no zeros"
             )
 
     @property

@@ -91,7 +91,7 @@ def find_libpython() -> Path:
 
 
 def _python_environment(libraries: list[Path]) -> dict[str, str]:
-    """Return the variables with which the Python in the backend finds the packages of this Python.
+    """Return environment variables with which the backend's Python finds this Python's packages.
 
     libraries: folders of shared libraries.
 

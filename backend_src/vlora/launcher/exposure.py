@@ -51,7 +51,7 @@ def check_keys(host: str, keys: Path | None, option: str) -> None:
     if keys is None and not ipaddress.ip_address(host).is_loopback:
         raise ServerError(
             f"--host {host} opens the gateway to a network, which needs API keys; name a file with"
-            f" {option} (one line TENANT KEY per key)"
+            f" {option} (a line 'TENANT KEY' for each key)"
         )
 
 

@@ -71,7 +71,8 @@ LISTENERS = ("http", "grpc", "metrics")
 PYTHON_BACKEND = {
     # A week instead of 30 s, for large checkpoints. `start_seconds` limits the start.
     "stub-timeout-seconds": "604800",
-    # Each of at most 128 blocking calls between models holds a thread. Sending answers needs more.
+    # At most 128 blocking calls between models hold a thread each. Sending answers needs further
+    # threads.
     "thread-pool-size": "160",
 }
 
@@ -304,8 +305,8 @@ class TritonServer:
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
-            # This limits a stop by a SIGTERM from another process. `stop` sends its SIGTERM when no
-            # request is running.
+            # Limits how long the server takes to end after a SIGTERM from another process. `stop`
+            # itself sends SIGTERM only when no request is running.
             f"--exit-timeout-secs={math.ceil(self.options.grace_seconds)}",
             *(f"--backend-config=python,{key}={value}" for key, value in python.items()),
             *self.options.triton_arguments,

@@ -50,7 +50,7 @@ class AdapterInfo:
     """Description of an adapter for users.
 
     digest: SHA-256 of all weights except the head's; "" until the weights are read.
-    ranks: different LoRA ranks among the matrices of the language model that the adapter changes.
+    ranks: ranks that occur among the matrices of the language model that the adapter changes.
     targets: names of the changed matrices within a layer, such as `q_proj`.
     tasks: tasks that its `vlora.json` declares.
     accuracy: accuracy by task, as its `vlora.json` declares.
@@ -107,7 +107,7 @@ class AdapterDescription:
 
 
 class AdapterFiles:
-    """The files of one adapter, which construction checks.
+    """The files of one adapter. Creating the object checks them.
 
     Attributes:
         description: what the files declare.

@@ -46,7 +46,7 @@ def assign_tensors(
         assert parsed.matrix is not None
         pair = keys.setdefault(parsed.matrix, PairKeys(parsed.path))
         if pair.path != parsed.path:
-            raise invalid(f"holds '{key}', whose module it also names '{pair.path}'")
+            raise invalid(f"holds '{key}', but other keys name the same module '{pair.path}'")
         which = parsed.part.lower()
         if getattr(pair, which) is not None:
             raise invalid(

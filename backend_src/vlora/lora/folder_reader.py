@@ -115,7 +115,7 @@ class FolderReader:
         self._to_retry.put((name, self._clock()))
 
     def retry(self) -> None:
-        """Read folders again whose last attempt failed for a cause outside their files.
+        """Retry the folders that could not be read for a cause outside their files.
 
         A folder is read once its backoff is over. If its files have changed, `update` reads it
         instead.

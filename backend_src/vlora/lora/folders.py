@@ -211,7 +211,7 @@ class FolderWatch:
         changed: called with folder and stamp of all names whenever they change. A folder that is
             still changing keeps the state that was last reported. A name that is missing was
             removed.
-        retry: called after each scan, to read folders again that could not be read before.
+        retry: called after each scan, to retry folders that could not be read.
         """
         self._find = find
         self._changed = changed

@@ -116,7 +116,7 @@ class AdapterLoads:
         return blocked
 
     def _load(self, handle: AdapterHandle) -> None:
-        """Submit reading the weights of an adapter to the loader's thread."""
+        """Let the loader's thread read the weights of an adapter."""
         handle.load()
         self._workers.load(
             partial(_read_weights, handle, self._hidden),
@@ -125,7 +125,7 @@ class AdapterLoads:
         )
 
     def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Store weights that the loader has read as a host copy."""
+        """Make weights that the loader has read the adapter's host copy."""
         self._tiers.count(loads=1)
         if handle.obsolete:
             handle.load_later()

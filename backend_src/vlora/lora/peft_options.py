@@ -36,14 +36,14 @@ whose adapters can be converted.
 PLAIN = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
 """Values of `init_lora_weights` that leave the base model unchanged."""
 KNOWN_CHANGES = ("pissa", "olora")
-"""Values of `init_lora_weights` whose change of the base model follows from the base model's
-weights.
+"""Values of `init_lora_weights` that change the base model by an amount that can be computed from
+its weights.
 """
 CHANGES_THE_BASE = (*KNOWN_CHANGES, "corda", "lora_ga", "loftq")
 """Beginnings of the values of `init_lora_weights` that change the base model.
 
-Such an adapter fits only the changed model, unless PEFT converts it. PEFT saves a converted adapter
-with the value `true`.
+An adapter with such a value fits only the changed model, unless PEFT converts it. PEFT saves a
+converted adapter with the value `true`.
 """
 
 USED = frozenset(

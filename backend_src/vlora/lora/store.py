@@ -77,8 +77,8 @@ class AdapterStore:
         self._reader = FolderReader(
             model,
             max_bytes,
-            # The terms are read in the opposite order of their changes, so the sum is never too
-            # large even if another thread changes them at the same time.
+            # The engine's thread first lowers `free_bytes` and then raises `_taken_bytes`. The
+            # folder reader reads them in the opposite order, so its sum is never too large.
             allowed_bytes=lambda: self._taken_bytes + self._tiers.host.free_bytes,
             report=lambda result: self._results.post(partial(self._apply_folder, result)),
             clock=lambda: self.clock(),

@@ -52,7 +52,7 @@ class WeightsFile:
                 header = int.from_bytes(start, "little")
                 if header > MAX_HEADER_BYTES:
                     raise invalid(
-                        f"cannot be read: a header of {header} bytes;"
+                        f"cannot be read: its header has {header} bytes;"
                         f" the limit is {MAX_HEADER_BYTES}"
                     )
                 self._header = start + opened.read(header)
@@ -122,7 +122,7 @@ class WeightsFile:
                 file.seek(offset)
                 flat = expected.flatten()
                 for start in range(0, len(flat), values):
-                    piece = flat[start : start + values]
+                    piece = flat[start : start + values].cpu()
                     stored = bytearray(file.read(len(piece) * dtype.itemsize))
                     if len(stored) < len(piece) * dtype.itemsize:
                         raise self._invalid("cannot be read: it ends early")

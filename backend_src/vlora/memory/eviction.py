@@ -13,9 +13,9 @@ time, the block goes first.
 and an outdated version of an adapter with which no request has started.
 4. Of blocks that are released together, the later ones in the sequence go first, so that the
 remaining blocks are still a prefix.
-5. To make room for an adapter, contiguous pages without adapters are searched before an adapter is
-evicted. If there are none, the adapters in one window of pages are evicted, chosen so that the most
-recent use among them is as old as possible (`memory/windows.py`).
+5. To make room for an adapter, the pool first looks for contiguous pages without adapters. If there
+are none, it evicts all adapters in one window of pages. It chooses the window in which the most
+recent use of an adapter is the oldest (`memory/windows.py`).
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def evict_oldest(evictors: Sequence[Evictor]) -> bool:
 class UseOrder(Generic[Item]):
     """Items in the order of their last use.
 
-    A use only changes the time that the item stores. Its position here is corrected when
-    `oldest_first` reaches it, which keeps uses cheap.
+    A use only changes the time that the item stores, which is cheap. The item's position in this
+    order is corrected later, when `oldest_first` reaches it.
     """
 
     def __init__(self) -> None:

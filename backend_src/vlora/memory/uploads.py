@@ -23,7 +23,7 @@ def packed_bytes(tensors: Sequence[torch.Tensor]) -> int:
 def upload(
     tensors: Sequence[torch.Tensor], to: torch.device, into: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Return copies of tensors in host memory on a device, made in one transfer.
+    """Copy tensors from host memory to the device `to` in one transfer. Return the copies.
 
     into: as in `Device.upload`.
     """

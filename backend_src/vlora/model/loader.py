@@ -242,7 +242,7 @@ def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
     """
     with open_weights(file) as opened:
         head = _read(opened, file, key)
-    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
         log.warning(
             "%s holds '%s', which differs from the embeddings; config.json ties the two, so the"
             " embeddings are used",
@@ -264,13 +264,13 @@ def find_weights(
     """
     if alone and config.names.modules:
         raise InvalidArgument(
-            f"model: {folder} stores several matrices of a layer in one tensor, for which this is"
-            " not supported"
+            f"model: {folder} stores several matrices of a layer in one tensor; this operation"
+            " supports only checkpoints with one tensor per matrix"
         )
     if matrices and config.quantization is not None:
         raise InvalidArgument(
-            f"model: {folder} is quantized by {config.quantization.method}; this needs weights"
-            " stored as float32, float16 or bfloat16"
+            f"model: {folder} is quantized by {config.quantization.method}; this operation needs"
+            " weights stored as float32, float16 or bfloat16"
         )
     names = config.names
     locations: dict[str, tuple[Path, str]] = {}
@@ -283,7 +283,8 @@ def find_weights(
                 if name in locations:
                     first_file, first_key = locations[name]
                     raise InvalidArgument(
-                        f"model: {file} holds '{key}', which is '{first_key}' of {first_file}"
+                        f"model: {file} holds '{key}', the same weight as '{first_key}' in"
+                        f" {first_file}"
                     )
                 locations[name] = (file, key)
     if config.tied and names.embedding not in locations and names.lm_head in locations:

@@ -64,8 +64,8 @@ def read_quantized(
                 continue
             if len(known) < len(orders) or not all(torch.equal(o, known[0]) for o in known):
                 raise InvalidArgument(
-                    f"model: layer {layer}: {', '.join(group)} have different 'g_idx'; they share"
-                    " their input, so the files must group it in one way"
+                    f"model: layer {layer}: {', '.join(group)} have different 'g_idx'; these must"
+                    " be equal, because the matrices have the same input"
                 )
             slab.set_order(layer, number, known[0])
 
@@ -164,8 +164,8 @@ def _store(
     middle = 2 ** (stored.bits - 1)
     if not target.format.zeros and not (matrix.zeros == middle).all():
         raise InvalidArgument(
-            f"{where}: zeros other than {middle}, which is supported for 4 bits alone, with 'sym':"
-            " false in config.json"
+            f"{where}: some zeros are not {middle}; this is supported only for 4 bits and with"
+            " 'sym': false in config.json"
         )
     if target.format.bits == 8:
         values = values - middle

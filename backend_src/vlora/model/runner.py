@@ -115,8 +115,8 @@ class Runner:
         sampled = [chunk for chunk in chunks if chunk.completes and not chunk.use_head]
         scored = [chunk for chunk in chunks if chunk.completes and chunk.use_head]
         completed = sampled + scored
-        # In a step of decode rows only, the two are equal, and are converted for the core only
-        # once.
+        # In a step of decode rows only, `answers` equals `rows`. Then one object serves for both,
+        # and is converted for the compiled core only once.
         answers = [(chunk.slot, 1) for chunk in completed]
         answer_segments = segments if answers == rows else signed_segments(answers, live)
         # The LM head is never merged, so its segments do not depend on the live adapter.
@@ -159,7 +159,7 @@ class Runner:
 
     def compute(self, chunks: Sequence[Chunk]) -> None:
         """Compute a step, wait until the device has finished it, and discard the result."""
-        self._device.read_back([self.forward(chunks).logits[:1]]).get()
+        self._device.read_back([self.forward(chunks).logits[:1, :1]]).get()
 
     def _head_scores(self, hidden: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the adapters' heads, computed in one call.

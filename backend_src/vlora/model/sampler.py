@@ -288,7 +288,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
 
 
 def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
-    """Return the token at `uniform` in [0, 1) of the distribution `probabilities(scores, params)`.
+    """Return the token that `uniform`, in [0, 1), selects from `probabilities(scores, params)`.
 
     The result is exactly that of the full distribution, although fewer tokens are sorted.
     """

@@ -110,7 +110,10 @@ class TextStream:
         check_stop: if False, stop strings are ignored and nothing is held back.
         """
         bytes_of = self._vocabulary.bytes_of
-        self._held += self._decoder.decode(bytes_of[token] if token < len(bytes_of) else b"")
+        text = self._decoder.decode(bytes_of[token] if token < len(bytes_of) else b"")
+        if not self._stop:
+            return text, False
+        self._held += text
         if not check_stop:
             return self._release(len(self._held)), False
         matches = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]

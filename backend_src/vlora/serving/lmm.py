@@ -24,7 +24,7 @@ import numpy as np
 
 from vlora.config import Limits
 from vlora.errors import Cancelled, Unavailable
-from vlora.request import MIN_STOPPABLE_ID, ImageFeatures, Output, OutputSink, Request
+from vlora.request import ImageFeatures, Output, OutputSink, Request
 from vlora.sampling import ADAPTER_KEY
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
@@ -67,8 +67,10 @@ STRUCTURED_THREADS = 16
 Other requests do not use these threads, so they do not wait for a compilation.
 """
 
-Encode = Callable[[Tensors], ImageFeatures]
-"""Function that calls the vision encoder: it takes the encoder's inputs and returns features."""
+Encode = Callable[[Tensors, str], ImageFeatures]
+"""Function that calls the vision encoder: it takes the encoder's inputs and an id, and returns
+features.
+"""
 
 Observe = Callable[[Output], None]
 """Function that is called with every output of one request before it is sent. It never raises."""
@@ -118,8 +120,8 @@ class LmmService:
     stamps: reads the arrival of a request, and makes stamps for the encoder.
     waiting: requests that wait for a pool thread, or whose images are being encoded.
     observe: returns the observer for a new request.
-    cancel_elsewhere: passes the id of a cancelled request to `lmm_unary`, in which the request may
-        still be queued. The call blocks, and may raise any error.
+    cancel_elsewhere: passes the id of a cancelled request to `lmm_unary` and `vision_encoder`, in
+        which the request may still be queued. The call blocks, and may raise any error.
     routes: whether to choose an adapter for requests that name none.
     describe: returns the answer to a request with `describe`.
     """
@@ -212,17 +214,23 @@ class LmmService:
         If it has not arrived yet, the cancellation is stored until it arrives.
         """
         reason = Cancelled(f"the request '{client_id}' was cancelled")
-        stoppable = len(client_id) >= MIN_STOPPABLE_ID
-        if not (stoppable and self._waiting.end_client(client_id, reason)):
+        ended = self._waiting.end_client(client_id, reason)
+        if not ended:
             self._engine.stop_client(client_id)
-        if not self._closed.is_set():
-            self._cancels.submit(self._pass_on, client_id)
+        # The encoder knows the requests that `lmm` has passed to it by the ids of `lmm`.
+        for one in (client_id, *ended):
+            self._pass_on(one)
 
-    def _pass_on(self, client_id: str) -> None:
+    def _pass_on(self, request_id: str) -> None:
+        """Cancel a request in the other models, on another thread."""
+        if not self._closed.is_set():
+            self._cancels.submit(self._call_elsewhere, request_id)
+
+    def _call_elsewhere(self, request_id: str) -> None:
         try:
-            self._cancel_elsewhere(client_id)
+            self._cancel_elsewhere(request_id)
         except Exception:
-            log.exception("could not pass on the cancellation of request %r", client_id)
+            log.exception("could not pass on the cancellation of request %r", request_id)
 
     def _encode_then_submit(self, request_id: str) -> None:
         encoding = self._encoding.pop(request_id, None)
@@ -232,7 +240,7 @@ class LmmService:
         try:
             call, held = encoding.call, None
             if encoding.images:
-                features = self._encode(self._encoder_inputs(encoding))
+                features = self._encode(self._encoder_inputs(encoding), request_id)
                 held = features.features.nbytes
                 call = call.with_images(features)
             taken = self._waiting.take(request_id)
@@ -264,7 +272,8 @@ class LmmService:
             name = self._engine.adapters.route(call.task or DEFAULT_TASK, call.text)
         info = None if name is None else self._engine.adapters.info(name)
         prepared = prepare(call, request_id, info, self._template)
-        writer = AnswerWriter(call, prepared.task)
+        interval = prepared.request.sampling.stream_interval_ms / 1e3
+        writer = AnswerWriter(call, prepared.task, interval)
         observe = self._observe()
         self._engine.submit(
             prepared.request,
@@ -315,7 +324,9 @@ class LmmService:
                 try:
                     if not responder.is_cancelled():
                         continue
-                    if not self._waiting.end(request_id, Cancelled("the client has disconnected")):
+                    if self._waiting.end(request_id, Cancelled("the client has disconnected")):
+                        self._pass_on(request_id)
+                    else:
                         self._engine.abort(request_id)
                 except Exception:
                     log.exception("could not check a request for cancellation")

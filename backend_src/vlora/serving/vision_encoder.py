@@ -5,8 +5,8 @@ so a corrupt or slow image delays only its own request. Requests that are ready 
 split into parts, and each part is one batch of the vision tower. The requests of a part are
 answered while the next part is encoded.
 
-The queue is limited in requests and in bytes. A queued request ends at once if its deadline passes
-or if a newer request of its stream supersedes it.
+The queue is limited in requests and in bytes. A queued request ends at once if its deadline passes,
+if a newer request of its stream supersedes it, or if it is cancelled.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from vlora.serving.codec import (
     IMAGE_INPUTS,
     adapter_name,
     freshness_of,
+    is_cancel,
     read_sampling,
 )
 from vlora.serving.held_bytes import HeldBytes, bytes_of
@@ -147,6 +148,7 @@ class VisionService:
         self,
         tensors: Tensors,
         parameters: Mapping[str, Any],
+        client_id: str,
         make_responder: Callable[[], Responder],
     ) -> Tensors | VLoraError | None:
         """Return the answer to a request without images, or an error. Queue any other request.
@@ -154,9 +156,15 @@ class VisionService:
         tensors: inputs with a batch dimension of 1 in front, as Triton passes them: image and
             frames are [1, n]. Answers have this dimension as well. The tensors may become invalid
             after this returns.
+        client_id: id of the request. With the input `cancel`, the queued requests that have this id
+            are cancelled, and the answer is empty.
         make_responder: called if the request is queued. The responder gets the answer later.
         """
         try:
+            if is_cancel(tensors):
+                reason = Cancelled(f"the request '{client_id}' was cancelled")
+                self._waiting.end_client(client_id, reason)
+                return {}
             if self._closed.is_set():
                 raise Unavailable("the server is shutting down")
             arrival = self._stamps.read(tensors)
@@ -179,7 +187,7 @@ class VisionService:
                 self._held.release(key)
                 raise
             queued = _Queued(key, adapter_name(sampling), arrival, responder)
-            self._waiting.add(key, freshness, partial(self._fail, queued))
+            self._waiting.add(key, freshness, partial(self._fail, queued), client_id)
             self._decode(queued, request)
         except Exception as error:
             return as_vlora_error(error, "reading the images")

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from vlora.errors import VLoraError
 from vlora.metrics import EngineStats, exported_stats
-from vlora.request import Freshness
+from vlora.request import MIN_STOPPABLE_ID, Freshness
 from vlora.serving.registry import Exporter, Level, Registry
 
 EndRequest = Callable[[Exception], None]
@@ -91,11 +91,15 @@ class WaitingRequests:
             entry.end(reason)
         return entry is not None
 
-    def end_client(self, client_id: str, reason: VLoraError) -> bool:
-        """End the requests with a client id; return whether there were any."""
+    def end_client(self, client_id: str, reason: VLoraError) -> list[str]:
+        """End the requests with a client id; return their keys.
+
+        An id of fewer than MIN_STOPPABLE_ID characters ends nothing: others may have the same.
+        """
+        if len(client_id) < MIN_STOPPABLE_ID:
+            return []
         keys = [key for key, entry in list(self._entries.items()) if entry.client_id == client_id]
-        ended = [self.end(key, reason) for key in keys]
-        return any(ended)
+        return [key for key in keys if self.end(key, reason)]
 
     def end_all(self, reason: VLoraError) -> None:
         for key in self.keys:

@@ -63,7 +63,7 @@ class TritonPythonModel:
             ArrivalStamps.of_this_server(),
             waiting,
             observe=(lambda: lambda output: None) if exporter is None else exporter.request,
-            cancel_elsewhere=self._process.calls.cancel_unary,
+            cancel_elsewhere=self._process.calls.cancel,
             routes=options.route_adapters,
             describe=ServerDescription(
                 lambda: self._loop.adapters.table, self._loop.max_model_len

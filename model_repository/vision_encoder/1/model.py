@@ -20,7 +20,7 @@ from vlora.serving.instance import options_of_instance
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.tensors import Tensors
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.triton.tensors import inputs_of, parameters_of
+from vlora.serving.triton.tensors import id_of, inputs_of, parameters_of
 from vlora.serving.vision_encoder import VisionService
 from vlora.serving.waiting import WaitingExporter, WaitingRequests
 from vlora.vision.adapters import VisionAdapters
@@ -89,7 +89,7 @@ class TritonPythonModel:
             return Unavailable("the server is shutting down")
         try:
             limits = self._process.options.limits
-            arguments = inputs_of(request), parameters_of(request, limits)
+            arguments = inputs_of(request), parameters_of(request, limits), id_of(request)
         except Exception as error:
             return as_vlora_error(error, "reading the request")
         return self._service.handle(*arguments, lambda: self._process.responder(request))

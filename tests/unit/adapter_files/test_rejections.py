@@ -132,7 +132,7 @@ def add(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], None]:
         (add(f"{PREFIX}.0.self_attn.q_proj.lora_magnitude_vector", 12), "DoRA"),
         (add(f"{PREFIX}.0.self_attn.q_proj.weight", 12, 12), "a whole weight besides the LoRA"),
         (add("base_model.model.model.embed_tokens.weight", 30, 12), "adapters convert FOLDER OUT"),
-        (add("model.layers.0.self_attn.q_proj.lora_A.weight", RANK, 12), "it also names"),
+        (add("model.layers.0.self_attn.q_proj.lora_A.weight", RANK, 12), "other keys name"),
         (add(key(0, "A").replace(".lora_A.", ".lora_A.default."), RANK, 12), "a second time"),
         (add("base_model.model.model.embed_tokens.lora_embedding_A", 4, 30), "embeddings"),
         (

@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.adapter_store import ADAPTER_BYTES, HIDDEN, MATRIX, BlockedReads, small_model
+from tests.support.adapter_store import (
+    ADAPTER_BYTES,
+    HIDDEN,
+    MATRIX,
+    BlockedReads,
+    Harness,
+    small_model,
+    write_adapter,
+)
+from tests.support.calls import calls_of
 from vlora.atmm import op
 from vlora.atmm.types import Segment
 from vlora.lora import loads
@@ -68,6 +77,23 @@ def test_a_newer_request_does_not_evict_an_older_ones_adapter(make_harness: Any)
     assert harness.resident() == {"a0", "a1"}
     assert harness.request(4, 0, 1) is harness.handle(1), "the newest of three is evicted"
     assert harness.resident() == {"a0", "a4"}
+
+
+def test_the_work_of_an_eviction_does_not_grow_with_the_number_of_residents(
+    tmp_path: Path,
+) -> None:
+    calls = []
+    for count in (30, 120):
+        for index in range(count):
+            write_adapter(tmp_path / str(count) / f"a{index}", index)
+        harness = Harness(small_model(), tmp_path / str(count), count, None)
+        for index in range(count):
+            harness.request(index)
+        assert len(harness.resident()) == count
+        calls.append(calls_of(lambda pool=harness.pool: pool.allocate(16)).total())
+        assert len(harness.resident()) == count - 16
+        harness.store.close()
+    assert calls[1] <= 1.1 * calls[0]
 
 
 def test_host_copies_stay_within_the_budget_unless_they_are_in_use(make_harness: Any) -> None:

@@ -113,16 +113,15 @@ class CreditPolicy:
     def _candidate(self, ready: Sequence[Candidate], live: int) -> int:
         """Return the mergeable adapter with the largest number of requests, or BASE."""
         counts = Counter(r.slot for r in ready)
-        allowed = [
-            slot
-            for slot in sorted(counts)
-            if (slot == BASE and self._config.base_is_candidate)
-            or (slot != BASE and self._costs.mergeable(slot))
-        ]
-        if not allowed:
-            return BASE
         prefer_live = self._config.ties_keep_live
-        return max(allowed, key=lambda slot: (counts[slot], prefer_live and slot == live))
+
+        def rank(slot: int) -> tuple[int, bool, int]:
+            return -counts[slot], not (prefer_live and slot == live), slot
+
+        for slot in sorted(counts, key=rank):
+            if self._config.base_is_candidate if slot == BASE else self._costs.mergeable(slot):
+                return slot
+        return BASE
 
 
 def _median_wait(ready: Sequence[Candidate]) -> float:

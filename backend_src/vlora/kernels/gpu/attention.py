@@ -28,9 +28,10 @@ def _scores(q, k, scale):
 
 @triton.jit
 def _softmax_step(largest, total, scores):
-    """Return the largest score and the sum of exponentials with a tile's scores added.
+    """Add a tile's scores to a running softmax.
 
-    Also return the factor of the sums so far, and the weights of the tile's values.
+    Returns the new largest score, the new sum of exponentials, the factor by which earlier sums of
+    values must be multiplied, and the weights of the tile's values.
     """
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     decay = tl.exp2(largest - new_largest)
@@ -69,12 +70,13 @@ def _load_rotated(
 def _combine(
     target, partial, log_sums, in_query, heads, head, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Combine the parts of the attention of `heads`, whose numbers are `head`, and write the result
-    to `target`.
+    """Combine the parts of the attention of the heads with the numbers `head`, and write the result
+    to `target`. `heads` and `in_query` are masks.
     """
     columns = tl.arange(0, in_query.shape[1])
     largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)
-    # Other programs of the same launch have written the parts: `.cg` does not read from L1.
+    # Other programs of the same launch have written the parts, so L1 may have old values. `.cg`
+    # bypasses L1.
     for split in tl.range(SPLITS, num_stages=1):
         part = tl.load(log_sums + head * SPLITS + split, mask=heads, other=float("-inf"),
                        cache_modifier=".cg")  # fmt: skip
@@ -245,9 +247,10 @@ def prefill_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    MASKED_TILE: tl.constexpr,
 ):
     """Compute the attention of one query head for up to ROWS rows of one chunk, TILE positions at a
-    time.
+    time, and MASKED_TILE, which divides TILE, where some rows do not see a position.
 
     tiles: [n, 4] int32: first row, number of rows, position of the first row, line of `tables`.
     """
@@ -285,8 +288,8 @@ def prefill_kernel(
         sums = sums * decay[:, None] + weighted
 
     faulty = tl.zeros([ROWS], tl.int32)
-    for begin in range(diagonal, end, TILE):
-        positions = begin + tl.arange(0, TILE)
+    for begin in range(diagonal, end, MASKED_TILE):
+        positions = begin + tl.arange(0, MASKED_TILE)
         exists = positions < end
         offsets = _offsets(positions, exists, table, page_stride, token_stride, PAGE) + head_offset
         loaded = exists[:, None] & in_columns

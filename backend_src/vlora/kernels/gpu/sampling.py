@@ -123,8 +123,8 @@ def compact_kernel(
 ):
     """Write the candidates of a chunk, in the order of their tokens, after those of earlier chunks.
 
-    The floor is the largest one above which are all tokens that top-k (or, without it, top-p) can
-    leave.
+    The floor is the largest one for which the candidates include all tokens that top-k can leave
+    (without top-k, all that top-p can leave).
 
     weights_out, tokens_out: [draws, width] fp32 and int32.
     found: [draws] number of candidates.
@@ -208,9 +208,9 @@ def pick_kernel(
 ):
     """Draw one candidate in proportion to its weight, among those that top-k and top-p leave.
 
-    Among equal weights at the end of top-p's set, those of the first tokens belong to it. Top-k
-    keeps all weights that equal the k-th. Bisection uses the bits of the weights, since positive
-    fp32 numbers have the same order as their bits.
+    If several tokens have the smallest weight of the top-p set and not all of them are needed, the
+    set contains those with the smallest ids. Top-k keeps all weights that equal the k-th. Bisection
+    uses the bits of the weights, since positive fp32 numbers have the same order as their bits.
     """
     number = tl.program_id(0).to(tl.int64)
     weights += number * width

@@ -69,21 +69,25 @@ class ModelCalls:
         self._keep_alive([(response, response.output_tensors()) for response in responses])
         return [unwrap(response) for response in responses]
 
-    def cancel_unary(self, client_id: str) -> None:
-        """End the requests with this id that wait in `lmm_unary`."""
-        unwrap(_request(LMM_UNARY, {"cancel": flag(True)}, ["text_output"], client_id).exec())
+    def cancel(self, request_id: str) -> None:
+        """End the requests with this id that wait in `lmm_unary` or `vision_encoder`."""
+        cancel = flag(True)
+        unwrap(_request(LMM_UNARY, {"cancel": cancel}, ["text_output"], request_id).exec())
+        inputs = {"cancel": cancel[None]}
+        unwrap(_request(VISION_ENCODER, inputs, ["image_layout"], request_id).exec())
 
-    def encode_images(self, tensors: Tensors) -> ImageFeatures:
+    def encode_images(self, tensors: Tensors, request_id: str) -> ImageFeatures:
         """Return the features of one request from `vision_encoder`.
 
         tensors: the encoder's inputs without the batch dimension, which is added here.
+        request_id: id with which `cancel` ends the request.
 
         Raises the encoder's error.
         """
         batched = {name: value[None] for name, value in tensors.items()}
         outputs = ("image_features", "image_layout", ADAPTER_VERSION)
         for _ in range(ENCODE_TRIES):
-            response = _request(VISION_ENCODER, batched, outputs, "").exec()
+            response = _request(VISION_ENCODER, batched, outputs, request_id).exec()
             if not response.has_error() or is_coded(response.error().message()):
                 break
         return features_from(unwrap(response))
