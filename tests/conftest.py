@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-# GPU kernels run on CPU tensors. `triton` reads this when it is first imported.
-os.environ.setdefault("TRITON_INTERPRET", "1")
+# GPU kernels run on CPU tensors, except for `make gpu`. `triton` reads this when it is first
+# imported.
+if "VLORA_GPU_TESTS" not in os.environ:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
 from unittest.mock import patch
 
 import torch
 
+from tests.support.device_tensors import DEVICE, separate_devices, unseparated
 from tests.support.recorded_work import Record
 from vlora import backends
 from vlora.memory.device import Device, Graph, PageLayout, Readback
@@ -27,7 +30,7 @@ class FakeDevice(Device):
     """
 
     name = "fake"
-    torch_device = torch.device("cpu")
+    torch_device = DEVICE
     page_layout: PageLayout = "rows"
     in_host_memory = False
     commits_lazily = False
@@ -39,9 +42,18 @@ class FakeDevice(Device):
         """Bytes that the device claims to have left; None if unknown."""
         self.events: list[str] = []
         self.graph_events: list[str] = []
+        self.threads = {threading.get_ident()}
+        """Threads of which this is the current device."""
+
+    def make_current(self) -> None:
+        self.threads.add(threading.get_ident())
+
+    def _check_thread(self) -> None:
+        assert threading.get_ident() in self.threads, "another device is this thread's current one"
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(shape, dtype=dtype)
+        self._check_thread()
+        return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
@@ -49,18 +61,23 @@ class FakeDevice(Device):
     def upload(
         self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
+        self._check_thread()
         self.events.append("upload")
         return upload(tensors, self.torch_device, into)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """Return a graph that executes the work again.
 
-        A replay raises AssertionError if the work would now launch other calls than at its capture.
+        The capture itself changes no memory. A replay raises AssertionError if the work would now
+        launch other calls than at its capture. After both, the tensors that the work has allocated
+        contain no results.
         """
+        self._check_thread()
         self.graph_events.append("capture")
-        captured = Record.of(work)
+        captured = Record.of(work, undo=True)
 
         def replay() -> None:
+            self._check_thread()
             self.graph_events.append("replay")
             replayed = Record.of(work)
             for now, before in itertools.zip_longest(replayed, captured):
@@ -69,8 +86,9 @@ class FakeDevice(Device):
         return Graph(replay, GRAPH_BYTES)
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        self._check_thread()
         self.events.append("read")
-        copies = [torch.full_like(tensor, -1) for tensor in tensors]
+        copies = [torch.full(tensor.shape, -1, dtype=tensor.dtype) for tensor in tensors]
 
         def wait() -> None:
             # The results arrive no sooner, so that reading them without waiting would fail.
@@ -90,8 +108,16 @@ class FakeDevice(Device):
 @contextmanager
 def fake_gpu() -> Iterator[FakeDevice]:
     """Yield a fake device. Engines made in this context use it. The interpreted GPU kernels then
-    process all CPU tensors."""
+    process all CPU tensors. On this thread, tensors of the device and of the host are separate.
+    """
     device = FakeDevice()
-    place = "vlora.engine.parts.engine_device"
-    with backends.override("kernels", "gpu"), patch(place, return_value=device):
+    with ExitStack() as stack:
+        stack.enter_context(backends.override("kernels", "gpu"))
+        stack.enter_context(patch("vlora.engine.parts.engine_device", return_value=device))
+        if find_spec("triton") is not None:
+            from triton.runtime.interpreter import GridExecutor
+
+            run = unseparated(GridExecutor.__call__)
+            stack.enter_context(patch.object(GridExecutor, "__call__", run))
+        stack.enter_context(separate_devices())
         yield device

@@ -22,6 +22,9 @@ from vlora.atmm.cuda.library import CallStruct, Library, ProjectionStruct
 UNCAPTURABLE = {"_local_scalar_dense", "lift_fresh", "nonzero", "unique"}
 """Operations that wait for a GPU or copy from pageable host memory."""
 
+POISON = 0xFF
+"""Byte whose repetition is NaN in every floating-point type, and -1 in integers."""
+
 Launch = tuple[Any, ...]
 
 
@@ -33,11 +36,21 @@ class Record(TorchDispatchMode):
         self.launches: list[Launch] = []
         self._allocated: list[range] = []
         """Addresses of the tensors that the work has allocated."""
+        self._temporary: list[torch.Tensor] = []
+        """Tensors that the work has allocated. Their addresses are not used again meanwhile."""
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Bytes of each other tensor that the work uses, and their copy from before their use."""
         self._in_kernel = False
 
     @classmethod
-    def of(cls, work: Callable[[], object]) -> list[Launch]:
-        """Run `work` and return its launches. Kernels are interpreted."""
+    def of(cls, work: Callable[[], object], *, undo: bool = False) -> list[Launch]:
+        """Run `work` and return its launches. Kernels are interpreted.
+
+        Afterwards the tensors that the work has allocated are overwritten, because a graph's next
+        replay, or another graph in the same pool, uses their memory again.
+
+        undo: whether to restore all other tensors that the work has changed.
+        """
         from triton.runtime.interpreter import GridExecutor
 
         record, run, apply = cls(), GridExecutor.__call__, Library.apply
@@ -46,6 +59,7 @@ class Record(TorchDispatchMode):
             record._add(executor.fn.__name__, (executor.grid, args, kwargs))
             record._in_kernel = True
             try:
+                record._keep((args, kwargs))
                 return run(executor, *args, **kwargs)
             finally:
                 record._in_kernel = False
@@ -60,12 +74,18 @@ class Record(TorchDispatchMode):
             record,
         ):
             work()
+        for temporary in record._temporary:
+            _bytes(temporary).fill_(POISON)
+        if undo:
+            for memory, before in record._before.values():
+                memory.copy_(before)
         return record.launches
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
         if self._in_kernel:
-            return result
+            return func(*args, **(kwargs or {}))
+        self._keep((args, kwargs))
+        result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         assert name not in UNCAPTURABLE, f"a graph cannot contain '{name}'"
         given = {t.untyped_storage().data_ptr() for t in _tensors((args, kwargs))}
@@ -74,9 +94,18 @@ class Record(TorchDispatchMode):
             if storage.data_ptr() not in given:
                 start = storage.data_ptr()
                 self._allocated.append(range(start, start + storage.nbytes()))
+                self._temporary.append(tensor)
         if name not in NO_LAUNCH:
             self._add(name, (args, kwargs))
         return result
+
+    def _keep(self, arguments: Any) -> None:
+        """Copy the memory of tensors that the work has not allocated and not used before."""
+        for tensor in _tensors(arguments):
+            start = tensor.untyped_storage().data_ptr()
+            if start not in self._before and self._address(start) != "allocated":
+                memory = _bytes(tensor)
+                self._before[start] = memory, memory.clone()
 
     def _add(self, name: str, arguments: Any) -> None:
         self.launches.append((name, self._plain(arguments)))
@@ -123,3 +152,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, list | tuple):
         return [tensor for item in value for tensor in _tensors(item)]
     return []
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the whole memory of a tensor's storage, uint8."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

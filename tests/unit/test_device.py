@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.config import Options, load_options
+from vlora.engine.device_memory import merge_factor_bytes
 from vlora.engine.engine import Engine
 from vlora.engine.parts import engine_device
 from vlora.errors import InvalidArgument, OutOfMemory
+from vlora.lora.switcher import MAX_PREPARED
 from vlora.memory import device as devices
 from vlora.memory.device import HOST, CudaDevice, open_device
 from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.uploads import ALIGNMENT, upload
 from vlora.vision.encoder import VisionEncoder
+from vlora.vision.images import DecodedImage
 
 
 def _options(folder: Path, **keys: object) -> Path:
@@ -116,18 +124,32 @@ class FakeCuda:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.free, self.total, self.reserved, self.allocated = 50, 100, 20, 15
+        self.stream = "main"
         self.calls: list[tuple[object, ...]] = []
         functions = {
-            "set_device": lambda index: self.calls.append(("device", index)),
+            "set_device": lambda device: self.calls.append(("device", device.index)),
             "set_per_process_memory_fraction": lambda share, index: self.calls.append(
                 ("share", share, index)
             ),
             "mem_get_info": lambda device: (self.free, self.total),
             "memory_reserved": lambda device: self.reserved,
             "memory_allocated": lambda device: self.allocated,
+            "graph_pool_handle": lambda: self.calls.append(("pool",)) or "pool",
+            "CUDAGraph": Mock,
+            "graph": self._graph,
+            "current_stream": lambda device: self.stream,
+            "set_stream": lambda stream: setattr(self, "stream", stream),
+            "empty_cache": lambda: None,
         }
         for name, function in functions.items():
             monkeypatch.setattr(torch.cuda, name, function)
+
+    @contextmanager
+    def _graph(self, graph: object, pool: object, capture_error_mode: str) -> Iterator[None]:
+        self.calls.append(("capture", pool, capture_error_mode))
+        self.stream = "of the capture"
+        yield
+        self.stream = "main"
 
 
 def test_a_process_takes_no_more_than_its_share_of_a_gpu(
@@ -154,6 +176,78 @@ def test_memory_that_does_not_fit_a_gpu_is_a_typed_error_with_figures(
     monkeypatch.setattr(torch, "zeros", Mock(side_effect=torch.OutOfMemoryError("no")))
     with pytest.raises(OutOfMemory, match=r"96 bytes for \[3, 8\].* 'cuda:0', which has 35 bytes"):
         gpu.zeros(3, 8, dtype=torch.float32)
+
+
+def test_graphs_share_a_pool_that_outlives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch, "zeros", Mock())
+    gpu, allocated = CudaDevice(1), []
+    cuda.calls.clear()
+
+    def work() -> None:
+        assert cuda.stream == "of the capture"
+        allocated.append(cuda.free)
+        cuda.free -= 7
+
+    graph = gpu.capture(work)
+    assert graph.nbytes == 7
+    assert len(allocated) == 1
+    # One graph is never released: torch deletes a pool with its last graph.
+    captures = [("capture", "pool", "thread_local")] * 2
+    assert cuda.calls == [("pool",), *captures]
+    del graph
+    gc.collect()
+    gpu.capture(work)
+    assert cuda.calls == [("pool",), *captures, captures[0]]
+
+
+def test_a_failed_capture_leaves_the_stream_of_the_thread_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cuda = FakeCuda(monkeypatch)
+    monkeypatch.setattr(torch, "zeros", Mock())
+    gpu = CudaDevice(0)
+
+    def work() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(RuntimeError, match="not permitted"):
+        gpu.capture(work)
+    assert cuda.stream == "main"
+
+
+def test_the_encoder_computes_on_its_device_on_any_thread(checkpoint: Path) -> None:
+    encoder = VisionEncoder(checkpoint, 1, device=(gpu := FakeDevice()))
+    image = DecodedImage(np.zeros((32, 32, 3), np.uint8))
+    thread = threading.Thread(target=encoder.encode, args=([image],))
+    thread.start()
+    thread.join()
+    assert len(gpu.threads) == 2
+
+
+def test_memory_for_the_factors_of_two_merges_is_kept(checkpoint: Path, adapters_dir: Path) -> None:
+    options = Options(
+        model=checkpoint, adapters=adapters_dir, kv_cache_tokens=1024, policy="credit"
+    )
+    with fake_gpu() as gpu:
+        engine = Engine(options)
+        factors = merge_factor_bytes(engine.adapters)
+        largest = sorted(
+            sum(
+                pair.a.nbytes + pair.b.nbytes
+                for pair in engine.adapters.adapter(slot).pairs.values()
+            )
+            for slot in engine.adapters.resident
+        )[-2:]
+        assert sum(largest) <= factors < sum(largest) + 10_000
+        gpu.memory = left = 1 << 30
+        engine = Engine(options)
+        assert engine.switcher.memory == left - factors
+        # Preparing a merge copies A and B, so only those of the last merge and of this one stay.
+        for slot in sorted(engine.adapters.resident)[:3]:
+            engine.switcher.switch(slot)
+            assert slot in engine.switcher._prepared
+            assert len(engine.switcher._prepared) <= MAX_PREPARED
 
 
 def test_float16_needs_a_gpu(checkpoint: Path) -> None:

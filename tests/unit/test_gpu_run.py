@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import tarfile
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +20,10 @@ from benchmarks.kernels.cells import KernelCell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
 from tools.gpu import exercise, kernels, switch
-from tools.gpu.__main__ import BOXES, MINUTES, ROOT, STAGES, environment
-from tools.gpu.report import summary
-from tools.gpu.stages import Runner, Stage
+from tools.gpu.__main__ import BOXES, MINUTES, environment
+from tools.gpu.report import archive, summary, write_figures
+from tools.gpu.stages import ROOT, Runner, Stage
+from tools.gpu.work import STAGES
 from tools.tile_search import command, cuda_search
 from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 from vlora.atmm.cuda.choice import KernelChoice, Shape, Table
@@ -87,6 +89,30 @@ def test_a_completed_stage_runs_again_only_if_the_sources_changed(tmp_path: Path
 def test_stages_without_time_left_are_reported(tmp_path: Path) -> None:
     found = Runner(tmp_path, "stamp").run([Stage("late", python("print(1)"), 20)], 1, {})
     assert found["late"].ending == "not started"
+
+
+def test_results_of_earlier_stages_are_kept_after_each_stage(tmp_path: Path) -> None:
+    """Write figures and an archive after each stage; an error in it does not end the run."""
+    out, kept = tmp_path / "out", tmp_path / "kept" / "gpu.tar.gz"
+    told: list[str] = []
+    seen: list[str] = []
+
+    def keep() -> None:
+        write_figures(out)
+        archive(out, kept)
+        with tarfile.open(kept) as file:
+            seen.append(file.extractfile("gpu/figures/summary.md").read().decode())  # type: ignore[union-attr]
+        if len(seen) == 2:
+            raise OSError("no space")
+
+    stages = [Stage(name, python(f"print('{name} is fine')"), 20) for name in ("one", "two", "six")]
+    found = Runner(out, "stamp").run(stages, 60, {}, told.append, keep)
+    assert [one.ending for one in found.values()] == ["done"] * 3
+    assert ["| two | done |" in text for text in seen] == [False, True, True]
+    assert "the report after two failed: OSError: no space" in told
+    with tarfile.open(kept) as file:
+        names = set(file.getnames())
+    assert {"gpu/one.log", "gpu/six.log", "gpu/stages.json"} <= names
 
 
 def test_the_time_limits_of_all_stages_fit_the_total() -> None:

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.support.fake_device import fake_gpu
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import DecoderWeights, load_lm_head, load_weights
@@ -112,6 +113,18 @@ def test_a_head_equal_to_the_tied_embeddings_gives_no_warning(
     edit(tied, lambda t: t.update({name: tensor.half() for name, tensor in t.items()}))
     load(tied)
     assert caplog.text == ""
+
+
+def test_a_head_stored_with_tied_embeddings_is_compared_with_those_of_a_gpu(
+    tied: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    edit(tied, lambda t: t.update({"lm_head.weight": t["model.embed_tokens.weight"].clone()}))
+    with fake_gpu() as device:
+        load_weights(tied, load_config(tied), device=device)
+        assert caplog.text == ""
+        edit(tied, lambda tensors: tensors["lm_head.weight"].add_(1))
+        load_weights(tied, load_config(tied), device=device)
+        assert "lm_head.weight" in caplog.text
 
 
 def test_tied_embeddings_may_be_stored_as_the_head_as_in_transformers(tied: Path) -> None:

@@ -185,16 +185,21 @@ class RandomModel:
 
 
 def measure(
-    model: RandomModel, sizes: Sizes, dtype: torch.dtype, bandwidth: float
+    model: RandomModel,
+    sizes: Sizes,
+    dtype: torch.dtype,
+    bandwidth: float,
+    kinds: Sequence[str] = KINDS,
 ) -> Iterator[Any]:
     """Compare and time each kind of step; yield one row of figures for each.
 
     bandwidth: bytes per second of the device.
+    kinds: kinds of steps, some of KINDS.
 
     Raises AssertionError if a graph's logits differ from those of single launches.
     """
     for rows in sizes.rows:
-        for kind in KINDS:
+        for kind in kinds:
             worst = max(model.difference(kind, rows, step) for step in (0, 1, 2))
             if not worst <= TOLERANCE[dtype]:
                 raise AssertionError(f"{sizes.name} {kind} {rows}: logits differ by {worst:.1e}")

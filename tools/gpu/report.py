@@ -1,28 +1,55 @@
-"""Report of a run: figures from the results of its stages, in one folder."""
+"""Report of a run: figures from the results of its stages, in one folder and in one archive."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import tarfile
 from pathlib import Path
 from typing import Any
 
+KEPT = (
+    "machine.json",
+    "steps.json",
+    "kernels.json",
+    "switch.json",
+    "sanitize.json",
+    "resources.json",
+)
+"""Results that are copied to the folder of figures, besides tile tables."""
+
 
 def report(out: Path) -> str:
-    """Write the results of all stages and a summary to `out`/figures, and print the summary.
+    """Write the figures (see `write_figures`), and print the summary.
 
     Return a line for the log with the number of files and their folder.
     """
+    count = write_figures(out)
+    print((out / "figures" / "summary.md").read_text())
+    return f"{count} files in {out / 'figures'}"
+
+
+def write_figures(out: Path) -> int:
+    """Write the results of all stages so far, and a summary, to `out`/figures.
+
+    Return the number of files.
+    """
     figures = out / "figures"
     figures.mkdir(exist_ok=True)
-    kept = ["machine.json", "kernels.json", "steps.json", "switch.json", "resources.json"]
-    found = [out / name for name in kept if (out / name).exists()] + sorted(out.glob("cuda-*.json"))
+    found = [out / name for name in KEPT if (out / name).exists()] + sorted(out.glob("cuda-*.json"))
     for file in found:
         shutil.copyfile(file, figures / file.name)
-    text = summary(out)
-    (figures / "summary.md").write_text(text)
-    print(text)
-    return f"{len(found) + 1} files in {figures}"
+    (figures / "summary.md").write_text(summary(out))
+    return len(found) + 1
+
+
+def archive(out: Path, to: Path) -> None:
+    """Replace the archive `to` (tar.gz) by one of all results and logs in `out`."""
+    to.parent.mkdir(parents=True, exist_ok=True)
+    draft = to.with_name(f"{to.name}.draft")
+    with tarfile.open(draft, "w:gz") as file:
+        file.add(out, arcname="gpu", filter=lambda one: None if one.name.endswith(".gz") else one)
+    draft.replace(to)
 
 
 def summary(out: Path) -> str:

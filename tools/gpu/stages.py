@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+ROOT = Path(__file__).resolve().parents[2]
 LACKING = 3
 """Exit status of a stage that lacks a program or a device. Its last output line names it."""
 FEWEST_SECONDS = 2.0
@@ -73,8 +74,11 @@ class Runner:
         seconds: float,
         environment: Mapping[str, str],
         tell: Callable[[str], None] = print,
+        after: Callable[[], object] = lambda: None,
     ) -> dict[str, Outcome]:
         """Run all stages within `seconds`.
+
+        after: called after each stage. An error in it is reported and ends nothing.
 
         A stage may run longer than its own limit, as long as the limits of all later stages still
         fit into the remaining time.
@@ -96,6 +100,10 @@ class Runner:
             self.outcomes[stage.name] = outcome
             self._save()
             tell(f"{stage.name}: {outcome.ending} after {outcome.seconds:.0f} s: {outcome.says}")
+            try:
+                after()
+            except Exception as error:
+                tell(f"the report after {stage.name} failed: {type(error).__name__}: {error}")
         return self.outcomes
 
     def _run(self, stage: Stage, box: float, environment: Mapping[str, str]) -> Outcome:

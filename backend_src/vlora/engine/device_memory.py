@@ -6,7 +6,16 @@ from collections.abc import Mapping
 
 from vlora.capacity import plan
 from vlora.config import Options
+from vlora.lora.store import AdapterStore
+from vlora.lora.switcher import MAX_PREPARED
 from vlora.memory.device import Device, require_memory
+from vlora.model.decoder_config import load_config
+
+LOGIT_BYTES = 12
+"""Bytes per logit in addition to those that `capacity.step_bytes` counts: the output of the LM head
+in the type of the weights, at most 4 bytes, the memory of the graphs' logits, and the numbers of
+the tokens that may be drawn.
+"""
 
 
 def require_engine_memory(options: Options, names: Mapping[str, str], device: Device) -> None:
@@ -22,6 +31,8 @@ def require_engine_memory(options: Options, names: Mapping[str, str], device: De
         return
     capacity = plan(options, names, left, layout=device.page_layout)
     pool = capacity.configured_pages * capacity.page_bytes
+    sampled = min(options.max_num_batched_tokens, options.max_num_seqs)
+    logits = sampled * load_config(options.model).vocabulary * LOGIT_BYTES
     require_memory(
         device,
         {
@@ -29,8 +40,14 @@ def require_engine_memory(options: Options, names: Mapping[str, str], device: De
             "pages for keys, values and adapters": pool,
             # Adapters in the pool are copied for a step, which needs this memory again.
             "adapters": min(capacity.adapter_pages * capacity.page_bytes, pool),
-            "the largest step": capacity.step_bytes,
+            "the largest step": capacity.step_bytes + logits,
         },
         "raise 'engine_memory_share', or reduce 'kv_cache_tokens', 'adapter_pool_bytes' or"
         " 'max_num_batched_tokens'",
     )
+
+
+def merge_factor_bytes(adapters: AdapterStore) -> int:
+    """Return the memory that A and B of merged adapters take on a GPU, at most."""
+    sizes = (adapters.handle(name).description.host_bytes for name in adapters.names())
+    return sum(sorted(sizes)[-MAX_PREPARED:])

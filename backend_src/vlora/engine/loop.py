@@ -227,6 +227,7 @@ class EngineLoop:
 
     def _run(self) -> None:
         try:
+            self._engine.slab.device.make_current()
             while not self._stopping:
                 self._run_once()
             for request_id in self._engine.request_ids:

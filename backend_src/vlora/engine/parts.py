@@ -15,7 +15,7 @@ from vlora.engine.admission import Admission
 from vlora.engine.calibration import AdapterSizes
 from vlora.engine.checks import served_context
 from vlora.engine.cost import CostModel, guess
-from vlora.engine.device_memory import require_engine_memory
+from vlora.engine.device_memory import merge_factor_bytes, require_engine_memory
 from vlora.engine.memory import EngineMemory
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
@@ -100,7 +100,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     graph_sizes = None if options.enforce_eager else sizes_of_steps
     runner = Runner(config, weights, adapters, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
-    _limit_merging(options, switcher, memory, device)
+    _limit_merging(options, switcher, memory, adapters, device)
     sizes = AdapterSizes(adapters)
     costs = CostModel(
         guess(
@@ -160,15 +160,21 @@ def engine_device(options: Options, *, quantized: bool = False) -> Device:
 
 
 def _limit_merging(
-    options: Options, switcher: Switcher, memory: EngineMemory, device: Device
+    options: Options,
+    switcher: Switcher,
+    memory: EngineMemory,
+    adapters: AdapterStore,
+    device: Device,
 ) -> None:
     """Set the limit of memory for merged weights. Log a warning if it is too small for any
     adapter. If the device commits memory at once, allocate the merged weights now.
     """
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:
+        # Neither has been allocated yet.
         pages = memory.kv_cache.cache.nbytes if device.commits_lazily else 0
-        switcher.memory = max(0, left - pages)
+        factors = 0 if device.in_host_memory else merge_factor_bytes(adapters)
+        switcher.memory = max(0, left - pages - factors)
     if options.merging != "off" and (reason := switcher.refusal_of_all()) is not None:
         # Quantized weights cannot be merged, so this is not a mistake in the options.
         if isinstance(switcher.stored, QuantizedSlab):

@@ -72,7 +72,8 @@ class Report:
         """Sentences about delta adapters whose rank is above the maximum."""
         return [
             f"the delta adapter '{delta.name}' has rank {delta.rank}, above {self.max_rank}:"
-            " a server may refuse it, and each of its rows costs as much as the two adapters"
+            f" a server may refuse it, and it costs as much as '{delta.name}' and the hot adapter"
+            " together"
             for delta in self.deltas
             if delta.rank > self.max_rank
         ]

@@ -30,6 +30,11 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
+MAX_PREPARED = 2
+"""Maximum number of adapters whose A and B are copied to a GPU for merging: the one that is merged,
+and the next.
+"""
+
 
 class MergeSource(Protocol):
     """Source of the adapters to merge.
@@ -244,6 +249,11 @@ class Switcher:
         adapter = self._adapters.adapter(slot)
         prepared = self._prepared.get(slot)
         if prepared is None or prepared.adapter() is not adapter:
+            if not self._slab.device.in_host_memory:
+                # A prepared merge holds copies of A and B in the device's memory.
+                self._prepared = {
+                    kept: known for kept, known in self._prepared.items() if known is self._in_slab
+                }
             prepared = self._prepared[slot] = self._prepare(slot, adapter)
         return prepared
 

@@ -122,7 +122,7 @@ class WeightsFile:
                 file.seek(offset)
                 flat = expected.flatten()
                 for start in range(0, len(flat), values):
-                    piece = flat[start : start + values]
+                    piece = flat[start : start + values].cpu()
                     stored = bytearray(file.read(len(piece) * dtype.itemsize))
                     if len(stored) < len(piece) * dtype.itemsize:
                         raise self._invalid("cannot be read: it ends early")

@@ -91,6 +91,14 @@ class Device(ABC):
     captures_graphs: bool
 
     @abstractmethod
+    def make_current(self) -> None:
+        """Make this the device of all work that the calling thread launches.
+
+        The thread that opens the device need not call this; any other thread must, because torch
+        has a current device for each thread.
+        """
+
+    @abstractmethod
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros for long-lived data, such as weights or pages.
 
@@ -144,6 +152,9 @@ class HostDevice(Device):
     weight_dtypes = (torch.float32, torch.bfloat16)
     captures_graphs = False
 
+    def make_current(self) -> None:
+        """Do nothing, because any thread may compute on the CPU."""
+
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         return hugepages.hugepage_zeros(*shape, dtype=dtype)
 
@@ -194,10 +205,16 @@ class CudaDevice(Device):
         """
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
-        torch.cuda.set_device(index)
+        self.make_current()
         torch.cuda.set_per_process_memory_fraction(share, index)
+        # Convolutions of fp32 values would otherwise round them to TF32.
+        torch.backends.cudnn.allow_tf32 = False
         self._share = share
         self._graph_pool: Any = None
+        self._first_graph: torch.cuda.CUDAGraph | None = None
+
+    def make_current(self) -> None:
+        torch.cuda.set_device(self.torch_device)
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         try:
@@ -223,22 +240,34 @@ class CudaDevice(Device):
         All graphs share one pool for the tensors that their work allocates. So such a tensor must
         not be read after the work.
         """
-        if self._graph_pool is None:
+        if self._first_graph is None:
+            # torch deletes a pool with its last graph, and cannot capture into it afterwards if
+            # cuBLAS still has memory there. This graph is never replayed, and keeps the pool.
             self._graph_pool = torch.cuda.graph_pool_handle()
+            self._first_graph = self._captured(lambda: torch.zeros(1, device=self.torch_device))
         torch.cuda.empty_cache()
-        before = self.available_bytes()
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may copy adapters to the GPU meanwhile.
-        with torch.cuda.graph(graph, self._graph_pool, capture_error_mode="thread_local"):
-            work()
-        return Graph(graph.replay, max(0, before - self.available_bytes()))
+        before, _ = torch.cuda.mem_get_info(self.torch_device)
+        graph = self._captured(work)
+        after, _ = torch.cuda.mem_get_info(self.torch_device)
+        return Graph(graph.replay, max(0, before - after))
+
+    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
+        try:
+            # Other threads may copy to the GPU meanwhile.
+            with torch.cuda.graph(graph, self._graph_pool, capture_error_mode="thread_local"):
+                work()
+        finally:
+            # torch leaves the stream of the capture current if the capture ends with an error.
+            torch.cuda.set_stream(stream)
+        return graph
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
         copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
         for copy, tensor in zip(copies, tensors, strict=True):
             copy.copy_(tensor, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
+        event.record(torch.cuda.current_stream(self.torch_device))
         return Readback(copies, event.synchronize)
 
     def seal(self, tensor: torch.Tensor) -> None:

@@ -242,7 +242,7 @@ def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
     """
     with open_weights(file) as opened:
         head = _read(opened, file, key)
-    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding):
+    if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
         log.warning(
             "%s holds '%s', which differs from the embeddings; config.json ties the two, so the"
             " embeddings are used",

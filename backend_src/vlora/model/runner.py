@@ -159,7 +159,7 @@ class Runner:
 
     def compute(self, chunks: Sequence[Chunk]) -> None:
         """Compute a step, wait until the device has finished it, and discard the result."""
-        self._device.read_back([self.forward(chunks).logits[:1]]).get()
+        self._device.read_back([self.forward(chunks).logits[:1, :1]]).get()
 
     def _head_scores(self, hidden: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
         """Return the outputs of the adapters' heads, computed in one call.

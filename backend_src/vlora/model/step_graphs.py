@@ -185,8 +185,7 @@ class StepGraphs:
         """
         if self._failed or not self._may_have_graph(chunks):
             return None
-        live = self._switcher.live
-        if not self._captures_lora and any(chunk.slot not in (BASE, live) for chunk in chunks):
+        if not self._captures_lora and self._may_apply_adapters(chunks):
             return None
         step = self._step(chunks)
         self._decoder.prepare(step.attention.positions)
@@ -207,6 +206,15 @@ class StepGraphs:
             and not chunk.use_head
             and (chunk.decodes or chunk.prompt.features is None)
             for chunk in chunks
+        )
+
+    def _may_apply_adapters(self, chunks: Sequence[Chunk]) -> bool:
+        """Return whether the step may have a segment: of a row's own adapter, of the merged adapter
+        that is subtracted from other rows, or of the LM head, into which nothing is merged.
+        """
+        live = self._switcher.live
+        return any(chunk.slot != live for chunk in chunks) or (
+            live != BASE and self._decoder.lora_groups[-1].ever_used
         )
 
     def _step(self, chunks: Sequence[Chunk]) -> _Step:

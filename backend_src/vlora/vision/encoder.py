@@ -119,10 +119,10 @@ class VisionEncoder:
         self._clips = self._family.clip_settings(checkpoint, self._processor)
         self.hidden = int(config.get_text_config().hidden_size) * (1 + image_levels(config))
         self.tower_digest = _digest(config, self._family.config_keys, self._processor, self._model)
-        self._device = device.torch_device
+        self._device = device
         weights = sum(tensor.nbytes for tensor in model.state_dict().values())
         require_memory(device, {"the vision tower": weights}, "raise 'encoder_memory_share'")
-        self._model.to(self._device)
+        self._model.to(device.torch_device)
 
     def grid(self, image: DecodedImage) -> tuple[int, int]:
         """Return (height, width) of an image in patches of the tower."""
@@ -143,12 +143,15 @@ class VisionEncoder:
         """
         if not images:
             return []
+        # Requests are encoded on another thread than the one that has loaded the tower.
+        self._device.make_current()
+        where = self._device.torch_device
         pixels = [
-            {name: values.to(self._device) for name, values in self.preprocess(image).items()}
+            {name: values.to(where) for name, values in self.preprocess(image).items()}
             for image in images
         ]
         pairs = {
-            path: LoraPair(pair.a.to(self._device), pair.b.to(self._device))
+            path: LoraPair(pair.a.to(where), pair.b.to(where))
             for path, pair in ({} if part is None else part.pairs).items()
         }
         with torch.inference_mode(), applied(self._layers, pairs):

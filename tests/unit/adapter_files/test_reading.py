@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.support.device_tensors import DEVICE, separate_devices
 from tests.support.memory import peak_growth
 from tests.support.small_adapter import (
     HIDDEN,
@@ -117,6 +118,19 @@ def test_a_copy_of_the_base_lm_head_is_accepted(folder: Path, model: ModelShape)
         folder, lambda t: t.update({"base_model.model.lm_head.base_layer.weight": model.lm_head()})
     )
     load_adapter("x", folder, model)
+
+
+def test_a_copy_of_the_lm_head_is_compared_with_the_one_of_a_gpu(
+    folder: Path, model: ModelShape
+) -> None:
+    name = "base_model.model.lm_head.base_layer.weight"
+    edit_tensors(folder, lambda t: t.update({name: model.lm_head()}))
+    with separate_devices():
+        on_gpu = model.lm_head().to(DEVICE)
+        load_adapter("x", folder, replace(model, lm_head=lambda: on_gpu))
+        on_gpu = on_gpu + 1
+        with pytest.raises(InvalidArgument, match="differs from the base model's own lm_head"):
+            load_adapter("x", folder, replace(model, lm_head=lambda: on_gpu))
 
 
 @pytest.mark.parametrize("change", [0.0, 1.0, math.nan])

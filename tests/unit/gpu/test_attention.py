@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
@@ -11,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.support.gpu_kernels import DTYPES, ON_GPU
+
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
 
-DTYPES = [torch.float32, torch.float16]
-TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3}
+TOLERANCE = {torch.float32: 3e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass
@@ -198,15 +200,78 @@ def test_a_row_of_padding_gets_zeros(launch: ModuleType, splits: int) -> None:
     _close(attended[[1]], case.expected(1, 39, qkv[[0]]))
 
 
+@pytest.fixture
+def large_tiles(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the interpreter, which takes as long for a turn of any size, make few turns."""
+    if not ON_GPU:
+        monkeypatch.setattr(launch, "DECODE_TILE", {2: 4096, 4: 4096})
+        monkeypatch.setattr(launch, "PREFILL_TILE", {2: 4096, 4: 4096})
+        monkeypatch.setattr(launch, "MASKED_TILE", {2: 4096, 4: 4096})
+
+
+@pytest.mark.usefixtures("large_tiles")
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_contexts_of_a_hundred_thousand_positions(
-    launch: ModuleType, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    # The interpreter takes as long for a turn of any number of positions.
-    monkeypatch.setattr(launch, "DECODE_TILE", {2: 4096, 4: 4096})
+def test_contexts_of_a_hundred_thousand_positions(launch: ModuleType, dtype: torch.dtype) -> None:
     case = Case(2, 1, 16, 16, dtype, [100_003], distinct=40)
     qkv = case.rows(1)
     _close(case.decode(launch, qkv, 7), case.expected(0, 100_002, qkv))
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chunk_after_a_hundred_thousand_positions(launch: ModuleType, dtype: torch.dtype) -> None:
+    case = Case(2, 1, 16, 16, dtype, [100_003], distinct=40)
+    qkv = case.rows(19)
+    attended = case.prefill(launch, qkv, [(0, 99_984, 19)])
+    _close(attended, case.expected(0, 99_984, qkv))
+
+
+@pytest.mark.usefixtures("large_tiles")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_is_rotated_and_written_after_a_hundred_thousand_positions(
+    launch: ModuleType, dtype: torch.dtype
+) -> None:
+    """Compare one launch with a rotation, which writes to the last page, and a decode."""
+    end = 100_003
+    case = Case(2, 1, 16, 16, dtype, [end], distinct=40)
+    case.tables[0, : end // 16] %= 39
+    case.tables[0, end // 16] = 39  # No other position is in this page.
+    qkv, angles = torch.randn(1, 4 * 16).to(dtype), torch.randn(1, 8)
+    untouched = case.cache.clone()
+    attended = case.decode(launch, qkv.clone(), 7, launch.Rotation(angles.cos(), angles.sin()))
+    written = case.cache.clone()
+    case.cache.copy_(untouched)
+    slots = torch.tensor([39 * 16 + (end - 1) % 16], dtype=torch.int32)
+    launch.rotate(qkv, case.keys, case.values, angles.cos(), angles.sin(), slots, 2, 16)
+    torch.testing.assert_close(written, case.cache, rtol=0, atol=2e-3, equal_nan=True)
+    _close(attended, case.expected(0, end - 1, qkv))
+
+
+def test_pages_whose_offsets_exceed_32_bits(launch: ModuleType) -> None:
+    """Compare pages that are 2³⁰ elements apart with adjacent copies of them."""
+    dtype = torch.float16
+    case = Case(4, 2, 16, 16, dtype, [40], distinct=2)
+    case.cache[-1] = 0.5
+    case.tables = torch.tensor([[0, 2, 1]], dtype=torch.int32)
+    near, strides = case.cache, case.cache.stride()
+    # The system provides only those parts of this memory that are written.
+    memory = torch.empty(2**31 + near[0].numel(), dtype=dtype)
+    far = memory.as_strided(near.shape, (2**30, *strides[1:])).copy_(near)
+    qkv, angles = torch.randn(9, 8 * 16).to(dtype), torch.randn(9, 8)
+    slots = torch.arange(9, dtype=torch.int32) + 16 * 2  # In the last page.
+    turned = launch.Rotation(angles[:1].cos(), angles[:1].sin())
+
+    def results() -> list[torch.Tensor]:
+        decoded = case.decode(launch, qkv[:1].clone(), 1, turned)
+        launch.rotate(
+            rows := qkv.clone(), case.keys, case.values, angles.cos(), angles.sin(), slots, 4, 16
+        )
+        return [decoded, rows, case.prefill(launch, rows, [(0, 31, 9)]), case.cache.clone()]
+
+    expected = results()
+    case.cache = far
+    for actual, near_result in zip(results(), expected, strict=True):
+        assert torch.equal(actual.nan_to_num(), near_result.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -219,6 +284,26 @@ def test_chunks_of_a_prefill_equal_double_precision(
     case = Case(heads, kv_heads, dim, page, dtype, [70, 140, 64, 30])
     ranges = [(0, 0, 70), (1, 131, 9), (2, 63, 1), (3, 5, 25)]
     qkv = case.rows(105)
+    attended, row = case.prefill(launch, qkv, ranges), 0
+    for sequence, start, rows in ranges:
+        part = slice(row, row + rows)
+        _close(attended[part], case.expected(sequence, start, qkv[part]))
+        row += rows
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes_equal_double_precision(launch: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    kv_heads, group = draw.randint(1, 3), draw.randint(1, 5)
+    dim, page = 2 * draw.randint(1, 50), draw.randint(1, 20)
+    ends = [draw.randint(1, 150) for _ in range(draw.randint(1, 4))]
+    case = Case(kv_heads * group, kv_heads, dim, page, draw.choice(DTYPES), ends)
+    qkv = case.rows(len(ends))
+    attended = case.decode(launch, qkv, draw.choice([1, 2, 5, 8]))
+    for i, end in enumerate(ends):
+        _close(attended[[i]], case.expected(i, end - 1, qkv[[len(ends) - 1 - i]]))
+    ranges = [(i, start := draw.randrange(end), end - start) for i, end in enumerate(ends)]
+    qkv = case.rows(sum(rows for _, _, rows in ranges))
     attended, row = case.prefill(launch, qkv, ranges), 0
     for sequence, start, rows in ranges:
         part = slice(row, row + rows)

@@ -13,39 +13,16 @@ import torch
 from tests.support.count_launches import recorded_launches
 from tests.support.engine_client import answers
 from tests.support.fake_device import fake_gpu
-from tests.support.modes import drive
+from tests.support.gpu_engines import PARAMS, every_request, logits_of_fixed_tokens
 from tools.gpu import step_costs
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.ids import BASE
 from vlora.model.decoder import DecoderLayer
-from vlora.model.runner import StepResult
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
-
-PARAMS = (
-    {"temperature": 0.0},
-    {"temperature": 1.0, "top_p": 0.8, "seed": 2},
-    {"temperature": 1.5, "top_k": 20, "min_p": 0.01, "seed": 4},
-    {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.4, "logprobs": 1},
-)
-
-
-def _requests(engine: Engine) -> list[Request]:
-    """Return requests of the base model and of adapters, sampled in every way that steps are."""
-    names = (None, *engine.adapters.names()[:2])
-    return [
-        Request(
-            id=f"r{index}",
-            prompt=f"<s>what is {'on the left of it ' * index}?",
-            sampling=SamplingParams.parse({"max_tokens": 4, "ignore_eos": True, **params}),
-            adapter=names[index % len(names)],
-        )
-        for index, params in enumerate(PARAMS)
-    ]
 
 
 @pytest.mark.slow
@@ -66,11 +43,11 @@ def test_answers_equal_those_of_the_cpu(
         policy=policy,
     )
     on_cpu = Engine(options)
-    expected = answers(on_cpu, _requests(on_cpu))
+    expected = answers(on_cpu, every_request(on_cpu))
     request.getfixturevalue("cuda_operator")
     with fake_gpu() as device:
         engine = Engine(options)
-        assert answers(engine, _requests(engine)) == expected
+        assert answers(engine, every_request(engine)) == expected
     # The inputs of a step cross in one copy, and its tokens come back in one.
     assert device.events == ["upload", "read", "wait"] * engine.stats().steps
     assert engine.stats().graphs_replayed > 0
@@ -87,32 +64,12 @@ def test_an_engine_in_float16_computes_the_cpus_logits_within_rounding(
         model=checkpoint, adapters=adapters_dir, kv_cache_tokens=512, policy="unmerge_only"
     )
 
-    def run(engine: Engine) -> list[torch.Tensor]:
-        logits: list[torch.Tensor] = []
-        forward = engine._runner.forward
-
-        def recorded(*arguments: Any) -> StepResult:
-            result = forward(*arguments)
-            logits.append(result.logits.clone())
-            # All runs follow the same tokens, however close two logits are.
-            fixed = torch.zeros_like(result.logits)
-            fixed[:, 7] = 1.0
-            return replace(result, logits=fixed)
-
-        engine._runner.forward = recorded  # type: ignore[method-assign]
-        live = engine.adapters.slot("attention-r4")
-        drive(engine, lambda step: live if step % 2 else BASE)
-        for name in (None, "all-r8", "attention-r4"):
-            params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-            answers(engine, [Request("r", "<s>what is it?", params, adapter=name)])
-        return logits
-
-    expected = run(Engine(options))
+    expected = logits_of_fixed_tokens(Engine(options))
     request.getfixturevalue("cuda_operator")
     with fake_gpu() as device:
         engine = Engine(replace(options, dtype="float16"))
         assert engine.slab.base.dtype == engine.memory.kv_cache.cache.dtype == torch.float16
-        actual = run(engine)
+        actual = logits_of_fixed_tokens(engine)
     assert "replay" in device.graph_events
     assert len(actual) == len(expected)
     for half, single in zip(actual, expected, strict=True):

@@ -6,6 +6,7 @@ anything with other arguments than were captured.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_client import answers, request
+from tests.support.engine_client import Collector, answers, request
 from tests.support.fake_device import GRAPH_BYTES, FakeDevice, fake_gpu
 from tests.support.modes import drive
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.engine.loop import EngineLoop
 from vlora.ids import BASE
 from vlora.memory.device import HOST
 from vlora.model import step_graphs
@@ -185,6 +187,27 @@ def test_adapters_of_the_reference_operator_are_not_captured(options: Options) -
     assert engine.stats().graphs_replayed == 1
 
 
+@pytest.mark.parametrize("names", [(None, "all-r8"), ("all-r8",)])
+def test_steps_that_subtract_or_adapt_the_lm_head_are_not_captured_without_the_operator(
+    options: Options, names: tuple[str | None, ...]
+) -> None:
+    """Merge an adapter, which is subtracted from the base model's row. Then let the LM head have
+    adapters, which are never merged.
+    """
+
+    def run(engine: Engine) -> object:
+        engine.adapters.finish()
+        live = engine.adapters.slot("all-r8")
+        drive(engine, lambda step: live)
+        engine._runner._decoder.lora_groups[-1].ever_used = None not in names
+        return answers(engine, _requests(*names))
+
+    engine, device, expected, actual = _both(options, run)
+    assert actual == expected
+    assert engine.stats().switches == 1
+    assert device.graph_events == []
+
+
 def test_prefill_and_heads_have_no_graph(options: Options) -> None:
     item = request("r", prompt="<s>what is it?", adapter="head-r8", use_head=True)
     engine, device, expected, actual = _both(options, lambda engine: answers(engine, [item]))
@@ -221,6 +244,71 @@ def test_the_fake_device_refuses_a_graph_that_has_become_stale() -> None:
             device.capture(lambda: memory[0].sum().item())
     with pytest.raises(RuntimeError, match="CPU cannot be captured"):
         HOST.capture(lambda: None)
+
+
+def test_a_capture_on_the_fake_device_has_no_effect_and_leaves_no_results() -> None:
+    """Let work that was not executed before, or whose temporary tensors are read after it, fail."""
+    with fake_gpu() as device:
+        memory, results = torch.zeros(3), []
+        graph = device.capture(lambda: results.append(memory.add_(1).mul(2)))
+        assert memory.tolist() == [0, 0, 0]
+        graph.replay()
+        assert memory.tolist() == [1, 1, 1]
+        assert len(results) == 2
+        assert all(result.isnan().all() for result in results)
+
+
+def test_tensors_of_the_fake_device_cannot_be_mixed_with_those_of_the_host() -> None:
+    with fake_gpu() as device:
+        ours, host = device.zeros(3, dtype=torch.float32), torch.ones(3)
+        assert ours.device == device.torch_device != host.device
+        for mixed in (
+            lambda: ours + host,
+            lambda: torch.cat([ours.mul(2), host]),
+            lambda: torch.equal(host, ours.view(3)),
+            lambda: host[torch.zeros(1, dtype=torch.int64, device=ours.device)],
+        ):
+            with pytest.raises(RuntimeError, match="to be on the same device"):
+                mixed()
+        with pytest.raises(TypeError, match="to numpy"):
+            ours.numpy()
+        ours.copy_(host)
+        (uploaded,) = device.upload([host])
+        assert (uploaded + ours + 1).cpu().numpy().tolist() == [3, 3, 3]
+        assert (ours.cpu() + host).tolist() == (ours.to("cpu") + host).tolist() == [2, 2, 2]
+        assert (host.to(ours.device) + torch.empty(3, device=ours.device).fill_(1)).sum() == 6
+    assert (ours + host).tolist() == [2, 2, 2]
+
+
+@pytest.mark.usefixtures("cuda_operator")
+def test_the_loops_thread_computes_on_the_engines_device(options: Options) -> None:
+    asked = _requests("all-r8", None, tokens=8)
+    expected = answers(Engine(options), asked)
+    with fake_gpu() as device:
+        loop, sink = EngineLoop(Engine(options), max_waiting=10), Collector()
+        try:
+            for item in asked:
+                loop.submit(item, sink)
+            for name in expected:
+                sink.last(name)
+        finally:
+            loop.shutdown(0)
+        assert {name: sink.tokens(name) for name in expected} == {
+            name: tokens for name, (tokens, _) in expected.items()
+        }
+        assert "replay" in device.graph_events
+        errors: list[BaseException] = []
+
+        def allocate() -> None:
+            try:
+                device.zeros(1, dtype=torch.float32)
+            except AssertionError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=allocate)
+        thread.start()
+        thread.join()
+        assert len(errors) == 1, "the fake device tells threads apart"
 
 
 def test_rows_and_pages_are_padded_to_few_sizes() -> None:

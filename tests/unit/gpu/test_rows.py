@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from types import ModuleType
 
 import pytest
 import torch
 
+from tests.support.gpu_kernels import DTYPES
 from vlora.kernels import reference
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarning")
 
 ROWS = [0, 1, 5]
-DTYPES = [torch.float32, torch.float16]
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3}
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 4e-3, torch.bfloat16: 4e-2}
 
 
 def _close(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -83,32 +84,35 @@ def test_rows_show_tokens_or_image_features(
     launch.embed(out, tokens, table, feature_rows, features)
     images = [(2, torch.tensor([6]), features), (3, torch.tensor([-1, 0]), features)]
     assert torch.equal(out, reference.embed(tokens.long(), table, images))
-    launch.embed(out[:2], tokens[:2], table, None, None)
-    assert torch.equal(out[:2], table[[3, 49]].float())
+    for rows in (2, 1):
+        launch.embed(out[:rows].fill_(torch.nan), tokens[:rows], table, None, None)
+        assert torch.equal(out[:rows], table[[3, 49][:rows]].float())
     launch.embed(out[:0], tokens[:0], table, None, None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 80), (7, 7, 24)])
 def test_queries_are_rotated_and_keys_and_values_written_to_their_pages(
-    launch: ModuleType, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
+    launch: ModuleType, rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    rows, page, pages = 5, 3, 4
+    page, pages = 3, 4
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.randn(rows, dim // 2)
-    slots = torch.tensor([7, 0, -1, 11, 4], dtype=torch.int32)  # The third row is padding.
+    # The third row is padding.
+    slots = torch.tensor([7, 0, -1, 11, 4][:rows], dtype=torch.int32)
     cache = torch.full((pages, 2, kv_heads, page, dim + 8), 9.0, dtype=dtype)
-    expected, parts = cache.clone(), qkv.float().view(rows, -1, dim)
+    expected, parts = cache.clone(), qkv.float().view(rows, heads + 2 * kv_heads, dim)
     query, key, value = parts.split([heads, kv_heads, kv_heads], 1)
     rotated = reference.rotate(torch.cat((query, key), 1), angles.cos(), angles.sin())
-    for row in (0, 1, 3, 4):
+    for row in {0, 1, 3, 4} & set(range(rows)):
         at = divmod(int(slots[row]), page)
         expected[at[0], 0, :, at[1], :dim] = rotated[row, heads:].to(dtype)
         expected[at[0], 1, :, at[1], :dim] = value[row].to(dtype)
     launch.rotate(qkv, cache[:, 0], cache[:, 1], angles.cos(), angles.sin(), slots, heads, dim)
     _close(qkv[:, : heads * dim], rotated[:, :heads].flatten(1))
     _close(cache, expected)
-    assert torch.equal(qkv.view(rows, -1, dim)[:, heads + kv_heads :], value.to(dtype))
+    assert torch.equal(qkv.unflatten(1, (-1, dim))[:, heads + kv_heads :], value.to(dtype))
 
 
 @pytest.mark.parametrize("width", [1, 100, 4096, 9000])
@@ -119,4 +123,38 @@ def test_the_first_largest_value_and_finiteness_of_rows(draws: ModuleType, width
     indices, finite = draws.argmax(x)
     assert finite.tolist() == [False] * 3 + [True] * 3
     assert torch.equal(indices[3:], reference.argmax(x)[0][3:])
+    (index,), (is_finite,) = draws.argmax(x[4:5])
+    assert index == indices[4]
+    assert is_finite
     assert draws.argmax(x[:0])[0].shape == (0,)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_shapes_equal_their_twins(launch: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    dtype = draw.choice(DTYPES)
+    rows, width = draw.randint(1, 9), draw.randint(1, 2500)
+    hidden, weight = torch.randn(rows, width), torch.randn(width)
+    out = torch.full((rows, width), torch.nan, dtype=dtype)
+    delta = torch.randn(rows, width).to(dtype)
+    launch.add_norm(out, residual := hidden.clone(), delta, weight, 1e-5)
+    _close(out, reference.add_norm(expected := hidden.clone(), delta.float(), weight, 1e-5))
+    assert torch.equal(residual, expected)
+    x = torch.randn(rows, 2 * width).to(dtype)
+    launch.gate(out, x)
+    _close(out, reference.gate(x.float()))
+
+    kv_heads, group, dim = draw.randint(1, 4), draw.randint(1, 6), 2 * draw.randint(1, 70)
+    heads = kv_heads * group
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    weights, normed = torch.randn(2, dim), qkv.float()
+    launch.head_norm(qkv, *weights, heads, kv_heads, 1e-6)
+    reference.head_norm(normed, *weights, heads, kv_heads, 1e-6)
+    _close(qkv, normed)
+
+    table, features = torch.randn(30, width).to(dtype), torch.randn(5, width)
+    tokens = torch.tensor([draw.randrange(30) for _ in range(rows)])
+    feature_rows = torch.tensor([draw.randrange(-3, 5) for _ in range(rows)])
+    launch.embed(hidden, tokens, table, feature_rows, features)
+    shown = [(0, feature_rows.clamp(min=-1), features)]
+    assert torch.equal(hidden, reference.embed(tokens, table, shown))

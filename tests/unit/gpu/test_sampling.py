@@ -60,8 +60,19 @@ def test_draws_equal_those_of_the_cpu(
     drawn = draws.draw(logits, _parameters(draws, rows, FILTERS, uniforms)).tolist()
     for token, row, keys, uniform in zip(drawn, rows, FILTERS, uniforms, strict=True):
         params = SamplingParams(**{"temperature": 1.0, **keys})  # type: ignore[arg-type]
-        expected = sampler.draw(logits[row].numpy(), params, uniform)
+        expected = sampler.draw(logits[row].cpu().numpy(), params, uniform)
         assert token == expected, (keys, uniform)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_single_draw_of_a_random_shape_equals_the_cpus(draws: ModuleType, seed: int) -> None:
+    drawn = np.random.default_rng(seed)
+    logits = 3 * torch.randn(int(drawn.integers(1, 4)), int(drawn.integers(1, 9000)))
+    row, uniform = int(drawn.integers(len(logits))), float(drawn.random())
+    keys = FILTERS[int(drawn.integers(len(FILTERS)))]
+    (token,) = draws.draw(logits, _parameters(draws, [row], [keys], [uniform])).tolist()
+    params = SamplingParams(**{"temperature": 1.0, **keys})  # type: ignore[arg-type]
+    assert token == sampler.draw(logits[row].cpu().numpy(), params, uniform)
 
 
 @pytest.mark.parametrize("keys", [{"top_k": 3}, {"top_p": 0.55}, {"top_p": 0.5, "top_k": 5}, {}])
@@ -70,7 +81,7 @@ def test_equal_logits_are_kept_as_on_the_cpu(draws: ModuleType, keys: dict[str, 
     uniforms = [0.0, 0.26, 0.51, 0.999999]
     params = SamplingParams(**{"temperature": 1.0, **keys})  # type: ignore[arg-type]
     parameters = _parameters(draws, [0] * 4, [keys] * 4, uniforms)
-    expected = [sampler.draw(logits[0].numpy(), params, uniform) for uniform in uniforms]
+    expected = [sampler.draw(logits[0].cpu().numpy(), params, uniform) for uniform in uniforms]
     assert draws.draw(logits, parameters).tolist() == expected
 
 

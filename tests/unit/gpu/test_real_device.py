@@ -1,0 +1,116 @@
+"""Tests of an engine on a real GPU, which `make gpu` runs; they are skipped without one."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.engine_client import Collector, answers
+from tests.support.gpu_engines import every_request, logits_of_fixed_tokens
+from vlora.config import Options
+from vlora.engine.engine import Engine
+from vlora.engine.loop import EngineLoop
+from vlora.memory.device import CudaDevice
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.images import DecodedImage
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    # Without the compiled core, the CPU's engine uses torch. Without ATMM for CUDA, so does LoRA.
+    pytest.mark.filterwarnings("default"),
+]
+
+
+@pytest.fixture
+def options(checkpoint: Path, adapters_dir: Path) -> Options:
+    return Options(
+        model=checkpoint,
+        adapters=adapters_dir,
+        max_num_seqs=4,
+        max_num_batched_tokens=17,
+        block_size=8,
+        kv_cache_tokens=1024,
+    )
+
+
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize("policy", ["unmerge_only", "credit"])
+def test_answers_of_a_gpu_equal_the_cpus(options: Options, policy: str, eager: bool) -> None:
+    options = replace(options, policy=policy, enforce_eager=eager)
+    on_cpu = Engine(options)
+    expected = answers(on_cpu, every_request(on_cpu))
+    engine = Engine(replace(options, device="cuda"))
+    assert answers(engine, every_request(engine)) == expected
+    assert (engine.stats().graphs_replayed > 0) != eager
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_logits_of_a_gpu_are_the_cpus_within_rounding(options: Options, dtype: str) -> None:
+    """Compute prompts and decoding rows of the base model, an adapter and a merged adapter."""
+    expected = logits_of_fixed_tokens(Engine(options))
+    actual = logits_of_fixed_tokens(Engine(replace(options, device="cuda", dtype=dtype)))
+    bound = {"float32": 1e-4, "float16": 2e-2, "bfloat16": 2e-1}[dtype]
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert (one.cpu() - other).abs().max() < bound * other.abs().max()
+
+
+def test_another_thread_computes_on_the_last_gpu(options: Options) -> None:
+    on_cpu = Engine(options)
+    expected = answers(on_cpu, every_request(on_cpu))
+    last = torch.cuda.device_count() - 1
+    loop, sink = EngineLoop(Engine(replace(options, device=f"cuda:{last}")), 10), Collector()
+    try:
+        for request in every_request(on_cpu):
+            loop.submit(request, sink)
+        for name in expected:
+            sink.last(name)
+    finally:
+        loop.shutdown(0)
+    assert {name: sink.tokens(name) for name in expected} == {
+        name: tokens for name, (tokens, _) in expected.items()
+    }
+
+
+def test_graphs_can_be_captured_after_all_were_discarded() -> None:
+    gpu = CudaDevice(0)
+    weight = torch.randn(64, 64, device="cuda")
+    out = torch.empty(4, 64, device="cuda")
+    rows = torch.randn(4, 64, device="cuda")
+    for _ in range(3):
+        torch.mm(rows, weight, out=out)
+        expected = out.clone()
+        graph = gpu.capture(lambda: torch.mm(rows * 1, weight, out=out))
+        out.zero_()
+        graph.replay()
+        assert torch.equal(out, expected)
+        del graph
+        torch.cuda.empty_cache()
+
+
+def test_work_that_cannot_be_captured_leaves_the_stream_as_it_was() -> None:
+    gpu = CudaDevice(0)
+    number = torch.ones(1, device="cuda")
+    before = torch.cuda.current_stream()
+    with pytest.raises(RuntimeError):
+        gpu.capture(lambda: number.item())
+    assert torch.cuda.current_stream() == before
+    assert gpu.read_back([number + 1]).get()[0].item() == 2
+
+
+def test_the_encoder_gives_the_cpus_features(checkpoint: Path) -> None:
+    pixels = torch.randint(0, 255, (60, 80, 3), dtype=torch.uint8).numpy()
+    image = DecodedImage(pixels)
+    (expected,) = VisionEncoder(checkpoint, 1).encode([image])
+    encoder = VisionEncoder(checkpoint, 1, device=CudaDevice(0, 0.5))
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(
+        target=lambda: found.extend(map(torch.from_numpy, encoder.encode([image])))
+    )
+    thread.start()
+    thread.join()
+    torch.testing.assert_close(found[0], torch.from_numpy(expected), rtol=2e-3, atol=2e-3)
