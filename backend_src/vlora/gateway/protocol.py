@@ -43,8 +43,8 @@ CHUNK_OVERHEAD = 8
 
 MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 1024
-"""Number of chunks of a body that may have any size. If there are more, the average size must have
-this number of bytes, because each chunk calls functions of this module.
+"""Number of chunks of a body that may have any size, and minimum average size in bytes of further
+chunks. The limit exists because each chunk takes calls of functions of this module.
 """
 
 MAX_WAITING = 16
