@@ -3,10 +3,12 @@
 The example shows one request, one stream, and several requests at the same time. The gateway is
 started together with a server (`vlora serve --gateway-port 8080`) or alone (`vlora gateway`).
 
-examples:
-  python clients/openai_example.py scene.png "What color is the star?"
-  python clients/openai_example.py scene.png "How many objects are there?" --model counting --stream
-  python clients/openai_example.py a.png b.png c.png "What is it?" --each
+examples, in the folder of the repository with a server of the demo model:
+  python clients/openai_example.py tools/demo/samples/vqa.png "What color is the star?"
+  python clients/openai_example.py tools/demo/samples/counting.png --model counting --stream \\
+      "How many objects are there in the picture?"
+  python clients/openai_example.py tools/demo/samples/vqa.png tools/demo/samples/count.png --each \\
+      "Is there a star?"
   python clients/openai_example.py --list
 """
 

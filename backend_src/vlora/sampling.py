@@ -61,6 +61,7 @@ RANGES: dict[str, Range] = {
         -(2**31), 2**31 - 1, "a whole number of 32 bits; lower runs first", whole=True
     ),
     "deadline_ms": Range(1e-3, 1e9, "milliseconds from 0.001 to 1e9"),
+    "stream_interval_ms": Range(0, 1e4, "milliseconds from 0 to 10000"),
 }
 """Valid values of the numeric keys. `docs/api.md` lists them.
 
@@ -114,7 +115,7 @@ REFUSED: dict[str, str] = {
     "spaces_between_special_tokens": "special tokens never appear in text",
     "detokenize": "answers are text",
     "output_kind": "use the input 'stream' of the request",
-    "stream_interval": "a stream sends each token when it is generated",
+    "stream_interval": "use 'stream_interval_ms', which counts milliseconds instead of tokens",
 }
 """vLLM keys that are refused by name, each with the reason or the key to use instead."""
 
@@ -145,6 +146,8 @@ class SamplingParams:
         with CANCELLED.
     stream_id: id that all requests of a stream share.
     supersede: whether the request cancels older requests of its stream that are still waiting.
+    stream_interval_ms: minimum number of milliseconds between two responses of a streamed answer.
+        The tokens of this time are sent together. The first and the last token never wait.
     """
 
     temperature: float = 1.0
@@ -168,6 +171,7 @@ class SamplingParams:
     deadline_ms: float | None = None
     stream_id: str | None = None
     supersede: bool = False
+    stream_interval_ms: float = 0.0
 
     @property
     def greedy(self) -> bool:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import RenderableType
@@ -30,7 +31,8 @@ from benchmarks.benchmark import (
 )
 
 if TYPE_CHECKING:
-    from benchmarks.gateway.clients import Clients, Connection
+    from benchmarks.engine.load import LoadTimes
+    from benchmarks.gateway.clients import Ask, Clients, Connection
     from benchmarks.gateway.serving import Serving
 
 Cell = tuple[str, str, str, int]
@@ -107,8 +109,16 @@ class GatewayBenchmark(Benchmark[Cell]):
         self._runner.run(clients.close())
 
     def _latency(self, serving: Serving, clients: Clients, kind: str, number: int) -> Row:
-        """Alternate rounds over gRPC and the gateway. The first round of each is not counted."""
-        ways = {"grpc": clients.over_grpc, "gateway": clients.over_gateway}
+        """Alternate rounds over gRPC and the gateway. The first round of each is not counted.
+
+        Over gRPC each token is a message. The gateway sends tokens at intervals, as by default, or
+        (`each_token`) each in a chunk of its own.
+        """
+        ways: dict[str, Callable[[Sequence[Ask]], Coroutine[Any, Any, LoadTimes]]] = {
+            "grpc": clients.over_grpc,
+            "gateway": clients.over_gateway,
+            "each_token": partial(clients.over_gateway, each_token=True),
+        }
         token: dict[str, list[float]] = {way: [] for way in ways}
         first: dict[str, list[float]] = {way: [] for way in ways}
         gateway_seconds, tokens = 0.0, 0
@@ -131,6 +141,9 @@ class GatewayBenchmark(Benchmark[Cell]):
             **{f"first_ms_{way}": round(_median_ms(first[way]), 2) for way in ways},
             "token_ratio": round(_median_ms(token["gateway"]) / _median_ms(token["grpc"]), 4),
             "token_ratio_of_pairs": round(statistics.median(a / b for a, b in pairs), 4),
+            "token_ratio_each_token": round(
+                _median_ms(token["each_token"]) / _median_ms(token["grpc"]), 4
+            ),
             "first_added_ms": round(_median_ms(first["gateway"]) - _median_ms(first["grpc"]), 2),
             "gateway_cpu_us_per_token": round(gateway_seconds / tokens * 1e6, 1),
             "spread_grpc": round(_spread(token["grpc"]), 3),
@@ -231,6 +244,7 @@ class GatewayBenchmark(Benchmark[Cell]):
             "token_ms_gateway": "gateway",
             "token_ratio": "ratio",
             "token_ratio_of_pairs": "of pairs",
+            "token_ratio_each_token": "each token",
             "first_ms_grpc": "first token, ms: gRPC",
             "first_ms_gateway": "gateway",
             "first_added_ms": "added",

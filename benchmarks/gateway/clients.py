@@ -39,8 +39,11 @@ class Ask:
         keys = sampling(self.adapter, self.max_tokens)
         return Question(id, self.text, self.task, images, (), keys, stream=True)
 
-    def http(self, host: str) -> bytes:
-        """Return the request as the bytes of an HTTP request."""
+    def http(self, host: str, each_token: bool = False) -> bytes:
+        """Return the request as the bytes of an HTTP request.
+
+        each_token: whether each token is sent in a chunk of its own.
+        """
         content: list[dict[str, Any]] = [{"type": "text", "text": self.text}]
         if self.image is not None:
             url = f"data:image/png;base64,{base64.b64encode(self.image).decode()}"
@@ -53,6 +56,7 @@ class Ask:
                 "max_tokens": self.max_tokens,
                 "ignore_eos": True,
                 "stream": True,
+                **({"stream_interval_ms": 0} if each_token else {}),
             }
         ).encode()
         head = (
@@ -143,12 +147,12 @@ class Clients:
         started = time.perf_counter()
         return _times(started, await asyncio.gather(*map(self._question, asks)))
 
-    async def over_gateway(self, asks: Sequence[Ask]) -> LoadTimes:
+    async def over_gateway(self, asks: Sequence[Ask], each_token: bool = False) -> LoadTimes:
         """Send all requests at once, each on a connection of its own."""
         while len(self._connections) < len(asks):
             self._connections.append(Connection(self.host, self.port))
             await self._connections[-1].open()
-        prepared = [ask.http(f"{self.host}:{self.port}") for ask in asks]
+        prepared = [ask.http(f"{self.host}:{self.port}", each_token) for ask in asks]
         started = time.perf_counter()
         pairs = zip(self._connections, prepared, strict=False)
         return _times(started, await asyncio.gather(*(_chat(*pair) for pair in pairs)))

@@ -2,131 +2,24 @@
 // conversion in memory for products with more rows. An unpack header must be included before.
 #pragma once
 
-#include "quantized/quantized.h"
+#include "quantized/weight_types.h"
 #include "quantized/zeros.h"
-#include "runtime/bf16.h"
 
 namespace vlora::quantized::VLORA_ISA {
 
-using gemm::kStreams;
-
-constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
 // Maximum number of rows of x. For more, weights are widened once to memory.
-constexpr int kMaxRows = kManyRegisters ? 16 : 8;
+constexpr int kMaxRows = 16;
 // Rows of each stream that are multiplied with a tile before the next tile is read.
 constexpr int64_t kRowsAtOnce = 4;
 // Bytes that each stream is prefetched ahead, into L1.
 constexpr int64_t kPrefetchBytes = 1024;
+// Maximum number of rows of x for which it takes fewer instructions to multiply the sums of a group
+// by its scale than its weights.
+constexpr int kSummedRows = 2;
 // Rows of a stream whose scales and zeros are prefetched ahead.
 constexpr int64_t kScaleRowsAhead = 2;
 // Number of registers that hold the weights of the smallest group. They always share a scale.
 constexpr int kGroupSteps = int(kMinGroup) / R::kWidth;
-
-// Types for each kind of weight. Value: a register with kStep weights, or with as many values of x.
-// X: type of packed values of x. Block: stored weights of a block. Scales: data of a group from
-// which `weights` computes weights. kTileRows: maximum number of rows of x in a tile.
-// streams(rows): rows of W in a tile, limited by the registers for sums and factors.
-
-// Weights and x are fp32.
-struct Fp32Values {
-  using Value = R;
-  using X = float;
-  static constexpr int kStep = R::kWidth;
-  static VLORA_INLINE R load_x(const float* x) { return R::load(x); }
-  static VLORA_INLINE void add(R& sum, const R& weights, const R& x) {
-    sum.add_product(weights, x);
-  }
-  static VLORA_INLINE void pack(const float* x, float* to) { R::load(x).store(to); }
-};
-
-// Int4 whose zeros are all 8, or int4 in which each group has its own zero. A gemv multiplies as if
-// all zeros were 8, and then corrects the sums (`add_zeros`).
-template <bool has_zeros>
-struct Int4 : Fp32Values {
-  using Block = Nibbles;
-  using Scales = Factors;
-  static constexpr int kBlockBytes = int(kBlock) / 2;
-  static constexpr bool kGrouped = true;
-  static constexpr int kTileRows = kManyRegisters ? 8 : 4;
-  static constexpr int streams(int rows) { return rows <= (kManyRegisters ? 4 : 1) ? kStreams : 2; }
-  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
-    return Factors::of(w.scales[index], has_zeros ? w.zero(index) : kMiddle);
-  }
-  static VLORA_INLINE Block load(const uint8_t* p) { return Nibbles::load(p); }
-  static VLORA_INLINE R weights(const Block& block, const Scales& scales, int step) {
-    return block.weights(scales, step);
-  }
-};
-
-// Int8 with several scales in a row, or with one, by which sums are multiplied in the end.
-template <bool grouped>
-struct Int8 : Fp32Values {
-  using Block = const int8_t*;
-  using Scales = R;
-  static constexpr int kBlockBytes = int(kBlock);
-  static constexpr bool kGrouped = grouped;
-  static constexpr int kTileRows = kManyRegisters ? 6 : 4;
-  static constexpr int streams(int rows) { return rows <= (kManyRegisters ? 6 : 1) ? kStreams : 2; }
-  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
-    return R::all(w.scales[index]);
-  }
-  static VLORA_INLINE Block load(const uint8_t* p) { return reinterpret_cast<const int8_t*>(p); }
-  static VLORA_INLINE R weights(const Block& block, const Scales& scales, int step) {
-    const R values = load_bytes(block + step * R::kWidth);
-    if constexpr (grouped) return values * scales;
-    return values;
-  }
-};
-
-#ifdef VLORA_HAS_BF16_PRODUCTS
-// Weights and x are rounded to bf16, and multiplied in pairs.
-struct PairValues {
-  using Value = R::Pairs;
-  using X = uint16_t;
-  static constexpr int kStep = 2 * R::kWidth;
-  static VLORA_INLINE Value load_x(const uint16_t* x) { return R::load_pairs(x); }
-  static VLORA_INLINE void add(R& sum, const Value& weights, const Value& x) {
-    sum.add_pairs(weights, x);
-  }
-  static VLORA_INLINE void pack(const float* x, uint16_t* to) {
-    R::store_two(R::load(x), R::load(x + R::kWidth), to);
-  }
-};
-
-struct PairsOfInt4 : PairValues {
-  using Block = NibblePairs;
-  using Scales = FactorPairs;
-  static constexpr int kBlockBytes = Int4<false>::kBlockBytes;
-  static constexpr bool kGrouped = true;
-  static constexpr int kTileRows = Int4<false>::kTileRows;
-  static constexpr int streams(int rows) { return Int4<false>::streams(rows); }
-  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
-    return FactorPairs::of(Int4<false>::scales(w, index));
-  }
-  static VLORA_INLINE Block load(const uint8_t* p) { return NibblePairs::load(p); }
-  static VLORA_INLINE Value weights(const Block& block, const Scales& scales, int step) {
-    return block.weights(scales, step);
-  }
-};
-
-template <bool grouped>
-struct PairsOfInt8 : PairValues {
-  using Block = const int8_t*;
-  using Scales = R;
-  static constexpr int kBlockBytes = int(kBlock);
-  static constexpr bool kGrouped = grouped;
-  static constexpr int kTileRows = Int8<grouped>::kTileRows;
-  static constexpr int streams(int rows) { return Int8<grouped>::streams(rows); }
-  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
-    return Int8<grouped>::scales(w, index);
-  }
-  static VLORA_INLINE Block load(const uint8_t* p) { return Int8<grouped>::load(p); }
-  static VLORA_INLINE Value weights(const Block& block, const Scales& scales, int step) {
-    return pairs_of(Int8<grouped>::weights(block, scales, 2 * step),
-                    Int8<grouped>::weights(block, scales, 2 * step + 1));
-  }
-};
-#endif
 
 // Returns the first row of x in a tile. Rows are divided evenly into the fewest tiles.
 template <class P>
@@ -146,11 +39,11 @@ void pack_tiles(const Product& p, void* to) {
       auto* out = static_cast<typename P::X*>(to) + begin * depth + (t - begin) * P::kStep;
       int64_t k = 0;
       for (; k + P::kStep <= p.w.k; k += P::kStep, out += (end - begin) * P::kStep)
-        P::pack(x + k, out);
+        P::pack(x + k, k, out);
       for (; k < depth; k += P::kStep, out += (end - begin) * P::kStep) {
         float last[P::kStep] = {};
         for (int64_t i = 0; k + i < p.w.k && i < P::kStep; ++i) last[i] = x[k + i];
-        P::pack(last, out);
+        P::pack(last, k, out);
       }
     }
   }
@@ -162,8 +55,9 @@ template <class P, int N, int T>
 VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const float* zero_terms,
                             int64_t row, int64_t gap, int64_t t0) {
   constexpr int kSteps = int(kMinGroup) / P::kStep;
+  constexpr bool kSumsGroups = P::kInPlace && T <= kSummedRows;
   // Each addition waits for the one before it: few sums are divided into two.
-  constexpr int kChains = N * T <= kStreams ? 2 : 1;
+  constexpr int kChains = N * T <= kStreams && !P::kInPlace ? 2 : 1;
   const Weight& w = p.w;
   const int64_t row_bytes = w.row_bytes(), groups = w.groups();
   const uint8_t* values[N];
@@ -201,18 +95,45 @@ VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const floa
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) scales[n] = P::scales(w, first_scale[n] + group);
       }
+      R group_sums[N][T];
+      if constexpr (kSumsGroups) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) group_sums[n][t] = R::zero();
+      }
 #pragma GCC unroll 8
       for (int i = 0; i < kSteps; ++i) {
         const int step = part * kSteps + i;
-        typename P::Value xs[T];
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t, x += P::kStep) xs[t] = P::load_x(x);
+        if constexpr (P::kInPlace) {
+          typename P::Value weights[N];
 #pragma GCC unroll 4
-        for (int n = 0; n < N; ++n) {
-          const typename P::Value weights = P::weights(block[n], scales[n], step);
+          for (int n = 0; n < N; ++n)
+            weights[n] = P::template weights<!kSumsGroups>(block[n], scales[n], step);
 #pragma GCC unroll 8
-          for (int t = 0; t < T; ++t) P::add(sums[step % kChains][n][t], weights, xs[t]);
+          for (int t = 0; t < T; ++t, x += P::kStep) {
+            const typename P::Value xs = P::load_x(x);
+#pragma GCC unroll 4
+            for (int n = 0; n < N; ++n)
+              P::add(kSumsGroups ? group_sums[n][t] : sums[0][n][t], weights[n], xs);
+          }
+        } else {
+          typename P::Value xs[T];
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t, x += P::kStep) xs[t] = P::load_x(x);
+#pragma GCC unroll 4
+          for (int n = 0; n < N; ++n) {
+            const typename P::Value weights = P::weights(block[n], scales[n], step);
+#pragma GCC unroll 8
+            for (int t = 0; t < T; ++t) P::add(sums[step % kChains][n][t], weights, xs[t]);
+          }
         }
+      }
+      if constexpr (kSumsGroups) {
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n)
+#pragma GCC unroll 8
+          for (int t = 0; t < T; ++t) sums[0][n][t].add_product(group_sums[n][t], scales[n]);
       }
     }
   }
@@ -264,7 +185,7 @@ void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end
   const auto* const x = static_cast<const typename P::X*>(packed);
   const int64_t depth = p.w.blocks() * kBlock;
   const float* const zero_terms =
-      p.w.zeros ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
+      has_zero_terms(p.w) ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
   for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
     const int64_t t0 = tile_begin<P>(p.rows, tile), t1 = tile_begin<P>(p.rows, tile + 1);
     for (int64_t row = begin; row < end; ++row)
@@ -323,12 +244,13 @@ void widen(const Weight& w, int64_t from, int64_t to, void* out) {
 
 inline void pack(const Product& p, void* to) {
   if (p.w.bits == 8) return pack_tiles<Int8<true>>(p, to);
-  pack_tiles<Int4<false>>(p, to);
-  if (p.w.zeros) pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
+  pack_tiles<GemvInt4>(p, to);
+  if (has_zero_terms(p.w))
+    pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
 }
 
 inline void gemv(const Product& p, const void* x, int64_t from, int64_t to) {
-  if (p.w.bits == 4) return gemv_of<Int4<false>>(p, x, from, to);
+  if (p.w.bits == 4) return gemv_of<GemvInt4>(p, x, from, to);
   if (p.w.group_shift == Weight::kWholeRow) return gemv_of<Int8<false>>(p, x, from, to);
   gemv_of<Int8<true>>(p, x, from, to);
 }

@@ -49,8 +49,8 @@ struct Product {
 
 // A gemv of few rows of x.
 struct Gemv {
-  // Packs x: rows * depth in whole blocks, in fp32 or bf16. If W has zeros, the zero terms of the
-  // groups of x follow (zeros.h).
+  // Packs x: rows * depth in whole blocks, in fp32 or bf16. If W is multiplied as if it had other
+  // zeros, the zero terms of the groups of x follow (zeros.h).
   void (*pack)(const Product&, void* to);
   // Multiplies rows [from, to) of each of gemm::kStreams streams of W with packed x; the last piece
   // also multiplies the rows that no stream has.
@@ -59,7 +59,7 @@ struct Gemv {
 
 // Returns the number of floats that `Gemv::pack` needs.
 inline int64_t gemv_scratch(const Product& p) {
-  const int64_t sums = p.w.zeros ? ceil_div(p.w.groups(), int64_t(kLanes)) * kLanes : 0;
+  const int64_t sums = p.w.bits == 4 ? ceil_div(p.w.groups(), int64_t(kLanes)) * kLanes : 0;
   return p.rows * (p.w.blocks() * kBlock + sums);
 }
 

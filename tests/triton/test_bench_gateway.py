@@ -45,6 +45,9 @@ def test_both_ways_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
         assert row["token_ratio"] == pytest.approx(
             row["token_ms_gateway"] / row["token_ms_grpc"], rel=0.01
         )
+        assert row["token_ratio_each_token"] == pytest.approx(
+            row["token_ms_each_token"] / row["token_ms_grpc"], rel=0.01
+        )
     assert [row["model"] for row in latency] == ["instant"] * 2 + ["demo"] * 4
     summary = written["summary"]
     assert summary["first_token_added_ms_instant"] is not None

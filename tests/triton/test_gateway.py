@@ -22,6 +22,7 @@ openai = pytest.importorskip("openai", reason="the package openai is not install
 LONG = {"max_tokens": 900, "extra_body": {"ignore_eos": True}}
 JSON = {"content-type": "application/json"}
 PROMPT = "What color is the square?"
+PICTURE = "messages[0].content[0].image_url.url"
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +153,7 @@ def test_a_conversation_goes_through_the_chat_template(gateway: Gateway) -> None
         ({"model": "broken"}, 400, "INVALID_ARG", None),
         ({"temperature": -1}, 400, "INVALID_ARG", "temperature"),
         ({"n": 2}, 400, "UNSUPPORTED", "n"),
-        ({"messages": question("x", b"no picture")}, 400, "INVALID_ARG", None),
+        ({"messages": question("x", b"no picture")}, 400, "INVALID_ARG", PICTURE),
         ({"messages": question("x " * 3000)}, 400, "INVALID_ARG", None),
         ({"extra_body": {"task": "sing"}}, 400, "INVALID_ARG", None),
         ({"extra_body": {"deadline_ms": 0.001}}, 499, "CANCELLED", "deadline_ms"),

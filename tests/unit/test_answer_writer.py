@@ -50,6 +50,18 @@ def test_with_streaming_each_response_has_the_new_text_and_tokens() -> None:
     assert [tensors["num_output_tokens"].tolist() for tensors in responses] == [[1], [1], [2]]
 
 
+def test_tokens_within_the_interval_are_sent_together_and_the_first_and_last_never_wait() -> None:
+    times = iter([5.0, 5.005, 5.009, 5.010, 5.012])
+    tensors = {"stream": flag(True), "return_num_output_tokens": flag(True)}
+    call = read_call({"text_input": strings(["ask"]), **tensors}, {}, "", Limits(), 0.0)
+    answers = AnswerWriter(call, "vqa", interval=0.01, clock=lambda: next(times))
+    produced = [Output("r", text=letter, token_ids=(1,)) for letter in "abcde"]
+    produced.append(Output("r", text="f", token_ids=(1,), finish_reason="stop"))
+    responses = responses_to(answers, produced)
+    assert [first(one["text_output"]) for one in responses] == ["a", "bcd", "ef"]
+    assert [one["num_output_tokens"].tolist() for one in responses] == [[1], [3], [2]]
+
+
 def test_an_ensemble_gets_all_outputs_in_every_response() -> None:
     responses = responses_to(writer(**ENSEMBLE, metadata=strings(["m"])), outputs())
     expected = {"text_output", "finish_reason", "num_input_tokens", "num_output_tokens"}

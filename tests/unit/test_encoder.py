@@ -122,6 +122,22 @@ def test_a_missing_weight_is_named(checkpoint, tmp_path):
         VisionEncoder(folder, 1)
 
 
+def test_a_weight_of_another_shape_is_named_with_both_shapes(checkpoint, tmp_path):
+    folder = copy_of(checkpoint, tmp_path / "copy")
+    change_weights(
+        folder, lambda ws: {k: w[:-1] if "linear_2.bias" in k else w for k, w in ws.items()}
+    )
+    with pytest.raises(InvalidArgument, match=r"linear_2\.bias' of shape \(191,\);.* be \(192,\)"):
+        VisionEncoder(folder, 1)
+
+
+def test_files_without_an_index_are_refused(checkpoint, tmp_path):
+    folder = copy_of(checkpoint, tmp_path / "copy")
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    with pytest.raises(InvalidArgument, match=r"cannot be loaded: .*model\.safetensors"):
+        VisionEncoder(folder, 1)
+
+
 def test_a_folder_without_a_llava_tower_is_refused(checkpoint, tmp_path):
     with pytest.raises(InvalidArgument, match=r"config\.json is missing"):
         VisionEncoder(tmp_path, 1)

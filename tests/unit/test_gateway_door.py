@@ -44,8 +44,8 @@ class Caller:
     def __call__(
         self, path: str = "/v1/models", host: str = "localhost:8080", **headers: str
     ) -> int:
-        """Return the status of a request."""
-        pairs = [(b"host", host.encode())]
+        """Return the status of a request. host: values of its Host headers."""
+        pairs = [(b"host", one.encode()) for one in host.split(" ")]
         pairs += [(name.encode(), value.encode()) for name, value in headers.items()]
         scope: dict[str, Any] = {"type": "http", "method": "GET", "path": path, "headers": pairs}
         sent: list[Message] = []
@@ -58,6 +58,11 @@ class Caller:
 
         asyncio.run(self._door(scope, receive, send))
         return int(sent[0]["status"])
+
+
+def test_a_request_with_two_hosts_is_refused() -> None:
+    """Otherwise the gateway would check another one than the program in front of it."""
+    assert Caller()(host="localhost localhost:8080") == 400
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -13,15 +14,11 @@ pytest.importorskip("uvicorn", reason="the extra `gateway` is not installed")
 from uvicorn import Config
 from uvicorn.server import ServerState
 
-from vlora.gateway.protocol import MAX_WAITING, LimitedConnection
+from vlora.gateway.protocol import MAX_SMALL_CHUNKS, MAX_WAITING, LimitedConnection
 
 START = b"GET / HTTP/1.1\r\nHost: localhost\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
-MESSAGE = b"The head has more than 65536 bytes, the limit."
-REFUSAL = (
-    b"HTTP/1.1 400 Bad Request\r\ncontent-type: text/plain; charset=utf-8\r\n"
-    b"content-length: %d\r\nconnection: close\r\n\r\n%s" % (len(MESSAGE), MESSAGE)
-)
+MESSAGE = "the head has more than 65536 bytes, the limit"
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[bytes]]
 
 
@@ -84,6 +81,16 @@ def sending(*parts: bytes) -> Talk:
     return client
 
 
+def message_of(received: bytes) -> str:
+    """Return the message of the only response, an error of the API that ends the connection."""
+    head, _, body = received.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n")
+    assert head.endswith(b"content-length: %d\r\nconnection: close" % len(body))
+    error = json.loads(body)["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", "INVALID_ARG")
+    return str(error["message"])
+
+
 @pytest.mark.parametrize(
     "parts",
     [
@@ -97,13 +104,14 @@ def sending(*parts: bytes) -> Talk:
 )
 def test_a_head_that_is_too_large_ends_the_connection(parts: list[bytes]) -> None:
     """A client that keeps sending may lose the message, since what is not read resets TCP."""
-    assert talk(sending(*parts)) in (b"", REFUSAL)
+    received = talk(sending(*parts))
+    assert not received or message_of(received) == MESSAGE
 
 
 def test_a_body_may_be_larger_than_a_head_also_in_small_chunks() -> None:
-    chunks = [b"1\r\nx\r\n" * 5_000] * 30
+    chunks = [b"10\r\n0123456789abcdef\r\n" * 400] * 10
     close = POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
-    assert talk(sending(close, *chunks, b"0\r\n\r\n")).endswith(b"\r\n\r\n150000")
+    assert talk(sending(close, *chunks, b"0\r\n\r\n")).endswith(b"\r\n\r\n64000")
     one = b"%x\r\n" % 3_000_000 + b"x" * 3_000_000 + b"\r\n0\r\n\r\n"
     assert talk(sending(close, one)).endswith(b"\r\n\r\n3000000")
 
@@ -160,8 +168,33 @@ def test_a_limited_number_of_requests_may_wait_on_a_connection() -> None:
     assert talk(sending(few)).count(b"200 OK") == MAX_WAITING + 1
     # The gateway reads so little at once, so the client does not lose the answer.
     received = talk(sending((START + b"\r\n") * (MAX_WAITING + 2)))
-    assert received.endswith(b"Invalid HTTP request received.")
+    assert message_of(received) == "more than 16 requests wait on this connection, the limit"
     assert received.count(b"200 OK") == 0
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        START + b"Content-Length: -5\r\n\r\n",
+        START + b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n",
+        POST + b"no length\r\n",
+        POST + b"f" * 40 + b"\r\n",
+    ],
+    ids=["TLS", "HTTP/2", "a length", "two lengths", "a chunk", "a large chunk"],
+)
+def test_what_is_not_http_gets_an_error_of_the_api(garbage: bytes) -> None:
+    assert message_of(talk(sending(garbage))).startswith("the request is not valid HTTP: ")
+
+
+def test_a_body_with_too_many_small_chunks_is_refused() -> None:
+    small, large = b"1\r\nx\r\n" * 1024, b"400\r\n" + b"x" * 1024 + b"\r\n"
+    message = message_of(talk(sending(POST, *[small] * (MAX_SMALL_CHUNKS // 1024), small[:30])))
+    assert message.startswith("the body has 4101 chunks with 4100 bytes; ")
+    close = POST.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")
+    received = talk(sending(close, *[large * 512] * 10, small * 3, b"0\r\n\r\n"))
+    assert received.endswith(b"\r\n\r\n%d" % (5120 * 1024 + 3072))
 
 
 @pytest.mark.parametrize("cut", [0, 3, 30])
@@ -173,5 +206,5 @@ def test_an_offer_of_another_protocol_is_ignored(cut: int) -> None:
     received = talk(sending(request[: len(request) - cut], request[len(request) - cut :], last))
     assert [part[-1:] for part in received.split(b"HTTP/1.1 200 OK")[1:]] == [b"5", b"0"]
     many = talk(sending((START + offer + b"\r\n") * (MAX_WAITING + 2)))
-    assert many.endswith(b"Invalid HTTP request received.")
-    assert talk(sending(b"CONNECT /x HTTP/1.1\r\n\r\n")).endswith(b"This is not a proxy.")
+    assert message_of(many) == "more than 16 requests wait on this connection, the limit"
+    assert "CONNECT" in message_of(talk(sending(b"CONNECT /x HTTP/1.1\r\n\r\n")))

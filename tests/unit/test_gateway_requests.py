@@ -71,10 +71,11 @@ def test_several_messages_go_to_the_chat_template_with_a_placeholder_for_every_i
 
 
 def test_a_chat_is_greedy_and_as_long_as_the_context_unless_it_says_otherwise() -> None:
-    assert chat().sampling == {"temperature": 0, "max_tokens": None}
+    assert chat().sampling == {"temperature": 0, "stream_interval_ms": 20, "max_tokens": None}
     given = chat(temperature=0.5, max_completion_tokens=7, top_k=3, stop=["."], seed=1, user="me")
     assert given.sampling == {
         "temperature": 0.5,
+        "stream_interval_ms": 20,
         "max_tokens": 7,
         "top_k": 3,
         "stop": ["."],
@@ -107,6 +108,7 @@ def test_every_way_to_restrict_the_answer_becomes_structured_outputs(
     [
         ({"model": None}, "INVALID_ARG", "model"),
         ({"model": 5}, "INVALID_ARG", "model"),
+        ({"model": "m" * 257}, "INVALID_ARG", "model"),
         ({"messages": []}, "INVALID_ARG", "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "INVALID_ARG", "messages[0].role"),
         (

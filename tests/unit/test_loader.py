@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +212,19 @@ def test_a_corrupt_or_missing_shard_is_named(folder: Path) -> None:
     assert f"{second} cannot be read" in refused(folder)
 
 
+def test_a_missing_shard_is_named_without_an_index(folder: Path) -> None:
+    second = shard(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    second.unlink()
+    assert f"lacks {second.name}" in refused(folder)
+
+
+def test_a_pointer_of_git_lfs_is_told_from_weights(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 34\n")
+    assert "git lfs pull" in refused(folder)
+
+
 def test_a_tensor_that_its_shard_lacks_is_named_with_the_shard(folder: Path) -> None:
     second = shard(folder)
     tensors = load_file(second)
@@ -223,6 +237,22 @@ def test_files_that_the_index_does_not_list_are_not_read(folder: Path) -> None:
     expected = load(folder).slab.digest()
     shard(folder)
     save_file({"norm.weight": torch.zeros(HIDDEN)}, folder / "consolidated.safetensors")
+    assert load(folder).slab.digest() == expected
+
+
+def test_pickled_weights_are_refused_with_a_command_that_converts_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tmp_path / "a model")
+    expected = load(folder).slab.digest()
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    message = refused(folder)
+    assert "no .safetensors file, but pytorch_model.bin" in message
+    python, option, program, *arguments = shlex.split(message.partition("Convert them: ")[2])
+    assert (python, option) == ("python", "-c")
+    monkeypatch.setattr("sys.argv", [option, *arguments])
+    exec(program, {})
     assert load(folder).slab.digest() == expected
 
 

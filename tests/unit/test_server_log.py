@@ -45,7 +45,8 @@ E{AT} python_be.cc:1] "stub is gone"
 
 def test_a_failed_start_is_explained_by_model_errors_then_other_errors_then_the_end() -> None:
     failed = f"E{AT} model_lifecycle.cc:1] \"failed to load 'lmm': no checkpoint"
-    assert why_it_did_not_start(LOG + failed + "\\n\\nAt:\\n  x.py(1)") == failed
+    logged = f"{failed}\\n\\nAt:\\n  x.py(1)\nI{AT} model_lifecycle.cc:7] \"failed to load 'lmm'\""
+    assert why_it_did_not_start(LOG + logged) == failed
     assert why_it_did_not_start(LOG + "Error: bad option") == "Error: bad option"
     assert why_it_did_not_start(LOG).splitlines()[-1] == f"I{AT} server.cc:631]"
 

@@ -57,7 +57,10 @@ def packed_attention(
 
 
 def grouped_mask(mask: Tensor, groups: int) -> Tensor:
-    """Repeat a mask [n, 1, length, length] for the query heads that share keys and values."""
+    """Repeat a mask [n, 1, length, length] for the `groups` query heads that share a KV head.
+
+    Returns [n, 1, groups x length, length].
+    """
     return mask.repeat(1, 1, groups, 1)
 
 

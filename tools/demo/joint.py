@@ -170,8 +170,8 @@ def hidden_states(
 def answer_loss(
     model: LlavaForConditionalGeneration, batch: Pack, hidden: Tensor
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the answers' cross entropy, and figures: "loss" and the share of right branches of
-    each kind.
+    """Return the answers' cross entropy, and figures: "loss" and, for each kind of question, the
+    share of right answers.
 
     A token weighs 1/sqrt(tokens in its answer), so that boxes do not dominate single words.
     """

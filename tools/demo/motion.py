@@ -14,7 +14,14 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Clip:
-    """A surface, an object at its start, its motion, and the strength of the motion."""
+    """An object on a surface, and the object's motion.
+
+    scene: surface, with the object as it is before it moves.
+    action: name of the motion.
+    amount: pixels by which the object moves, or the largest factor of its size.
+    cycles, offset: number of repetitions, and phase at the start, of a motion that repeats.
+    other_colour: second colour of an object that changes its colour.
+    """
 
     scene: Scene
     action: str
@@ -40,7 +47,7 @@ def sample_times(rng: Rng) -> list[float]:
 
 
 def base_clip(rng: Rng, action: str | None = None) -> Clip:
-    """Return a clip of the base: an object moves in one direction or stands still."""
+    """Return a clip of the base model's task: an object moves in one direction or stands still."""
     action = action or str(rng.choice(lexicon.MOTIONS))
     travel = float(rng.uniform(20, 34)) if action.startswith("moving") else 0.0
     dx, dy = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}.get(

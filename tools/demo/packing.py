@@ -5,6 +5,7 @@ attends to the prefix and to itself, and its positions continue those of the pre
 therefore computes exactly what its prompt would compute alone, at a fraction of the cost.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -63,21 +64,36 @@ def encode(text: str) -> tuple[int, ...]:
     return tuple(_tokenizer()(text, add_special_tokens=False).input_ids)  # type: ignore[operator]
 
 
-def prompt_parts(question: Question, images: int, is_clip: bool) -> tuple[list[int], list[int]]:
+@dataclass(frozen=True)
+class Language:
+    """Prompts of one decoder: chat template, tokens of a text, and text at the end of an answer."""
+
+    template: ChatTemplate
+    encode: Callable[[str], Sequence[int]]
+    end: str
+
+
+DEMO = Language(TEMPLATE, encode, "</s>")
+
+
+def prompt_parts(
+    question: Question, images: int, is_clip: bool, language: Language = DEMO
+) -> tuple[list[int], list[int]]:
     """Return the token ids of a prompt's prefix, with image tokens expanded, and of its branch."""
     frames = images if is_clip else 0
-    prompt = render(question.task, question.text, images - frames, frames, TEMPLATE)
-    front, branch = prompt[: len(TEMPLATE.prefix)], prompt[len(TEMPLATE.prefix) :]
+    template = language.template
+    prompt = render(question.task, question.text, images - frames, frames, template)
+    front, branch = prompt[: len(template.prefix)], prompt[len(template.prefix) :]
     if images:
         cut = prompt.rindex(PLACEHOLDER) + len(PLACEHOLDER)
         front, branch = prompt[:cut], prompt[cut:]
     expanded = front.replace(PLACEHOLDER, PLACEHOLDER * IMAGE_TOKENS)
-    return list(encode(expanded)), list(encode(branch))
+    return list(language.encode(expanded)), list(language.encode(branch))
 
 
-def pack(rows: list[Row]) -> Pack:
+def pack(rows: list[Row], language: Language = DEMO) -> Pack:
     """Pack rows into one padded batch."""
-    laid_out = [_lay_out(row) for row in rows]
+    laid_out = [_lay_out(row, language) for row in rows]
     length = max(len(columns[0]) for columns in laid_out)
     length = -(-length // 16) * 16
     filled = [np.full((len(rows), length), fill, np.int64) for fill in (0, 0, PADDING, IGNORED)]
@@ -96,20 +112,22 @@ def pack(rows: list[Row]) -> Pack:
     )
 
 
-def _lay_out(row: Row) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+def _lay_out(
+    row: Row, language: Language
+) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
     tokens: list[int] = []
     positions: list[int] = []
     branches: list[int] = []
     targets: list[int] = []
     ends: list[int] = []
     for number, question in enumerate(row.questions, start=1):
-        front, prompt = prompt_parts(question, len(row.images), row.is_clip)
+        front, prompt = prompt_parts(question, len(row.images), row.is_clip, language)
         if number == 1:
             tokens += front
             positions += range(len(front))
             branches += [FRONT] * len(front)
             targets += [IGNORED] * len(front)
-        answer = list(encode(question.answer + "</s>"))
+        answer = list(language.encode(question.answer + language.end))
         ends.append(len(tokens) + len(prompt) - 1)
         tokens += prompt + answer
         positions += range(len(front), len(front) + len(prompt) + len(answer))

@@ -104,7 +104,9 @@ def tests(out: Path) -> str:
 
 
 def parity(out: Path) -> str:
-    """Compare the step's kernels with their twins, and an engine with one on the CPU."""
+    """Test the step's kernels against the reference implementations, and an engine on the GPU
+    against one on the CPU.
+    """
     _torch()
     for package in ("triton", "transformers", "safetensors", "peft"):
         if importlib.util.find_spec(package) is None:

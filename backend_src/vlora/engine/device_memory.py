@@ -12,9 +12,10 @@ from vlora.memory.device import Device, require_memory
 from vlora.model.decoder_config import load_config
 
 LOGIT_BYTES = 12
-"""Bytes per logit in addition to those that `capacity.step_bytes` counts: the output of the LM head
-in the type of the weights, at most 4 bytes, the memory of the graphs' logits, and the numbers of
-the tokens that may be drawn.
+"""Bytes per logit in addition to those that `capacity.step_bytes` counts.
+
+Three values take at most 4 bytes each: the output of the LM head in the type of the weights, the
+copy in the memory of the graphs' logits, and the number of a token that may be drawn.
 """
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
@@ -20,7 +20,8 @@ from vlora.errors import shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question
 from vlora.gateway.bodies import Bodies
-from vlora.gateway.door import App, Door, Receive, Visit, send_error
+from vlora.gateway.disconnects import Disconnected, connected
+from vlora.gateway.door import App, Door, Visit, send_error
 from vlora.gateway.errors import ApiError
 from vlora.gateway.keys import RateLimit, load_keys
 from vlora.gateway.media import MediaLoader
@@ -33,9 +34,6 @@ from vlora.launcher.direct import get, is_local
 METRICS_SECONDS = 5.0
 """Time limit in seconds for reading the server's metrics."""
 
-MAX_LOGGED = 256
-"""Maximum number of characters of a model's name in the log."""
-
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -44,11 +42,6 @@ EVENT_HEADERS = {
 """Headers of a stream of server-sent events."""
 
 Pieces = AsyncGenerator[Piece, None]
-Result = TypeVar("Result")
-
-
-class Disconnected(Exception):
-    """Raised when the client has closed its connection."""
 
 
 class Gateway:
@@ -68,6 +61,7 @@ class Gateway:
         gc.collect()
         gc.freeze()  # Exclude the objects of imported libraries from later garbage collections.
         yield
+        self._bodies.close()
         await self._media.close()
         await self._backend.close()
 
@@ -130,11 +124,17 @@ class Gateway:
 
     async def _complete(self, request: Request, read: Callable[[dict[str, Any]], Ask]) -> Response:
         visit: Visit = request.state.visit
+        ask = None
         try:
             with self._bodies.holding() as hold:
-                ask = read(read_body(await self._bodies.receive(request, hold)))
-                visit.model = ask.model[:MAX_LOGGED]
+                body = await self._bodies.receive(request, hold)
+                ask = await self._bodies.parse(body, lambda body: read(read_body(body)))
+                visit.model = ask.model
                 return await self._answer(request, visit, ask)
+        except ApiError as error:
+            if ask is not None and error.param is None:
+                error.param = ask.conversation.place_of(error.message)
+            raise
         except (ClientDisconnect, Disconnected):
             self.metrics.disconnects.inc()
             return Response(status_code=499)
@@ -244,32 +244,6 @@ def _note(visit: Visit, writer: CompletionWriter) -> None:
 
 async def _all(pieces: Pieces) -> list[Piece]:
     return [piece async for piece in pieces]
-
-
-async def connected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise
-    Disconnected.
-
-    The request's body must have been received already.
-    """
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_until_gone(receive))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Disconnected
-        return task.result()
-    finally:
-        for waiting in (task, gone):
-            if not waiting.done():
-                waiting.cancel()
-                with suppress(asyncio.CancelledError):
-                    await waiting
-
-
-async def _until_gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 async def _api_error(request: Request, error: Exception) -> Response:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
+from vlora.errors import shown
 from vlora.gateway.errors import ApiError
 from vlora.gateway.options import GatewayOptions
 
@@ -21,6 +23,13 @@ RETRY_SECONDS = 1.0
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 DISCARD_SECONDS = 5.0
 """Limits for receiving the unused rest of a body."""
+
+MANY_COMMAS = 4096
+"""Number of commas above which a body is parsed in another thread. Parsing takes up to half a
+second, during which the event loop could serve no other request.
+"""
+
+Parsed = TypeVar("Parsed")
 
 Hold = Callable[[int], None]
 """Function that counts additional bytes in memory. It raises ApiError if they exceed the limit."""
@@ -65,12 +74,21 @@ class BodyReceiver:
 
 
 class Bodies:
-    """Receives request bodies and bounds their total size in memory. Belongs to one event loop."""
+    """Receives and parses request bodies, and bounds their total size in memory.
+
+    It belongs to one event loop.
+    """
 
     def __init__(self, options: GatewayOptions) -> None:
         self._limit = options.max_body_bytes
         self._max_held = options.max_held_bytes
         self._held = 0
+        # One thread, so that bodies with many values take turns.
+        self._parser = ThreadPoolExecutor(1, thread_name_prefix="parser")
+
+    def close(self) -> None:
+        """End the thread that parses bodies."""
+        self._parser.shutdown(cancel_futures=True)
 
     @contextmanager
     def holding(self) -> Iterator[Hold]:
@@ -97,6 +115,12 @@ class Bodies:
         finally:
             self._held -= held
 
+    async def parse(self, body: bytearray, read: Callable[[bytearray], Parsed]) -> Parsed:
+        """Return what `read` makes of a body. It may run in another thread."""
+        if len(body) <= MANY_COMMAS or body.count(b",") <= MANY_COMMAS:
+            return read(body)
+        return await asyncio.get_running_loop().run_in_executor(self._parser, read, body)
+
     async def receive(self, request: Request, hold: Hold) -> bytearray:
         """Return the body of a request, which must be JSON and not too large.
 
@@ -106,6 +130,11 @@ class Bodies:
         if kind != "application/json":
             raise ApiError(
                 "INVALID_ARG", f"the content type must be application/json, not {kind!r}"
+            )
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise ApiError(
+                "INVALID_ARG", f"the content encoding must be identity, not {shown(encoding)}"
             )
         # The HTTP parser has checked that this is a number. A chunked body has no length.
         if int(request.headers.get("content-length", "0")) > self._limit:

@@ -125,6 +125,8 @@ class Door:
     def _check(self, scope: Scope, visit: Visit) -> None:
         """Set the tenant of the request. Raise ApiError if the request may not pass."""
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
+        if sum(name == b"host" for name, _ in scope["headers"]) > 1:
+            raise ApiError("INVALID_ARG", "the request has more than one Host header; send one")
         host = _host(headers.get("host", b"").decode("latin-1"))
         if self._keys is None and not is_local(host):
             raise ApiError(

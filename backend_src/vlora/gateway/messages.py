@@ -7,6 +7,7 @@ with the checkpoint's chat template (task `chat`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,15 @@ from vlora.vision.prompts import PLACEHOLDER
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles of OpenAI's messages, with the corresponding roles of chat templates."""
 
+DETAILS = ("auto", "low", "high", "original")
+"""Valid values of an image's `detail`. None has an effect, as the checkpoint's image processor
+determines the resolution.
+"""
+
 MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "role": None,
     "content": None,
-    "name": (),
+    "name": None,
     "refusal": (),
     "audio": (),
     "function_call": (),
@@ -30,8 +36,8 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of a message, each with the values that it may have.
 
-None stands for a field that `_Reader` reads and checks itself. The listed values of all other
-fields have no effect.
+None stands for a field that `_Reader` reads and checks itself. The values of all other fields have
+no effect. `name` has none either, because chat templates have no names of participants.
 """
 
 
@@ -40,6 +46,10 @@ MAX_MEDIA = 1024
 
 CLIP = "data:video/jpeg;base64,"
 """Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM."""
+
+
+NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
+"""Start of an error message about an image or frame. They are numbered from 0."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,14 @@ class Conversation:
     images: tuple[Media, ...] = ()
     frames: tuple[Media, ...] = ()
     turns: int = 1
+
+    def place_of(self, message: str) -> str | None:
+        """Return the path of the image or frame that an error message of the server begins with."""
+        found = NUMBERED.match(message)
+        if found is None:
+            return None
+        media, number = self.images if found[1] == "image" else self.frames, int(found[2])
+        return media[number].param if number < len(media) else None
 
 
 def read_messages(messages: Any) -> Conversation:
@@ -101,6 +119,8 @@ class _Reader:
                 f"{param}.role",
                 f"'{param}.role' must be one of {', '.join(ROLES)}, not {shown(role)}",
             )
+        if not isinstance(message.get("name", ""), str | None):
+            raise invalid(f"{param}.name", f"'{param}.name' must be a string")
         for name, value in message.items():
             if name not in MESSAGE_FIELDS:
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of a message")
@@ -143,11 +163,10 @@ class _Reader:
         if not isinstance(value, dict) or not isinstance(value.get("url"), str):
             raise invalid(param, f"'{param}' must be an object whose 'url' is a string")
         for name, option in value.items():
-            if name == "detail" and option not in (None, "auto"):
-                raise unsupported(
+            if name == "detail" and option not in (None, *DETAILS):
+                raise invalid(
                     f"{param}.detail",
-                    f"'{param}.detail' = {shown(option)} is not supported: the vision tower has one"
-                    " resolution; leave it out, or send 'auto'",
+                    f"'{param}.detail' must be one of {', '.join(DETAILS)}, not {shown(option)}",
                 )
             if name not in ("url", "detail"):
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of '{param}'")

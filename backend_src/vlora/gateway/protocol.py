@@ -1,9 +1,9 @@
-"""HTTP connections with three additions to uvicorn: limits, cancellation, and ignored upgrades.
+"""HTTP connections with additions to uvicorn: limits, cancellation, ignored upgrades, and errors.
 
-Limits: a request's head, which is everything before the body, has a maximum size and a time limit.
-The application sees a request only after its head, and the parser copies the received part of a
-header again with every network read. So without limits, one client could use up memory and
-processor time.
+Limits: a request's head, which is everything before the body, has a maximum size and a time limit,
+and the number of a body's chunks is limited. The application sees a request only after its head,
+and the parser copies the received part of a header again with every network read. So without
+limits, one client could use up memory and processor time.
 
 Cancellation: a client may send requests before earlier ones are answered (pipelining), and uvicorn
 answers them one after another. If the connection is lost, uvicorn notifies only the last request.
@@ -12,6 +12,8 @@ This module notifies all of them.
 Ignored upgrades: a client may offer to switch to another protocol in its first request, as Java's
 client does (`Upgrade: h2c`). The parser then stops before the body. A server may ignore the offer,
 so such a request is parsed again without it.
+
+Errors: a request that is not valid HTTP is answered with an error in the form of the API.
 """
 
 from __future__ import annotations
@@ -22,6 +24,8 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from vlora.gateway.errors import ApiError
 
 MAX_HEAD_BYTES = 64 * 1024
 """Maximum size in bytes of a request without its body.
@@ -37,6 +41,11 @@ response.
 CHUNK_OVERHEAD = 8
 """Maximum number of bytes of framing for each byte of a body that is sent in chunks."""
 
+MAX_SMALL_CHUNKS = 4096
+MIN_CHUNK_BYTES = 1024
+"""Number of chunks of a body that may have any size, and minimum average size in bytes of further
+chunks. The limit exists because each chunk takes calls of functions of this module.
+"""
 
 MAX_WAITING = 16
 """Maximum number of requests on a connection that wait until earlier ones are answered."""
@@ -50,6 +59,8 @@ class LimitedConnection(HttpToolsProtocol):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self._head_bytes = 0
+        self._chunks = self._body_bytes = 0
+        self._refusal: str | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._cycles: deque[RequestResponseCycle] = deque()
 
@@ -77,15 +88,24 @@ class LimitedConnection(HttpToolsProtocol):
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as offer:
             self._ignore_offer(data[offer.args[0] :])
-        except httptools.HttpParserError:
-            self.send_400_response("Invalid HTTP request received.")
+        except httptools.HttpParserError as error:
+            self.send_400_response(self._refusal or f"the request is not valid HTTP: {error}")
         if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The head has more than {MAX_HEAD_BYTES} bytes, the limit.")
+            self.send_400_response(f"the head has more than {MAX_HEAD_BYTES} bytes, the limit")
+
+    def send_400_response(self, msg: str) -> None:
+        """Send an error in the form of the API, and close the connection."""
+        body = ApiError("INVALID_ARG", msg).as_json()
+        self.transport.write(
+            b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Start to count the bytes of a new request's head."""
+        """Start to count the bytes of a new request's head, and its chunks."""
         super().on_message_begin()
-        self._head_bytes = 0
+        self._head_bytes = self._chunks = self._body_bytes = 0
 
     def on_headers_complete(self) -> None:
         """Start to answer the request, or queue it until the earlier ones are answered."""
@@ -93,15 +113,24 @@ class LimitedConnection(HttpToolsProtocol):
             return  # The parser raises an error next, whose handler calls `_ignore_offer`.
         self._stop_timer()
         if len(self.pipeline) >= MAX_WAITING:
-            # uvicorn answers an error in this callback with status 400.
-            raise ValueError(f"more than {MAX_WAITING} requests wait")
+            self._refuse(f"more than {MAX_WAITING} requests wait on this connection, the limit")
         super().on_headers_complete()
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         self._cycles.append(self.cycle)
 
+    def on_chunk_header(self) -> None:
+        """Count a chunk, and refuse the request if it has too many small ones."""
+        self._chunks += 1
+        if self._chunks > MAX_SMALL_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
+            self._refuse(
+                f"the body has {self._chunks} chunks with {self._body_bytes} bytes; more than"
+                f" {MAX_SMALL_CHUNKS} chunks must have {MIN_CHUNK_BYTES} bytes on average"
+            )
+
     def on_body(self, body: bytes) -> None:
         """Pass on a part of the body, and do not count its bytes as part of the head."""
+        self._body_bytes += len(body)
         self._head_bytes = max(0, self._head_bytes - (1 + CHUNK_OVERHEAD) * len(body))
         super().on_body(body)
 
@@ -117,13 +146,18 @@ class LimitedConnection(HttpToolsProtocol):
         """
         method = self.parser.get_method()
         if method == b"CONNECT":  # The method CONNECT always switches the protocol.
-            self.send_400_response("This is not a proxy.")
+            self.send_400_response("the method CONNECT is not supported; the gateway is no proxy")
             return
         headers = [pair for pair in self.headers if pair[0] != b"upgrade"]
         lines = [b"%b %b HTTP/1.1" % (method, self.url), *map(b": ".join, headers), b"", rest]
         self.parser = httptools.HttpRequestParser(self)
         self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # As uvicorn does.
         self.data_received(b"\r\n".join(lines))
+
+    def _refuse(self, message: str) -> None:
+        """End a callback of the parser with an error, which `data_received` sends."""
+        self._refusal = message
+        raise ValueError(message)
 
     def _start_timer(self) -> None:
         self._timer = self.loop.call_later(self.head_seconds, self.transport.close)

@@ -22,10 +22,20 @@ from vlora.value_readers import is_text
 MAX_COMMAS = 1 << 18
 """Maximum number of commas in a body. It limits the number of values, which take time to check."""
 
+MAX_MODEL_LENGTH = 256
+"""Maximum number of characters of a model's name."""
+
 MAX_HINT_LENGTH = 64
 """Maximum length of an unknown field for which a similar field is suggested."""
 
 MAX_TOP_LOGPROBS = 20
+
+DEFAULTS: Mapping[str, Any] = {"temperature": 0, "stream_interval_ms": 20}
+"""Sampling keys that are sent if the request lacks them.
+
+The interval bounds the cost of fast models: a token that is sent alone takes as much time in the
+gateway and in the server as ten tokens that are sent together.
+"""
 
 NO_EFFECT = frozenset(
     {
@@ -51,7 +61,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "moderation": (),
     "prediction": (),
     "reasoning_effort": ("none",),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex", "priority", "scale"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
@@ -125,7 +135,6 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
     given = _checked(body, CHAT, "chat completions")
     conversation = read_messages(given.get("messages"))
     sampling = _sampling(given)
-    sampling.setdefault("temperature", 0)
     sampling["max_tokens"] = _max_tokens(given)
     task = _text(given, "task") or ("chat" if conversation.turns > 1 else "auto")
     return Ask(
@@ -152,7 +161,6 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
             "'prompt' must be one string; send several prompts, or token ids, as several requests",
         )
     sampling = _sampling(given)
-    sampling.setdefault("temperature", 0)
     if "max_tokens" in given:
         sampling["max_tokens"] = given["max_tokens"]
     logprobs = given.get("logprobs")
@@ -201,7 +209,8 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling keys in the request, including the structure of the answer."""
     sampling = {
-        key: value for key, value in given.items() if key in PASSED and key not in STRUCTURE_KEYS
+        **DEFAULTS,
+        **{key: given[key] for key in given if key in PASSED and key not in STRUCTURE_KEYS},
     }
     structure = _structure(given)
     if structure is not None:
@@ -266,6 +275,10 @@ def _model(given: Mapping[str, Any]) -> str:
     name = _text(given, "model")
     if not name:
         raise invalid("model", "'model' is missing; GET /v1/models lists the names")
+    if len(name) > MAX_MODEL_LENGTH:
+        raise invalid(
+            "model", f"'model' has {len(name)} characters; the limit is {MAX_MODEL_LENGTH}"
+        )
     return name
 
 
@@ -335,6 +348,3 @@ def _text(given: Mapping[str, Any], name: str) -> str | None:
     if value is not None and not isinstance(value, str):
         raise invalid(name, f"'{name}' must be a string, not {shown(value)}")
     return value
-
-
-__all__ = ["ApiError", "Ask", "read_body", "read_chat", "read_completion"]

@@ -86,7 +86,7 @@ class PeftTrainer:
         return sum(own.get(other, 0.0) for other in others) / len(others)
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
-        """Train as `fusion.Trainer` describes, until no promise is broken or progress ends."""
+        """Train as `fusion.Trainer` describes, until all promises are kept or progress ends."""
         started = time.monotonic()
         training = self._spec.training
         items = [self._spec.item(name) for name in (onto.items if onto else ())] + [item]

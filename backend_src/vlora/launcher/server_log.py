@@ -76,7 +76,11 @@ def why_it_did_not_start(log: str, lines: int = 12) -> str:
     lines: maximum number of lines.
     """
     text = log.splitlines()
-    unloaded = [line.split(STACK)[0] for line in text if "failed to load '" in line]
+    unloaded = [
+        line.split(STACK)[0]
+        for line in text
+        if "failed to load '" in line and not _INFORMATION.match(line)
+    ]
     errors = [line for line in text if line.startswith("E") or "error:" in line.lower()]
     rest = [line for line in text if not line.startswith(TABLE)]
     return "\n".join((unloaded or _without_noise(errors) or rest)[-lines:])

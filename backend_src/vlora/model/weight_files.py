@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,12 @@ from safetensors import SafetensorError, safe_open
 from vlora.errors import InvalidArgument
 
 INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+"""Names of files with pickled weights."""
+LFS_HEADER = b"version https://git-lfs"
+LFS_HINT = "; it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"
+NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)")
+"""Name of one of several weight files: prefix, number, `-of-`, number of files, suffix."""
 
 
 def check_files(folder: Path) -> None:
@@ -35,7 +43,10 @@ def indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise InvalidArgument(f"model: {folder} holds no .safetensors file")
+            raise InvalidArgument(
+                f"model: {folder} holds no .safetensors file{_instead_of_pickles(folder)}"
+            )
+        _check_numbering(files)
         return files, {}
     try:
         listed = {
@@ -54,4 +65,47 @@ def open_weights(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", backend="pread")
     except (SafetensorError, OSError) as error:
-        raise InvalidArgument(f"model: {file} cannot be read: {error}") from error
+        hint = LFS_HINT if _is_lfs_pointer(file) else ""
+        raise InvalidArgument(f"model: {file} cannot be read: {error}{hint}") from error
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(LFS_HEADER)) == LFS_HEADER
+    except OSError:
+        return False
+
+
+def _check_numbering(files: list[Path]) -> None:
+    """Raise InvalidArgument if the names of files without an index show that one is missing."""
+    present = {file.name for file in files}
+    for file in files:
+        if match := NUMBERED.fullmatch(file.name):
+            prefix, number, of, count, suffix = match.groups()
+            wanted = (f"{prefix}{n:0{len(number)}}" for n in range(1, min(int(count), 9999) + 1))
+            for name in wanted:
+                if f"{name}{of}{count}{suffix}" not in present:
+                    raise InvalidArgument(
+                        f"model: {file.parent} lacks {name}{of}{count}{suffix}, and {INDEX},"
+                        " which lists its weights"
+                    )
+
+
+def _instead_of_pickles(folder: Path) -> str:
+    """Return how to convert a folder's pickled weights; an empty string if it has none."""
+    pickles = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
+    if not pickles:
+        return ""
+    try:
+        (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = ""
+    if not str(name).isidentifier():
+        name = "AutoModelForImageTextToText"
+    place = shlex.quote(str(folder))
+    return (
+        f", but {pickles[0]}. Pickled weights are not read, because they can run code."
+        f" Convert them: python -c 'import sys; from transformers import {name} as M;"
+        f" M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' {place}"
+    )

@@ -6,7 +6,9 @@ It does not depend on Triton or on when a response is sent.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+import time
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,13 +23,23 @@ MIN_LOGPROB = -9999.0
 class AnswerWriter:
     """Converts the outputs of one request to its responses.
 
-    If the request streams, every output becomes a response with the new text and tokens. Otherwise
-    the last output becomes the only response, which contains the complete answer.
+    If the request streams, every output becomes a response with the new text and tokens, except
+    that outputs within `interval` seconds of the last response are sent together with a later one.
+    Otherwise the last output becomes the only response, which contains the complete answer.
     """
 
-    def __init__(self, call: Call, task: str) -> None:
+    def __init__(
+        self,
+        call: Call,
+        task: str,
+        interval: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._call = call
         self._task = task
+        self._interval = interval
+        self._clock = clock
+        self._sent_at = -math.inf
         self._text: list[str] = []
         self._num_tokens = 0
         self._logprobs: list[dict[str, dict[str, object]]] | None = None
@@ -37,13 +49,19 @@ class AnswerWriter:
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """Return the response for `output`, or None if a request without streaming has not ended.
+        """Return the next response, or None if the content of `output` is sent later.
 
         `output` must not be an error.
         """
         self._collect(output)
-        if not (self._call.outputs.stream or output.finished):
-            return None
+        if not output.finished:
+            if not self._call.outputs.stream:
+                return None
+            if self._interval:
+                now = self._clock()
+                if now < self._sent_at + self._interval:
+                    return None
+                self._sent_at = now
         response = self._response(output)
         self._text.clear()
         self._num_tokens = 0

@@ -272,7 +272,8 @@ class LmmService:
             name = self._engine.adapters.route(call.task or DEFAULT_TASK, call.text)
         info = None if name is None else self._engine.adapters.info(name)
         prepared = prepare(call, request_id, info, self._template)
-        writer = AnswerWriter(call, prepared.task)
+        interval = prepared.request.sampling.stream_interval_ms / 1e3
+        writer = AnswerWriter(call, prepared.task, interval)
         observe = self._observe()
         self._engine.submit(
             prepared.request,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,20 +97,19 @@ class VisionEncoder:
             # quantizer's package.
             if getattr(part, "quantization_config", None) is not None:
                 del part.quantization_config
-        model, report = self._family.part.from_pretrained(
-            checkpoint,
-            config=config,
-            dtype=torch.float32,
-            output_loading_info=True,
-            use_safetensors=True,
-            local_files_only=True,
-        )
-        missing = sorted(report["missing_keys"]) or sorted(map(str, report["mismatched_keys"]))
-        if missing:
-            raise InvalidArgument(
-                f"{checkpoint} lacks {len(missing)} weights of the vision tower, or has them in"
-                f" an unexpected shape; the first is {missing[0]}"
+        try:
+            model, report = self._family.part.from_pretrained(
+                checkpoint,
+                config=config,
+                dtype=torch.float32,
+                output_loading_info=True,
+                use_safetensors=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # They are refused below, by name.
             )
+        except OSError as error:  # Several files without an index, for example.
+            raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
+        _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
         self._model: Any = model
@@ -161,6 +160,27 @@ class VisionEncoder:
     def preprocess(self, image: DecodedImage) -> Pixels:
         """Return the pixels of one image as the checkpoint's image processor prepares them."""
         return self._family.preprocess(self._processor, image)
+
+
+def _check_report(
+    checkpoint: Path,
+    missing: Collection[str],
+    mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]],
+) -> None:
+    """Raise InvalidArgument for weights of the tower that were not loaded.
+
+    mismatched: name, stored shape and expected shape of weights of another shape.
+    """
+    for name, stored, expected in sorted(mismatched):
+        raise InvalidArgument(
+            f"{checkpoint} holds '{name}' of shape {tuple(stored)}; by config.json it must be"
+            f" {tuple(expected)}"
+        )
+    if missing:
+        raise InvalidArgument(
+            f"{checkpoint} lacks {len(missing)} weights of the vision tower; the first is"
+            f" {min(missing)}"
+        )
 
 
 def _use_in_place_activations(model: torch.nn.Module) -> None:

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call)
         b[step_of(i)][row_of(i)] = l < m.rank && r < m.d_out ? m.b[r * m.rank + l] : 0.f;
       }
       __syncthreads();
-#pragma unroll 4
+#pragma unroll 2
       for (int k = 0; k < kDepth; ++k) {
         float p[8], q[8];
 #pragma unroll

@@ -10,7 +10,7 @@ constexpr int kSumVector = 4;  // elements that a thread sums together; ranks ar
 
 // Runs as one block. Each thread takes one problem at a time, and a scan counts the tiles before
 // each problem. The lower half of a 64-bit number counts shrink tiles, the upper half expand tiles.
-__global__ void __launch_bounds__(kPlanThreads) plan_kernel(VloraCall call, Workspace w,
+__global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(VloraCall call, Workspace w,
                                                             int rows_up_to) {
   __shared__ uint64_t scan[2][kPlanThreads];
   const int thread = int(threadIdx.x);

@@ -206,6 +206,7 @@ def large_tiles(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     if not ON_GPU:
         monkeypatch.setattr(launch, "DECODE_TILE", {2: 4096, 4: 4096})
         monkeypatch.setattr(launch, "PREFILL_TILE", {2: 4096, 4: 4096})
+        monkeypatch.setattr(launch, "MASKED_TILE", {2: 4096, 4: 4096})
 
 
 @pytest.mark.usefixtures("large_tiles")

@@ -247,9 +247,10 @@ def prefill_kernel(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     TILE: tl.constexpr,
+    MASKED_TILE: tl.constexpr,
 ):
     """Compute the attention of one query head for up to ROWS rows of one chunk, TILE positions at a
-    time.
+    time, and MASKED_TILE, which divides TILE, where some rows do not see a position.
 
     tiles: [n, 4] int32: first row, number of rows, position of the first row, line of `tables`.
     """
@@ -287,8 +288,8 @@ def prefill_kernel(
         sums = sums * decay[:, None] + weighted
 
     faulty = tl.zeros([ROWS], tl.int32)
-    for begin in range(diagonal, end, TILE):
-        positions = begin + tl.arange(0, TILE)
+    for begin in range(diagonal, end, MASKED_TILE):
+        positions = begin + tl.arange(0, MASKED_TILE)
         exists = positions < end
         offsets = _offsets(positions, exists, table, page_stride, token_stride, PAGE) + head_offset
         loaded = exists[:, None] & in_columns

