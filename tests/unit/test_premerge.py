@@ -163,6 +163,29 @@ def test_a_dry_run_writes_nothing(checkpoint: Path, adapters_dir: Path, tmp_path
 
 
 @pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "requests.log has no requests"),
+        (
+            "head-r9\n\n",
+            "no request names one of the adapters; it has, for example, 'head-r9';",
+        ),
+    ],
+)
+def test_a_log_without_requests_for_the_adapters_is_reported(
+    checkpoint: Path, adapters_dir: Path, tmp_path: Path, content: str, reason: str
+) -> None:
+    log = tmp_path / "requests.log"
+    log.write_text(content)
+    code, output = run(
+        "--model", checkpoint, "--adapters", adapters_dir, "--out", tmp_path / "out",
+        "--requests", log,
+    )  # fmt: skip
+    assert code == 1
+    assert reason in output
+
+
+@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
         ((), "pass either --hot NAME or --requests FILE"),

@@ -26,6 +26,7 @@ def nothing(_: str) -> bool:
         ("vqa", "Is there a face in this picture?", "portraits"),
         ("vqa", "What does the SIGN say?", "streets"),
         ("vqa", "How many cars?", None),
+        ("vqa", "What color is the big circle?", None),
         ("vqa", "", None),
         ("classify", "", "portraits"),
         ("detect", "face", None),

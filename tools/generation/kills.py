@@ -66,7 +66,8 @@ def main(
     """Compare the adapters of an undisturbed run with those of a run that is killed often."""
     out.mkdir(parents=True)
     started = time.monotonic()
-    if start(spec, out / "straight").wait() != 0:
+    start(spec, out / "straight").wait()
+    if not (out / "straight" / "report.json").exists():  # A missed promise is no failure here.
         typer.echo(f"the undisturbed run failed: see {out / 'straight.log'}", err=True)
         raise typer.Exit(1)
     seconds = time.monotonic() - started

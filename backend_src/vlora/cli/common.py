@@ -73,6 +73,11 @@ def print_plain(text: str) -> None:
     console.print(text, soft_wrap=True, markup=False)
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with a noun in the singular or the plural."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 @contextmanager
 def report_errors() -> Iterator[None]:
     """Print an error that the user can correct without a traceback, and exit with status 1."""

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.markup import escape
-from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
-from rich.progress import Progress as Bars
 from rich.table import Table
 
-from vlora.cli.common import console, print_plain, report_errors
-from vlora.errors import Unsupported
+from vlora.cli.common import console, counted, print_plain, report_errors
+from vlora.cli.generation_progress import GenerationProgress
+from vlora.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
     from vlora.generation.run import Outcome
     from vlora.generation.spec import Spec
-    from vlora.generation.trainer import Progress
-
-STATUS_SECONDS = 5.0
-"""Seconds between two status lines if the output is not a terminal."""
 
 
 def generate(
@@ -48,81 +41,55 @@ def generate(
     """
     with report_errors():
         try:
-            # Imported here because they import torch and PEFT.
+            from vlora.generation.spec import PAPER, read_spec
+
+            wanted = read_spec(spec)
+            # Imported after the check of the specification because they import torch and PEFT.
             from vlora.generation.optimization import make_accelerator
             from vlora.generation.report import write_report
             from vlora.generation.run import generate as run
             from vlora.generation.run import load_splits
-            from vlora.generation.spec import PAPER, read_spec
         except ImportError as error:
             raise Unsupported(
                 f"generating adapters needs {error.name}: pip install 'vlora[train]'"
             ) from error
-        wanted = read_spec(spec)
         if dry_run:
             _print_plan(wanted, {name: len(s.train) for name, s in load_splits(wanted).items()})
             return
         accelerator = make_accelerator(wanted.training)
         first = accelerator.is_main_process  # Of several processes, only the first prints.
-        terminal, lines = first and console.is_terminal, first and not console.is_terminal
         options = PAPER if paper else wanted.options
-        out.mkdir(parents=True, exist_ok=True)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-        )
-        started = time.monotonic()
-        with Bars(*columns, console=console, disable=not terminal) as bars:
-            items = bars.add_task("items", total=len(wanted.items), note="")
-            steps = bars.add_task("starting", total=wanted.training.max_steps, note="")
-
-            def report(progress: Progress) -> None:
-                onto = f"onto {progress.adapter}" if progress.adapter else "alone"
-                scores = " ".join(f"{name} {score:.2f}" for name, score in progress.scores.items())
-                text = f"{escape(progress.item)} {onto}"
-                bars.update(
-                    steps,
-                    description=text,
-                    completed=progress.step,
-                    total=progress.max_steps,
-                    note=scores,
+        work = work or out / ".generation"
+        for folder in (out, work):
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise InvalidArgument(f"{folder} cannot be made: {error.strerror}") from None
+        try:
+            with GenerationProgress(wanted, shown=first) as progress:
+                outcome = run(
+                    wanted,
+                    options,
+                    work,
+                    out,
+                    progress.report,
+                    progress.decided,
+                    progress.status,
+                    accelerator,
                 )
-                if lines:
-                    print_plain(f"{text}: step {progress.step}/{progress.max_steps}: {scores}")
-
-            def decided(done: int, adapters: int) -> None:
-                left = (time.monotonic() - started) / max(1, done) * (len(wanted.items) - done)
-                note = f"{adapters} adapters, about {left / 60:.0f} min left"
-                bars.update(items, completed=done, note=note)
-                if lines:
-                    print_plain(f"{done} of {len(wanted.items)} items in {note}")
-
-            shown = -STATUS_SECONDS
-
-            def status(text: str) -> None:
-                nonlocal shown
-                bars.update(steps, description=escape(text), completed=0, note="")
-                if lines and time.monotonic() - shown >= STATUS_SECONDS:
-                    shown = time.monotonic()
-                    print_plain(text)
-
-            outcome = run(
-                wanted,
-                options,
-                work or out / ".generation",
-                out,
-                report,
-                lambda state: decided(len(wanted.items) - len(state.pending), len(state.adapters)),
-                status,
-                accelerator,
-            )
+        except KeyboardInterrupt:
+            if first:
+                print_plain("stopped; to continue, start the same command again")
+            raise typer.Exit(130) from None
         if first:
             _print_outcome(outcome)
             if outcome.left_out:
-                print_plain(f"left out  {len(outcome.left_out)} images; the report says why")
+                count = counted(len(outcome.left_out), "image")
+                print_plain(f"left out  {count}; the report says why")
             print_plain(f"report    {write_report(outcome, out)}")
+            for name, score in outcome.missed.items():
+                required = wanted.item(name).required
+                print_plain(f"missed    {name}: {score:.3f} of the required {required:.3f}")
         if outcome.missed:
             raise typer.Exit(1)
 
@@ -142,10 +109,9 @@ def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
     count = len(spec.items)
     steps = spec.training.max_steps * (1 + spec.training.restarts)
     most = count * (count + 1) // 2 if spec.options.fit == "best" else 2 * count
-    print_plain(
-        f"at least {count} attempts, at most {most}, of up to {steps} steps with"
-        f" {spec.training.batch_size} examples each"
-    )
+    attempts = counted(most, "attempt")
+    number = attempts if most == count else f"at least {count} and at most {attempts}"
+    print_plain(f"{number} of up to {steps} steps with {spec.training.batch_size} examples each")
 
 
 def _print_outcome(outcome: Outcome) -> None:

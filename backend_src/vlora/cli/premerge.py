@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlora.cli.common import console, error_console, print_plain, report_errors
-from vlora.errors import InvalidArgument, known_names
+from vlora.errors import InvalidArgument, known_names, shown
 
 if TYPE_CHECKING:
     from vlora.generation.premerge import Report
@@ -54,20 +54,21 @@ def premerge(
 ) -> None:
     """Merge one hot adapter into the checkpoint and adapt all others to it.
 
-    Writes OUT/model, a Hugging Face checkpoint with the hot adapter merged into its weights, and
-    OUT/adapters, PEFT folders of adapters for that checkpoint. Requests for an adapter get the
-    same answers as before, up to rounding: each other adapter is stored minus the hot one, and the
-    hot adapter's name becomes an adapter without effect. Requests that name no adapter now use the
-    hot one. To use the old checkpoint, a request names the new adapter `base`.
+    Writes OUT/model, a Hugging Face checkpoint with the hot adapter merged into
+    its weights, and OUT/adapters, PEFT folders of adapters for that checkpoint.
+    Requests for an adapter get the same answers as before, up to rounding: each
+    other adapter is stored minus the hot one, and the hot adapter's name becomes
+    an adapter without effect. Requests that name no adapter now use the hot one.
+    To use the old checkpoint, a request names the new adapter `base`.
     """
-    # Imported here because they import torch.
-    from vlora.generation.premerge import premerge as run
-    from vlora.model.decoder_config import load_config
-    from vlora.model.loader import adapter_shape
-
     with report_errors():
         if (hot is None) == (requests is None):
             raise InvalidArgument("pass either --hot NAME or --requests FILE")
+        # Imported here because they import torch.
+        from vlora.generation.premerge import premerge as run
+        from vlora.model.decoder_config import load_config
+        from vlora.model.loader import adapter_shape
+
         config = load_config(model)
         shape = adapter_shape(model, config)
         folders, files, broken = _check_adapters(adapters, shape)
@@ -125,10 +126,18 @@ def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape
 
     requests: log of requests, from which the use of each adapter is counted.
     """
-    from vlora.generation.hot_adapter import choose_hot, lora_work, read_request_log
+    from vlora.generation.hot_adapter import BASE_NAME, choose_hot, lora_work, read_request_log
 
     work = {name: lora_work(one.description.ranks, shape) for name, one in files.items()}
     counts = read_request_log(requests)
+    if not counts:
+        raise InvalidArgument(f"{requests} has no requests")
+    unknown = [name for name in counts if name not in work and name != BASE_NAME]
+    if unknown and not counts.keys() & work.keys():
+        raise InvalidArgument(
+            f"{requests}: no request names one of the adapters; it has, for example,"
+            f" {shown(unknown[0])}{known_names(unknown[0], sorted(work))}"
+        )
     choice = choose_hot(counts, work)
     if choice.hot is None:
         raise InvalidArgument(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 
 from PIL import Image
 
-from vlora.errors import InvalidArgument
-from vlora.generation.spec import Item
+from vlora.errors import InvalidArgument, shown
+from vlora.generation.spec import BOX_TASKS, Item
+from vlora.vision.results import parse_boxes
 
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 PLACEHOLDER = "<image>"
+BOX_EXAMPLE = "<ref>dog</ref><box>(120,80),(460,900)</box>"
 MAX_LEFT_OUT = 0.1
 """Maximum share of an item's images that may be left out. If more fail, the item is refused."""
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
@@ -79,8 +82,30 @@ def read_examples(
         left_out(reason)
     if len(bad) > MAX_LEFT_OUT * len(images):
         first = next(iter(bad.values()))
-        raise InvalidArgument(f"{first}; {len(bad)} of {len(images)} images are like this")
-    return [example for example in examples if not bad.keys() & set(example.images)]
+        raise InvalidArgument(
+            f"{first}; {len(bad)} of {len(images)} images fail, and at most"
+            f" {MAX_LEFT_OUT:.0%} of them may"
+        )
+    usable = [example for example in examples if not bad.keys() & set(example.images)]
+    _check_answers(item, usable)
+    return usable
+
+
+def _check_answers(item: Item, examples: Sequence[Example]) -> None:
+    """Raise InvalidArgument if there are no examples, or no boxes although the task needs them.
+
+    A picture without boxes is a valid example of such a task.
+    """
+    if not examples:
+        source = item.conversations or item.images
+        reason = " that its teacher labels" if item.teacher else ""
+        raise InvalidArgument(f"item '{item.name}': {source} has no examples{reason}")
+    answers = [example.answer for example in examples]
+    if item.task in BOX_TASKS and not any(parse_boxes(answer)[0] for answer in answers):
+        raise InvalidArgument(
+            f"item '{item.name}': no answer has a box, for example {shown(answers[0])}; task"
+            f" '{item.task}' needs answers like {BOX_EXAMPLE}"
+        )
 
 
 def _all_examples(item: Item, label: Callable[[Path], str | None] | None) -> list[Example]:
@@ -120,9 +145,32 @@ def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed
     for name, part in parts.items():
         if not part:
             raise InvalidArgument(
-                f"item '{item.name}' has {len(examples)} examples, none of them for {name}"
+                f"item '{item.name}' has {len(examples)} examples, none of them for {name};"
+                " examples are split by a hash of the image, so add more images"
             )
+    if item.head or _has_label_folders(item):
+        _check_labels(item, parts)
     return Splits(*(tuple(parts[name]) for name in (TRAIN, VALIDATION, TEST)))
+
+
+def _has_label_folders(item: Item) -> bool:
+    return item.conversations is None and item.teacher is None
+
+
+def _check_labels(item: Item, parts: Mapping[str, Sequence[Example]]) -> None:
+    """Raise InvalidArgument for a single label, and for a label without examples for training."""
+    counts = Counter(example.answer for part in parts.values() for example in part)
+    if len(counts) < 2:
+        raise InvalidArgument(
+            f"item '{item.name}' has only the label '{next(iter(counts))}'; at least 2 labels are"
+            " needed"
+        )
+    trained = {example.answer for example in parts[TRAIN]}
+    for label in sorted(counts.keys() - trained):
+        raise InvalidArgument(
+            f"item '{item.name}': label '{label}' has {counts[label]} examples, none of them for"
+            " training; add more images with this label, or remove it"
+        )
 
 
 def _position(example: Example, seed: int) -> float:
@@ -164,7 +212,11 @@ def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
         if not names or not isinstance(names, list) or not isinstance(turns, list):
             raise InvalidArgument(f"{where} needs 'image' and 'conversations'")
         paths = tuple(_image(item, where, name) for name in names)
-        for human, answer in zip(turns[::2], turns[1::2], strict=False):
+        if not turns or len(turns) % 2:
+            raise InvalidArgument(
+                f"{where} has the number of turns {len(turns)}; every question needs an answer"
+            )
+        for human, answer in zip(turns[::2], turns[1::2], strict=True):
             try:
                 speakers = human["from"], answer["from"]
                 question, text = str(human["value"]), str(answer["value"])
@@ -172,6 +224,8 @@ def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
                 raise InvalidArgument(f"{where} has a turn without {error}") from None
             if speakers != ("human", "gpt"):
                 raise InvalidArgument(f"{where} has turns of {speakers}, not of human and gpt")
+            if not text.strip():
+                raise InvalidArgument(f"{where} has an empty answer")
             yield Example(paths, question.replace(PLACEHOLDER, "").strip(), text.strip())
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
+from vlora.errors import InvalidArgument
 from vlora.generation.spec import Training
 
 WARMUP_STEPS = 20
@@ -22,11 +23,19 @@ AVERAGE_DECAY = 0.97
 
 
 def make_accelerator(training: Training) -> Accelerator:
-    """Return accelerate's object for this process, with the precision in the settings."""
+    """Return accelerate's object for this process, with the precision in the settings.
+
+    Raises InvalidArgument for a precision that the device cannot use.
+    """
     precision = training.mixed_precision
     if precision == "auto":
         precision = "bf16" if _bf16_is_fast() else "no"
-    return Accelerator(mixed_precision=precision)
+    try:
+        return Accelerator(mixed_precision=precision)
+    except ValueError as error:  # Such as fp16 on a CPU.
+        raise InvalidArgument(
+            f"training.mixed_precision '{precision}' cannot be used here: {error}; use 'auto'"
+        ) from error
 
 
 def _bf16_is_fast() -> bool:

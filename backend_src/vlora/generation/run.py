@@ -19,7 +19,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from vlora.atomic_file import replace_text
+from vlora.atomic_file import apply_umask, replace_text
 from vlora.errors import InvalidArgument
 from vlora.generation.examples import Splits, read_examples, split
 from vlora.generation.fusion import (
@@ -186,7 +186,7 @@ def generate(
     work: folder of the run's state.
     out: folder for the adapters. Folders of the same run in it are replaced.
     report: called after each evaluation.
-    decided: called after each decision.
+    decided: called before the first decision and after each one.
     status: called before other work that takes long.
     accelerator: object of accelerate; made if None.
 
@@ -220,6 +220,7 @@ def generate(
         )
     state = replace(state, pending=_ordered(state.pending, spec, options, trainer))
     journal.write(state)
+    decided(state)
     while state.pending:
         state = fuse_next(spec, options, trainer.goals, state, trainer, journal.write)
         journal.write(state)
@@ -333,4 +334,5 @@ def _write_folder(
         tasks = sorted({item.task for item in items if item.head})
         about["head"] = {"labels": labels, "tasks": tasks}
     (part / "vlora.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    apply_umask(part)
     shutil.move(part, folder)

@@ -6,28 +6,31 @@ file, the error names the position in the file.
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, nearest, shown
+from vlora.generation.strict_yaml import load_yaml
+from vlora.generation.validation import Float, Int, StrictModel, describe
+from vlora.strict_json import load_object
 from vlora.vision.prompts import TASKS
 
 MAX_SPEC_BYTES = 1 << 20
 TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
 METRICS = ("top1", "vqa_score", "f1_iou50", "chrf")
+TRAINED_MODEL_TYPE = "llava"
+BOX_TASKS = ("refer", "detect")
+"""Tasks whose answers are boxes. Only their accuracy is measured by f1_iou50."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-Share = Annotated[float, Field(ge=0, le=1)]
+Share = Annotated[Float, Field(ge=0, le=1)]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class OnnxTeacher(_Strict):
+class OnnxTeacher(StrictModel):
     """An ONNX classifier: input [1, 3, size, size], output [1, labels].
 
     file: the ONNX file.
@@ -38,16 +41,16 @@ class OnnxTeacher(_Strict):
 
     file: Path
     labels: tuple[str, ...]
-    size: Annotated[int, Field(ge=1, le=4096)]
+    size: Annotated[Int, Field(ge=1, le=4096)]
     mean: tuple[float, float, float] = (0.0, 0.0, 0.0)
     std: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
 
-class Teacher(_Strict):
+class Teacher(StrictModel):
     """A small model that labels images (§4.2.1, Fig. 9). Exactly one of its keys must be set.
 
     pipeline: arguments of a `transformers` pipeline, such as {"task": "image-classification",
-        "model": "folder"}.
+        "model": "folder"}. The model must be a folder, because nothing is downloaded.
     onnx: a classifier as an ONNX file, with its labels and its preprocessing.
     python: "module:function". The function takes a PIL image and returns the text of the answer, or
         None if it cannot label the image.
@@ -55,7 +58,21 @@ class Teacher(_Strict):
 
     pipeline: dict[str, Any] | None = None
     onnx: OnnxTeacher | None = None
-    python: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    python: str | None = None
+
+    @field_validator("python")
+    @classmethod
+    def _names_a_function(cls, value: str | None) -> str | None:
+        if value is not None and not re.fullmatch(r"[\w.]+:\w+", value):
+            raise ValueError(f"'{value}' must have the form 'module:function'")
+        return value
+
+    @field_validator("pipeline")
+    @classmethod
+    def _names_a_model(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and not isinstance(value.get("model"), str):
+            raise ValueError("needs the key 'model' with the folder of the model")
+        return value
 
     @model_validator(mode="after")
     def _has_one_kind(self) -> Teacher:
@@ -64,7 +81,7 @@ class Teacher(_Strict):
         return self
 
 
-class Item(_Strict):
+class Item(StrictModel):
     """A knowledge item: a data set, with the accuracy that its application requires.
 
     name: name of the item.
@@ -89,15 +106,17 @@ class Item(_Strict):
     truth: Path | None = None
     question: str = ""
     metric: Literal["top1", "vqa_score", "f1_iou50", "chrf"] = "top1"
-    required: Annotated[float, Field(gt=0, le=1)]
+    required: Annotated[Float, Field(gt=0, le=1)]
     head: bool = False
-    max_examples: Annotated[int, Field(ge=10)] | None = None
+    max_examples: Annotated[Int, Field(ge=10)] | None = None
 
     @field_validator("task")
     @classmethod
     def _is_trained_task(cls, task: str) -> str:
         if task not in TRAINED_TASKS:
-            raise ValueError(f"unknown task '{task}'; known tasks are {', '.join(TRAINED_TASKS)}")
+            hint = nearest(task, TRAINED_TASKS)
+            known = f"the known tasks are {', '.join(TRAINED_TASKS)}"
+            raise ValueError(f"unknown task '{task}'{hint or '; ' + known}")
         return task
 
     @model_validator(mode="after")
@@ -109,11 +128,23 @@ class Item(_Strict):
         if not self.conversations and TASKS[self.task].required_text and not self.question.strip():
             raise ValueError(f"task '{self.task}' needs a question")
         if self.head and self.metric != "top1":
-            raise ValueError("a head answers with one label; its metric is top1")
+            raise ValueError(
+                f"a head answers with one label, so metric must be top1, not {self.metric}"
+            )
+        if self.task in BOX_TASKS and self.metric != "f1_iou50":
+            raise ValueError(
+                f"task '{self.task}' answers with boxes, so metric must be f1_iou50,"
+                f" not {self.metric}"
+            )
+        if self.task not in BOX_TASKS and self.metric == "f1_iou50":
+            raise ValueError(
+                f"f1_iou50 compares boxes, and task '{self.task}' has none; metric must be top1,"
+                " vqa_score or chrf"
+            )
         return self
 
 
-class Training(_Strict):
+class Training(StrictModel):
     """Settings of one attempt to train an adapter.
 
     rank, alpha: LoRA's rank and alpha; alpha is twice the rank if absent.
@@ -131,23 +162,23 @@ class Training(_Strict):
     feature_cache_mib: memory in MiB for image features, which training does not change.
     """
 
-    rank: Annotated[int, Field(ge=1, le=256)] = 16
-    alpha: Annotated[float, Field(gt=0)] | None = None
-    targets: tuple[str, ...] = (
+    rank: Annotated[Int, Field(ge=1, le=256)] = 16
+    alpha: Annotated[Float, Field(gt=0)] | None = None
+    targets: Annotated[tuple[Target, ...], Field(min_length=1)] = (
         "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj",
     )  # fmt: skip
-    learning_rate: Annotated[float, Field(gt=0, le=1)] = 1e-3
-    batch_size: Annotated[int, Field(ge=1)] = 32
-    max_steps: Annotated[int, Field(ge=1)] = 400
-    evaluate_every: Annotated[int, Field(ge=1)] = 50
-    patience: Annotated[int, Field(ge=1)] = 4
-    restarts: Annotated[int, Field(ge=0, le=10)] = 1
-    margin: Annotated[float, Field(ge=0, le=10)] = 1.0
+    learning_rate: Annotated[Float, Field(gt=0, le=1)] = 1e-3
+    batch_size: Annotated[Int, Field(ge=1)] = 32
+    max_steps: Annotated[Int, Field(ge=1)] = 400
+    evaluate_every: Annotated[Int, Field(ge=1)] = 50
+    patience: Annotated[Int, Field(ge=1)] = 4
+    restarts: Annotated[Int, Field(ge=0, le=10)] = 1
+    margin: Annotated[Float, Field(ge=0, le=10)] = 1.0
     mixed_precision: Literal["auto", "no", "bf16", "fp16"] = "auto"
-    feature_cache_mib: Annotated[int, Field(ge=0)] = 2048
+    feature_cache_mib: Annotated[Int, Field(ge=0)] = 2048
 
 
-class PackingOptions(_Strict):
+class PackingOptions(StrictModel):
     """Settings of the packing of items into adapters. The defaults go beyond the paper's heuristic.
 
     order: order of the items. `gradient` puts similar items next to each other. The paper's order
@@ -177,7 +208,7 @@ PAPER = PackingOptions(
 """The heuristic of the paper (§4.2.1)."""
 
 
-class Spec(_Strict):
+class Spec(StrictModel):
     """Specification of a generation run. Relative paths start at the folder of the YAML file.
 
     base: folder of the checkpoint.
@@ -193,7 +224,7 @@ class Spec(_Strict):
     base: Path
     items: Annotated[tuple[Item, ...], Field(min_length=1)]
     prefix: Name = "packed"
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[Int, Field(ge=0)] = 0
     split: tuple[Share, Share, Share] = (0.7, 0.15, 0.15)
     training: Training = Training()
     options: PackingOptions = PackingOptions()
@@ -219,41 +250,72 @@ def read_spec(path: Path) -> Spec:
     try:
         if path.stat().st_size > MAX_SPEC_BYTES:
             raise InvalidArgument(f"{path} has more than {MAX_SPEC_BYTES} bytes")
-        loaded = yaml.safe_load(path.read_bytes())
+        content = path.read_bytes()
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, RecursionError) as error:
-        raise InvalidArgument(f"{path} is not YAML: {error}") from error
+    loaded = load_yaml(content, str(path))
     try:
         spec = Spec.model_validate(loaded)
     except ValidationError as error:
-        problems = [
-            f"{'.'.join(map(str, one['loc'])) or 'the file'}: {one['msg']}"
-            for one in error.errors(include_url=False)
-        ]
-        raise InvalidArgument(f"{path}: " + "; ".join(problems)) from None
+        raise InvalidArgument(f"{path}: {describe(error)}") from None
     return _with_absolute_paths(spec, path.resolve().parent)
 
 
 def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
     """Return the specification with absolute paths; relative ones start at `folder`.
 
-    Raises InvalidArgument for a path that does not exist.
+    Raises InvalidArgument for a path that does not exist or is of the wrong kind.
     """
-
-    def absolute(path: Path) -> Path:
-        if not (folder / path).exists():
-            raise InvalidArgument(f"{folder / path} does not exist")
-        return folder / path
-
+    base = _existing(folder / spec.base, "base", is_folder=True)
+    _check_base(base)
     items = []
     for item in spec.items:
-        paths: dict[str, Any] = {"images": absolute(item.images)}
+        where = f"item '{item.name}'"
+        paths: dict[str, Any] = {
+            "images": _existing(folder / item.images, f"{where}: images", is_folder=True)
+        }
         for key in ("conversations", "truth"):
             if (path := getattr(item, key)) is not None:
-                paths[key] = absolute(path)
+                paths[key] = _existing(folder / path, f"{where}: {key}", is_folder=False)
         if item.teacher and item.teacher.onnx:
-            onnx = item.teacher.onnx.model_copy(update={"file": absolute(item.teacher.onnx.file)})
+            onnx = item.teacher.onnx
+            file = _existing(folder / onnx.file, f"{where}: teacher.onnx.file", is_folder=False)
+            onnx = onnx.model_copy(update={"file": file})
             paths["teacher"] = item.teacher.model_copy(update={"onnx": onnx})
+        if item.teacher and item.teacher.pipeline:
+            model = folder / item.teacher.pipeline["model"]
+            model = _existing(model, f"{where}: teacher.pipeline.model", is_folder=True)
+            pipeline = {**item.teacher.pipeline, "model": str(model)}
+            paths["teacher"] = item.teacher.model_copy(update={"pipeline": pipeline})
         items.append(item.model_copy(update=paths))
-    return spec.model_copy(update={"base": absolute(spec.base), "items": tuple(items)})
+    return spec.model_copy(update={"base": base, "items": tuple(items)})
+
+
+def _existing(path: Path, what: str, *, is_folder: bool) -> Path:
+    """Return `path` if it is an existing folder or file, as required. Raises InvalidArgument."""
+    try:
+        if path.is_dir() if is_folder else path.is_file():
+            return path
+        exists = path.exists()
+    except (OSError, ValueError) as error:  # A name that is too long, or with a null character.
+        reason = getattr(error, "strerror", None) or error
+        raise InvalidArgument(f"{what}: {shown(str(path))} is not a valid path: {reason}") from None
+    kind = "a folder" if is_folder else "a file"
+    raise InvalidArgument(f"{what}: {path} {f'is not {kind}' if exists else 'does not exist'}")
+
+
+def _check_base(base: Path) -> None:
+    """Raise InvalidArgument if a folder is not a checkpoint that can be trained."""
+    config = base / "config.json"
+    if not config.is_file():
+        raise InvalidArgument(f"base: {base} is not a checkpoint: it has no config.json")
+    try:
+        text = config.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidArgument(f"base: {config} cannot be read: {error}") from error
+    model_type = load_object(text, str(config)).get("model_type")
+    if model_type != TRAINED_MODEL_TYPE:
+        raise InvalidArgument(
+            f"base: {config} has the model_type {shown(model_type)}; adapters are generated only"
+            f" for {TRAINED_MODEL_TYPE!r}"
+        )

@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from vlora.atomic_file import replace_text
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, shown
 from vlora.generation.examples import Example, digest_of
 from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
@@ -34,6 +34,11 @@ def load_teacher(item: Item) -> Label | None:
         return None
     try:
         label = _load(item.teacher)
+    except ModuleNotFoundError as error:
+        raise InvalidArgument(
+            f"item '{item.name}': its teacher cannot be loaded: it needs the module '{error.name}',"
+            " which is not installed or not in PYTHONPATH"
+        ) from error
     except Exception as error:  # A teacher is foreign code and can fail in any way.
         raise InvalidArgument(
             f"item '{item.name}': its teacher cannot be loaded: {error}"
@@ -49,7 +54,8 @@ def load_teacher(item: Item) -> Label | None:
             ) from error
         if answer is not None and not isinstance(answer, str):
             raise InvalidArgument(
-                f"item '{item.name}': its teacher returns {type(answer).__name__}, not a string"
+                f"item '{item.name}': its teacher returns {shown(answer)} for {path}; it must"
+                " return a string or None"
             )
         return answer
 
@@ -132,6 +138,8 @@ def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
     if teacher.python is not None:
         module, _, function = teacher.python.partition(":")
         label: Callable[[Image.Image], Any] = getattr(importlib.import_module(module), function)
+        if not callable(label):
+            raise TypeError(f"{teacher.python} is not a function but {shown(label)}")
         return label
     if teacher.onnx is not None:
         return _onnx(teacher.onnx)

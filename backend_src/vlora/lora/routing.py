@@ -113,8 +113,10 @@ class Router:
             word for pairs in self._by_task.values() for _, skill in pairs for word in skill.words
         )
         count = sum(map(len, self._by_task.values()))
-        # A word weighs more if fewer skills have it, as in TF-IDF.
+        # A word weighs more if fewer skills have it, as in TF-IDF. A word that no skill has weighs
+        # as much as one that a single skill has, so that questions for the base model fit none.
         self._weights = {word: math.log(1 + count / held) for word, held in holders.items()}
+        self._unknown_weight = math.log(1 + count)
 
     def choose(self, task: str, question: str, resident: Callable[[str], bool]) -> str | None:
         """Return the adapter whose skill fits a request best, or None if no skill fits.
@@ -125,7 +127,7 @@ class Router:
         resident: function that returns whether the adapter with this name is resident.
         """
         pairs = self._by_task.get(task, ())
-        asked = {word for word in words_of(question) if word in self._weights}
+        asked = words_of(question)
         fits = [(self._fit(asked, skill), name, skill) for name, skill in pairs]
         best = max((fit for fit, _, _ in fits), default=0.0)
         if best < MIN_FIT:
@@ -136,13 +138,15 @@ class Router:
         name, _ = max(good, key=lambda pair: (resident(pair[0]), pair[1].accuracy, pair[0]))
         return name
 
-    def _fit(self, asked: set[str], skill: Skill) -> float:
+    def _fit(self, asked: frozenset[str], skill: Skill) -> float:
         """Return how well a skill fits, from 0 to 1: the weighted share of the question's words
         that are words of the skill.
 
-        asked: words of the question that occur in any skill.
+        asked: words of the question.
         """
         if not asked:
             return float(not skill.words)
-        total = sum(self._weights[word] for word in asked)
-        return sum(self._weights[word] for word in asked & skill.words) / total
+        return self._weight(asked & skill.words) / self._weight(asked)
+
+    def _weight(self, words: frozenset[str]) -> float:
+        return math.fsum(self._weights.get(word, self._unknown_weight) for word in sorted(words))
