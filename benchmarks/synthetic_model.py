@@ -94,8 +94,12 @@ class SyntheticModel:
         assert len(slots) == len(self._staged)
 
         def step_once() -> None:
+            queue = self.engine.scheduler.queue
             for (sequence, _, _), slot in zip(self._staged, slots, strict=True):
-                sequence.adapter = self._handles.get(slot)
+                if sequence in queue.by_arrival:
+                    queue.use_adapter(sequence, self._handles.get(slot))
+                else:
+                    sequence.adapter = self._handles.get(slot)
             outputs = self.engine.step()
             assert len(outputs) == len(self._staged), "the step had other rows than those staged"
             for sequence, length, computed in self._staged:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import math
 import os
@@ -24,6 +26,7 @@ from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.launcher.processes import is_alive
+from vlora.vision import decode_worker
 from vlora.vision.decoder import SLOW_NICENESS, ImageDecoder, PixelPool
 from vlora.vision.images import DecodedImage, check_images
 from vlora.vision.pictures import ByteArray
@@ -250,3 +253,28 @@ def test_requests_wait_for_pixels_of_others_and_one_may_exceed_the_limit() -> No
     pool.release("b")
     assert reserved.wait(10)
     thread.join()
+
+
+@pytest.mark.parametrize("refusals", [3, decode_worker.SEAL_TRIES])
+def test_a_file_whose_pages_are_in_use_is_sealed_as_soon_as_they_are_free(
+    refusals: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = [errno.EBUSY] * refusals
+
+    def seal(file: int, command: int, seals: int) -> int:
+        if answers:
+            raise OSError(answers.pop(), "busy")
+        return real(file, command, seals)
+
+    real = fcntl.fcntl
+    file = os.memfd_create("test", os.MFD_ALLOW_SEALING)
+    monkeypatch.setattr(decode_worker.fcntl, "fcntl", seal)
+    try:
+        if refusals < decode_worker.SEAL_TRIES:
+            decode_worker._seal(file)
+            assert real(file, fcntl.F_GET_SEALS) == decode_worker.SEALS
+        else:
+            with pytest.raises(OSError, match="busy"):
+                decode_worker._seal(file)
+    finally:
+        os.close(file)

@@ -87,8 +87,8 @@ class WaitingQueue:
             order.remove(sequence)
         self._remove_from_adapter(sequence)
 
-    def use_adapter(self, sequence: Sequence, adapter: AdapterHandle) -> None:
-        """Set the adapter of a sequence in the queue."""
+    def use_adapter(self, sequence: Sequence, adapter: AdapterHandle | None) -> None:
+        """Set the adapter of a sequence in the queue; None for the base model."""
         self._remove_from_adapter(sequence)
         sequence.use_adapter(adapter)
         self._add_to_adapter(sequence)

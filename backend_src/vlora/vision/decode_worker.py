@@ -8,6 +8,7 @@ process, which is replaced.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import resource
@@ -24,6 +25,7 @@ from vlora.vision.pictures import ByteArray, load_rgb, open_pictures
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 """Seals of a memory file that keep its size and content from changing."""
+SEAL_TRIES = 20
 
 
 def main() -> None:
@@ -94,12 +96,28 @@ def _send_pixels(connection: socket.socket, rgb: ByteArray) -> None:
         rest = memoryview(rgb.reshape(-1).data)
         while rest:
             rest = rest[os.write(file, rest) :]
-        fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+        _seal(file)
         height, width, _ = rgb.shape
         reply = protocol.REPLY.pack(protocol.PIXELS, width, height)
         socket.send_fds(connection, [reply], [file])
     finally:
         os.close(file)
+
+
+def _seal(file: int) -> None:
+    """Make a memory file unchangeable. Raises OSError if that is not possible.
+
+    Linux refuses with EBUSY as long as its own memory management uses one of the pages, for example
+    to move it. It waits 0.15 s for that itself, which is too short on a busy machine.
+    """
+    for _ in range(SEAL_TRIES - 1):
+        try:
+            fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
+            return
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                raise
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, SEALS)
 
 
 if __name__ == "__main__":
