@@ -50,6 +50,7 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
     decoder = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    torch.manual_seed(0)  # The embedding of the new token and the connector start at random values.
     decoder.resize_token_embeddings(len(tokenizer))
     del decoder.config.quantization_config  # The weights are dequantized.
     tower = LlavaForConditionalGeneration.from_pretrained(DEMO, dtype=torch.float32)
@@ -62,7 +63,6 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
         vision_feature_select_strategy=tower.config.vision_feature_select_strategy,
         tie_word_embeddings=True,
     )
-    torch.manual_seed(0)
     model = LlavaForConditionalGeneration(config)
     model.model.language_model.load_state_dict(decoder.model.state_dict())
     model.model.vision_tower.load_state_dict(tower.model.vision_tower.state_dict())
