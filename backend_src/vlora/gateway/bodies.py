@@ -83,7 +83,7 @@ class Bodies:
         self._limit = options.max_body_bytes
         self._max_held = options.max_held_bytes
         self._held = 0
-        # One thread, so that bodies with many values take turns.
+        # A single thread, so that such bodies together take at most one core.
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parser")
 
     def close(self) -> None:

@@ -113,8 +113,9 @@ class Router:
             word for pairs in self._by_task.values() for _, skill in pairs for word in skill.words
         )
         count = sum(map(len, self._by_task.values()))
-        # A word weighs more if fewer skills have it, as in TF-IDF. A word that no skill has weighs
-        # as much as one that a single skill has, so that questions for the base model fit none.
+        # A word weighs more if fewer skills have it, as in TF-IDF. A word that no skill has gets
+        # the largest weight, that of a word of one skill. So a question with such words, which is
+        # probably for the base model, resembles every skill less.
         self._weights = {word: math.log(1 + count / held) for word, held in holders.items()}
         self._unknown_weight = math.log(1 + count)
 
