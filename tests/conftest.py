@@ -13,6 +13,23 @@ if "VLORA_GPU_TESTS" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one worker of `make test`, and start the slow files first.
+
+    The tests that share the server of `tests/triton/conftest.py` stay in one worker as well.
+    A run without workers keeps the order of the files.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    sharing = {item.path for item in items if "server" in getattr(item, "fixturenames", ())}
+    for item in items:
+        group = "server" if item.path in sharing else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return an untrained but complete checkpoint of the demo architecture (seed 0)."""
