@@ -1,6 +1,6 @@
 """Sampling parameters: strict parsing of a client's keys, which have vLLM's names.
 
-This module knows no tensors. `model/sampler.py` draws the tokens.
+This module handles no tensors. `model/sampler.py` draws the tokens.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of a message, each with the values that it may have.
 
-None stands for a field that `_Reader` reads and checks itself. The values of all other fields have
-no effect. `name` has none either, because chat templates have no names of participants.
+None stands for a field that `_Reader` reads and checks itself. The listed values of all other
+fields have no effect. `name` has no effect either, because chat templates take no names.
 """
 
 

@@ -30,7 +30,7 @@ class AttentionPlan:
         and value head.
     padded: size to which a step of decoding rows is padded on a GPU; None for no padding.
 
-    `attend` raises ValueError if the chunks do not fit their pages.
+    Raises ValueError, here or at the first `attend`, if the chunks do not fit their pages.
     """
 
     def __init__(

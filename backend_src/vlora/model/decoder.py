@@ -2,7 +2,7 @@
 segments.
 
 It has projections with or without bias, grouped-query attention, rotary positions, RMS norms and
-SwiGLU. It knows rows, positions and signed segments, but no requests.
+SwiGLU. It handles rows, positions and signed segments, but no requests.
 """
 
 from __future__ import annotations

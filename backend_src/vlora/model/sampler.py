@@ -1,4 +1,4 @@
-"""Drawing of a request's next token from its logits.
+"""Sampling of a request's next token from its logits.
 
 Random numbers are counter-based: they depend on a seed and a position only. So a draw does not
 depend on the batch, on preemption or on the inference mode.
@@ -155,7 +155,7 @@ class TokenSampler:
         return draw(scores, self._params, self._uniform(position))
 
     def parameters(self, position: int, width: int) -> tuple[int, float, float, float, float]:
-        """Return top-k, temperature, min-p, top-p and random number of a draw of `width` logits."""
+        """Return (top-k, temperature, min-p, top-p, random number) for the token at `position`."""
         params = self._params
         temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
         uniform = self._uniform(position)

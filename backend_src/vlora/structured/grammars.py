@@ -254,8 +254,7 @@ class Grammars:
     def _stop(self, process: int) -> Future[VLoraError]:
         """End a process on another thread.
 
-        Returns a future of the error with which the answers of this process end (see
-        `grammar.Stop`).
+        Returns a future of the error to report for the answers that use it (see `grammar.Stop`).
         """
         limits = self._limits
 
