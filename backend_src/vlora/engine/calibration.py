@@ -337,7 +337,7 @@ class Calibration:
 
 
 def _ascending(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return the (rows, seconds) pairs, each time raised to at least those of fewer rows."""
+    """Return the (rows, seconds) pairs, with seconds raised so that they never decrease."""
     ascending, longest = [], 1e-9
     for rows, seconds in knots:
         longest = max(longest, seconds)

@@ -49,7 +49,7 @@ CLIP = "data:video/jpeg;base64,"
 
 
 NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
-"""Start of an error message about an image or frame. They are numbered from 0."""
+"""Start of an error message about an image or a frame, which are numbered from 0."""
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,7 @@ def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     """Return the distribution after temperature, min-p, top-k and top-p, [vocabulary] float64.
 
-    It sorts the entire vocabulary and is the reference of `draw`. scores: [vocabulary] fp32.
+    This function is the reference of `draw` and sorts all tokens. scores: [vocabulary] fp32.
     """
     weights = weights_of(scores, params.temperature)
     # Whether the exponential returns subnormal numbers or zero depends on the CPU.

@@ -1,6 +1,6 @@
 """Conversion of engine outputs to response tensors, in the format of the vLLM backend.
 
-It does not depend on Triton or on when a response is sent.
+This module does not depend on Triton or on when a response is sent.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ from vlora.structured.structure import Structure
 WORKER = "vlora.structured.worker"
 
 PLACES = 2
-"""Maximum number of ordinary grammars that are compiled at the same time, and also of those that
-take long.
+"""Maximum number of ordinary grammars that are compiled at the same time. The same maximum applies
+to grammars that take long.
 """
 
 LONG_SECONDS = 0.1

@@ -80,8 +80,9 @@ def embed_kernel(
     HAS_IMAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy COLUMNS columns of a row from its image feature, or from its token's embedding if it has
-    no image feature. A token outside the table, which has `words` rows, then gives NaN.
+    """Copy COLUMNS columns of a row from its image feature, or else from its token's embedding.
+
+    The embedding of a token outside the table, which has `words` rows, is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
