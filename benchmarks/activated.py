@@ -34,7 +34,7 @@ INVOCATION = " answer in short"
 
 @dataclass(frozen=True)
 class Cell:
-    """Questions about one image, one for each of `adapters` adapters. Each repeat has a new image."""
+    """Questions about one image, one per adapter. Each repeat has a new image."""
 
     adapters: int
     repeat: int

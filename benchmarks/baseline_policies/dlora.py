@@ -94,7 +94,7 @@ class DLora:
         return min(1.0, self._merged_step / self._unmerged_step)
 
     def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
-        """Give new adapters zero credit. At the first mergeable one, ask the cost model for times."""
+        """Give new adapters zero credit. At the first mergeable one, get the step times."""
         for name in {_name(r) for r in ready} - self._known:
             self._known.add(name)
             self._credit[name] = 0.0

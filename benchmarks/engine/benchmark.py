@@ -30,7 +30,7 @@ Job = tuple["Load", str] | None
 
 
 class EngineBenchmark(Benchmark[Job]):
-    """Token latency of concurrent requests, compared with their roofline, with gRPC and with PEFT."""
+    """Token latency of concurrent requests, compared with their roofline, with gRPC and PEFT."""
 
     name = "engine"
     bars: ClassVar[Mapping[str, Bar]] = {

@@ -40,7 +40,7 @@ class EngineResult:
 
     @property
     def over_floor(self) -> float:
-        """Average token latency in process divided by that of the floor: median over the repeats."""
+        """Average token latency in process divided by the floor's: median over the repeats."""
         return median(
             times.token_latency / floor.token_latency for times, floor, _ in self.in_process
         )
