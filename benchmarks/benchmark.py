@@ -83,7 +83,7 @@ class Benchmark(ABC, Generic[CellT]):
     bars: ClassVar[Mapping[str, Bar]] = {}
     """Limits by key of the summary."""
     resumable: ClassVar[bool] = False
-    """Whether a run is saved at intervals and can be continued by a later run with the same file.
+    """True if a run is saved at intervals and can be continued by a later run with the same file.
     """
     conditions: ClassVar[Sequence[str]] = ()
     """Keys of the metadata that must be equal for a run to be continued."""

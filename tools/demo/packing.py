@@ -117,7 +117,7 @@ def pack(rows: list[Row], language: Language = DEMO) -> Pack:
 def _lay_out(
     row: Row, language: Language
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return the tokens, positions, branches and targets of one row, and the ends of its prompts."""
+    """Return tokens, positions, branches and targets of one row, and the ends of its prompts."""
     tokens: list[int] = []
     positions: list[int] = []
     branches: list[int] = []
