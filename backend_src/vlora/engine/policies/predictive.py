@@ -165,7 +165,7 @@ class Predictive:
 
 
 class _RemainingWork:
-    """Remaining work of requests in seconds, as if all steps were full. Made anew for each step."""
+    """Remaining work of requests in seconds, as if all steps were full. Made once per step."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
