@@ -182,7 +182,7 @@ class AdapterStore:
         return self._results.pending
 
     def apply(self) -> None:
-        """Apply the results that other threads have posted: of reading, loading and packing."""
+        """Apply the results of reading, loading and packing that other threads have posted."""
         self._results.apply()
         self._tiers.drop_obsolete()
         self._names.publish()
@@ -247,7 +247,7 @@ class AdapterStore:
     def slot(self, name: str | None) -> int:
         """Return the slot of a resident adapter; BASE if `name` is None.
 
-        Raises as `handle` does, and ValueError if the adapter is not resident.
+        Raises the errors of `handle`, and ValueError if the adapter is not resident.
         """
         if name is None:
             return BASE
