@@ -87,7 +87,10 @@ class FolderFinder:
 
 
 def folders_in(root: Path) -> Sequence[str]:
-    """Return the names of all entries of the root that may be adapters, sorted."""
+    """Return the names of all entries of the root that may be adapters, sorted.
+
+    Raises InvalidArgument if the root cannot be read.
+    """
     if not root.is_dir():
         raise InvalidArgument(f"the adapter root {root} is not a folder")
     core = _native()
