@@ -244,8 +244,8 @@ def heads(
 
     x: [T, d_in] fp32.
 
-    Returns y: [T, maximum number of classes of a slot]. Raises ValueError as `apply` does, and for
-    a slot without a head.
+    Returns y: [T, maximum number of classes of a slot]. Raises ValueError for a wrong segment or x,
+    and for a slot without a head.
     """
     rows = x.shape[0]
     if x.dim() != 2 or x.shape[1] != group.d_in or x.dtype != torch.float32:

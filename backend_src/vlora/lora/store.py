@@ -145,7 +145,7 @@ class AdapterStore:
         return self._names.table.handle(name)
 
     def info(self, name: str) -> AdapterInfo:
-        """Return the description of an adapter. Raises as `handle` does."""
+        """Return the description of an adapter. Raises the errors of `handle`."""
         return self.handle(name).info
 
     def route(self, task: str, question: str) -> str | None:
