@@ -210,7 +210,7 @@ def steps(out: Path) -> str:
     import torch
 
     from tools.gpu.decoding import DEMO, KINDS, SEVEN_B, RandomModel, measure
-    from vlora.memory.device import CudaDevice
+    from vlora.memory.cuda_device import CudaDevice
 
     kinds = KINDS
     try:

@@ -82,6 +82,7 @@ def apply(
     chosen = backend or _backend_for(y)
     if chosen != "cpu":
         _check(rows, segments, len(group))
+        group.pending.wait_for(segments)
     else:
         _on_cpu(x, y)
     if chosen == "reference":
@@ -254,6 +255,7 @@ def heads(
     for segment in segments:
         if group.heads[segment.slot] is None:
             raise ValueError(f"slot {segment.slot} has no head")
+    group.pending.wait_for(segments)
     y = x.new_zeros(rows, max((group.classes(segment.slot) for segment in segments), default=0))
     chosen = backend or _backend_for(y)
     if chosen == "reference":
@@ -332,9 +334,7 @@ def merge(
 
 
 def _on_cpu(*tensors: torch.Tensor) -> None:
-    """Raise ValueError unless the tensors are in CPU memory, because the core takes their
-    addresses.
-    """
+    """Raise ValueError unless the tensors are in CPU memory. The core takes their addresses."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"a tensor is on {tensor.device}; the CPU operator cannot read it")

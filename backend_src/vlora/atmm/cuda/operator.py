@@ -102,19 +102,19 @@ class Operator:
                 [1] if isinstance(group, HeadGroup) else group.d_outs,
                 torch.float32 if isinstance(group, HeadGroup) else group.dtype,
                 self.device,
+                keep=False,  # `group` keeps them.
             )
             self._groups[group] = on_device
         if on_device.version == group.version:
             return on_device
         on_device.version = group.version
         for slot, version in enumerate(list(group.versions)):
-            if on_device.versions.get(slot) == version:
-                continue
-            if isinstance(group, HeadGroup):
-                on_device.put_head(slot, group.heads[slot])
-            else:
-                on_device.put(slot, [group.rounded(column[slot]) for column in group.pairs])
-            on_device.versions[slot] = version
+            if on_device.versions.get(slot) != version:
+                if isinstance(group, HeadGroup):
+                    on_device.put_head(slot, group.heads[slot])
+                else:
+                    on_device.put(slot, [column[slot] for column in group.pairs])
+                on_device.versions[slot] = version
         on_device.ready()
         return on_device
 
