@@ -33,7 +33,9 @@ def test_a_gpu_that_is_not_there_is_an_error_that_says_so(name: str) -> None:
     assert open_device("cpu") is HOST
 
 
-def test_reasons_against_a_gpu_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reasons_against_a_gpu_are_checked_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "without CUDA" in str(devices.why_no_gpu("auto"))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -50,6 +52,14 @@ def test_reasons_against_a_gpu_are_checked_in_turn(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(devices.shutil, "which", lambda program: None)
     assert "install gcc or clang, or set CC" in str(devices.why_no_gpu("cuda:1"))
     monkeypatch.setenv("CC", "/opt/cc")
+    monkeypatch.delenv("CPATH", raising=False)
+    monkeypatch.delenv("C_INCLUDE_PATH", raising=False)
+    monkeypatch.setattr(devices.sysconfig, "get_paths", lambda scheme: {"include": str(tmp_path)})
+    assert f"Python.h, which is not in {tmp_path}" in str(devices.why_no_gpu("cuda:1"))
+    monkeypatch.setenv("CPATH", "/opt/include")
+    assert devices.why_no_gpu("cuda:1") is None
+    monkeypatch.delenv("CPATH")
+    (tmp_path / "Python.h").touch()
     assert devices.why_no_gpu("cuda:1") is None
 
 
@@ -101,7 +111,7 @@ class FakeCuda:
             "graph": self._graph,
             "current_stream": lambda device: FakeStream(self, self.stream),
             "default_stream": lambda device: "main",
-            "Stream": lambda device: f"loads of {device}",
+            "Stream": lambda device: f"stream of {device}",
             "Event": lambda: FakeEvent(self),
             "stream": self._stream,
             "set_stream": lambda stream: setattr(self, "stream", stream.name),
@@ -137,8 +147,10 @@ class FakeCuda:
             self.stream = before
 
     @contextmanager
-    def _graph(self, graph: object, pool: object, capture_error_mode: str) -> Iterator[None]:
-        self.calls.append(("capture", pool, capture_error_mode))
+    def _graph(
+        self, graph: object, pool: object, stream: str, capture_error_mode: str
+    ) -> Iterator[None]:
+        self.calls.append(("capture", pool, stream, capture_error_mode))
         self.stream = "of the capture"
         yield
         self.stream = "main"
@@ -184,7 +196,7 @@ def test_graphs_share_a_pool_that_outlives_them(monkeypatch: pytest.MonkeyPatch)
     assert graph.nbytes == 7
     assert len(allocated) == 1
     # One graph is never released: torch deletes a pool with its last graph.
-    captures = [("capture", "pool", "thread_local")] * 2
+    captures = [("capture", "pool", "stream of cuda:1", "thread_local")] * 2
     assert cuda.calls == [("pool",), *captures]
     del graph
     gc.collect()
@@ -202,9 +214,18 @@ def test_a_failed_capture_leaves_the_stream_of_the_thread_as_it_was(
     def work() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
+    ended: list[tuple[object, ...]] = []
+
+    def end(*arguments: object) -> None:
+        ended.append(arguments)
+        raise RuntimeError("endAllocatePool: not currently recording to mempool_id")
+
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", end, raising=False)
     with pytest.raises(RuntimeError, match="not permitted"):
         gpu.capture(work)
     assert cuda.stream == "main"
+    # torch's allocator would otherwise wait for the end of the capture.
+    assert ended == [(0, "pool")]
 
 
 def test_inputs_of_a_step_reach_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,10 +268,10 @@ def test_adapters_are_loaded_on_a_stream_of_their_own(monkeypatch: pytest.Monkey
     cuda.calls.clear()
     load = gpu.load(tensors)
     assert all(map(torch.equal, load.tensors, tensors))
-    assert cuda.calls == [("pin",), ("allocate on", "loads of cuda:1"), ("kept for", "main")]
+    assert cuda.calls == [("pin",), ("allocate on", "stream of cuda:1"), ("kept for", "main")]
     assert cuda.stream == "main"
     load.wait()
-    assert cuda.calls[-1] == ("main", "waits for", "loads of cuda:1")
+    assert cuda.calls[-1] == ("main", "waits for", "stream of cuda:1")
     # The host has not waited for any load.
     assert not any(event.awaited for event in cuda.events)
 

@@ -221,12 +221,12 @@ def _backend_for(out: torch.Tensor) -> Backend:
 def _on_cuda(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> None:
-    """Run `apply` on CUDA. Rows of another type are converted to the group's dtype, which the
-    kernels need.
-    """
-    device = operator.current()
+    """Run `apply` on CUDA. Rows of another type are converted to the group's dtype."""
+    device, segments = operator.current(), Segments.of(segments)
     out = y if y.dtype == group.dtype else torch.zeros_like(y, dtype=group.dtype)
-    device.apply(out, x.to(group.dtype), device.segments(segments), device.group(group))
+    # `group_layout` has updated the groups before a call is captured.
+    on_device = device.group(group, update=not segments.captured)
+    device.apply(out, x.to(group.dtype), device.segments(segments), on_device)
     if out is not y:
         y.add_(out)
 

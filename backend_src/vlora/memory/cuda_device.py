@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import shutil
+import sysconfig
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,8 +53,10 @@ class CudaDevice(Device):
         self._share = share
         self._graph_pool: Any = None
         self._first_graph: torch.cuda.CUDAGraph | None = None
-        stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
-        self._load_stream = stream
+        self._load_stream, self._capture_stream = (
+            torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
         self._loads: deque[torch.cuda.Event] = deque()
         """Events of the last loads, which may be under way."""
 
@@ -116,9 +121,18 @@ class CudaDevice(Device):
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
         try:
-            # Other threads may copy to the GPU meanwhile.
-            with torch.cuda.graph(graph, self._graph_pool, capture_error_mode="thread_local"):
+            # Other threads may copy to the GPU meanwhile. torch's own stream of captures belongs to
+            # the first device that has captured.
+            with torch.cuda.graph(
+                graph, self._graph_pool, self._capture_stream, capture_error_mode="thread_local"
+            ):
                 work()
+        except BaseException:
+            # After an invalid capture, torch's allocator waits for its end forever, and would never
+            # use memory again that two streams have used. The call fails if the end was recorded.
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
+            raise
         finally:
             # torch leaves the stream of the capture current if the capture ends with an error.
             torch.cuda.set_stream(stream)
@@ -177,5 +191,13 @@ def why_no_gpu(name: str) -> str | None:
         return (
             "the package 'triton' needs a C compiler for its launcher, and there is none; install"
             f" {' or '.join(C_COMPILERS)}, or set CC"
+        )
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    headers = Path(sysconfig.get_paths(scheme)["include"])
+    given = any(variable in os.environ for variable in ("CPATH", "C_INCLUDE_PATH"))
+    if not given and not (headers / "Python.h").is_file():
+        return (
+            f"the package 'triton' compiles its launcher with Python.h, which is not in {headers};"
+            " install Python's headers (Debian: python3-dev)"
         )
     return None

@@ -24,7 +24,7 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import OutOfMemory
 from vlora.lora import loads
-from vlora.memory.device import Load
+from vlora.memory.device import Graph, Load
 from vlora.request import Request
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
@@ -95,6 +95,35 @@ def test_a_graph_waits_for_an_adapter_that_is_being_copied(
     tokens = [token for output in outputs for token in output.token_ids]
     assert (not failed and tokens == expected[1]["r"][0]) == waits
     assert device.graph_events[0] == "replay"
+
+
+@pytest.mark.usefixtures("cuda_operator")
+def test_a_capture_contains_no_copies_of_adapters_that_another_thread_loads(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Change another slot of the first group after a capture has begun."""
+    expected = answers(Engine(options), _ask("all-r8"))
+    capture = FakeDevice.capture
+
+    def disturbed(device: FakeDevice, work: Callable[[], object]) -> Graph:
+        def loading_meanwhile() -> None:
+            if not changed:
+                with torch.utils._python_dispatch._disable_current_modes():
+                    group.put(slot, [column[slot] for column in group.pairs])
+                changed.append(group.version)
+            work()
+
+        return capture(device, loading_meanwhile)
+
+    monkeypatch.setattr(FakeDevice, "capture", disturbed)
+    changed: list[int] = []
+    with fake_gpu() as device:
+        engine = Engine(options)
+        group, slot = engine._runner._decoder.lora_groups[0], engine.adapters.slot("attention-r4")
+        assert answers(engine, _ask("all-r8")) == expected
+        assert engine._runner.graphs.replayed == 1
+    assert changed
+    assert device.graph_events == ["capture", "replay"]
 
 
 def test_the_reference_operator_waits_too(options: Options) -> None:
