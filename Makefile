@@ -29,7 +29,7 @@ serve: $(READY) ## Serve the demo model in the foreground until Ctrl-C (options:
 test: $(READY) ## Run all tests (a part of them: TESTS=tests/unit)
 	@$(BIN)/pytest $(TESTS)
 
-demo: $(READY) ## Send real images and video through a server (starts one if there is none) and show answers
+demo: $(READY) ## Send sample images and videos to a server (starts one if there is none) and show the answers
 	@$(BIN)/python -m tools.demo.show
 
 generate: $(READY) ## Generate adapters from knowledge items (the full set: GENERATE= ; options: GENERATE="--paper")
@@ -47,12 +47,12 @@ cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of i
 gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out DIR")
 	@$(PYTHON) -m tools.gpu $(GPU)
 
-gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90 and run them interpreted (needs no GPU)
+gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90, and test them in an interpreter (needs no GPU)
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gpu-check]'
 	@$(BIN)/python -m tools.gpu.compile_check $(GPU)
 	@$(BIN)/pytest -q tests/unit/gpu
 
-dist: $(READY) ## Build wheel and sdist, check them, have each serve from a fresh environment (DIST="--no-trial")
+dist: $(READY) ## Build wheel and sdist, check them, and serve from each in a fresh environment (DIST="--no-trial")
 	@$(BIN)/python -m tools.dist $(DIST)
 
 lock: $(READY) ## Write the images' lock files from constraints.txt (torch from a folder: LOCK="--torch-wheels DIR")

@@ -2,8 +2,8 @@
 
 An activated adapter acts only from its invocation tokens on. So all activated adapters share the
 keys and values that the base model computes for the image, while each ordinary adapter computes its
-own. The questions arrive one after another. The adapters are a demo adapter with slightly different
-weights.
+own. The questions arrive one after another. The adapters are copies of a demo adapter, each scaled
+by a slightly different factor.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ INVOCATION = " answer in short"
 
 @dataclass(frozen=True)
 class Cell:
-    """Set of questions about one image. Each repeat uses a new image."""
+    """Questions about one image, one per adapter. Each repeat has a new image."""
 
     adapters: int
     repeat: int
 
 
 class ActivatedBenchmark(DemoModelBenchmark[Cell]):
-    """Benchmark of N questions about one image, each with an adapter of its own."""
+    """Benchmark of questions about one image, each with an adapter of its own."""
 
     name = "activated"
     bars: ClassVar[Mapping[str, Bar]] = {"time_ratio": at_most(1.0)}
@@ -97,6 +97,7 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
         return Driver(Engine(Options(model=self._model, adapters=folder, merging="off")))
 
     def _ask(self, driver: Driver, kind: str, adapters: int, repeat: int) -> Outcome:
+        """Ask one question of each adapter, one after another, and return their joint outcome."""
         import numpy as np
 
         from benchmarks.driver import WORDS, DriverRequest, Outcome

@@ -32,13 +32,13 @@ ThreadsOption = Annotated[
     str, typer.Option(help="Comma-separated thread counts; the grid runs once with each.")
 ]
 EngineThreadsOption = Annotated[
-    int | None, typer.Option("--threads", help="Threads; default: as in a server.")
+    int | None, typer.Option("--threads", help="Number of threads; default: as in a server.")
 ]
 DeviceOption = Annotated[
     str, typer.Option("--device", help="cpu, cuda or cuda:N; parts that need a CPU are left out.")
 ]
 TypesOption = Annotated[str, typer.Option(help="Comma-separated storage types: fp32, bf16.")]
-GridOption = Annotated[Path | None, typer.Option(help="Another grid file.")]
+GridOption = Annotated[Path | None, typer.Option(help="Grid file to use instead of the default.")]
 RootOption = Annotated[
     Path | None, typer.Option(help="Folder of the generated checkpoints; default: the user cache.")
 ]
@@ -86,7 +86,8 @@ class Benchmark(ABC, Generic[CellT]):
     bars: ClassVar[Mapping[str, Bar]] = {}
     """Limits by key of the summary."""
     resumable: ClassVar[bool] = False
-    """True if the JSON file is written during the run and continued by the next run."""
+    """True if a run is saved at intervals and can be continued by a later run with the same file.
+    """
     conditions: ClassVar[Sequence[str]] = ()
     """Keys of the metadata that must be equal for a run to be continued."""
 
@@ -149,7 +150,7 @@ class Benchmark(ABC, Generic[CellT]):
 def parse_types(text: str, *, quantized: bool = False) -> list[str]:
     """Return the storage types of a comma-separated list. Raises typer.BadParameter.
 
-    quantized: whether the types of quantized models are valid, too.
+    quantized: whether the types of quantized models are valid as well.
     """
     from benchmarks.dtypes import DTYPES, MODEL_TYPES
 
@@ -177,7 +178,7 @@ def load_grid_values(path: Path, *, quick: bool) -> dict[str, Any]:
 
 
 def server_threads() -> int:
-    """Return the number of threads that the engine of a server takes by default."""
+    """Return the default number of threads of a server's engine."""
     from vlora.config import Options
     from vlora.cores import split_threads
 

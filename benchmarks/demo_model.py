@@ -1,4 +1,4 @@
-"""Base class of benchmarks whose engine runs the demo model, or another checkpoint."""
+"""Base class of benchmarks that run the demo model, or another checkpoint."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from benchmarks.benchmark import (
 
 
 class DemoModelBenchmark(Benchmark[CellT]):
-    """A benchmark of one checkpoint, with a number of threads and the grid file of its name."""
+    """Benchmark of one checkpoint. Its grid file is `grids/NAME.json`; NAME is the benchmark's."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class DemoModelBenchmark(Benchmark[CellT]):
         self.set_up()
 
     def set_up(self) -> None:
-        """Set the attributes of the subclass. Called when the options have been parsed."""
+        """Set the attributes of the subclass. `__init__` calls it last."""
 
     def settings(self) -> dict[str, Any]:
         return {"threads": self._threads}

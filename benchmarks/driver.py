@@ -1,4 +1,4 @@
-"""Running a set of requests step by step on an engine, and timing each request and step.
+"""Driver that runs requests step by step on an engine and times each request and step.
 
 The engine runs in the calling thread, without a server or a client. The measured times include the
 engine, its loader thread and the thread that watches the adapter folders.
@@ -33,7 +33,7 @@ WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """One request of a run. output: number of tokens of its answer."""
+    """One request of a run. output: number of tokens of the answer."""
 
     prompt: str
     adapter: str | None

@@ -55,4 +55,5 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "int8-bf16": ModelType("bf16", "int8"),
     "int4-bf16": ModelType("bf16", "int4"),
 }
-"""Types of models. Quantized types have fp32 for the rest of the model, or bf16 where named so."""
+"""Types of models by name. In a quantized type all but the linear layers is fp32, or bf16 if the
+name ends in "-bf16"."""

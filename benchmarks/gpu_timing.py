@@ -17,8 +17,8 @@ from benchmarks.timing import Timing, rotated
 Call = Callable[[], None]
 
 SAMPLE_SECONDS = 2e-3
-"""Duration of a sample. It is long against the 0.5 µs resolution of events and the launch of a
-graph."""
+"""Duration of a sample. It is long compared with the 0.5 µs resolution of events and with the
+launch of a graph."""
 MAX_REPLAYS = 400
 WARM_CALLS = 2
 
@@ -74,7 +74,7 @@ class GpuWork:
         return float(first.elapsed_time(last)) * 1e-3 / passes / len(self._calls)
 
     def passes_for(self, seconds: float) -> int:
-        """Return the number of passes that take about this long."""
+        """Return the number of passes that take about `seconds`."""
         pass_seconds = max(self.sample(1) * len(self._calls), 1e-7)
         return max(1, min(MAX_REPLAYS, round(seconds / pass_seconds)))
 

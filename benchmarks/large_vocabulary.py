@@ -1,8 +1,8 @@
 """A byte-level tokenizer as large as Qwen2's, and the cost of grammars with it.
 
 The merges are random. Half of the tokens are words of lower-case letters, most of them with a space
-before them, as in tokenizers that were trained on text. The grammar's process makes the masks, as
-for an engine, but no model is needed.
+before them, as in tokenizers that were trained on text. The grammar's process computes the masks,
+as it does for an engine, but there is no engine and no model.
 """
 
 from __future__ import annotations

@@ -38,15 +38,16 @@ FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}
 """llama.cpp's numbers of its file types (`llama_ftype`)."""
 SPARE = 16
 """Number of positions of a sequence beyond its context."""
+# Rounds of all types, and seconds per type.
 ROUNDS, BUDGET = 41, 20.0
 QUICK_ROUNDS, QUICK_BUDGET = 9, 1.0
 
 
 class LlamaCppBenchmark(Benchmark[int]):
-    """Decode steps of all requests together. A cell is a number of requests.
+    """Times of decode steps. A cell is the number of requests in a step.
 
-    All types of both systems are interleaved. A step ends with the most probable token of each
-    request.
+    All types of both systems are interleaved. A step includes finding the most probable token of
+    each request.
     """
 
     name = "llama-cpp"
@@ -158,7 +159,7 @@ class LlamaCppBenchmark(Benchmark[int]):
         return [table]
 
     def summary_title(self) -> str:
-        return "time of a step over that of llama.cpp"
+        return "time of a step here, divided by that of llama.cpp"
 
 
 def _llama_cpp() -> Any:
@@ -180,7 +181,10 @@ def _ignored_messages() -> Any:
 
 
 def quantize(source: Path, target: Path, name: str, threads: int) -> None:
-    """Let llama.cpp write the file in one of FILE_TYPES. Raises RuntimeError if it fails."""
+    """Let llama.cpp convert `source` to the type `name` of FILE_TYPES and write it to `target`.
+
+    Raises RuntimeError if it fails.
+    """
     llama_cpp = _llama_cpp()
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread, options.allow_requantize = FILE_TYPES[name], threads, True

@@ -2,7 +2,7 @@
 
 They are generated once into a cache folder, with the same bytes on every machine. The weights are
 seeded, normally distributed and stored as bfloat16; zeros would run faster than real weights. Their
-tokenizer gives a prompt of n words n tokens, plus the begin-of-text token.
+tokenizer turns a prompt of n words into n tokens, plus the begin-of-text token.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def picture(seed: int, sizes: Sizes) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def _words(sizes: Sizes) -> Sequence[str]:
-    """Return the words of two syllables that are one token, including the space before them."""
+    """Return the words of two syllables that are one token together with the space before them."""
     syllables = [c + v for c in CONSONANTS for v in VOWELS]
     count = sizes.vocabulary - len(SPECIAL) - 256 - 2 * len(syllables)
     return [f" {first}{second}" for first in syllables for second in syllables][: max(count, 0)]

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 MULTIPLY_ROUNDS = 300_000
 READ_BYTES = 64 << 20
+# Rounds of all types, and seconds per type.
 ROUNDS, BUDGET = 25, 2.0
 QUICK_ROUNDS, QUICK_BUDGET = 3, 0.05
 SUMMARY_ROWS = (1, 4, 16)
@@ -117,7 +118,7 @@ class QuantizedBenchmark(Benchmark[int]):
 
         kinds = self._grid["types"]
         table = figure_table(
-            ("rows", *kinds), "µs of a product, and the limit of the roofline over that time"
+            ("rows", *kinds), "µs of a product, and (in parentheses) the fraction of the roofline"
         )
         for rows, group in itertools.groupby(self.rows, key=lambda row: row["rows"]):
             by_kind = {row["type"]: row for row in group}

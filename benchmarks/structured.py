@@ -58,7 +58,10 @@ class Cell:
 class Load:
     """Times of one load in seconds.
 
-    step: median of the steps. mask: mean processor time of a mask.
+    step: median of the steps.
+    per_token: duration of the run divided by the number of generated tokens.
+    mask: mean processor time of a mask.
+    held: number of rows that waited for their mask, divided by the number of generated tokens.
     """
 
     step: float
@@ -111,7 +114,7 @@ def run_load(engine: Engine, cell: Cell, tokens: int) -> Load:
 class StructuredBenchmark(DemoModelBenchmark[Cell]):
     """Times of the steps and tokens of constrained requests, and processor time of their masks.
 
-    A step of the demo model takes a millisecond, so its ratios are those of the worst case.
+    A step of the demo model takes only a millisecond, so masks weigh more than with any real model.
     """
 
     name = "structured"

@@ -124,7 +124,8 @@ class SyntheticModel:
             yield
 
     def mix(self, requests: int, distinct: int) -> list[int]:
-        """Return a slot per request, cycling through `distinct` adapters; 0 is the base model."""
+        """Return a slot per request. The requests cycle through `distinct` adapters, or all use
+        the base model if `distinct` is 0."""
         if distinct == 0:
             return [BASE] * requests
         return [self.slots[i % distinct] for i in range(requests)]

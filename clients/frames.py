@@ -155,10 +155,10 @@ class VideoFile:
 
 
 class SyntheticCamera:
-    """A synthetic film: each second a coloured shape moves in one direction or stands still.
+    """Synthetic video: each second a coloured shape moves in one direction or stands still.
 
     The `truth` of a chunk names the motion. height, width: size of the picture in pixels. The same
-    seed gives the same film.
+    seed gives the same video.
     """
 
     MOTIONS = (

@@ -64,7 +64,10 @@ MAX_IN_FLIGHT = 4
 
 @dataclass
 class StreamLog:
-    """Counts and latencies of one stream; latencies are seconds from sending to the answer."""
+    """Counts of one stream's chunks, and latencies in seconds from sending to the answer.
+
+    known: number of answers whose right text is known. right: number of these that were right.
+    """
 
     latencies: list[float] = field(default_factory=list)
     errors: int = 0
@@ -89,7 +92,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--seconds", type=_positive, default=10, help="seconds to run (default: 10)"
     )
     parser.add_argument(
-        "--fps", type=_positive, default=30, help="frames per second of the source (default: 30)"
+        "--fps",
+        type=_positive,
+        default=30,
+        help="frames per second of a folder or of the camera (default: 30)",
     )
     parser.add_argument(
         "--frames", type=_positive, default=6, help="frames sent of each second (default: 6)"

@@ -51,7 +51,7 @@ class ForkServer:
         """Start the fork server, without waiting until it is ready.
 
         module: module that the fork server runs; it must call `serve`.
-        settings: environment variables that are added to ours.
+        settings: environment variables that are added to those of this process.
         data: bytes that `given_data` returns in the fork server.
         kind: kind of the forked processes' sockets.
         """
@@ -201,7 +201,10 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_with_file(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """Return the next `count` bytes and the file descriptors sent with them, at most one."""
+    """Return the next `count` bytes and the file descriptors sent with them, at most one.
+
+    Raises EOFError if the other side has closed.
+    """
     data, files, _, _ = socket.recv_fds(connection, count, 1)
     if not data:
         raise EOFError

@@ -28,6 +28,7 @@ COLUMNS = {
 }
 """Headers of the table's columns, by their key in a row."""
 TIERS = ("pool_hits", "host_hits", "misses")
+"""Keys of the shares of requests whose adapter was in the page pool, in host memory, on disk."""
 
 
 class AdaptersBenchmark(DemoModelBenchmark[str]):
@@ -90,7 +91,7 @@ class AdaptersBenchmark(DemoModelBenchmark[str]):
 
     def tables(self) -> Iterable[RenderableType]:
         table = Table(
-            caption="pool, host, disk: share of requests by where their adapter was."
+            caption="pool, host, disk: shares of requests whose adapter was there."
             " docs/benchmarks/adapters.md explains the keys of the JSON file",
             padding=(0, 0),
         )

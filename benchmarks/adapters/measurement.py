@@ -57,6 +57,7 @@ class ManyAdapters:
         self.names = save_adapters(scratch / "all", load_config(model), grid["rank"], count)
         engine = Engine(self.options(self.link_folders("one", self.names[:1])))
         handle = engine.adapters.handle(self.names[0])
+        # All adapters have the same rank and targets, hence the same sizes.
         self.host_bytes = handle.description.host_bytes
         self.packed_bytes = engine.adapters.packed_bytes(handle)
         self.pool_bytes = engine.adapters.pages_of(handle) * engine.memory.kv_cache.page_bytes
@@ -185,6 +186,7 @@ class ManyAdapters:
             driver.close()
             figures = tier_figures(driver.engine)
             if results:
+                # This run takes at least as long as the loads from disk, which run one by one.
                 load = median(_load_seconds(driver.engine, name) for name in names)
                 all_loads = (len(names) - grid["host"]) * load
                 figures |= {"load_ms": round(load * 1e3, 3)}
@@ -298,7 +300,7 @@ def _figure(result: AdaptersResult | None, key: str) -> Any:
 
 
 def _loading_over_quiet(outcome: Outcome) -> float | None:
-    """Return the median time of steps with a load or a packing, divided by that of other steps."""
+    """Return the median time of `loading_steps` divided by that of `quiet_steps`, or None."""
     if not outcome.loading_steps or not outcome.quiet_steps:
         return None
     return round(median(outcome.loading_steps) / median(outcome.quiet_steps), 3)

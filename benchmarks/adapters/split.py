@@ -1,9 +1,9 @@
 """Comparison of one page pool with a static split of the same bytes.
 
 The same requests run on two engines. In the first, adapters, keys and values share one pool. In the
-second, a wall separates the pages of adapters from those of keys and values. The benchmark counts
-keys and values whose adapter is not resident: they occupy memory and no step can use them.
-ExpertWeave reports up to 46.5 % of such pages under a static partition.
+second, a wall separates the pages of adapters from those of keys and values (KV pages). The
+benchmark counts the KV pages whose adapter is not resident: they occupy memory and no step can use
+them. The paper on ExpertWeave reports up to 46.5 % of such pages under a static partition.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ class SplitPool(PagePool):
         return self._take_run(first, count)
 
     def _side(self, *, runs: bool) -> list[Evictor]:
+        """Return the evictors of adapters, whose pages are runs, or those of keys and values."""
         return [evictor for evictor in self.evictors if evictor.holds_runs == runs]
 
     def check_integrity(self) -> None:
@@ -82,10 +83,10 @@ class SplitPool(PagePool):
 
 
 class SplitPrefixCache(PrefixCache):
-    """Prefix cache whose order of eviction does not depend on evicted adapters."""
+    """Prefix cache that does not prefer to evict the blocks of evicted adapters."""
 
     def evict_first(self, scope: str) -> None:
-        """Do nothing: the order of eviction stays as it is."""
+        """Leave the order of eviction as it is."""
 
 
 def split_engine(options: Options) -> Engine:
@@ -107,29 +108,33 @@ SIDES: Mapping[str, Callable[[Options], Engine]] = {ONE_POOL: Engine, SPLIT: spl
 
 
 def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
-    """Return the number of cached pages that no request holds, by the scope of their blocks."""
+    """Return the number of cached pages that no request holds, by the scope of their blocks.
+
+    The scope in a block's key names the adapter that the block was computed with.
+    """
     return Counter(cache._keys[page].scope for page in cache._idle)
 
 
 @dataclass
 class UnpairedPages:
-    """Numbers of KV pages whose adapter is not resident, counted once per step.
+    """KV pages whose adapter is not resident, counted after each step.
 
     Every request of this benchmark has an adapter.
 
-    held: number of these pages that running requests hold.
-    cached: number of these pages that only the prefix cache holds, as a share of all KV pages.
+    held: for each step, number of these pages that running requests hold.
+    cached: for each step, number of these pages that only the prefix cache holds, divided by the
+        number of all KV pages.
     """
 
     held: list[int] = field(default_factory=list)
     cached: list[float] = field(default_factory=list)
 
     def count(self, engine: Engine) -> None:
-        """Append the present numbers of an engine to `held` and `cached`."""
+        """Count an engine's pages and append the results to `held` and `cached`."""
         assert engine.memory.prefix is not None
         resident = set(engine.adapters.resident.values())
-        without = (s for s in engine.scheduler.running if s.adapter not in resident)
-        self.held.append(len({page for sequence in without for page in sequence.table.pages}))
+        unpaired = (s for s in engine.scheduler.running if s.adapter not in resident)
+        self.held.append(len({page for sequence in unpaired for page in sequence.table.pages}))
         scopes = {scope for handle in resident for scope in scopes_of(handle)}
         cached = cached_pages_by_scope(engine.memory.prefix).items()
         pages = sum(count for scope, count in cached if scope not in scopes)
@@ -209,7 +214,10 @@ def _cached_tokens(engine: Engine) -> dict[str, float]:
 
 
 def summarize(results: Sequence[AdaptersResult]) -> dict[str, Any]:
-    """Return means over the traces, and the maximum of `kv_without_adapter`; None if not run."""
+    """Return means over the traces, and the maximum of `kv_without_adapter`.
+
+    All figures are None if this part was not run.
+    """
 
     def figures(side: str, key: str) -> list[Any]:
         return [

@@ -90,4 +90,4 @@ class AttentionBenchmark(Benchmark["AttentionCell"]):
         return [table]
 
     def summary_title(self) -> str:
-        return "roofline: 1 is at the limit; vs_twin: above 1 is faster than the twin"
+        return "roofline: fraction of the roofline; vs_twin: time of torch's attention / our time"

@@ -28,7 +28,9 @@ KERNEL, TWIN = "kernel", "twin"
 COLD_BYTES = Cpu.here().cold_bytes
 """Size of all layers together: so large that a layer has left the caches before its next use."""
 READ_BYTES = 64 << 20
+"""Number of bytes that the bandwidth microbenchmark reads in each round."""
 MULTIPLY_ROUNDS = 1_000_000
+"""Number of iterations of the peak microbenchmark in each round."""
 MIXED_DECODES = 8
 """Number of decoding requests that a mixed step has in addition to its chunk."""
 GROUP_KEYS = {"phase", "heads", "rows", "contexts", "quick"}
@@ -42,6 +44,9 @@ class AttentionCell:
         "prefill": one chunk of `rows` rows at the start of its sequence.
         "mixed": one chunk of `rows` rows and MIXED_DECODES decoding requests, each after `context`
         positions.
+    name_of_heads: key of the grid's entry with the numbers of query heads and KV heads.
+    dim: width of a head.
+    block: number of positions per page.
     """
 
     phase: str
@@ -219,10 +224,8 @@ def measure(cell: AttentionCell, effort: Effort, roofline: Roofline) -> Attentio
 
 
 def summarize(results: Sequence[AttentionResult]) -> dict[str, Any]:
-    """Return the smallest speed-up over torch's attention, its cell, and means by phase.
-
-    Each mean is that of `share_of_limit` over the cells of a phase.
-    """
+    """Return the smallest speed-up over torch's attention, its cell, and the geometric mean of
+    `share_of_limit` over the cells of each phase."""
     worst = min(results, key=lambda result: result.vs_twin)
     summary: dict[str, Any] = {
         "vs_twin_worst": round(worst.vs_twin, 3),

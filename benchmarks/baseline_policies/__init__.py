@@ -1,4 +1,4 @@
-"""Scheduling policies of other systems. Importing `benchmarks` makes them valid options."""
+"""Scheduling policies of other systems. `register` makes them valid values of an option."""
 
 from __future__ import annotations
 

@@ -43,6 +43,7 @@ class DLora:
         self._active: str | None = None
         self._merged_step, self._unmerged_step, self._switch = PUBLISHED_SECONDS
         self._profiled = False
+        # Shares of a batch from which its largest adapter is merged, and the live one stays merged.
         self._enter, self._leave = 1.0, self._speed
         self._steps = self._merged_served = self._unmerged_served = 0
         self._would_switch = 0
@@ -93,7 +94,7 @@ class DLora:
         return min(1.0, self._merged_step / self._unmerged_step)
 
     def _note_new_adapters(self, ready: Sequence[Candidate]) -> None:
-        """Give new adapters zero credit, and measure the step times at the first adapter."""
+        """Give new adapters zero credit. At the first mergeable one, get the step times."""
         for name in {_name(r) for r in ready} - self._known:
             self._known.add(name)
             self._credit[name] = 0.0
@@ -170,8 +171,10 @@ class DLora:
 
 
 def _name(r: Candidate) -> str:
-    """Return the adapter's name, "" for the base model. Credit belongs to the name, because a slot
-    can pass to another adapter."""
+    """Return the adapter's name, or "" for the base model.
+
+    Credit is counted by name, because a slot can pass to another adapter.
+    """
     return r.adapter or ""
 
 

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from benchmarks.engine.measurement import EnginePair, EngineResult
 
 Job = tuple["Load", str] | None
-"""A load and its storage type; None stands for the run of all loads on PEFT."""
+"""A load and its storage type, or None for the run of all loads on PEFT."""
 
 
 class EngineBenchmark(Benchmark[Job]):
-    """Token latency of concurrent requests, compared with a floor, gRPC and PEFT."""
+    """Token latency of concurrent requests, compared with their roofline, with gRPC and PEFT."""
 
     name = "engine"
     bars: ClassVar[Mapping[str, Bar]] = {
@@ -60,7 +60,9 @@ class EngineBenchmark(Benchmark[Job]):
         encoder_threads: Annotated[
             int | None, typer.Option(help="Threads of the vision encoder; default: auto.")
         ] = None,
-        model: Annotated[str, typer.Option(help="whole or grouped.")] = "whole",
+        model: Annotated[
+            str, typer.Option(help="whole (as many KV heads as query heads) or grouped (fewer).")
+        ] = "whole",
         device: DeviceOption = "cpu",
         quick: QuickOption = False,
         grid: GridOption = None,
@@ -136,7 +138,7 @@ class EngineBenchmark(Benchmark[Job]):
             result.peers.append(peer.run(result.load.draw(self._checkpoint, seed)))
 
     def _peer_dtype(self) -> Any:
-        """Return the name of the storage type in which torch is fastest on this CPU."""
+        """Return the torch.dtype in which torch is fastest on this CPU."""
         import torch
 
         from benchmarks.machine import has_bf16_instructions
@@ -184,7 +186,7 @@ class EngineBenchmark(Benchmark[Job]):
         return [table]
 
     def summary_title(self) -> str:
-        return "average token latency over that of the floor, of the engine in process, of PEFT"
+        return "average token latency relative to the floor, to the engine in process, to PEFT"
 
     def close(self) -> None:
         if self._engines is not None:

@@ -24,10 +24,12 @@ READ_BYTES = 256 << 20
 
 @dataclass
 class EngineResult:
-    """Results of one load: the times of all its repeats.
+    """Times of all repeats of one load.
 
-    in_process: for each repeat, its times, the floor of its steps, and the roofline in seconds of
-        all its work together.
+    in_process: for each repeat in this process, its times, the floor of its steps, and the roofline
+        in seconds of all its work together.
+    served: for each repeat over gRPC, its times.
+    peers: times of the load on PEFT, if that was measured.
     """
 
     load: Load
@@ -38,14 +40,14 @@ class EngineResult:
 
     @property
     def over_floor(self) -> float:
-        """Average token latency in process, divided by that of the floor."""
+        """Average token latency in process divided by the floor's: median over the repeats."""
         return median(
             times.token_latency / floor.token_latency for times, floor, _ in self.in_process
         )
 
     @property
     def latency(self) -> float:
-        """Average token latency in process, in seconds."""
+        """Average token latency in process, in seconds: median over the repeats."""
         return median(times.token_latency for times, _, _ in self.in_process)
 
     @property

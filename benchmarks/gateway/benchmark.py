@@ -39,9 +39,12 @@ Cell = tuple[str, str, str, int]
 """Name of a model of `serving`; "latency", "idle" or "cut"; kind of the requests; their number."""
 
 CUT_TOKENS = 400
+"""Number of tokens of an answer whose connection is closed early."""
 SETTLE_SECONDS = 60.0
+"""Maximum wait until no request runs."""
 POLL_SECONDS = 0.05
 CONNECT_AT_ONCE = 50
+"""Maximum number of connections that are opened, or used, at the same time."""
 
 
 class GatewayBenchmark(Benchmark[Cell]):
@@ -111,8 +114,8 @@ class GatewayBenchmark(Benchmark[Cell]):
     def _latency(self, serving: Serving, clients: Clients, kind: str, number: int) -> Row:
         """Alternate rounds over gRPC and the gateway. The first round of each is not counted.
 
-        Over gRPC each token is a message. The gateway sends tokens at intervals, as by default, or
-        (`each_token`) each in a chunk of its own.
+        Over gRPC each token is a message. The gateway is measured twice: with the default, which
+        joins the tokens of an interval, and (`each_token`) with each token in its own chunk.
         """
         ways: dict[str, Callable[[Sequence[Ask]], Coroutine[Any, Any, LoadTimes]]] = {
             "grpc": clients.over_grpc,
@@ -206,9 +209,10 @@ class GatewayBenchmark(Benchmark[Cell]):
         return connections
 
     def summarize(self) -> dict[str, Any]:
-        """Return, by model, the largest figures of any kind of requests, and of connections.
+        """Return each model's largest latency figures, and the figures of connections.
 
-        Token latency is taken at the highest concurrency, and time to first token at 1.
+        Token latency is taken at the highest concurrency, and time to first token at 1. The largest
+        is that over the kinds of requests.
         """
         highest = max(self._grid["concurrency"])
 
@@ -298,11 +302,11 @@ async def _first_answer(connections: Sequence[Connection]) -> None:
 
 
 def _running(serving: Serving) -> float:
-    """Return the number of requests in the gateway, except this one, plus those in the server."""
-    own = 1
+    """Return the number of requests in the gateway and in the server."""
+    metrics_request = 1  # The request for the metrics counts itself.
     return (
         serving.metric("vlora_gateway_requests_running")
-        - own
+        - metrics_request
         + serving.metric("vllm:num_requests_running")
         + serving.metric("vllm:num_requests_waiting")
     )

@@ -1,4 +1,4 @@
-"""Clients of the gateway and of gRPC with little overhead of their own.
+"""Clients with little overhead, for the gateway and for gRPC.
 
 Both run in one event loop, and requests are prepared before any is sent. A request is timed from
 just before it is sent until its first token, and until its end.

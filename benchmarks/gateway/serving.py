@@ -25,6 +25,7 @@ from vlora.launcher.processes import start_tied
 from vlora.launcher.server import ServerOptions, TritonServer
 
 DEMO_SIDE = 256
+"""Side of the demo model's random images in pixels."""
 START_SECONDS = 60.0
 STOP_SECONDS = 10.0
 

@@ -243,7 +243,11 @@ def measure_stability(cell: KernelCell, effort: Effort) -> dict[str, Any]:
 
 
 def stability_cells(cells: Sequence[KernelCell], *, quick: bool) -> list[KernelCell]:
-    """Return cells of the grid from small to large batches, as in figure 18 of the paper."""
+    """Return the cells of the latency stability test: one per type and number of rows.
+
+    They are hot cells of width 1024 with mixed ranks, from small to large batches, as in figure 18
+    of the paper. quick: return every second one.
+    """
     distinct: dict[tuple[str, int], KernelCell] = {}
     for cell in cells:
         if not cell.cold and cell.width == 1024 and cell.rank == "mixed":

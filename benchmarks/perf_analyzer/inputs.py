@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--images", type=int, default=64, help="number of distinct requests (default: 64)"
     )
     parser.add_argument(
-        "--tokens", type=int, default=32, help="forced tokens of an answer (default: 32)"
+        "--tokens", type=int, default=32, help="number of tokens of every answer (default: 32)"
     )
     options = parser.parse_args(arguments)
     for model in MODELS:

@@ -221,10 +221,13 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--images", type=int, default=64, help="number of distinct requests (default: 64)"
     )
     parser.add_argument(
-        "--tokens", type=int, default=32, help="forced tokens of an answer (default: 32)"
+        "--tokens", type=int, default=32, help="number of tokens of every answer (default: 32)"
     )
     parser.add_argument(
-        "--rounds", type=int, default=8, help="requests of a run over its concurrency (default: 8)"
+        "--rounds",
+        type=int,
+        default=8,
+        help="number of requests of a run, divided by its concurrency (default: 8)",
     )
     parser.add_argument(
         "--limit", type=float, default=120, help="maximum seconds of one run (default: 120)"

@@ -169,7 +169,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         return [policy_table(self.rows), gain_table(gains_by_setting(self.rows))]
 
     def summary_title(self) -> str:
-        return "average token latency of ours over theirs"
+        return "average token latency with our policy, divided by that with another"
 
     def draw(self) -> Iterable[Path]:
         from benchmarks.policies.tables import draw_figures
@@ -235,8 +235,8 @@ class PoliciesBenchmark(Benchmark[Job]):
     def _simulate_again(self, job: Job) -> Iterator[Row]:
         """Simulate a measured trace with the cost model that the engine has at the end of the run.
 
-        It ignores the deadline, since it takes a second or two per seed. Older rows of this kind
-        are removed first.
+        The deadline is ignored, since a seed takes only a second or two. The first call removes the
+        rows of this kind that an earlier run wrote.
         """
         from benchmarks.policies.grid import MEASURED, SIMULATED_AGAIN
         from benchmarks.policies.summary import FCFS, OURS

@@ -73,7 +73,8 @@ class PolicyCell:
 class PolicyGrid:
     """Contents of a grid file.
 
-    The policies in its entry `policies` run with ATMM. The systems in `own` run with the operators
+    The policies in its entry `policies` run with ATMM, those in `also` with some seeds only, and
+    those in `few` also on traces with fewer adapters. The systems in `own` run with the operators
     that they were published with, at one load and skew.
     """
 
@@ -84,9 +85,9 @@ class PolicyGrid:
         return cls(load_grid_values(path, quick=quick))
 
     def cells(self) -> Iterator[PolicyCell]:
-        """Yield the cells to measure, seed by seed, so that an early end leaves complete settings.
+        """Yield the cells to measure, seed by seed, so that an early end leaves complete seeds.
 
-        The first policy rotates from cell to cell.
+        The policies of a cell start with another one in each cell.
         """
         values = self.values
         own, few, also = values["own"], values["few"], values["also"]

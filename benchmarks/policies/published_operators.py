@@ -1,9 +1,9 @@
 """LoRA operators of other systems, for use in our engine in place of ATMM.
 
-Semantics: each operator computes what `vlora.atmm.op.apply` specifies. As in the original systems,
-every step gathers the weights of the rows' adapters and copies them into the operator's layout. On
-a CPU without bf16 instructions, the operators multiply in fp32 with weights that are converted
-once, because torch would emulate bf16 products.
+Semantics: each operator computes what `vlora.atmm.op.apply` specifies. An operator that gathers
+weights copies them in every call, as in the original system. On a CPU without bf16 instructions,
+the operators multiply in fp32 with weights that are converted once, because torch would emulate
+bf16 products.
 """
 
 from __future__ import annotations
@@ -112,10 +112,9 @@ def _apply_segment(
 def _gathered(
     segments: Sequence[Segment], pairs: _FastPairs, x: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield, in parts, the numbers of rows [n] and the weights of each: A [n, r, d_in] and B
-    [n, d_out, r].
+    """Yield, for at most GATHERED_ROWS rows at a time, their indices [n] and their weights.
 
-    B is multiplied by the signs of the segments.
+    The weights are A [n, r, d_in] and B [n, d_out, r]. B is multiplied by the segment's sign.
     """
     if not segments:
         return

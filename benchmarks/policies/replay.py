@@ -100,7 +100,7 @@ def replay_measured(
         text = prompt(traced.prompt - 1, number, sizes)
         adapter = names[traced.adapter % len(names)]
         state = engine.prepare(Request(f"replay-{number}", text, params, adapter=adapter))
-        # End the answer here, as an end-of-text token would. Only a model knows this length.
+        # The answer ends after this many tokens, as if the model had generated end-of-text.
         state.sequence.max_tokens = traced.output
         arrivals.append((traced.at, state))
     engine.scheduler.policy = policy

@@ -21,10 +21,11 @@ Setting = dict[str, Any]
 
 
 def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
-    """Return ratios of our policy's latency to those of other policies, means and largest ones.
+    """Return mean and largest ratios of our policy's latency to that of other policies.
 
     Below 1, our policy is faster. The summary also has the errors of the predictions, and upper
-    bounds of the gain. Figures that were not measured are None.
+    bounds of the gain. Keys with "level" use the latencies of `_on_one_machine`. Figures that were
+    not measured are None.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -53,7 +54,7 @@ def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
 
 
 def gains_by_setting(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """Return a row per setting: the cost of adapters, the largest possible gain, the actual gains.
+    """Return a row per setting: the cost of adapters, the largest possible gain, and actual gains.
 
     adapter_share: share of a step's time due to adapters.
     most: latency if adapters cost nothing, divided by the latency with their cost.

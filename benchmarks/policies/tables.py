@@ -51,8 +51,8 @@ def gain_table(gains: Sequence[ResultRow]) -> Table:
     names = [name for name in (gains[0] if gains else ()) if name not in SETTING]
     table = figure_table(
         ("trace", *(name.replace("_", " ") for name in names)),
-        "adapters' share of a step; the least latency that merging could leave, and that of each"
-        " policy, over unmerge only",
+        "adapter share: adapters' share of a step's time; most: latency if adapters cost nothing;"
+        " latencies are divided by that of unmerge only",
     )
     for row in gains:
         cells = ("–" if row[name] is None else f"{row[name]:.3f}" for name in names)

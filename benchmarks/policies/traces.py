@@ -71,7 +71,7 @@ class Workload:
         lengths = (
             mean_prompt * self.scale * rng.lognormal(-(LENGTH_SPREAD**2) / 2, LENGTH_SPREAD, count)
         )
-        # The seed decides which adapter is the most popular one, and with it the rank.
+        # The seed decides which adapter is the most popular one, and so the rank used most.
         drawn = rng.choice(self.adapters, count, p=self._shares())
         adapters = (drawn + seed) % self.adapters
         outputs = rng.integers(least, most + 1, count)

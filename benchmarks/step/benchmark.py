@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
     """Steps of a mid-size model. A cell of the run is all steps of one model and storage type.
 
-    The limit of a quantized type is that of its own bytes.
+    The roofline of a quantized type counts the bytes of its quantized weights.
     """
 
     name = "step"
@@ -180,4 +180,4 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         return [table]
 
     def summary_title(self) -> str:
-        return "limit over time by phase and type, and what else a step is held to"
+        return "fraction of the roofline by phase and type, and other figures of a step"

@@ -2,7 +2,7 @@
 
 `starved` of the step's requests use other adapters than the live one. In unmerged mode all rows go
 through their own adapter. In mixture mode only the starved rows do, and the live adapter, which is
-merged, is subtracted from them. Either mode is one call of the operator per layer.
+merged, is subtracted from them. Both modes call the operator once per group of matrices.
 
 The times are compared with predictions from flops and bytes. One prediction takes the rate at which
 the operator multiplies this many rows from warm caches. The other takes the peak.

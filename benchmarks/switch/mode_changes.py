@@ -36,6 +36,7 @@ CHANGES: tuple[tuple[str, int, bool], ...] = (
 )
 """One round of changes as (name, index of the live adapter or BASE, whether all rows use it)."""
 UNMERGES = 200
+"""Number of times that unmerging is timed."""
 WEIGHT_STD, FACTOR_STD = 0.02, 0.02
 
 

@@ -115,7 +115,9 @@ def test_the_wheel_must_contain_the_files_of_the_source_tree() -> None:
 
 def test_a_failing_command_is_reported_with_its_last_output(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with pytest.raises(TrialError, match=r"ended with 3; .*log ends:(?s:.*)no such wheel"):
+    with pytest.raises(
+        TrialError, match=r"ended with status 3; .*log ends with:(?s:.*)no such wheel"
+    ):
         run([sys.executable, "-c", "print('no such wheel'); raise SystemExit(3)"], log)
 
 

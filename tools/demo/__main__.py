@@ -14,7 +14,7 @@ WORK = Path("out/demo-training")
 app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option("--out", help="Output folder.")]
 From = Annotated[Path, typer.Option("--checkpoint", help="Folder of the base checkpoint.")]
-Work = Annotated[Path, typer.Option(help="Folder of training's state, for resuming.")]
+Work = Annotated[Path, typer.Option(help="Folder of the training state, from which runs resume.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run only a few steps, as a test.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more process.")]
 

@@ -33,7 +33,9 @@ from vlora.launcher.server import ServerOptions, TritonServer
 HEAD_TOLERANCE = 1e-4
 HALF_A_POINT = 0.005
 AT_ONCE = 16
+"""Number of concurrent requests."""
 SECONDS = 120.0
+"""Time limit for one answer."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,7 @@ class Served:
 
 @dataclass
 class Comparison:
-    """Result of a domain. `ties` counts differences at near ties, and `wrong` lists all other
-    differences."""
+    """Result of a domain. `ties` counts differences at near ties. `wrong` lists the others."""
 
     domain: str
     items: int = 0
@@ -70,8 +71,8 @@ class Comparison:
         try:
             self.ties += oracle.text_ties(item, item.adapter, answer, served.text)
         except Mismatch as why:
-            told = f"{served.text!r} instead of {answer.text!r}"
-            self.wrong.append(f"{item.id}: {told} ({why})")
+            difference = f"{served.text!r} instead of {answer.text!r}"
+            self.wrong.append(f"{item.id}: {difference} ({why})")
 
 
 def _worst_score(served: Served, expected: Sequence[float], labels: Sequence[str]) -> float:
@@ -82,7 +83,7 @@ def _worst_score(served: Served, expected: Sequence[float], labels: Sequence[str
 
 
 def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
-    """Return the answers of `video_analytics` in order. Send 16 requests at a time."""
+    """Return the answers of `video_analytics` in order. Send AT_ONCE requests at a time."""
     client = grpcclient.InferenceServerClient(url)
 
     def ask(item: Item) -> Served:
@@ -112,8 +113,8 @@ def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list
     oracle = Oracle(checkpoint, adapters)
     found = {domain: Comparison(domain) for domain in DOMAINS}
     pairs = list(zip(asked, served, strict=True))
-    for item, said in track(pairs, "oracle", transient=True):
-        found[item.domain].add(item, said, oracle)
+    for item, answer in track(pairs, "oracle", transient=True):
+        found[item.domain].add(item, answer, oracle)
     return list(found.values())
 
 
@@ -136,10 +137,10 @@ def _compare_with_card(url: str, card: Mapping[str, Any]) -> None:
     """Measure the server on the card's items. Exit with 1 if a domain is over half a point off."""
     table, far = Table("domain", "items", "server", "card"), []
     asked = [item for domain in DOMAINS for item in items(domain, card[domain]["n"])]
-    said = iter(ask_all(url, asked))
+    answers = iter(ask_all(url, asked))
     for domain in DOMAINS:
         count = card[domain]["n"]
-        right = sum(is_right(item, next(said).text) for item in items(domain, count))
+        right = sum(is_right(item, next(answers).text) for item in items(domain, count))
         off = right / count - _accuracy(card[domain])
         table.add_row(domain, str(count), f"{right / count:.3f}", f"{_accuracy(card[domain]):.3f}")
         if abs(off) > HALF_A_POINT + 1e-9:
@@ -173,13 +174,12 @@ def main(
     table = Table("domain", "items", "server", "oracle", "card", "ties", "different")
     for one in found:
         entry = card[one.domain]
-        said = _accuracy(entry)
         table.add_row(
             one.domain,
             str(one.items),
             f"{one.served_right / one.items:.3f}",
             f"{one.oracle_right / one.items:.3f}",
-            f"{said:.3f} (n={entry['n']})",
+            f"{_accuracy(entry):.3f} (n={entry['n']})",
             str(one.ties),
             str(len(one.wrong)),
         )
@@ -190,7 +190,7 @@ def main(
         console.print(line, style="red", markup=False)
     if wrong:
         raise typer.Exit(1)
-    console.print(f"every answer of {sum(one.items for one in found)} equals the oracle's")
+    console.print(f"all {sum(one.items for one in found)} answers agree with the oracle's")
 
 
 if __name__ == "__main__":

@@ -46,7 +46,7 @@ def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
         frames = sample.clip.frames(sample_times(rng))
         return Row(frames, [question], (label,), is_clip=True)
     if sample.scene is None:
-        raise ValueError(f"a sample of {recipe.name} shows nothing")
+        raise ValueError(f"a sample of {recipe.name} has neither a picture nor a clip")
     return Row([draw(sample.scene).pixels], [question], (label,))
 
 

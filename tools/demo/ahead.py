@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 Batch = TypeVar("Batch")
 DEPTH = 24
+"""Maximum number of batches that are ready and not yet used."""
 
 
 @contextmanager

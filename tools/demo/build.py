@@ -24,6 +24,7 @@ CONTEXT = 1024
 SHARD_LIMIT = "7MB"
 INITIAL_STD = 0.05
 BOX_FILTER = 4
+"""Pillow's number of its box filter (`Image.Resampling.BOX`)."""
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:

@@ -3,7 +3,7 @@
 Labels are int64 [64 patches, 10 columns]: shape, colour and texture of the object, the four edges
 of its box as bins, whether its centre is in this patch, and colour and pattern of the surface. -1
 means "no label"; only the surface has a label in every patch. An outline is the object's silhouette
-in its box, 8x8. Of all labels, the outline teaches the tower known and unknown shapes fastest.
+in its box, 8x8. The tower learns shapes faster from outlines than from the other labels.
 """
 
 from dataclasses import dataclass
@@ -29,6 +29,7 @@ from tools.demo.scenes import (
 GRID_SIDE = 8
 PATCHES = GRID_SIDE**2
 COVERAGE = 8
+"""Minimum number of an object's pixels in a patch that gets the object's labels."""
 SEEN_SHAPES = (*lexicon.SHAPES, *lexicon.GLYPHS, *lexicon.DEFECTS, *lexicon.DIGITS)
 SEEN_COLOURS = (*lexicon.COLOURS, *lexicon.BACKGROUNDS)
 SEEN_PATTERNS = (*lexicon.CATEGORIES, *lexicon.NEW_TEXTURES, "panel")

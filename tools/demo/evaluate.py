@@ -44,7 +44,7 @@ def blinded(item: Item) -> Item:
 
 
 def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str, list[bool]]:
-    """Return a list for each kind of question with whether each of its answers is right."""
+    """Return whether each answer is right, in one list for each kind of question."""
     right: dict[str, list[bool]] = defaultdict(list)
     for item in track(asked, f"{asked[0].domain} by {adapter or 'base'}", transient=True):
         right[item.kind].append(is_right(item, oracle.answer(item, adapter).text))
@@ -52,7 +52,7 @@ def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str
 
 
 def measure(oracle: Oracle, domain: str, n: int = ITEMS) -> Measured:
-    """Measure one domain: base and adapter on `n` items, blind on half as many or fewer."""
+    """Measure one domain: base and adapter on `n` items, blind on at most BLIND_ITEMS of them."""
     asked = items(domain, n)
     adapter = adapter_of(domain)
     base = accuracy(oracle, asked, None)

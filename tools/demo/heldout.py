@@ -31,7 +31,8 @@ class Item:
     """One held-out request and its right answer.
 
     `images` and `frames` are PNG files of 64x64 pixels. `boxes` are (x1, y1, x2, y2) in pixels.
-    `adapter` is the adapter of this domain, and `kind` names the skill that the question tests.
+    `adapter` is the adapter of this domain, and `kind` names the skill that the question tests. If
+    `choices` is set, the answer is one of them.
     """
 
     id: str
@@ -84,9 +85,9 @@ def _item(domain: str, index: int) -> Item:
         sample = _base_sample(domain, index, rng)
     elif domain.startswith("digits"):
         scene = digit_scene(rng, held_out=True, index=index)
-        kind = RECIPES[adapter].domains[domain](rng, True).question
+        asked = RECIPES[adapter].domains[domain](rng, True).question
         answer = scene.things[0].shape
-        sample = Sample(Question(kind.kind, kind.task, kind.text, answer), scene)
+        sample = Sample(Question(asked.kind, asked.task, asked.text, answer), scene)
     else:
         sample = RECIPES[adapter].domains[domain](rng, True)
     question = sample.question

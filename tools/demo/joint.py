@@ -26,15 +26,23 @@ from tools.demo.tower import DenseHeads, dense_loss, to_pixels
 
 SEED = 23
 ROWS = 32
+"""Number of scenes, or of sequences without an image, in a batch."""
 CLIPS = 12
+"""Number of clips in a batch of clips."""
 BROAD = 16
+"""Number of further scenes, with labels but without questions, in a batch of scenes."""
 LEARNING_RATE = 1.5e-3
 SLOWER = {"tower": 0.3, "heads": 0.3, "connector": 0.1}
+"""Factors of the learning rate by module."""
 DENSE_WEIGHT = 0.3
+"""Weight of the auxiliary task's loss."""
 IMAGE_TOKEN = 3
 GROUPS = 3
+"""Number of query heads that share a KV head."""
 SILENCING = 1.0
 OPENING = 4.0
+"""Constants of `start_from_readouts`: how strongly "no object here" suppresses other readouts, and
+what is added to the bias of these, so that they pass where there is an object."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +96,13 @@ def _repeat_row(rng: np.random.Generator) -> Row:
 
 
 def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads) -> None:
-    """Initialise the connector from the dense readouts, and balance the decoder's inputs.
+    """Initialise the connector from the dense heads' weights, and balance the decoder's inputs.
 
-    The connector's first layer becomes the dense readouts, normalised and scaled so that colour,
-    shape and position have equal magnitude. In raw features, silhouettes dominate, and the decoder
-    would learn colours slowly. In patches without an object, the readout "no object here"
-    suppresses the readouts that are meaningful only for objects.
+    The connector's first layer becomes the linear layer that predicts the dense labels (its outputs
+    are the readouts), normalised and scaled so that colour, shape and position have equal
+    magnitude. In raw features, silhouettes dominate, and the decoder would learn colours slowly. In
+    patches without an object, the readout "no object here" suppresses the readouts that are
+    meaningful only for objects.
     """
     connector = model.model.multi_modal_projector
     with torch.no_grad():
@@ -129,8 +138,7 @@ def use_fast_attention(model: LlavaForConditionalGeneration) -> None:
 
 
 def branch_mask(branches: Tensor) -> Tensor:
-    """Return the additive mask [rows, 1, length, length] of branches: 0, or a large negative
-    number."""
+    """Return the additive mask [rows, 1, length, length]: 0 where a token may attend, else -1e9."""
     length = branches.shape[1]
     of_query, of_key = branches[:, :, None], branches[:, None, :]
     earlier = torch.ones(length, length, dtype=torch.bool).tril()

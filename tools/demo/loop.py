@@ -17,7 +17,13 @@ REPORT_EVERY_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage of training: number of steps, learning rate, and file of its state."""
+    """A stage of training.
+
+    state: file from which an interrupted run resumes.
+    warmup: number of steps of linear warm-up.
+    clip: maximum norm of the gradient.
+    muon: whether the hidden layers' matrices use the optimizer Muon instead of AdamW.
+    """
 
     name: str
     steps: int

@@ -32,7 +32,7 @@ class Clip:
 
     def at(self, time: float) -> Scene:
         """Return the scene at a time from 0 to 1."""
-        thing = _ACTORS[self.action.split()[-1]](self, self.scene.things[0], time)
+        thing = _MOTIONS[self.action.split()[-1]](self, self.scene.things[0], time)
         return replace(self.scene, things=() if thing is None else (thing,))
 
     def frames(self, times: list[float], size: int = SIDE) -> list[Pixels]:
@@ -104,7 +104,9 @@ def _wave(clip: Clip, time: float) -> float:
     return math.sin(2 * math.pi * (clip.cycles * time + clip.offset))
 
 
-_ACTORS = {
+# Functions that return the object at a time, or None while it is invisible, by the last word of the
+# action.
+_MOTIONS = {
     "left": lambda clip, thing, time: thing.moved(-clip.amount * time, 0),
     "right": lambda clip, thing, time: thing.moved(clip.amount * time, 0),
     "up": lambda clip, thing, time: thing.moved(0, -clip.amount * time),

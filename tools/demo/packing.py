@@ -18,7 +18,9 @@ from tools.demo.tokenizer import make_tokenizer
 from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
 
 FRONT, PADDING = 0, -1
+"""Values of `Pack.branches` in the prefix and in the padding."""
 IGNORED = -100
+"""Target of a position that predicts no token of an answer."""
 TEMPLATE = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
 Ints = NDArray[np.int64]
 
@@ -115,6 +117,7 @@ def pack(rows: list[Row], language: Language = DEMO) -> Pack:
 def _lay_out(
     row: Row, language: Language
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
+    """Return tokens, positions, branches and targets of one row, and the ends of its prompts."""
     tokens: list[int] = []
     positions: list[int] = []
     branches: list[int] = []

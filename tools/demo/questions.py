@@ -152,7 +152,8 @@ _ASKERS = {
     "refer": _refer,
     "detect": _detect,
 }
-_TRAINED: dict[str, float] = {
+# Mean number of training questions per scene, by kind.
+_QUESTIONS_PER_SCENE: dict[str, float] = {
     "colour": 1.0,
     "shape": 0.7,
     "texture": 2.5,
@@ -170,8 +171,8 @@ _TRAINED: dict[str, float] = {
 def training_questions(scene: Scene, rng: Rng) -> list[Question]:
     """Return about nine different questions on one scene, in training's proportions."""
     asked: dict[tuple[str, str], Question] = {}
-    for kind, often in _TRAINED.items():
-        for _ in range(int(often + rng.random())):
+    for kind, mean in _QUESTIONS_PER_SCENE.items():
+        for _ in range(int(mean + rng.random())):
             question = ask(kind, scene, rng)
             if question is not None:
                 asked[(question.task, question.text)] = question

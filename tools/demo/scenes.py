@@ -16,7 +16,9 @@ from vlora.generation.metrics import Box
 SIDE = 64
 SUPERSAMPLING = 2
 DARK = 0.55
+"""Factor of an object's colour in the dark parts of its texture."""
 SHADE = 50.0
+"""Largest change of a surface's colour by its pattern, of 255."""
 Pixels = NDArray[np.uint8]
 
 
@@ -44,7 +46,11 @@ class Thing:
 
 @dataclass(frozen=True)
 class Scene:
-    """Contents of a picture: a surface (colour and pattern) and objects from left to right."""
+    """Contents of a picture: a surface (colour and pattern) and objects from left to right.
+
+    surface_seed: seed of the random parts of the pattern.
+    phase: shift of textures and patterns in pixels, (x, y).
+    """
 
     surface: str
     pattern: str
@@ -71,8 +77,8 @@ def draw(scene: Scene, size: int = SIDE) -> Drawing:
     for index, thing in enumerate(scene.things):
         _draw_thing(canvas, owner, index, thing, line, scene.phase)
     averaged = canvas.reshape(size, SUPERSAMPLING, size, SUPERSAMPLING, 3).mean((1, 3))
-    every = side // SIDE
-    return Drawing(np.clip(averaged + 0.5, 0, 255).astype(np.uint8), owner[::every, ::every])
+    stride = side // SIDE
+    return Drawing(np.clip(averaged + 0.5, 0, 255).astype(np.uint8), owner[::stride, ::stride])
 
 
 def _draw_surface(scene: Scene, line: Floats) -> Floats:
@@ -161,7 +167,10 @@ def _are_separate(a: Box, b: Box, gap: float) -> bool:
 def random_surface(
     rng: np.random.Generator, things: tuple[Thing, ...], pattern: str | None = None
 ) -> Scene:
-    """Return a scene of these objects on a random surface of the base."""
+    """Return a scene of these objects on a surface of random colour.
+
+    pattern: pattern of the surface; by default a random one of those that the base model knows.
+    """
     return Scene(
         surface=str(rng.choice(list(lexicon.BACKGROUNDS))),
         pattern=pattern or str(rng.choice(lexicon.CATEGORIES)),
@@ -171,6 +180,7 @@ def random_surface(
     )
 
 
+# Smallest and largest side of an object, by the number of objects.
 _SIZES = {0: (16, 28), 1: (16, 28), 2: (16, 28), 3: (15, 24), 4: (14, 21)}
 
 

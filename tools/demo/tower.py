@@ -24,11 +24,12 @@ BATCH = 96
 LEARNING_RATE = 1.5e-3
 OUTLINE_WEIGHT = 6.0
 SHAPE_WEIGHT, EMPTY_WEIGHT = 1.0, 0.1
+"""Weights of patches with and without an object in the loss of the label "shape"."""
 PIXELS_OF_PATCH = 3 * PATCH_SIZE**2
 
 
 class DenseHeads(nn.Module):
-    """Linear readouts: one for each label, and one for the pixels of the patch."""
+    """Linear readouts of a patch's features: each label, the pixels, and the object's outline."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +62,10 @@ def patches_of(pixels: Tensor) -> Tensor:
 def dense_loss(
     heads: DenseHeads, features: Tensor, batch: DenseBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the sum of the readouts' cross entropies and the pixels' error, and accuracies."""
+    """Return the loss, and accuracies by label.
+
+    The loss is the sum of the cross entropies of labels and outlines and the pixels' squared error.
+    """
     logits, guessed, outlines = heads(features)
     labels = torch.from_numpy(batch.labels)
     pixels = to_pixels(batch.images)
@@ -75,9 +79,9 @@ def dense_loss(
         kept = asked >= 0
         rows = head.reshape(-1, head.shape[-1])[kept].float()
         if name == "shape":
-            rare = torch.full((HEADS["shape"],), SHAPE_WEIGHT)
-            rare[0] = EMPTY_WEIGHT
-            loss = loss + nn.functional.cross_entropy(rows, asked[kept], weight=rare)
+            weights = torch.full((HEADS["shape"],), SHAPE_WEIGHT)
+            weights[0] = EMPTY_WEIGHT
+            loss = loss + nn.functional.cross_entropy(rows, asked[kept], weight=weights)
         else:
             loss = loss + nn.functional.cross_entropy(rows, asked[kept])
         if name in ("shape", "texture", "x1", "pattern"):

@@ -33,9 +33,8 @@ def build(kind: str, tools: Path, log: Path) -> Path:
     pattern = {"wheel": "vlora-*.whl", "sdist": "vlora-*.tar.gz"}[kind]
     for old in DIST.glob(pattern):
         old.unlink()
-    for stale in (ROOT / "build").glob(
-        "lib*"
-    ):  # setuptools keeps files there that were deleted from the source tree.
+    # setuptools keeps files there that were deleted from the source tree.
+    for stale in (ROOT / "build").glob("lib*"):
         shutil.rmtree(stale)
     command = [tools / "python", "-m", "build", f"--{kind}", "--outdir", DIST, ROOT]
     trial.run(command, log, cwd=WORK)

@@ -22,7 +22,9 @@ DATA = (
 """Folders of the source tree that the wheel contains under `vlora/_data`."""
 TO_BUILD = ("csrc/", "backend_src/vlora/", *DATA)
 TO_BUILD_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "constraints.txt")
+"""Folders and files of the source tree that the sdist must contain."""
 NEVER = (".so", ".pyc", ".pyo")
+"""Endings of compiled files, which the sdist must not contain."""
 COMMAND = "vlora = vlora.cli:main"
 EXTRAS = {"gateway", "server", "structured", "train", "video"}
 
@@ -75,6 +77,7 @@ def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
 
 
 def faults_of_sdist(sdist: Contents, tree: Contents) -> list[str]:
+    """Return one sentence for each fault of the sdist. tree: the files under version control."""
     due = {
         name: content
         for name, content in tree.items()
@@ -88,11 +91,11 @@ def _differences(archive: Contents, due: Contents) -> list[str]:
     faults = [f"{name} is missing" for name in sorted(set(due) - set(archive))]
     both = sorted(set(due) & set(archive))
     return faults + [
-        f"{name} differs from the tree's" for name in both if _other(archive, due, name)
+        f"{name} differs from the tree's" for name in both if _differs(archive, due, name)
     ]
 
 
-def _other(one: Contents, two: Contents, name: str) -> bool:
+def _differs(one: Contents, two: Contents, name: str) -> bool:
     return hashlib.sha256(one[name]).digest() != hashlib.sha256(two[name]).digest()
 
 

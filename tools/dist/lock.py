@@ -133,7 +133,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
-        "--torch-index", default="https://download.pytorch.org/whl/cpu", metavar="URL"
+        "--torch-index",
+        default="https://download.pytorch.org/whl/cpu",
+        metavar="URL",
+        help="package index of torch's CPU build (default: %(default)s)",
     )
     place.add_argument("--torch-wheels", metavar="DIR", help="folder with torch's CPU wheel")
     options = parser.parse_args(arguments)

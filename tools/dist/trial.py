@@ -49,7 +49,7 @@ def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
     if done.returncode != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
         raise TrialError(
-            f"{Path(command[0]).name} ended with {done.returncode}; {log} ends:\n{end}"
+            f"{Path(command[0]).name} ended with status {done.returncode}; {log} ends with:\n{end}"
         )
 
 

@@ -15,7 +15,7 @@ from PIL import Image
 from tools.demo.lexicon import COLOURS, SHAPES
 
 MARGIN = 16
-"""Pixels of repeated border, since a face may fill the whole picture."""
+"""Width in pixels of a border that repeats the edge, since a face may fill the whole picture."""
 BORDER = 3
 """Pixels of background around a text before it is read."""
 ENLARGEMENT = 4

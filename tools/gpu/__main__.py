@@ -1,8 +1,8 @@
 """`make gpu` = `python3 -m tools.gpu [--out DIR] [--minutes 9]`, from the root of a source tree.
 
 Each stage writes every result immediately, so an interrupted stage keeps its results so far. After
-each stage, DIR/figures is written: a table, the figures as JSON, and the tile table to commit. With
-`--archive FILE.tar.gz`, so is an archive of DIR, for a machine that returns few files.
+each stage, DIR/figures is written: a table, the figures as JSON, and the tile table to commit.
+`--archive FILE.tar.gz` also writes an archive of DIR, for a machine that returns few files.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ BOXES = {
     "bench_engine": 35.0,
     "report": 10.0,
 }
+"""Time limits of the stages in seconds. A stage may use time that later stages do not need."""
 
 
 def environment() -> dict[str, str]:
@@ -67,10 +68,14 @@ ALWAYS = ("machine", "report")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results"
+    )
     parser.add_argument("--archive", type=Path, help="also write all results to this tar.gz file")
-    parser.add_argument("--minutes", type=float, default=MINUTES)
-    parser.add_argument("--only", nargs="+", choices=list(STAGES), default=list(STAGES))
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all stages")
+    parser.add_argument(
+        "--only", nargs="+", choices=list(STAGES), default=list(STAGES), help="stages to run"
+    )
     parser.add_argument("--stage", choices=list(STAGES), help=argparse.SUPPRESS)
     given = parser.parse_args()
     out = given.out.resolve()

@@ -176,6 +176,7 @@ def search(out: Path) -> str:
 
 
 def kernels(out: Path) -> str:
+    """Measure ATMM and other LoRA operators on the committed grid, until the time is up."""
     operator = _operator(out)
     from benchmarks.benchmark import GRIDS
     from benchmarks.kernels.cells import load_grid
@@ -269,6 +270,7 @@ def _benchmark(out: Path, name: str, *options: str) -> str:
 
 
 def switch(out: Path) -> str:
+    """Measure merging all layers of a model."""
     operator = _operator()
     from tools.gpu.switch import MODELS, measure
 

@@ -124,7 +124,9 @@ class CpuBackend:
         ]
         x = torch.randn(shape.rows * shape.segments, shape.d_in).to(DTYPES[self.dtype])
         y = torch.zeros(shape.rows * shape.segments, shape.d_out, dtype=DTYPES[self.dtype])
-        turn = [0]  # All use the same data, so none finds data of its own in a cache.
+        # All configurations share this counter, so each call uses other adapters than the one
+        # before it, whichever configuration that had.
+        turn = [0]
 
         def call_of(index: int) -> Callable[[], None]:
             def call() -> None:

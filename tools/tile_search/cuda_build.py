@@ -60,6 +60,8 @@ class NoToolchain(BuildError):
 
 @dataclass(frozen=True)
 class Instance:
+    """A kernel to compile: a tile for one product ("shrink" or "expand") and one type."""
+
     tile: CudaTile
     kind: str
     dtype: str

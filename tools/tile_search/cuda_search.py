@@ -3,8 +3,8 @@
 Candidates are tiles of the compiled library, ordered by the cost formula that also chooses without
 a table. Adapters are profiled hot and cold, as on the CPU. Finally the best candidate and the
 built-in choice run alternately. The candidate replaces the built-in choice only if it is faster by
-more than the noise. This module imports only torch, `vlora.atmm`, `benchmarks.gpu_timing` and
-`tools.gpu`.
+more than the noise. This module imports no package but torch, because a GPU machine may have no
+other.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ ROWS = (1, 4, 16, 64, 256, 1024)
 MAX_ROWS = 8192
 """Maximum number of rows of a call. Larger calls repeat the same blocks."""
 ROWS_WORTH_ROW_KERNELS = 32
+"""Maximum number of rows of a segment for which kernels without tensor cores are tried."""
 MAX_SHRINK_TILES = 6
 """Number of shrink tiles to try, the cheapest first. Two fewer expand tiles are tried."""
 COLD_BYTES = 256 << 20
@@ -81,6 +82,8 @@ class Data:
 
 
 class CudaSearch:
+    """Search for the best kernels and tiles on one GPU."""
+
     def __init__(self, operator: Operator, cold_bytes: int = COLD_BYTES) -> None:
         self._operator, self._cold_bytes = operator, cold_bytes
 

@@ -277,8 +277,8 @@ class Engine:
     def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
         """Record the duration of a step.
 
-        started: end of the previous step, or the beginning of this one if the engine was idle, plus
-            the duration of this step's switch, which is recorded separately.
+        started: end of the previous step, or the beginning of this one if the engine was idle. The
+            duration of this step's switch is added, because switches are recorded separately.
         seconds: duration of its forward pass. The rest of the step is overhead.
         learn: whether the cost model may learn from the step.
         """
@@ -300,7 +300,7 @@ class Engine:
         ]
 
     def _on_evict(self, slot: int, handle: AdapterHandle) -> None:
-        """Remove an evicted adapter from the weights, and mark its prefix blocks for eviction."""
+        """Unmerge an evicted adapter, and mark its prefix blocks for eviction."""
         if self.switcher.live == slot:
             self._switch(BASE)
         self.switcher.forget(slot)

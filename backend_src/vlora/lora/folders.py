@@ -69,7 +69,7 @@ def _named(
 
 
 class FolderFinder:
-    """Calls `find_folders` repeatedly, and returns the same object as long as nothing changes."""
+    """Returns the result of `find_folders`, as the same object as long as it does not change."""
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
@@ -87,7 +87,10 @@ class FolderFinder:
 
 
 def folders_in(root: Path) -> Sequence[str]:
-    """Return the names of all entries of the root that may be adapters, sorted."""
+    """Return the names of all entries of the root that may be adapters, sorted.
+
+    Raises InvalidArgument if the root cannot be read.
+    """
     if not root.is_dir():
         raise InvalidArgument(f"the adapter root {root} is not a folder")
     core = _native()
@@ -100,7 +103,7 @@ def folders_in(root: Path) -> Sequence[str]:
 
 
 def _folders_in(root: Path) -> list[str]:
-    """Do what `folders_in` does, in Python. It is used if the compiled core is missing."""
+    """Return what `folders_in` returns, without the compiled core."""
     entries = sorted(root.iterdir(), key=os.fsencode)
     return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
@@ -149,7 +152,7 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Do what `stamp_of` does, in Python. It is used if the compiled core is missing.
+    """Return what `stamp_of` returns, without the compiled core.
 
     The stamp contains the name of each entry and, after following links, its device, inode, size
     and time of modification. If the folder cannot be read, the stamp contains the number of the
@@ -257,8 +260,8 @@ class FolderWatch:
     def _closed_before_next(self) -> bool:
         """Wait until the next scan is due or the watch is closed; return whether it is closed.
 
-        If the watch is closed during the wait and started again, it waits for the rest of this
-        time.
+        If the watch is closed during the wait and started again, the next call waits for the rest
+        of the time.
         """
         began = self._clock()
         closed = self._closed.wait(self._pause)

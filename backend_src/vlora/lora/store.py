@@ -146,7 +146,7 @@ class AdapterStore:
         return self._names.table.handle(name)
 
     def info(self, name: str) -> AdapterInfo:
-        """Return the description of an adapter. Raises as `handle` does."""
+        """Return the description of an adapter. Raises the errors of `handle`."""
         return self.handle(name).info
 
     def route(self, task: str, question: str) -> str | None:
@@ -183,7 +183,7 @@ class AdapterStore:
         return self._results.pending
 
     def apply(self) -> None:
-        """Apply the results that other threads have posted: of reading, loading and packing."""
+        """Apply the results of reading, loading and packing that other threads have posted."""
         self._results.apply()
         self._tiers.drop_obsolete()
         self._names.publish()
@@ -248,7 +248,7 @@ class AdapterStore:
     def slot(self, name: str | None) -> int:
         """Return the slot of a resident adapter; BASE if `name` is None.
 
-        Raises as `handle` does, and ValueError if the adapter is not resident.
+        Raises the errors of `handle`, and ValueError if the adapter is not resident.
         """
         if name is None:
             return BASE

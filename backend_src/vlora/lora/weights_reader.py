@@ -2,7 +2,7 @@
 
 A thread that releases the GIL must wait to get it back while the engine is busy. So a load makes a
 few calls for the whole file instead of some per matrix (decision 50). The reader is made when the
-file is checked. It knows no names, configs or patterns.
+file is checked. It handles no names, configs or patterns.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class WeightsReader:
 
     @cached_property
     def _scaled_ranges(self) -> list[tuple[float, int, int]]:
-        """(scale, start, end) of contiguous tensors whose scale is not 1."""
+        """Ranges of adjacent elements with a scale other than 1, as (scale, start, end)."""
         count = len(self.ranks)
         start, ranges = sum(self._sizes[:count]), []
         scales_of_b = zip(self.scales, self._sizes[count:], strict=True)

@@ -1,8 +1,8 @@
 """Prefix cache: keys and values of whole blocks, which later prompts with the same beginning reuse.
 
-The key of a block names its content. It consists of the scope, which says what weights computed the
-block, and a chained SHA-256 of all tokens and image features up to the end of the block. So a
-cached block is never stale. This module knows no requests.
+The key of a block names its content. It consists of the scope, which names the weights that
+computed the block, and a chained SHA-256 of all tokens and image features up to the end of the
+block. So a cached block is never stale. This module handles no requests.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class BlockDigests:
 class PrefixCache:
     """Cached blocks by key, each in a page of the pool.
 
-    Several sequences can share a block. While a sequence holds a block, KV owns its page. When no
-    sequence holds it, CACHE owns its page, and the block can be evicted.
+    Several sequences can share a block. While a sequence holds a block, the pool counts its page as
+    KV. When no sequence holds it, the page counts as CACHE, and the block can be evicted.
 
     is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """

@@ -53,8 +53,8 @@ OUTPUTS = (
 )
 
 COLLECT_SECONDS = 0.025
-"""Maximum age in seconds of the first request for which an idle encoder waits for more requests, to
-encode them together (decision 67).
+"""Maximum seconds after the arrival of the first request of a group for which the encoder waits for
+more requests, to encode them together (decision 67).
 """
 
 WATCH_SECONDS = 0.05
@@ -151,7 +151,9 @@ class VisionService:
         client_id: str,
         make_responder: Callable[[], Responder],
     ) -> Tensors | VLoraError | None:
-        """Return the answer to a request without images, or an error. Queue any other request.
+        """Return the answer to a request, or an error; None if the request was queued.
+
+        Requests with images are queued, all others are answered at once.
 
         tensors: inputs with a batch dimension of 1 in front, as Triton passes them: image and
             frames are [1, n]. Answers have this dimension as well. The tensors may become invalid

@@ -62,7 +62,7 @@ readinessProbe:
   {{- toYaml .root.Values.probes.readiness | nindent 2 }}
 {{- end }}
 
-{{- /* The liveness probe, without TLS's options: call with (dict "root" $ "grpc" PORT "options" LIST). */ -}}
+{{- /* The liveness probe: call with (dict "root" $ "grpc" PORT "options" LIST); LIST holds its options for TLS. */ -}}
 {{- define "vlora.livenessProbe" -}}
 {{- with .root.Values.probes.liveness -}}
 livenessProbe:
@@ -121,7 +121,7 @@ readOnlyRootFilesystem: true
 capabilities: {drop: [ALL]}
 {{- end }}
 
-{{- /* Fields that a pod and a container have; KServe's runtimes have no context of the pod. */ -}}
+{{- /* Security settings of a pod or a container. KServe's runtimes can set only those of containers. */ -}}
 {{- define "vlora.userSecurity" -}}
 runAsNonRoot: true
 runAsUser: 10001
@@ -134,7 +134,7 @@ seccompProfile: {type: RuntimeDefault}
 fsGroup: 10001
 {{- end }}
 
-{{- /* Peers of the serving ports, besides the chart's own Envoy. */ -}}
+{{- /* Peers that may connect to the serving ports, besides the chart's own Envoy. */ -}}
 {{- define "vlora.clients" -}}
 {{ toYaml (.Values.networkPolicy.from | default (list (dict "podSelector" dict))) }}
 {{- end }}

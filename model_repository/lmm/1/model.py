@@ -50,9 +50,9 @@ class TritonPythonModel:
             ),
         )
         if exporter is not None:
-            # Metrics are written while the next step is computed. Writing them before the last
-            # responses of a step would spread these, and requests that end together should also
-            # be followed by requests that are encoded together.
+            # Metrics are written while the next step is computed. Written before a step's last
+            # response, they would delay it. All responses of a step should leave together, so
+            # that the clients' next images arrive together and are encoded as one batch.
             self._loop.after_outputs = exporter.catch_up
         self._service = LmmService(
             self._loop,

@@ -70,7 +70,7 @@ class Operator:
     # ---- preparing ------------------------------------------------------------------------------
 
     def arrange(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments arranged in waves, in host memory: [n, 4] int32."""
+        """Return the segments in host memory, arranged in waves (see `cuda.segments`)."""
         return arrange(self.library, segments)
 
     def place(self, segments: Segments, arranged: DeviceSegments, on_device: torch.Tensor) -> None:
@@ -265,7 +265,7 @@ class Operator:
 
 
 class MergedParts:
-    """Prepared merge of an adapter. Its construction copies the matrices' shapes and addresses."""
+    """Prepared merge: the shapes and addresses of the matrices are already on the device."""
 
     def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
         self._operator = operator

@@ -49,7 +49,7 @@ class DeviceGroup:
         self.slots = 0
         self.capacity = MIN_SLOTS
         self.version = -1
-        """`LoraGroup.version` of the group that this one was last compared with."""
+        """`version` of the `LoraGroup` when this group was last compared with it."""
         self.versions: dict[int, int] = {}
         """Version of each copied slot, as in the `versions` of the group that it was copied from.
         """

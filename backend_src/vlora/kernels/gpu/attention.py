@@ -70,8 +70,9 @@ def _load_rotated(
 def _combine(
     target, partial, log_sums, in_query, heads, head, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Combine the parts of the attention of the heads with the numbers `head`, and write the result
-    to `target`. `heads` and `in_query` are masks.
+    """Combine the results of all splits for the heads numbered `head`; write them to `target`.
+
+    `heads` and `in_query` are masks.
     """
     columns = tl.arange(0, in_query.shape[1])
     largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)
@@ -137,8 +138,8 @@ def decode_kernel(
     The parts of a context have equal lengths, which are multiples of TILE; only the last may be
     shorter. With one part, the result is written to `out`. With several, each normalized result is
     written to `partial`, and the base-2 logarithm of its sum of exponentials to `log_sums`. The
-    program that completes the last part combines them. It sets the counter of its row and key head
-    to 0 again. A row whose `end` is 0 has no context.
+    program that completes the last part combines the results of all parts, and resets the counter
+    of its row and key head to 0. A row whose `end` is 0 has no context.
 
     With ROTATE, `query` has rows before rotation: query heads, key heads, value heads. The program
     normalizes and rotates the query and key heads that it needs. The program of the last position
@@ -249,8 +250,10 @@ def prefill_kernel(
     TILE: tl.constexpr,
     MASKED_TILE: tl.constexpr,
 ):
-    """Compute the attention of one query head for up to ROWS rows of one chunk, TILE positions at a
-    time, and MASKED_TILE, which divides TILE, where some rows do not see a position.
+    """Compute the attention of one query head for up to ROWS rows of one chunk.
+
+    Positions that all rows see are processed TILE at a time. All other positions are masked, and
+    are processed MASKED_TILE at a time, which divides TILE.
 
     tiles: [n, 4] int32: first row, number of rows, position of the first row, line of `tables`.
     """
