@@ -189,8 +189,11 @@ def _native() -> Any:
         return None
 
 
-def _is_unknown(stamp: Stamp) -> bool:
-    """Return whether reading the folder failed for a cause that lies outside its files."""
+def _failed_transiently(stamp: Stamp) -> bool:
+    """Return whether this is the stamp of a folder whose reading failed transiently.
+
+    The cause of such a failure lies outside the folder's files.
+    """
     error = error_of(stamp)
     return error is not None and is_transient(error)
 
@@ -290,7 +293,7 @@ class FolderWatch:
         self._settled = True
         for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
             before = self._seen.get(name)
-            if name in self._reported and _is_unknown(stamp):
+            if name in self._reported and _failed_transiently(stamp):
                 stamp = self._reported[name][1]
                 self._settled = False
             unchanged = before is not None and before[:2] == (folder, stamp)

@@ -220,8 +220,10 @@ class StepGraphs:
         )
 
     def _may_apply_adapters(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether the step may have a segment: of a row's own adapter, of the merged adapter
-        that is subtracted from other rows, or of the LM head, into which nothing is merged.
+        """Return whether the step may have segments of adapters.
+
+        It has them if a row's adapter is not merged, if the merged adapter must be subtracted from
+        other rows, or if an adapter changes the LM head, into which nothing is merged.
         """
         live = self._switcher.live
         return any(chunk.slot != live for chunk in chunks) or (
