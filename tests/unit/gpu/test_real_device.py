@@ -9,12 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_client import Collector, answers
-from tests.support.gpu_engines import every_request, logits_of_fixed_tokens
+from tests.support.engine_client import answers
+from tests.support.gpu_engines import (
+    answers_of_loop,
+    every_request,
+    logits_of_fixed_tokens,
+    small_options,
+)
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.engine.loop import EngineLoop
-from vlora.memory.device import CudaDevice
+from vlora.memory.cuda_device import CudaDevice
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.images import DecodedImage
 
@@ -27,14 +31,7 @@ pytestmark = [
 
 @pytest.fixture
 def options(checkpoint: Path, adapters_dir: Path) -> Options:
-    return Options(
-        model=checkpoint,
-        adapters=adapters_dir,
-        max_num_seqs=4,
-        max_num_batched_tokens=17,
-        block_size=8,
-        kv_cache_tokens=1024,
-    )
+    return small_options(checkpoint, adapters_dir)
 
 
 @pytest.mark.parametrize("eager", [False, True])
@@ -63,17 +60,9 @@ def test_another_thread_computes_on_the_last_gpu(options: Options) -> None:
     on_cpu = Engine(options)
     expected = answers(on_cpu, every_request(on_cpu))
     last = torch.cuda.device_count() - 1
-    loop, sink = EngineLoop(Engine(replace(options, device=f"cuda:{last}")), 10), Collector()
-    try:
-        for request in every_request(on_cpu):
-            loop.submit(request, sink)
-        for name in expected:
-            sink.last(name)
-    finally:
-        loop.shutdown(0)
-    assert {name: sink.tokens(name) for name in expected} == {
-        name: tokens for name, (tokens, _) in expected.items()
-    }
+    engine = Engine(replace(options, device=f"cuda:{last}"))
+    tokens = answers_of_loop(engine, every_request(on_cpu))
+    assert tokens == {name: tokens for name, (tokens, _) in expected.items()}
 
 
 def test_graphs_can_be_captured_after_all_were_discarded() -> None:
