@@ -224,8 +224,11 @@ def test_a_failed_capture_leaves_the_stream_of_the_thread_as_it_was(
     with pytest.raises(RuntimeError, match="not permitted"):
         gpu.capture(work)
     assert cuda.stream == "main"
-    # torch's allocator would otherwise wait for the end of the capture.
+    # torch's allocators would otherwise wait for the end of the capture.
     assert ended == [(0, "pool")]
+    cuda.calls.clear()
+    gpu.capture(lambda: None)
+    assert cuda.calls[0] == ("pool",), "a later capture has another pool"
 
 
 def test_inputs_of_a_step_reach_a_gpu_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:

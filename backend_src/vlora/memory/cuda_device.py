@@ -53,6 +53,8 @@ class CudaDevice(Device):
         self._share = share
         self._graph_pool: Any = None
         self._first_graph: torch.cuda.CUDAGraph | None = None
+        self._invalid_graphs: list[torch.cuda.CUDAGraph] = []
+        """Graphs whose capture has failed, which torch may still refer to."""
         self._load_stream, self._capture_stream = (
             torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
             for _ in range(2)
@@ -128,10 +130,14 @@ class CudaDevice(Device):
             ):
                 work()
         except BaseException:
-            # After an invalid capture, torch's allocator waits for its end forever, and would never
-            # use memory again that two streams have used. The call fails if the end was recorded.
+            # After an invalid capture, torch's allocators wait for its end forever. That of the
+            # device would never again use memory that two streams have used. The call fails if the
+            # capture has ended properly.
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
+            # That of pinned memory keeps a pointer to the graph, and cannot use the pool again.
+            self._invalid_graphs.append(graph)
+            self._graph_pool = self._first_graph = None
             raise
         finally:
             # torch leaves the stream of the capture current if the capture ends with an error.

@@ -10,8 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import gpu_timing, llava
+from benchmarks.engine import in_process
 from benchmarks.runner import command_line
 from tests.support.fake_device import FakeDevice, fake_gpu
+from vlora.memory.device import Device
+from vlora.vision.encoder import VisionEncoder
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
 pytestmark = [
@@ -20,7 +23,7 @@ pytestmark = [
     pytest.mark.usefixtures("launch", "cuda_operator"),
 ]
 
-TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=128, adapters=2))
+TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512, adapters=2))
 
 
 def _run(
@@ -62,9 +65,18 @@ def test_steps_are_measured_without_their_parts(
 
 
 def test_requests_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("benchmarks.engine.in_process.OUTPUT", 2)
+    monkeypatch.setattr(in_process, "OUTPUT", 2)
+    devices: list[Device] = []
+
+    def encoder(*arguments: Any) -> VisionEncoder:
+        """Return an encoder in host memory: torch's modules cannot be moved to the fake device."""
+        devices.append(arguments[3])
+        return VisionEncoder(*arguments[:3])
+
+    monkeypatch.setattr(in_process, "VisionEncoder", encoder)
     grid = {"kinds": ["text", "image"], "adapters": [2], "repeats": 1, "requests": 2, "quick": {}}
     threads = ["--engine-threads", "1", "--encoder-threads", "1"]
     written, device = _run(tmp_path, monkeypatch, "engine", grid, "--no-served", *threads)
     assert [row["requests"] for row in written["rows"]] == [2, 2]
+    assert devices == [device]
     assert device.events.count("upload") > 4
