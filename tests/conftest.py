@@ -43,8 +43,10 @@ def _without_surrogates(value: object) -> object:
             return value.encode(errors="backslashreplace").decode()
         case dict():
             return {key: _without_surrogates(item) for key, item in value.items()}
-        case list() | tuple():
+        case list():
             return [_without_surrogates(item) for item in value]
+        case tuple():
+            return tuple(_without_surrogates(item) for item in value)
     return value
 
 
