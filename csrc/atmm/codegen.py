@@ -77,6 +77,7 @@ register (kMaxDirectRows in cpu/variants.h)."""
 SMALL_BLOCK_ROWS = range(2, 7)
 """Numbers of rows of the blocks that the part "small_blocks" computes, each block as one tile."""
 CHAINS = (1, 2, 4, 8)
+"""Possible numbers of partial sums over the depth. They are powers of two, to be added in pairs."""
 REDUCED_ROWS = (9, 3, 2, 2)
 """Maximum rows with 1, 2, … panels in reduced builds: all kinds of tile, one above DIRECT_ROWS."""
 

@@ -24,7 +24,7 @@ PARAMS = (
 
 
 def every_request(engine: Engine) -> list[Request]:
-    """Return requests of the base model and of adapters, sampled in every way that steps are."""
+    """Return requests of the base model and of adapters, one for each entry of PARAMS."""
     names = (None, *engine.adapters.names()[:2])
     return [
         Request(
