@@ -51,7 +51,7 @@ class ForkServer:
         """Start the fork server, without waiting until it is ready.
 
         module: module that the fork server runs; it must call `serve`.
-        settings: environment variables that are added to ours.
+        settings: environment variables that are added to those of this process.
         data: bytes that `given_data` returns in the fork server.
         kind: kind of the forked processes' sockets.
         """

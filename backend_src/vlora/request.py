@@ -210,7 +210,7 @@ class Timings(NamedTuple):
 
 
 NO_MODES: Mapping[str, int] = MappingProxyType({})
-"""Modes of an output that is not the last one of its request."""
+"""Value of `Output.modes` in every output of a request but the last."""
 
 
 class Output(NamedTuple):

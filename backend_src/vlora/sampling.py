@@ -1,6 +1,6 @@
 """Sampling parameters: strict parsing of a client's keys, which have vLLM's names.
 
-This module knows no tensors. `model/sampler.py` draws the tokens.
+This module handles no tensors. `model/sampler.py` draws the tokens.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class SamplingParams:
     max_tokens: maximum number of tokens of the answer; None means that only the context limits it.
     min_tokens: minimum number of tokens of the answer. Until then, end of text is masked.
     ignore_eos: whether the answer continues after end of text.
-    logprobs: number of alternatives to report besides the sampled token (0–20), or None.
+    logprobs: number of alternatives to report with the sampled token (0–20), or None.
     choices: strings; the answer must be one of them. With choices, `max_tokens` is None by default.
     structured_outputs: structure that the answer must have. With a structure, `max_tokens` is None
         by default.

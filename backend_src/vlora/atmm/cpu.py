@@ -1,6 +1,6 @@
 """Identification of a CPU by vendor, family, model and cache sizes.
 
-Virtual machines hide the product name.
+The product name is not used, because virtual machines hide it.
 """
 
 from __future__ import annotations

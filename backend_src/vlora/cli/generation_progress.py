@@ -28,7 +28,10 @@ class GenerationProgress:
     """
 
     def __init__(self, spec: Spec, *, shown: bool) -> None:
-        """shown: whether to show anything. Of several processes, only the first does."""
+        """Create the progress display.
+
+        shown: whether to show anything. Of several processes, only the first does.
+        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),

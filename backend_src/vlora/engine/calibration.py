@@ -1,7 +1,7 @@
 """Measurement of the cost model's profile (`engine/cost.py`), which is then stored on disk.
 
-The measured steps use the engine's runner and switcher and write to pages that the pool counts as
-free. So they must run before the first request.
+The measured steps run on the engine's runner and switcher and overwrite pages of the pool. They
+must therefore run before the first request. A row of a step is one token of one request.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def read_profile(value: Any) -> Profile:
 
 
 class AdapterSizes:
-    """Function from slot to adapter size. The size of each adapter is computed once."""
+    """Function from the slot of a resident adapter to its size, which is computed once."""
 
     def __init__(self, adapters: AdapterStore) -> None:
         self._adapters = adapters
@@ -177,7 +177,7 @@ class SyntheticSteps:
         return len(self._pages) // requests * self._block
 
     def merge(self, slot: int, other: int) -> float:
-        """Merge a slot into the base weights REPEATS times and return the shortest time in seconds.
+        """Merge the adapter in `slot` REPEATS times and return the shortest time in seconds.
 
         other: slot to merge before each repeat, so that the merged weights of `slot` are not
             reused. If `other` equals `slot`, the time includes preparing the adapter's first merge.
@@ -337,7 +337,7 @@ class Calibration:
 
 
 def _ascending(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return the (rows, seconds) pairs, each time raised to at least those of fewer rows."""
+    """Return the (rows, seconds) pairs, with seconds raised so that they never decrease."""
     ascending, longest = [], 1e-9
     for rows, seconds in knots:
         longest = max(longest, seconds)

@@ -60,8 +60,8 @@ def admissible(
     prompt: number of tokens of the prompt.
     longest_choice: maximum number of tokens that a choice can need; 0 without `choices`.
 
-    Raises InvalidArgument if the adapter cannot serve the request or a length exceeds the context,
-    and Unavailable if the images were encoded with another version of the adapter.
+    Raises InvalidArgument if the adapter cannot serve the request or a length exceeds the context.
+    Raises Unavailable if the images were encoded with another version of the adapter.
     """
     _check_features(request, adapter)
     if request.use_head and (adapter is None or not adapter.info.head_labels):

@@ -2,8 +2,8 @@
 that is merged into the active weights).
 
 A profile is measured once per machine and model. Measured steps correct its predictions. This
-module knows sizes, seconds and slots, but not torch, requests or policies. The predicted time of a
-forward pass is a sum:
+module handles sizes, seconds and slots, but not tensors, requests or policies. The predicted time
+of a forward pass is a sum:
 
 - the matrix products of all layers, by number of rows;
 - the LM head, by number of answers (rows whose logits are computed);

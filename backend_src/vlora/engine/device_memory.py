@@ -14,8 +14,8 @@ from vlora.model.decoder_config import load_config
 LOGIT_BYTES = 12
 """Bytes per logit in addition to those that `capacity.step_bytes` counts.
 
-Three values take at most 4 bytes each: the output of the LM head in the type of the weights, the
-copy in the memory of the graphs' logits, and the number of a token that may be drawn.
+Three values take at most 4 bytes each: the output of the LM head in the dtype of the weights, its
+fp32 copy in the output buffer of the CUDA graphs, and the id of a candidate token in sampling.
 """
 
 
@@ -49,6 +49,6 @@ def require_engine_memory(options: Options, names: Mapping[str, str], device: De
 
 
 def merge_factor_bytes(adapters: AdapterStore) -> int:
-    """Return the memory that A and B of merged adapters take on a GPU, at most."""
+    """Return an upper bound of the GPU memory in bytes that A and B of merged adapters take."""
     sizes = (adapters.handle(name).description.host_bytes for name in adapters.names())
     return sum(sorted(sizes)[-MAX_PREPARED:])

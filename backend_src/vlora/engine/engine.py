@@ -300,7 +300,7 @@ class Engine:
         ]
 
     def _on_evict(self, slot: int, handle: AdapterHandle) -> None:
-        """Remove an evicted adapter from the weights, and mark its prefix blocks for eviction."""
+        """Unmerge an evicted adapter, and mark its prefix blocks for eviction."""
         if self.switcher.live == slot:
             self._switch(BASE)
         self.switcher.forget(slot)

@@ -1,7 +1,8 @@
 """The engine's memory: one pool of pages for keys and values, cached prefixes and adapters.
 
 This module connects the pool, the KV storage, the prefix cache and the adapter store. It loads the
-adapters that waiting requests need. It knows sequences, but not steps.
+adapters that waiting requests need, and packs them: copies them into contiguous pages of the pool.
+It handles sequences, but not steps.
 """
 
 from __future__ import annotations

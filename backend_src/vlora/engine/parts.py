@@ -39,7 +39,7 @@ NEVER_MERGES = "unmerge_only"
 
 @dataclass(frozen=True)
 class EngineParts:
-    """Everything that an engine is made of.
+    """The components of an engine.
 
     sizes: sizes of adapters by slot.
     max_model_len: maximum number of tokens of a request.
@@ -171,7 +171,7 @@ def _limit_merging(
     """
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:
-        # Neither has been allocated yet.
+        # Both are going to be used but still count as available.
         pages = memory.kv_cache.cache.nbytes if device.commits_lazily else 0
         factors = 0 if device.in_host_memory else merge_factor_bytes(adapters)
         switcher.memory = max(0, left - pages - factors)

@@ -1,7 +1,7 @@
 """Cancellations that arrive before their request.
 
 A client can cancel a request of an ensemble while its images are still being encoded, before the
-engine has seen it. Such a cancellation is stored for a while. This module knows only ids and a
+engine has seen it. Such a cancellation is stored for a while. This module handles only ids and a
 clock. It is not thread-safe.
 """
 

@@ -1,7 +1,7 @@
 """The scheduler. It decides which sequences the next step computes, and how many tokens of each.
 
 A policy chooses the sequences, their order and the live adapter. The scheduler then allocates pages
-and rows in that order. Apart from the pages that it allocates and releases it is pure: no torch,
+and rows in that order. Except for allocating and releasing pages, it is pure: it uses no torch,
 and no clock but the one it is given.
 """
 

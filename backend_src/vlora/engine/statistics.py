@@ -13,7 +13,7 @@ from vlora.request import Output
 
 
 class EngineStatistics:
-    """Owner of the totals. The engine's thread updates them; any thread may call `snapshot`.
+    """Running totals. The engine's thread updates them; any thread may call `snapshot`.
 
     Readers need no lock, because each update and each copy of a dictionary is atomic under the GIL.
     """

@@ -1,4 +1,4 @@
-"""Drawing of a step's tokens. On a GPU, the draws run while the engine continues."""
+"""Sampling of a step's tokens. On a GPU, it runs while the engine continues."""
 
 from __future__ import annotations
 

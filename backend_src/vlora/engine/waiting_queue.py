@@ -101,7 +101,7 @@ class WaitingQueue:
     def candidates(
         self, orders: Iterable[Order], count: int, arrival_cutoff: float
     ) -> Iterable[Sequence]:
-        """Return the sequences that are among the first `count` ready ones of any of these orders.
+        """Return the union of the first `count` ready sequences in each of these orders.
 
         arrival_cutoff: sequences that arrived later are left out.
         """

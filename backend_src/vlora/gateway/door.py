@@ -56,11 +56,10 @@ class Visit:
 
 
 class Door:
-    """Checks each request, then passes it to `app`.
+    """ASGI middleware that checks each request, then passes it to `app`.
 
     keys: API keys; None admits everybody. Without keys, the Host header of a request must name this
-        machine itself. Otherwise a web page could reach a gateway on a loopback address through a
-        host name that the page's owner points to it.
+        machine itself, which prevents DNS rebinding by web pages.
     limit: rate limit of each tenant, or None.
     origins: origins of web pages that may use the gateway, in addition to its own.
     metrics: metrics to update.

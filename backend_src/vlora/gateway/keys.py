@@ -74,7 +74,7 @@ def load_keys(path: Path) -> Keys:
 
 @dataclass
 class _Bucket:
-    """Allowance of one tenant.
+    """Token bucket of one tenant.
 
     requests: number of requests that the tenant may send at time `at`.
     at: seconds on the clock of the rate limit.
@@ -86,11 +86,10 @@ class _Bucket:
 
 @dataclass
 class RateLimit:
-    """Limits the number of requests of each tenant per minute. A tenant may send all of them at
-    once.
+    """Limits the number of requests per minute with one token bucket per tenant.
 
-    A tenant has one bucket. Tenants come from the file of keys, so the number of buckets is
-    bounded.
+    A tenant may send all requests of a minute at once. Tenants come from the file of keys, so the
+    number of buckets is bounded.
     """
 
     per_minute: int

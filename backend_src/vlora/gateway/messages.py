@@ -36,8 +36,8 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
 }
 """Fields of a message, each with the values that it may have.
 
-None stands for a field that `_Reader` reads and checks itself. The values of all other fields have
-no effect. `name` has none either, because chat templates have no names of participants.
+None stands for a field that `_Reader` reads and checks itself. The listed values of all other
+fields have no effect. `name` has no effect either, because chat templates take no names.
 """
 
 
@@ -49,7 +49,7 @@ CLIP = "data:video/jpeg;base64,"
 
 
 NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
-"""Start of an error message about an image or frame. They are numbered from 0."""
+"""Start of an error message about an image or a frame, which are numbered from 0."""
 
 
 @dataclass(frozen=True)

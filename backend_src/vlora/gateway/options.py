@@ -22,8 +22,7 @@ class GatewayOptions:
     image_hosts: hosts from which the gateway may fetch images; none by default. Each is HOST, or
         HOST:PORT for a port other than the scheme's.
     cors_origins: origins of web pages that may use the gateway; none by default.
-    metrics_url: URL of the server's metrics, which are appended to the gateway's own; None for
-        none.
+    metrics_url: URL of the server's metrics, which are appended to the gateway's own, or None.
     max_body_bytes: maximum size of a request's body, and of all images fetched for it.
     max_held_bytes: maximum size in bytes of all request bodies in memory.
     max_fetch_bytes: maximum size of one fetched image.

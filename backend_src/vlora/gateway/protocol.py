@@ -44,7 +44,7 @@ CHUNK_OVERHEAD = 8
 MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 1024
 """Number of chunks of a body that may have any size, and minimum average size in bytes of further
-chunks. The limit exists because each chunk takes calls of functions of this module.
+chunks. The number is limited because each chunk takes several calls of Python functions.
 """
 
 MAX_WAITING = 16
@@ -142,7 +142,7 @@ class LimitedConnection(HttpToolsProtocol):
     def _ignore_offer(self, rest: bytes) -> None:
         """Parse the head of a request again, without its offer of another protocol.
 
-        rest: what has arrived after the head.
+        rest: bytes that have arrived after the head.
         """
         method = self.parser.get_method()
         if method == b"CONNECT":  # The method CONNECT always switches the protocol.

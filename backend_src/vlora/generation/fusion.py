@@ -22,11 +22,11 @@ from typing import Any, Protocol
 from vlora.generation.spec import Item, PackingOptions, Spec
 
 NEAR_ERRORS = 2.0
-"""Maximum number of standard errors by which a score may miss a goal that it nearly reaches."""
+"""A score nearly reaches its goal if it misses it by at most this number of standard errors."""
 
 
 HOPELESS_ERRORS = 5.0
-"""Number of standard errors by which a score must miss its goal to show that items conflict."""
+"""Two items conflict if a score misses its goal by more than this number of standard errors."""
 
 
 @dataclass(frozen=True)
@@ -320,10 +320,9 @@ def _may_merge(spec: Spec, first: Packed, second: Packed) -> bool:
 
 
 def similar_order(names: Sequence[str], likeness: Callable[[str, str], float]) -> tuple[str, ...]:
-    """Return the items in an order in which each is followed by the most similar one of the
-    remaining items.
+    """Return the items in a greedy order: each is followed by the most similar remaining item.
 
-    The first is the one that is most similar to all others.
+    The first item is the one with the largest sum of similarities to all others.
 
     likeness: returns how similar two items are.
     """

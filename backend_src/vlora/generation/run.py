@@ -96,7 +96,7 @@ def load_splits(
 ) -> dict[str, Splits]:
     """Return the examples of all items, labelled by their teachers and split.
 
-    work: folder in which the teachers' answers are kept; None keeps none.
+    work: folder in which the teachers' answers are stored; None to store none.
     left_out: called with the reason for each image that is not used.
     """
     splits = {}

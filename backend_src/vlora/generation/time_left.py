@@ -15,6 +15,10 @@ class TimeLeft:
     items: number of items that are not packed yet.
     max_steps: maximum number of steps of an attempt.
     now: present time in seconds.
+    packed: number of items that this process has packed.
+    steps, seconds: number of steps that this process has trained, and their time.
+    step, limit: present and maximum step of the present attempt.
+    steps_of_item: number of steps that the present item has taken in all of its attempts.
     """
 
     items: int

@@ -48,7 +48,7 @@ def linear(
 
 
 def gate(x: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Do what `ops.gate` does."""
+    """Compute `ops.gate`."""
     if out is None:
         out = x.new_empty(x.shape[0], x.shape[1] // 2)
     launches().gate(out, x)
@@ -62,7 +62,7 @@ def add_norm(
     eps: float,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Do what `norms.add_norm` does. Without `out`, the result has the type of `delta`."""
+    """Compute `norms.add_norm`. Without `out`, the result has the type of `delta`."""
     if out is None:
         out = torch.empty_like(hidden if delta is None else delta)
     launches().add_norm(out, hidden, delta, weight, eps)
@@ -75,7 +75,7 @@ def embed(
     images: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Do what `ops.embed` does. The row of a token that is not in the table becomes NaN.
+    """Compute `ops.embed`. The row of a token that is not in the table becomes NaN.
 
     images: as in `ops.embed`, but at most one range, which covers all rows and is on the device.
 

@@ -51,7 +51,7 @@ def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
 
 
 def _best_int4(grouped: torch.Tensor) -> Int4Groups:
-    """Return groups of int4, each fitted from the range that gives the smaller error."""
+    """Return int4 groups, each fitted from the range that gives the smaller error."""
     best = _fitted_int4(grouped, RANGES[0])
     smallest = _squared_error(grouped, *best)
     for part in RANGES[1:]:
@@ -68,7 +68,7 @@ def _best_int4(grouped: torch.Tensor) -> Int4Groups:
 
 
 def _fitted_int4(grouped: torch.Tensor, part: float) -> Int4Groups:
-    """Return groups of int4 that are fitted from this part of the range of each group."""
+    """Return int4 groups whose fit starts from the range of each group times `part`."""
     low = grouped.amin(dim=2).clamp_max_(0) * part
     scales = (grouped.amax(dim=2).clamp_min_(0) * part - low) / 15
     zeros = _storable(-low / _divisor(scales)[..., 0])

@@ -19,7 +19,7 @@ def embed(
     table: torch.Tensor,
     images: Sequence[tuple[int, torch.Tensor, torch.Tensor]],
 ) -> torch.Tensor:
-    """Do what `ops.embed` does."""
+    """Compute `ops.embed`."""
     # A token that an image feature replaces need not be in the table.
     in_table = tokens.clone()
     for first_row, feature_rows, _ in images:
@@ -34,7 +34,7 @@ def embed(
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Do what `norms.add_norm` does."""
+    """Compute `norms.add_norm`."""
     if delta is not None:
         hidden += delta
     return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
@@ -48,7 +48,7 @@ def head_norm(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Do what `norms.head_norm` does."""
+    """Compute `norms.head_norm`."""
     values = qkv.view(len(qkv), heads + 2 * kv_heads, len(query_weight))
     queries, keys = values[:, :heads], values[:, heads : heads + kv_heads]
     for part, weight in ((queries, query_weight), (keys, key_weight)):
@@ -56,13 +56,13 @@ def head_norm(
 
 
 def gate(x: torch.Tensor) -> torch.Tensor:
-    """Do what `ops.gate` does."""
+    """Compute `ops.gate`."""
     gates, ups = x.chunk(2, dim=1)
     return F.silu(gates) * ups
 
 
 def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `ops.argmax` does."""
+    """Compute `ops.argmax`."""
     return x.argmax(dim=1), torch.isfinite(x).all(dim=1)
 
 

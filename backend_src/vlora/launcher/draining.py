@@ -2,9 +2,8 @@
 
 Triton 2.51 has no such signals. It continues to pass requests to the models while it waits for idle
 connections to close. Each model that has requests to finish creates a file in `draining/`. To stop,
-`vlora serve` writes the file `drain`, which contains the time by which all models must have
-finished, in seconds of CLOCK_MONOTONIC, a clock that all processes share. A model removes its file
-when it has finished.
+`vlora serve` writes the file `drain`, which contains the deadline of all models in seconds of
+CLOCK_MONOTONIC, a clock that all processes share. A model removes its file when it has finished.
 """
 
 from __future__ import annotations

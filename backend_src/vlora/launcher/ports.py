@@ -13,9 +13,9 @@ from vlora.launcher.assembly import ServerError
 
 MAX_PORT = 65535
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""File with the first and the last port that the kernel gives to sockets without a port."""
+"""File with the first and the last of the kernel's ephemeral ports."""
 FREE_PORTS = range(20000, 30000)
-"""Ports from which a free one is chosen, as far as they are below the kernel's own range."""
+"""Ports from which a free one is chosen. Only those below the ephemeral ports are used."""
 TRIES = 100
 """Maximum number of these ports that are tried."""
 
@@ -69,10 +69,10 @@ def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
 
 
 def _free_candidates() -> list[int]:
-    """Return random ports below those that the kernel gives to sockets without a port.
+    """Return random ports below the kernel's ephemeral ports.
 
-    The server opens its ports seconds after they were chosen. Until then, the kernel could give a
-    port of its own range to any other socket of this machine.
+    The server opens its ports seconds after they were chosen. Until then, the kernel could assign
+    an ephemeral port to any other socket of this machine.
     """
     try:
         first = int(EPHEMERAL_RANGE.read_text().split()[0])

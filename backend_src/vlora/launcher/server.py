@@ -77,7 +77,7 @@ PYTHON_BACKEND = {
 }
 
 Report = Callable[[str], None]
-"""Prints a message for the user."""
+"""Function that prints a message for the user."""
 
 
 class TritonServer:

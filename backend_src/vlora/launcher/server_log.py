@@ -26,7 +26,7 @@ NOISE = (
     "pinned",
     "DCGM",
 )
-"""Parts of lines that a healthy server without a GPU logs, too; such lines are no explanation."""
+"""Parts of lines that a healthy server without a GPU also logs. They do not explain a failure."""
 
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")

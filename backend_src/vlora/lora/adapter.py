@@ -107,12 +107,10 @@ class AdapterDescription:
 
 
 class AdapterFiles:
-    """The files of one adapter. Creating the object checks them.
+    """The files of one adapter. The constructor checks them, and `read` reads the weights.
 
     Attributes:
         description: what the files declare.
-
-    Call `read` for the weights.
     """
 
     def __init__(
@@ -232,7 +230,7 @@ def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
 def _check_invocation(
     config: PeftConfig, head: TaskHead | None, model: ModelShape, invalid: ErrorFactory
 ) -> None:
-    """Raise unless an activated LoRA has valid invocation tokens and no vision task head.
+    """Raise InvalidArgument for an activated LoRA with invalid tokens or a vision task head.
 
     If a prompt lacked the invocation, its request would reach the head without the adapter.
     """
@@ -246,7 +244,7 @@ def _check_invocation(
 
 
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
-    """Raise if an adapter that changes the vision part has an invocation or skills.
+    """Raise InvalidArgument if an adapter of the vision part has an invocation or skills.
 
     Images are encoded before the engine reads the prompt. But an activated LoRA must not change an
     image before its invocation, and skills choose an adapter only after the images were encoded.

@@ -59,7 +59,7 @@ def assign_tensors(
 def _check_copy(
     file: WeightsFile, key: str, parsed: TensorKey, model: ModelShape, invalid: ErrorFactory
 ) -> None:
-    """Raise unless a whole weight in the file is an unchanged copy of the base model's LM head.
+    """Require a whole weight in the file to be an unchanged copy of the base model's LM head.
 
     PEFT stores such a copy with an adapter of the LM head.
     """

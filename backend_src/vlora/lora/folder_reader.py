@@ -1,6 +1,6 @@
 """Reading of adapter folders that were added or changed, and reporting of removed ones.
 
-The thread that watches the folders uses it. The engine's thread applies its results.
+The thread that watches the folders uses this module. The engine's thread applies the results.
 """
 
 from __future__ import annotations

@@ -69,7 +69,7 @@ def _named(
 
 
 class FolderFinder:
-    """Calls `find_folders` repeatedly, and returns the same object as long as nothing changes."""
+    """Returns the result of `find_folders`, as the same object as long as it does not change."""
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
@@ -100,7 +100,7 @@ def folders_in(root: Path) -> Sequence[str]:
 
 
 def _folders_in(root: Path) -> list[str]:
-    """Do what `folders_in` does, in Python. It is used if the compiled core is missing."""
+    """Return what `folders_in` returns, without the compiled core."""
     entries = sorted(root.iterdir(), key=os.fsencode)
     return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
@@ -149,7 +149,7 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Do what `stamp_of` does, in Python. It is used if the compiled core is missing.
+    """Return what `stamp_of` returns, without the compiled core.
 
     The stamp contains the name of each entry and, after following links, its device, inode, size
     and time of modification. If the folder cannot be read, the stamp contains the number of the

@@ -1,7 +1,7 @@
 """Handle of one version of one adapter.
 
-A handle follows its version from the folder through host memory into a slot of the LoRA operator. A
-request gets the handle when it is first scheduled and keeps it until it ends. So the request
+A handle records where the weights of its version are: in the folder, in host memory, or in a slot
+of the LoRA operator. A request holds the handle from its first step until it ends. So the request
 finishes with the version that it started with, even if the folder changes meanwhile.
 """
 
@@ -124,6 +124,7 @@ class AdapterHandle:
         self.adapter, self.info = adapter, adapter.info
 
     def drop(self) -> None:
+        """Record that the host copy was evicted."""
         self._enter(AdapterState.ON_DISK)
         self.adapter = None
 

@@ -1,6 +1,6 @@
 """Host tier: fp32 copies of adapters in host memory, within a byte budget.
 
-This module knows neither folders nor the page pool. Only the engine's thread uses it.
+This module handles neither folders nor the page pool. Only the engine's thread uses it.
 `memory/eviction.py` describes the order of eviction.
 """
 
@@ -17,8 +17,8 @@ class HostTier:
     """Host copies of adapters.
 
     A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
-    exceeded. This is the case while the adapter is resident or being packed, or while a request
-    that has started uses this version, since the folder may no longer contain it.
+    exceeded. It is true while the adapter is resident or being packed, and while a started request
+    uses this version, which the folder may no longer contain.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -53,7 +53,7 @@ class HostTier:
         self.used_bytes += handle.description.host_bytes
 
     def use(self, handle: AdapterHandle) -> None:
-        """Record that a copy is about to be packed, so that it is not evicted."""
+        """Count a copy that is about to be packed among those that may not be evicted."""
         self._in_use.add(handle)
 
     def remove(self, handle: AdapterHandle) -> None:

@@ -125,7 +125,7 @@ class AdapterLoads:
         )
 
     def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Make weights that the loader has read the adapter's host copy."""
+        """Store weights that the loader has read as the host copy of the adapter."""
         self._tiers.count(loads=1)
         if handle.obsolete:
             handle.load_later()

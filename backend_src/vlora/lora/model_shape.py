@@ -32,8 +32,9 @@ _VISION_PATH = re.compile(
 
 
 def vision_path(path: str) -> str | None:
-    """Return the path of a module of the vision tower or the connector, in a form that is the same
-    for all layouts of checkpoints and adapters; None for any other module.
+    """Return the path of a module of the vision tower or the connector; None for any other module.
+
+    The result is the same for all layouts of checkpoints and adapters.
     """
     match = _VISION_PATH.fullmatch(path)
     return f"{match[1]}.{match[2]}" if match else None

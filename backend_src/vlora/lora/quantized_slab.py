@@ -88,6 +88,7 @@ class QuantizedSlab:
 
 
 def group_shape(group: tuple[str, ...], shapes: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+    """Return the shape (d_out, d_in) of the fused matrix of a group of targets."""
     return sum(shapes[target][0] for target in group), shapes[group[0]][1]
 
 

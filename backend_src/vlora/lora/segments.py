@@ -1,4 +1,4 @@
-"""Signed segments, which tell a forward pass the adapter of each row."""
+"""Signed segments: the adapters that a forward pass adds to rows or subtracts from them."""
 
 from __future__ import annotations
 

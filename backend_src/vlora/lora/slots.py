@@ -1,7 +1,7 @@
 """Slots of the LoRA operator.
 
 A slot is an index into every group of projections and into the vision task heads. The slot of an
-evicted adapter is reused. This module knows no names, files or waiting requests.
+evicted adapter is reused. This module handles no names, files or waiting requests.
 """
 
 from __future__ import annotations

@@ -182,7 +182,7 @@ class AdapterStore:
         return self._results.pending
 
     def apply(self) -> None:
-        """Apply the results that other threads have posted: of reading, loading and packing."""
+        """Apply the results of reading, loading and packing that other threads have posted."""
         self._results.apply()
         self._tiers.drop_obsolete()
         self._names.publish()

@@ -1,6 +1,6 @@
 """Memory of adapters: host copies, slots of the operator, and pages of the pool.
 
-This module knows neither names nor threads. It belongs to the engine's thread, except for
+This module handles neither names nor threads. It belongs to the engine's thread, except for
 `AdapterTiers.write`. `memory/eviction.py` describes the order of eviction.
 """
 
@@ -167,6 +167,7 @@ class AdapterTiers:
         self._release_run(handle.run)
 
     def evict(self, handle: AdapterHandle) -> None:
+        """Release slot and pages of a resident adapter."""
         assert handle.slot is not None
         self._on_evict(handle.slot, handle)
         self.slots.release(handle.slot)

@@ -2,7 +2,7 @@
 
 A thread that releases the GIL must wait to get it back while the engine is busy. So a load makes a
 few calls for the whole file instead of some per matrix (decision 50). The reader is made when the
-file is checked. It knows no names, configs or patterns.
+file is checked. It handles no names, configs or patterns.
 """
 
 from __future__ import annotations

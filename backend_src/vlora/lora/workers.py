@@ -2,7 +2,7 @@
 
 One thread reads files and another packs weights into pages, so that adapters in memory do not wait
 for the disk. The threads change no shared state. The engine's thread applies their results in the
-order in which they arrive. This module knows no adapters.
+order in which they arrive. This module does not depend on adapters.
 """
 
 from __future__ import annotations

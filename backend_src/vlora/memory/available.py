@@ -15,8 +15,8 @@ def available_bytes(
 ) -> int | None:
     """Return the number of bytes that this process can still allocate; None if that is unknown.
 
-    This is the machine's available memory, or the memory that the tightest control group leaves if
-    that is less.
+    This is the machine's available memory, or what the limits of the process's control groups
+    (cgroups) leave if that is less.
 
     meminfo, process, root: files and folder of the kernel's reports. Only tests replace the
         defaults.

@@ -45,7 +45,7 @@ class Graph:
 
 
 class Readback:
-    """Copies of tensors in host memory, which may still be under way.
+    """Copies of tensors in host memory that may not be complete yet.
 
     waited: seconds that `get` has waited for them.
     """
@@ -53,7 +53,7 @@ class Readback:
     def __init__(
         self, copies: Sequence[torch.Tensor], wait: Callable[[], object] | None = None
     ) -> None:
-        """Store copies that may still be under way.
+        """Store the copies.
 
         wait: function that returns once the copies are complete; None if they are complete.
         """

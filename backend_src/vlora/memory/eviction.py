@@ -3,14 +3,14 @@
 The page pool evicts cached blocks (`memory/prefix.py`) and resident adapters (`lora/residents.py`).
 The host tier evicts fp32 copies (`lora/host.py`). All of them follow these rules:
 
-1. Only an item that nothing uses is evicted: a block that no sequence holds; a resident adapter
-that is neither pinned nor protected, and that no older waiting request needs; a host copy whose
-adapter is not resident, not being packed and not held by a request.
+1. Only unused items are evicted: blocks that no sequence holds; resident adapters that are neither
+pinned nor protected nor needed by an older waiting request; host copies of adapters that are not
+resident, not being packed and not held by a request.
 2. The least recently used item goes first. The time of a use is a tick of the pool's clock
 (`PagePool.tick`), which blocks and adapters share. If a block and an adapter were used at the same
 time, the block goes first.
 3. An item marked EVICT_FIRST goes before all others. These are the blocks of an evicted adapter,
-and an outdated version of an adapter with which no request has started.
+and an outdated version of an adapter that no started request uses.
 4. Of blocks that are released together, the later ones in the sequence go first, so that the
 remaining blocks are still a prefix.
 5. To make room for an adapter, the pool first looks for contiguous pages without adapters. If there
@@ -57,7 +57,7 @@ class Evictor(Protocol):
         ...
 
     def evict_oldest(self) -> None:
-        """Evict the item to evict next and free its pages."""
+        """Evict the least recently used item and free its pages."""
         ...
 
 

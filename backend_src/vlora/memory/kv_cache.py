@@ -1,7 +1,7 @@
 """KV cache: the memory of all pages, with keys and values in the order in which attention reads
 them.
 
-The pages of an adapter are plain memory here. This module knows pages, layers and heads, but no
+The pages of an adapter are plain memory here. This module handles pages, layers and heads, but no
 sequences or adapters.
 """
 

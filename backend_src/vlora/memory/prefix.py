@@ -1,8 +1,8 @@
 """Prefix cache: keys and values of whole blocks, which later prompts with the same beginning reuse.
 
-The key of a block names its content. It consists of the scope, which says what weights computed the
-block, and a chained SHA-256 of all tokens and image features up to the end of the block. So a
-cached block is never stale. This module knows no requests.
+The key of a block names its content. It consists of the scope, which names the weights that
+computed the block, and a chained SHA-256 of all tokens and image features up to the end of the
+block. So a cached block is never stale. This module handles no requests.
 """
 
 from __future__ import annotations

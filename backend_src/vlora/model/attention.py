@@ -30,7 +30,7 @@ class AttentionPlan:
         and value head.
     padded: size to which a step of decoding rows is padded on a GPU; None for no padding.
 
-    `attend` raises ValueError if the chunks do not fit their pages.
+    Raises ValueError, here or at the first `attend`, if the chunks do not fit their pages.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AttentionPlan:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """Tensors in host memory whose copies on the device each layer reads; [] on the CPU."""
+        """Tensors to upload to the device, in host memory; [] on the CPU."""
         return [] if self._gpu is None else [self.positions, *self._gpu.inputs]
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
@@ -114,7 +114,7 @@ class AttentionPlan:
         qkv: [T, (heads + 2 · kv_heads) · dim] fp32, contiguous, before rotation.
         rotary: angles by which queries and keys are rotated.
         out: [T, heads · dim] fp32 to write the result to; allocated if None.
-        head_norms: norms of query and key heads, computed before their rotation; None for none.
+        head_norms: norms of query and key heads, computed before their rotation, or None.
 
         Returns [T, heads · dim]. Raises ValueError if `qkv` does not fit the plan.
         """

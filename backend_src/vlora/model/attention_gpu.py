@@ -93,7 +93,7 @@ class GpuPlan:
         head_norms: HeadNorms | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Do what `AttentionPlan.attend` does. All rows have the dtype of the weights.
+        """Compute `AttentionPlan.attend`. All rows have the dtype of the weights.
 
         A step of decoding rows needs one launch, which leaves `qkv` unchanged.
         """
@@ -131,7 +131,10 @@ class GpuPlan:
         ]
 
     def _tables(self, chunks: Sequence[Chunk], width: int = 0) -> torch.Tensor:
-        """Return the pages of each chunk, [chunks, longest or width] int32, padded with page 0."""
+        """Return the pages of each chunk, [chunks, width] int32, padded with page 0.
+
+        width: number of columns; 0 for the largest number of pages of a chunk.
+        """
         counts = [-(-chunk.end // self._kv_cache.block) for chunk in chunks]
         longest = max(counts, default=0) if width == 0 else width
         lines = [

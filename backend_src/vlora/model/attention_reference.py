@@ -62,7 +62,7 @@ class ReferencePlan:
         qkv: torch.Tensor,
         rotary: Rotary,
     ) -> torch.Tensor:
-        """Do what `AttentionPlan.attend` does.
+        """Compute `AttentionPlan.attend`.
 
         heads: number of query heads.
         """

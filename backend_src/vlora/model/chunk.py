@@ -50,5 +50,5 @@ class Chunk(NamedTuple):
 
     @property
     def decodes(self) -> bool:
-        """True if the chunk computes tokens that the model has generated."""
+        """True if the tokens of the chunk are generated, not part of the prompt."""
         return self.start >= len(self.prompt.ids)

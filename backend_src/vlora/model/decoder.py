@@ -2,7 +2,7 @@
 segments.
 
 It has projections with or without bias, grouped-query attention, rotary positions, RMS norms and
-SwiGLU. It knows rows, positions and signed segments, but no requests.
+SwiGLU. It handles rows, positions and signed segments, but no requests.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ class Decoder:
         self._rotary.reserve(positions)
 
     def prepare(self, positions: torch.Tensor) -> None:
-        """Provide the angles of a step's positions, which are in host memory.
+        """Extend the table of rotary angles to the positions of a step. Call this before `forward`.
 
-        Call this before `forward`.
+        positions: in host memory.
         """
         self._rotary.extend(positions)
 

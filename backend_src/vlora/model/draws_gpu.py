@@ -1,4 +1,4 @@
-"""Draws of a step on a GPU, with the random numbers of the host.
+"""Sampling of a step's tokens on a GPU, with random numbers from the host.
 
 A draw is (row of the logits; top-k, below 1 for all tokens; temperature; min-p; top-p; random
 number).

@@ -29,7 +29,7 @@ Positions are counted in units of 4 bits from the lowest bits.
 
 
 @dataclass(frozen=True)
-class Stored:
+class UnpackedMatrix:
     """A quantized matrix, unpacked to integers: weight = scale · (value − zero).
 
     values: [d_out, d_in] int32, at least 0.
@@ -83,7 +83,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
     return values.reshape(len(packed), -1)
 
 
-def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
+def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix of GPTQ, which is stored as [in, out].
 
     Weights are packed along inputs, zeros along outputs.
@@ -92,10 +92,10 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
     zeros = unpack(_part(parts, "qzeros", torch.int32, where), stored.bits).T
     scales = _part(parts, "scales", None, where).T
     groups = _part(parts, "g_idx", torch.int32, where) if "g_idx" in parts else None
-    return Stored(values, scales, zeros + stored.zero_offset, groups)
+    return UnpackedMatrix(values, scales, zeros + stored.zero_offset, groups)
 
 
-def _awq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
+def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix of AWQ, which is stored as [in, out] and packed along outputs in
     AWQ_ORDER.
     """
@@ -105,10 +105,12 @@ def _awq(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
         ordered = packed.view(len(packed), -1, 8)[:, :, list(AWQ_ORDER)]
         return ordered.reshape(len(packed), -1).T
 
-    return Stored(outputs("qweight"), _part(parts, "scales", None, where).T, outputs("qzeros"))
+    return UnpackedMatrix(
+        outputs("qweight"), _part(parts, "scales", None, where).T, outputs("qzeros")
+    )
 
 
-def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
+def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix of compressed-tensors, whose weights are signed.
 
     Weights are packed along inputs, zeros along outputs.
@@ -128,10 +130,10 @@ def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> Stored:
     groups = None
     if "weight_g_idx" in parts:
         groups = _part(parts, "weight_g_idx", torch.int32, where)
-    return Stored(values, scales, zeros, groups)
+    return UnpackedMatrix(values, scales, zeros, groups)
 
 
-_READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], Stored]] = {
+_READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], UnpackedMatrix]] = {
     "gptq": _gptq,
     "awq": _awq,
     "compressed-tensors": _compressed,
@@ -139,7 +141,7 @@ _READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], Stored]] = {
 
 
 def _store(
-    matrix: Stored, stored: StoredQuantization, target: QuantizedWeight, where: str
+    matrix: UnpackedMatrix, stored: StoredQuantization, target: QuantizedWeight, where: str
 ) -> torch.Tensor | None:
     """Write a matrix to the slab.
 

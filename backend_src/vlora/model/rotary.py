@@ -40,7 +40,7 @@ def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
 
 @dataclass(frozen=True)
 class Rotary:
-    """Cosines and sines of each row's angles, each [T, dim / 2] fp32, which all layers use."""
+    """Cosines and sines of the angles of each row, each [T, dim / 2] fp32, for all layers."""
 
     cosines: torch.Tensor
     sines: torch.Tensor

@@ -1,6 +1,6 @@
 """One forward pass over the rows of a step, from token ids to logits and head scores.
 
-The runner knows chunks, pages and segments, but no requests, queues or sampling.
+The runner handles chunks, pages and segments, but no requests, queues or sampling.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Drawing of a request's next token from its logits.
+"""Sampling of a request's next token from its logits.
 
 Random numbers are counter-based: they depend on a seed and a position only. So a draw does not
 depend on the batch, on preemption or on the inference mode.
@@ -155,7 +155,7 @@ class TokenSampler:
         return draw(scores, self._params, self._uniform(position))
 
     def parameters(self, position: int, width: int) -> tuple[int, float, float, float, float]:
-        """Return top-k, temperature, min-p, top-p and random number of a draw of `width` logits."""
+        """Return (top-k, temperature, min-p, top-p, random number) for the token at `position`."""
         params = self._params
         temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
         uniform = self._uniform(position)
@@ -271,7 +271,7 @@ def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     """Return the distribution after temperature, min-p, top-k and top-p, [vocabulary] float64.
 
-    It sorts the entire vocabulary and is the reference of `draw`. scores: [vocabulary] fp32.
+    This function is the reference of `draw` and sorts all tokens. scores: [vocabulary] fp32.
     """
     weights = weights_of(scores, params.temperature)
     # Whether the exponential returns subnormal numbers or zero depends on the CPU.

@@ -114,8 +114,8 @@ class _Step:
 
     attention: plan with padded tables.
     tokens: [padded rows] int64 in host memory.
-    lora, lm_head: segments of the layers and of the LM head, with their bounds and their copy for
-        the device, which is in host memory; None if no adapter is applied.
+    lora, lm_head: segments of the layers and of the LM head, with their bounds; None if no adapter
+        is applied.
     merged: as in `GraphKey`.
     """
 
@@ -236,7 +236,7 @@ class StepGraphs:
         )
 
     def _discard_outdated(self, key: GraphKey) -> None:
-        """Discard the graphs whose memory was replaced by larger memory."""
+        """Discard the graphs whose buffers or adapter tables have been reallocated since."""
         if self._memory != (memory := self._decoder.addresses):
             self._memory = memory
             self._discard([*self._graphs])

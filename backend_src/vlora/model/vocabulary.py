@@ -132,7 +132,7 @@ class TextStream:
         return text
 
     def _undecided_length(self) -> int:
-        """Return the length of the longest suffix of the held text that begins a stop string."""
+        """Return the length of the longest suffix of the held text that may begin a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), longest, -1):

@@ -62,7 +62,7 @@ def workspace_bytes(config: DecoderConfig, rows: int) -> int:
 
 
 class Workspace:
-    """Buffers of one forward pass at a time, in memory for the largest step so far."""
+    """Buffers of one forward pass. Their memory has the size of the largest step so far."""
 
     def __init__(
         self, config: DecoderConfig, device: Device = HOST, weights: torch.dtype = torch.float32

@@ -1,6 +1,6 @@
 """Conversion of engine outputs to response tensors, in the format of the vLLM backend.
 
-It does not depend on Triton or on when a response is sent.
+This module does not depend on Triton or on when a response is sent.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ MIN_LOGPROB = -9999.0
 class AnswerWriter:
     """Converts the outputs of one request to its responses.
 
-    If the request streams, every output becomes a response with the new text and tokens, except
-    that outputs within `interval` seconds of the last response are sent together with a later one.
-    Otherwise the last output becomes the only response, which contains the complete answer.
+    If the request streams, every output becomes a response with the new text and tokens. Outputs
+    within `interval` seconds after a response are sent together with a later one. If the request
+    does not stream, there is one response with the complete answer, at the last output.
     """
 
     def __init__(

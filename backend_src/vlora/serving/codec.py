@@ -335,7 +335,11 @@ def is_structured(call: Call) -> bool:
 
 
 def _task_of(call: Call, info: AdapterInfo | None) -> str:
-    """Return the request's task, or the default task if the request names none."""
+    """Return the task of a request.
+
+    A request to `lmm` that names no task has the task "raw". A request to an ensemble that names
+    none, and any request with the task "auto", has the only task of its adapter, else DEFAULT_TASK.
+    """
     if call.task is None and not call.ensemble:
         return "raw"
     if call.task is not None and call.task != AUTO_TASK:

@@ -62,8 +62,8 @@ class EngineExporter(Exporter):
         """Create all metrics.
 
         stats: returns the present statistics of the engine.
-        max_tokens: maximum number of tokens of a request, up to which the histograms of tokens have
-            buckets.
+        max_tokens: maximum number of tokens of a request. The buckets of the histograms of tokens
+            end there.
         """
         super().__init__()
         self._stats = stats

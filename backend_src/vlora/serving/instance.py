@@ -1,4 +1,4 @@
-"""The device of a model's instance, which its `config.pbtxt` may name."""
+"""Checks of a model's instance groups in `config.pbtxt`, and the GPU that they name."""
 
 from __future__ import annotations
 

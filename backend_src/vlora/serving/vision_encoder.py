@@ -53,8 +53,8 @@ OUTPUTS = (
 )
 
 COLLECT_SECONDS = 0.025
-"""Maximum age in seconds of the first request for which an idle encoder waits for more requests, to
-encode them together (decision 67).
+"""Maximum seconds after the arrival of the first request of a group for which the encoder waits for
+more requests, to encode them together (decision 67).
 """
 
 WATCH_SECONDS = 0.05

@@ -48,8 +48,8 @@ VERY_SLOW_SECONDS = 0.05
 """Processor time in seconds of a single mask above which the priority is lowered immediately."""
 
 Stop = Callable[[int], "Future[VLoraError]"]
-"""Function that ends a grammar's process, given its id. It returns a future of the error with which
-the answers that use the process end.
+"""Function that ends a grammar's process, given its process id. It returns a future of the error to
+report for the answers that use the process.
 """
 
 

@@ -31,8 +31,8 @@ from vlora.structured.structure import Structure
 WORKER = "vlora.structured.worker"
 
 PLACES = 2
-"""Maximum number of ordinary grammars that are compiled at the same time, and also of those that
-take long.
+"""Maximum number of ordinary grammars that are compiled at the same time. The same maximum applies
+to grammars that take long.
 """
 
 LONG_SECONDS = 0.1
@@ -254,8 +254,7 @@ class Grammars:
     def _stop(self, process: int) -> Future[VLoraError]:
         """End a process on another thread.
 
-        Returns a future of the error with which the answers of this process end (see
-        `grammar.Stop`).
+        Returns a future of the error to report for the answers that use it (see `grammar.Stop`).
         """
         limits = self._limits
 

@@ -1,6 +1,6 @@
 """The structure that an answer must have, and reading of the sampling keys that describe it.
 
-This module knows no grammars or tokens. `worker.py` compiles the structure.
+This module handles no grammars or tokens. `worker.py` compiles the structure.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Image encoder: transformers' vision tower and connector, which turn pixels into image features.
 
-It computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is not loaded.
-This module does not depend on requests, caches or Triton.
+The encoder computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is not
+loaded. This module does not depend on requests, caches or Triton.
 """
 
 from __future__ import annotations

@@ -39,6 +39,7 @@ MIN_DEPTH = 512
 bytes. Thinner slices spend most of their time on starting and ending.
 """
 BLOCKS_PER_SM = 2
+"""Number of blocks per multiprocessor that `by_rows` aims for."""
 SLICES = (1, 2, 4, 8, 16, 32)
 
 # The cost estimate that ranks tiles uses the next two constants. They describe one multiprocessor
@@ -206,6 +207,7 @@ def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: in
 
 
 def expand_cost(shape: Shape, tile: LoadedTile, multiprocessors: int) -> float:
+    """Return the estimated cost of an expand with this tile, in the unit of `shrink_cost`."""
     blocks = _blocks(shape.rows, shape.d_out, tile) * shape.segments
     written = tile.block[0] * tile.block[1] * 4 * MULTIPLY_ADDS_PER_BYTE
     return _waves(blocks, multiprocessors) * (_block_cost(tile, shape.rank) + written)

@@ -264,7 +264,7 @@ class Operator:
 
 
 class MergedParts:
-    """Prepared merge of an adapter. Its construction copies the matrices' shapes and addresses."""
+    """Prepared merge: the shapes and addresses of the matrices are already on the device."""
 
     def __init__(self, operator: Operator, updates: Sequence[MergeUpdate]) -> None:
         self._operator = operator

@@ -31,15 +31,15 @@ ENOUGH_GAIN = 0.97
 because other requests must wait until the step ends.
 """
 FULL_ROWS = 64
-"""Number of rows of a step that uses the machine well."""
+"""Number of rows of a step that is assumed to use the processor fully."""
 PROMPT_WORTH = 2.0
 """Worth of a prompt row, where a row of the answer is worth 1. It is higher because a request
 cannot decode together with others until its prompt is complete. In simulations on the traces of the
 policy benchmark, the values from 2 to 8 performed equally, and smaller ones worse.
 """
 SHARED_STEPS = 0.5
-"""Number of decode steps that a new request is expected to share with the present requests, as a
-fraction of the number that it would share if all answers had their maximum length.
+"""Expected number of decode steps that a new request shares with the present requests, divided by
+the number for answers of maximum length.
 """
 MAX_REFUSALS = 64
 """Number of rejected prompts after which no others are considered."""
@@ -236,14 +236,14 @@ class _Bundle:
         available = min(r.missing, self._free_rows)
         if available == 0:
             return False
-        now = self._value / self._seconds() if self.order else 0.0
+        rate = self._value / self._seconds() if self.order else 0.0
         chunks = (*CHUNK_ROWS[: bisect_left(CHUNK_ROWS, available)], available)
         fixed, per_row = self._adapter_seconds(r.slot, shared=True)
-        earnings = [(self._earns(r, rows, fixed + per_row * rows, now), rows) for rows in chunks]
+        earnings = [(self._earns(r, rows, fixed + per_row * rows, rate), rows) for rows in chunks]
         best = max(earned for earned, _ in earnings)
-        if best <= now:
+        if best <= rate:
             return False
-        enough = now + ENOUGH_GAIN * (best - now)
+        enough = rate + ENOUGH_GAIN * (best - rate)
         self.take(r, next(rows for earned, rows in earnings if earned >= enough))
         return True
 
@@ -271,28 +271,28 @@ class _Bundle:
         products = self._costs.products(self._row_count + rows, self._answers + answers)
         return products + self._added + self._costs.overhead(len(self.order) + requests)
 
-    def _earns(self, r: Candidate, rows: int, adapter_seconds: float, now: float) -> float:
-        """Return the value per second of the step with these rows added; `now` is the value per
-        second without them.
+    def _earns(self, r: Candidate, rows: int, adapter_seconds: float, rate: float) -> float:
+        """Return the value per second of the step with these rows added.
 
         adapter_seconds: time of reading and applying the adapters of the rows.
+        rate: value per second of the step without the rows.
         """
         worth = _share(r, rows)
         if r.missing == rows and self._value > 0.0:
-            worth += self._sharing_gain(r, now)
+            worth += self._sharing_gain(r, rate)
         seconds = self._seconds(rows, rows == r.missing, 1)
         seconds = seconds + adapter_seconds + self._costs.attention(rows, r.context)
         return (self._value + worth) / seconds
 
-    def _sharing_gain(self, r: Candidate, now: float) -> float:
+    def _sharing_gain(self, r: Candidate, rate: float) -> float:
         """Return the value of decoding together with the other requests instead of after them.
 
         The step must compute all missing tokens. Each decode step that the request then shares
-        saves the fixed cost of a step. Decoding requests gain nothing. `now`: as in `_earns`.
+        saves the fixed cost of a step. Decoding requests gain nothing. `rate`: as in `_earns`.
         """
         if r.missing == 1:
             return 0.0
-        fixed_share = min(1.0, self._single_step * now / self._value)
+        fixed_share = min(1.0, self._single_step * rate / self._value)
         shared_steps = min(r.remaining, self._longest)
         return SHARED_STEPS * _weight(r) * fixed_share * shared_steps / (1 + self._longest)
 

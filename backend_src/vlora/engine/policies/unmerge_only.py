@@ -13,7 +13,7 @@ from vlora.ids import BASE
 class UnmergeOnly:
     """Computes requests in order of arrival within each priority, and never merges an adapter.
 
-    A request that holds pages goes before the waiting ones of its priority, even before older ones
+    Within a priority, requests that hold pages come before waiting ones, even before older ones
     whose adapter was loaded later.
 
     max_batch: maximum number of requests in a step.

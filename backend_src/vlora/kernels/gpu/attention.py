@@ -70,8 +70,9 @@ def _load_rotated(
 def _combine(
     target, partial, log_sums, in_query, heads, head, DIM: tl.constexpr, SPLITS: tl.constexpr
 ):
-    """Combine the parts of the attention of the heads with the numbers `head`, and write the result
-    to `target`. `heads` and `in_query` are masks.
+    """Combine the results of all splits for the heads numbered `head`; write them to `target`.
+
+    `heads` and `in_query` are masks.
     """
     columns = tl.arange(0, in_query.shape[1])
     largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)
@@ -249,8 +250,10 @@ def prefill_kernel(
     TILE: tl.constexpr,
     MASKED_TILE: tl.constexpr,
 ):
-    """Compute the attention of one query head for up to ROWS rows of one chunk, TILE positions at a
-    time, and MASKED_TILE, which divides TILE, where some rows do not see a position.
+    """Compute the attention of one query head for up to ROWS rows of one chunk.
+
+    Positions that all rows see are processed TILE at a time. All other positions are masked, and
+    are processed MASKED_TILE at a time, which divides TILE.
 
     tiles: [n, 4] int32: first row, number of rows, position of the first row, line of `tables`.
     """

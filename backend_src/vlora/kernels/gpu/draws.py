@@ -1,4 +1,4 @@
-"""Launches of the GPU kernels that choose tokens, by argmax or by drawing. Logits are fp32."""
+"""Launchers of the GPU kernels that choose tokens, by argmax or sampling. Logits are fp32."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BLOCK = 1024
 
 
 def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what `ops.argmax` does. The results stay on the device."""
+    """Compute `ops.argmax`. The results stay on the device."""
     maxima, places, finite = _chunk_maxima(x)
     indices = torch.empty(len(x), dtype=torch.int64, device=x.device)
     all_finite = torch.empty(len(x), dtype=torch.bool, device=x.device)

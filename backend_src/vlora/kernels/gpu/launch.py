@@ -1,9 +1,7 @@
-"""Launches of the GPU kernels of layers. Each function computes what the plain torch function of
-the same operation computes.
+"""Launchers of the GPU kernels of the layers.
 
-The functions check nothing, because `ops`, `norms` and `AttentionPlan` check the shapes. All
-tensors are on one device. Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights
-are fp32.
+They check nothing: their callers `ops`, `norms` and `AttentionPlan` check the shapes. All tensors
+are on one device. Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights are fp32.
 """
 
 from __future__ import annotations
@@ -61,7 +59,7 @@ def add_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    """Do what `norms.add_norm` does, with the result in `out`."""
+    """Compute `norms.add_norm`, with the result in `out`."""
     count, width = hidden.shape
     if count:
         columns = triton.next_power_of_2(width)
@@ -86,7 +84,7 @@ def head_norm(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Do what `norms.head_norm` does."""
+    """Compute `norms.head_norm`."""
     dim = len(query_weight)
     if len(qkv):
         rows.head_norm_kernel[(len(qkv), heads + kv_heads)](
@@ -103,7 +101,7 @@ def head_norm(
 
 
 def gate(out: torch.Tensor, x: torch.Tensor) -> None:
-    """Do what `ops.gate` does, with the result in `out`."""
+    """Compute `ops.gate`, with the result in `out`."""
     count, width = out.shape
     if count:
         columns = min(triton.next_power_of_2(width), MAX_COLUMNS)
@@ -177,7 +175,7 @@ def rotate(
 
 @dataclass(frozen=True)
 class DecodeRows:
-    """Rows of a step whose chunks have one row, with their contexts.
+    """The decode rows of a step, which are its chunks of one row, and their contexts.
 
     rows: [n] row of the step.
     ends: [n] number of positions; 0 for a padding row, whose attention is zero.

@@ -17,7 +17,7 @@ def add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Do what `norms.add_norm` does for one row, which one program keeps in registers."""
+    """Compute `norms.add_norm` for one row, which one program keeps in registers."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
@@ -41,7 +41,7 @@ def head_norm_kernel(
     dim,
     COLUMNS: tl.constexpr,
 ):
-    """Do what `norms.head_norm` does for one head of one row. Keys follow queries in the row."""
+    """Compute `norms.head_norm` for one head of one row. Keys follow queries in the row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, COLUMNS)
@@ -58,7 +58,7 @@ def head_norm_kernel(
 
 @triton.jit
 def gate_kernel(out, x, width, COLUMNS: tl.constexpr):
-    """Do what `ops.gate` does for COLUMNS columns of one row."""
+    """Compute `ops.gate` for COLUMNS columns of one row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
@@ -80,8 +80,9 @@ def embed_kernel(
     HAS_IMAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy COLUMNS columns of a row from its image feature, or from its token's embedding if it has
-    no image feature. A token outside the table, which has `words` rows, then gives NaN.
+    """Copy COLUMNS columns of a row from its image feature, or else from its token's embedding.
+
+    The embedding of a token outside the table, which has `words` rows, is NaN.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

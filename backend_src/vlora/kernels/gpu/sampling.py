@@ -55,7 +55,7 @@ def chunk_max_kernel(logits, maxima, places, finite, width, chunks, CHUNK: tl.co
 
 @triton.jit
 def argmax_kernel(maxima, places, finite, indices, all_finite, chunks, CHUNKS: tl.constexpr):
-    """Do what `ops.argmax` does for a row, from the results of its chunks."""
+    """Compute `ops.argmax` for a row, from the results of its chunks."""
     row = tl.program_id(0).to(tl.int64)
     numbers = tl.arange(0, CHUNKS)
     inside = numbers < chunks

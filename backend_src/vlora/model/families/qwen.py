@@ -115,7 +115,7 @@ def intermediate_size(text: Any) -> int:
 
 
 def turn_ends(text: Any) -> tuple[int, ...]:
-    """Return the token `<|im_end|>`, which ends a turn of a chat.
+    """Return the id of the token `<|im_end|>`, which ends a turn of a chat.
 
     Its id is 212 less than that of the token that begins an image.
     """
