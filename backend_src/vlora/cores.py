@@ -122,10 +122,10 @@ def tightest_limit(
 
 
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
-    """Yield the limits of a group and of all groups that contain it.
+    """Yield the limits of a control group and of all groups that contain it.
 
-    In a container, the path may be one of the host, which is not visible. `root` is then the
-    container's own group.
+    In a container, `path` may be a path of the host, which does not exist in the container. `root`
+    is then the container's own group.
     """
     for folder in _with_parents(path):
         limit = read(root / folder)

@@ -58,7 +58,7 @@ class ImageFeatures:
     def counts(self) -> tuple[int, int]:
         """Number of images, and number of frames.
 
-        Raises InvalidArgument if there are more frames than the rows could show.
+        Raises InvalidArgument if there are more than MAX_FRAMES_PER_ROW frames per row of features.
         """
         frames = self.layout[:, 5].astype(np.int64)
         limit = MAX_FRAMES_PER_ROW * len(self.features)

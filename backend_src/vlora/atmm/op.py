@@ -151,7 +151,7 @@ class BoundedSegments:
     tensor: torch.Tensor
 
     def captured(self, on_device: torch.Tensor) -> CapturedSegments:
-        """Return the segments for the call to capture, which reads them at `on_device`."""
+        """Return segments for a call that is captured. Replays read them from `on_device`."""
         segments = CapturedSegments(self.segments)
         segments.prepared[operator.current()] = self.bounds.on(on_device)
         return segments
@@ -199,7 +199,7 @@ def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> Grou
 def bind_epilogue(
     segments: Sequence[Segment], group: LoraGroup, x: torch.Tensor
 ) -> Epilogue | None:
-    """Return the epilogue of a `Matrix` that does what `apply` does to the product of x.
+    """Return the epilogue with which a `Matrix` adds the segments' adapters to its product with x.
 
     The `Matrix` calls it when the product is complete. Only the compiled CPU backend has epilogues.
     For any other backend, the result is None, and the caller calls `apply` after the product.

@@ -143,9 +143,9 @@ class Merges(tuple[MergeUpdate, ...]):
                 shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
                 raise ValueError(f"{shapes} at offset {offset} do not fit")
             if a.dtype != torch.float32 or b.dtype != torch.float32:
-                raise ValueError(f"merging needs fp32 factors, not {a.dtype} and {b.dtype}")
+                raise ValueError(f"merging needs A and B in fp32, not {a.dtype} and {b.dtype}")
             if not (a.is_contiguous() and b.is_contiguous()):
-                raise ValueError("merging needs contiguous factors")
+                raise ValueError("merging needs contiguous A and B")
             ends.append(offset + b.shape[0] * a.shape[1])
         for part in self.copied:
             if min(part) < 0:
@@ -161,7 +161,7 @@ class Merges(tuple[MergeUpdate, ...]):
         """
         for _, pair in self:
             if not (pair.a.is_cpu and pair.b.is_cpu):
-                raise ValueError(f"a factor is on {pair.a.device}; the CPU operator cannot read it")
+                raise ValueError(f"A or B is on {pair.a.device}; the CPU operator cannot read it")
         updates = [
             (offset, b.shape[0], a.shape[1], a.shape[0], a.data_ptr(), b.data_ptr())
             for offset, (a, b) in self

@@ -145,13 +145,13 @@ class EngineMemory:
         return failed
 
     def _update_cutoff(self, queue: WaitingQueue, stuck: Sequence | None, now: float) -> None:
-        """Set the time of arrival after which requests may not begin.
+        """Set the arrival cutoff: requests that arrived later may not begin.
 
         stuck: oldest request whose adapter got no pages in this step, or None.
 
-        The oldest stuck request may wait PATIENCE_SECONDS before newer ones are held back. It
-        counts as stuck until it begins, not only until its adapter has pages. It still needs pages
-        for its prompt then, and before it gets them, other requests may evict the adapter again.
+        When the oldest stuck request has waited PATIENCE_SECONDS, its arrival becomes the cutoff.
+        The request counts as stuck until it begins, even if its adapter gets pages earlier: it then
+        still needs pages for its prompt, and until it gets them, its adapter may be evicted again.
         """
         known = (s for s in (self._stuck, stuck) if s is not None and s in queue.by_arrival)
         oldest = min(known, key=lambda s: s.arrival, default=None)

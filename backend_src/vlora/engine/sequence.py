@@ -229,8 +229,8 @@ class Sequence:
     def candidate(self, now: float) -> Candidate:
         """Return what a policy sees of the sequence. The adapter must be resident.
 
-        It is called for each candidate in each step, so it reads fields, which is faster than
-        properties.
+        This method is called for each candidate in each step, so it reads fields, which is faster
+        than reading properties.
         """
         adapter, arrival, since = self.adapter, self.arrival, self._waiting_since
         tokens, computed = len(self.tokens), self.computed

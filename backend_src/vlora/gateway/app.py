@@ -172,8 +172,8 @@ class Gateway:
                 return _Events(_only(_event(error)), pieces, self.metrics)
             events = self._events(writer, first, pieces, visit)
             return _Events(events, pieces, self.metrics)
-        answer = writer.whole(await connected(request.receive, _all(pieces)))
-        _note(visit, writer)
+        answer = writer.whole(await connected(request.receive, _collected(pieces)))
+        _note_answer(visit, writer)
         return JSONResponse(answer)
 
     async def _events(
@@ -188,7 +188,7 @@ class Gateway:
             visit.code = error.code
             yield _event(error)
         finally:
-            _note(visit, writer)
+            _note_answer(visit, writer)
 
 
 class _Events(Response):
@@ -236,13 +236,13 @@ async def _only(event: bytes) -> AsyncGenerator[bytes, None]:
     yield event
 
 
-def _note(visit: Visit, writer: CompletionWriter) -> None:
+def _note_answer(visit: Visit, writer: CompletionWriter) -> None:
     visit.prompt_tokens = writer.prompt_tokens
     visit.completion_tokens = writer.completion_tokens
     visit.finish_reason = writer.finish_reason
 
 
-async def _all(pieces: Pieces) -> list[Piece]:
+async def _collected(pieces: Pieces) -> list[Piece]:
     return [piece async for piece in pieces]
 
 

@@ -57,8 +57,9 @@ class WeightAverage:
         self._steps = 0
 
     def add(self, weights: Sequence[torch.Tensor]) -> None:
-        """Add the weights after a step. The first steps have a higher weight, because there are few
-        of them.
+        """Include the weights after a step in the average.
+
+        Each of the first steps counts more, because the average consists of few steps.
         """
         self._steps += 1
         share = max(1 - AVERAGE_DECAY, 1 / self._steps)

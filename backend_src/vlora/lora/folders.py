@@ -257,8 +257,8 @@ class FolderWatch:
     def _closed_before_next(self) -> bool:
         """Wait until the next scan is due or the watch is closed; return whether it is closed.
 
-        If the watch is closed during the wait and started again, it waits for the rest of this
-        time.
+        If the watch is closed during the wait and started again, the next call waits for the rest
+        of the time.
         """
         began = self._clock()
         closed = self._closed.wait(self._pause)

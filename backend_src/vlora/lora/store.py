@@ -247,7 +247,7 @@ class AdapterStore:
     def slot(self, name: str | None) -> int:
         """Return the slot of a resident adapter; BASE if `name` is None.
 
-        Raises as `handle` does, and ValueError if the adapter is not resident.
+        Raises the errors of `handle`, and ValueError if the adapter is not resident.
         """
         if name is None:
             return BASE

@@ -248,7 +248,7 @@ class WeightsReader:
 
     @cached_property
     def _scaled_ranges(self) -> list[tuple[float, int, int]]:
-        """(scale, start, end) of contiguous tensors whose scale is not 1."""
+        """Ranges of adjacent elements with a scale other than 1, as (scale, start, end)."""
         count = len(self.ranks)
         start, ranges = sum(self._sizes[:count]), []
         scales_of_b = zip(self.scales, self._sizes[count:], strict=True)

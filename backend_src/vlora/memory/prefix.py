@@ -69,8 +69,8 @@ class BlockDigests:
 class PrefixCache:
     """Cached blocks by key, each in a page of the pool.
 
-    Several sequences can share a block. While a sequence holds a block, KV owns its page. When no
-    sequence holds it, CACHE owns its page, and the block can be evicted.
+    Several sequences can share a block. While a sequence holds a block, the pool counts its page as
+    KV. When no sequence holds it, the page counts as CACHE, and the block can be evicted.
 
     is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """

@@ -41,10 +41,10 @@ class StepImages:
 def _gathered(
     ranges: Sequence[tuple[int, torch.Tensor, torch.Tensor]], rows: int
 ) -> list[torch.Tensor]:
-    """Return the index of each row's image feature, and the features that the step's rows need.
+    """Gather the image features that a step's rows need.
 
-    Returns the indices, [rows] int32, NO_IMAGE for a row without a feature, and the features,
-    [features, hidden] fp32.
+    Returns the index of each row's feature, [rows] int32, NO_IMAGE for a row without a feature, and
+    the features, [features, hidden] fp32.
     """
     numbers, parts, count = torch.full((rows,), NO_IMAGE, dtype=torch.int32), [], 0
     for first_row, feature_rows, features in ranges:

@@ -117,7 +117,7 @@ class LmmService:
 
     pool: threads that call `encode`, which blocks, and submit long prompts. The engine has admitted
         the requests that wait for a thread, so they count as part of its queue.
-    stamps: reads the arrival of a request, and makes stamps for the encoder.
+    stamps: reads the arrival time of a request, and makes arrival stamps for the encoder.
     waiting: requests that wait for a pool thread, or whose images are being encoded.
     observe: returns the observer for a new request.
     cancel_elsewhere: passes the id of a cancelled request to `lmm_unary` and `vision_encoder`, in

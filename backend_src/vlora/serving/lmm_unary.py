@@ -68,7 +68,7 @@ class LmmUnaryService:
     ask: calls `lmm`.
     pool: threads that call `ask`, which blocks.
     limits: limits of requests; `max_in_flight_bytes` bounds the copied tensors of waiting requests.
-    stamps: reads the arrival of a request, and makes stamps for `lmm`.
+    stamps: reads the arrival time of a request, and makes arrival stamps for `lmm`.
     waiting: requests that wait for a thread.
     max_requests: maximum number of requests in this model, including those that wait for a thread.
         Further requests are rejected before their tensors are copied.

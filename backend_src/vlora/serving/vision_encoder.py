@@ -151,7 +151,9 @@ class VisionService:
         client_id: str,
         make_responder: Callable[[], Responder],
     ) -> Tensors | VLoraError | None:
-        """Return the answer to a request without images, or an error. Queue any other request.
+        """Return the answer to a request, or an error; None if the request was queued.
+
+        Requests with images are queued, all others are answered at once.
 
         tensors: inputs with a batch dimension of 1 in front, as Triton passes them: image and
             frames are [1, n]. Answers have this dimension as well. The tensors may become invalid

@@ -114,7 +114,7 @@ class Grammars:
         """Release a grammar that `acquire` has returned."""
         with self._lock:
             entry = self._entries.get(structure)
-            if entry is None or not _is(entry, grammar):
+            if entry is None or not _holds(entry, grammar):
                 return  # The grammar has ended and was replaced.
             entry.users -= 1
             if entry.users == 0 and grammar.ended:
@@ -254,7 +254,7 @@ class Grammars:
     def _stop(self, process: int) -> Future[VLoraError]:
         """End a process on another thread.
 
-        Returns a future of the error to report for the answers that use it (see `grammar.Stop`).
+        Returns a future of the error to report for the process's answers (see `grammar.Stop`).
         """
         limits = self._limits
 
@@ -284,6 +284,6 @@ def tokenizer_data(
     return TokenizerData(json, tuple(token.hex() for token in tokens), size, tuple(ends))
 
 
-def _is(entry: _SharedGrammar, grammar: Grammar) -> bool:
+def _holds(entry: _SharedGrammar, grammar: Grammar) -> bool:
     compiled = entry.compiled
     return compiled.done() and compiled.exception() is None and compiled.result() is grammar

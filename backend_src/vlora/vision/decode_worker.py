@@ -107,8 +107,8 @@ def _send_pixels(connection: socket.socket, rgb: ByteArray) -> None:
 def _seal(file: int) -> None:
     """Make a memory file unchangeable. Raises OSError if that is not possible.
 
-    Linux refuses with EBUSY as long as its own memory management uses one of the pages, for example
-    to move it. It waits 0.15 s for that itself, which is too short on a busy machine.
+    Linux refuses with EBUSY while its own memory management uses one of the pages, for example to
+    move it. Before it refuses, it waits for 0.15 s, which is too short on a busy machine.
     """
     for _ in range(SEAL_TRIES - 1):
         try:

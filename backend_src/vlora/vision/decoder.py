@@ -45,9 +45,10 @@ POLL_SECONDS = 0.05
 
 
 class PixelPool:
-    """Counts the decoded pixels of requests, from decoding until they are encoded. Thread-safe.
+    """Limits the number of decoded pixels that are not encoded yet. Thread-safe.
 
-    One request at a time may exceed the limit, so that every request can finish.
+    limit: maximum number of pixels. One request at a time may exceed it, so that every request can
+        finish.
     """
 
     def __init__(self, limit: float) -> None:
@@ -59,7 +60,8 @@ class PixelPool:
     def reserve(self, owner: object, pixels: int, while_waiting: Callable[[], None]) -> None:
         """Wait until `owner` may hold this many additional pixels.
 
-        while_waiting: called repeatedly while it waits. If it raises an error, the wait ends.
+        while_waiting: function that is called repeatedly during the wait. An error that it raises
+            ends the wait.
         """
         with self._changed:
             while not self._may_reserve(owner, pixels):

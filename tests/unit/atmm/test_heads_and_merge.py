@@ -130,7 +130,7 @@ def test_wrong_merges_are_rejected(backend: Backend) -> None:
             lambda: op.merge(
                 slab, slab, [MergeUpdate(0, LoraPair(pair.a.bfloat16(), pair.b))], backend=backend
             ),
-            "fp32 factors",
+            "A and B in fp32",
         ),
     ]
     for call, reason in wrong:

@@ -70,7 +70,7 @@ class Operator:
     # ---- preparing ------------------------------------------------------------------------------
 
     def arrange(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments arranged in waves, in host memory: [n, 4] int32."""
+        """Return the segments in host memory, arranged in waves (see `cuda.segments`)."""
         return arrange(self.library, segments)
 
     def place(self, segments: Segments, arranged: DeviceSegments, on_device: torch.Tensor) -> None:

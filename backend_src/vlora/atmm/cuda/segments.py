@@ -43,9 +43,9 @@ class SegmentBounds:
 
 @dataclass(frozen=True)
 class DeviceSegments:
-    """Segments on the device, arranged in waves.
+    """Segments in the form that the kernels read, arranged in waves.
 
-    tensor: [segments, 4] int32: start, length, slot, sign.
+    tensor: [segments, 4] int32: start, length, slot, sign. Kernels need it on the device.
     ends: end of each wave among the segments.
     shortest, longest: minimum and maximum length.
     """
@@ -60,7 +60,7 @@ class DeviceSegments:
 
 
 def arrange(library: Library, segments: Sequence[Segment]) -> DeviceSegments:
-    """Return the segments arranged in waves, in host memory: [n, 4] int32."""
+    """Return the segments in host memory, arranged in waves."""
     waves = _waves(library, [(s.start, s.length, s.slot, s.sign) for s in segments])
     rows = [fields for wave in waves for fields in wave]
     lengths = [length for _, length, _, _ in rows] or [1]

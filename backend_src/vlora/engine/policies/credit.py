@@ -46,7 +46,7 @@ class CreditConfig:
 def default_credit(
     max_batch: int, theta_min: float, theta_factor: float, max_wait: float
 ) -> CreditConfig:
-    """Return the configuration with all our changes switched on."""
+    """Return the configuration with all our changes to Algorithm 1 switched on."""
     return CreditConfig(
         max_batch,
         theta_min,

@@ -59,7 +59,7 @@ class StepCosts(Costs, Protocol):
         ...
 
     def overhead(self, requests: int) -> float:
-        """Return the time of a step with this number of requests outside its forward pass."""
+        """Return the time that a step of this many requests takes outside its forward pass."""
         ...
 
     def attention(self, rows: int, context: int) -> float:
@@ -98,7 +98,7 @@ class Predictive:
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         next_live = self._best_live(ready, live)
-        work = _WorkLeft(self._costs)
+        work = _RemainingWork(self._costs)
         overdue: list[Candidate] = []
         urgent: list[Candidate] = []
         decoding: list[Candidate] = []
@@ -112,29 +112,29 @@ class Predictive:
                 (decoding if r.missing == 1 else prompts).append(r)
         overdue.sort(key=lambda r: -r.wait)
         urgent.sort(key=lambda r: r.deadline)
-        bundle = _Bundle(self._costs, next_live, self._max_rows, Counter(r.slot for r in ready))
+        step = _PlannedStep(self._costs, next_live, self._max_rows, Counter(r.slot for r in ready))
         for r in [*overdue, *urgent][: self.max_batch]:
-            bundle.take(r, r.missing)
+            step.take(r, r.missing)
         decoding.sort(key=lambda r: (r.priority, r.remaining))
         for r in decoding:
-            if len(bundle.order) == self.max_batch:
+            if len(step.order) == self.max_batch:
                 break
-            if not bundle.take_decode_row(r):
-                bundle.consider(r)
-        if len(bundle.order) < self.max_batch:
-            self._add_prompts(prompts, work, bundle)
-        return Choice(tuple(bundle.order), next_live, bundle.rows)
+            if not step.take_decode_row(r):
+                step.consider(r)
+        if len(step.order) < self.max_batch:
+            self._add_prompts(prompts, work, step)
+        return Choice(tuple(step.order), next_live, step.rows)
 
-    def _add_prompts(self, prompts: list[Candidate], work: _WorkLeft, bundle: _Bundle) -> None:
-        """Add the prompts that raise the gain per second, tried by priority and then least work
-        first.
-        """
+    def _add_prompts(
+        self, prompts: list[Candidate], work: _RemainingWork, step: _PlannedStep
+    ) -> None:
+        """Add the prompts that raise the gain per second. They are tried by priority, then work."""
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
         for r in prompts:
-            if len(bundle.order) == self.max_batch or refused == MAX_REFUSALS:
+            if len(step.order) == self.max_batch or refused == MAX_REFUSALS:
                 break
-            refused += not bundle.consider(r)
+            refused += not step.consider(r)
 
     def _best_live(self, ready: Sequence[Candidate], live: int) -> int:
         """Return the adapter whose merge saves the most time over the remaining work, or BASE.
@@ -164,10 +164,8 @@ class Predictive:
         return best
 
 
-class _WorkLeft:
-    """Remaining work of requests in seconds, as if all steps were full. A new object is made for
-    each step.
-    """
+class _RemainingWork:
+    """Remaining work of requests in seconds, as if all steps were full. Made once per step."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -185,12 +183,12 @@ class _WorkLeft:
         return rows * per_row + self._costs.attention(rows, r.context)
 
 
-class _Bundle:
-    """The requests of one step while it is filled.
+class _PlannedStep:
+    """A step to which requests are added one by one.
 
-    The value of the step is its gain (see the module's docstring). A request is added if that
-    raises the value per predicted second. For this decision, the time to read an adapter is divided
-    among all requests with that adapter, so that the first of them does not bear all of it.
+    A request is added if that raises the step's gain (see the module's docstring) per predicted
+    second. For this decision, the time to read an adapter is divided among all requests with that
+    adapter, so that the first of them does not bear all of it.
     """
 
     def __init__(
@@ -210,7 +208,9 @@ class _Bundle:
         """Seconds per row by slot, for slots whose applied adapters are all in `_read`."""
         self._applied: dict[int, tuple[tuple[int, float, float], ...]] = {}
         self._row_count = self._answers = self._longest = 0
-        self._value = self._added = 0.0
+        self._gain = 0.0
+        self._other_seconds = 0.0
+        """Time of attention and of adapters."""
         self.order: list[Candidate] = []
         self.rows: dict[str, int] = {}
 
@@ -225,7 +225,7 @@ class _Bundle:
                 return False
             seconds = self._row_seconds[r.slot] = sum(per_row for _, _, per_row in applied)
         if self._free_rows:
-            self._join(r, 1, seconds)
+            self._add(r, 1, seconds)
         return True
 
     def consider(self, r: Candidate) -> bool:
@@ -236,15 +236,15 @@ class _Bundle:
         available = min(r.missing, self._free_rows)
         if available == 0:
             return False
-        rate = self._value / self._seconds() if self.order else 0.0
+        rate = self._gain / self._seconds() if self.order else 0.0
         chunks = (*CHUNK_ROWS[: bisect_left(CHUNK_ROWS, available)], available)
         fixed, per_row = self._adapter_seconds(r.slot, shared=True)
-        earnings = [(self._earns(r, rows, fixed + per_row * rows, rate), rows) for rows in chunks]
-        best = max(earned for earned, _ in earnings)
+        rates = [(self._rate_with(r, rows, fixed + per_row * rows, rate), rows) for rows in chunks]
+        best = max(new_rate for new_rate, _ in rates)
         if best <= rate:
             return False
         enough = rate + ENOUGH_GAIN * (best - rate)
-        self.take(r, next(rows for earned, rows in earnings if earned >= enough))
+        self.take(r, next(rows for new_rate, rows in rates if new_rate >= enough))
         return True
 
     def take(self, r: Candidate, rows: int) -> None:
@@ -254,11 +254,11 @@ class _Bundle:
             return
         fixed, per_row = self._adapter_seconds(r.slot, shared=False)
         self._read.update(slot for slot, _, _ in self._adapters_of(r.slot))
-        self._join(r, rows, fixed + per_row * rows)
+        self._add(r, rows, fixed + per_row * rows)
 
-    def _join(self, r: Candidate, rows: int, adapter_seconds: float) -> None:
-        self._added += self._costs.attention(rows, r.context) + adapter_seconds
-        self._value += _share(r, rows)
+    def _add(self, r: Candidate, rows: int, adapter_seconds: float) -> None:
+        self._other_seconds += self._costs.attention(rows, r.context) + adapter_seconds
+        self._gain += _gain_of(r, rows)
         self._row_count += rows
         self._answers += rows == r.missing
         self._longest = max(self._longest, r.remaining)
@@ -269,30 +269,30 @@ class _Bundle:
     def _seconds(self, rows: int = 0, answers: int = 0, requests: int = 0) -> float:
         """Return the predicted time of the step with this many more rows, answers and requests."""
         products = self._costs.products(self._row_count + rows, self._answers + answers)
-        return products + self._added + self._costs.overhead(len(self.order) + requests)
+        return products + self._other_seconds + self._costs.overhead(len(self.order) + requests)
 
-    def _earns(self, r: Candidate, rows: int, adapter_seconds: float, rate: float) -> float:
-        """Return the value per second of the step with these rows added.
+    def _rate_with(self, r: Candidate, rows: int, adapter_seconds: float, rate: float) -> float:
+        """Return the gain per second of the step with these rows added.
 
         adapter_seconds: time of reading and applying the adapters of the rows.
-        rate: value per second of the step without the rows.
+        rate: gain per second of the step without the rows.
         """
-        worth = _share(r, rows)
-        if r.missing == rows and self._value > 0.0:
-            worth += self._sharing_gain(r, rate)
+        gain = _gain_of(r, rows)
+        if r.missing == rows and self._gain > 0.0:
+            gain += self._sharing_gain(r, rate)
         seconds = self._seconds(rows, rows == r.missing, 1)
         seconds = seconds + adapter_seconds + self._costs.attention(rows, r.context)
-        return (self._value + worth) / seconds
+        return (self._gain + gain) / seconds
 
     def _sharing_gain(self, r: Candidate, rate: float) -> float:
-        """Return the value of decoding together with the other requests instead of after them.
+        """Return the gain of decoding together with the other requests instead of after them.
 
         The step must compute all missing tokens. Each decode step that the request then shares
-        saves the fixed cost of a step. Decoding requests gain nothing. `rate`: as in `_earns`.
+        saves the fixed cost of a step. Decoding requests gain nothing. `rate`: as in `_rate_with`.
         """
         if r.missing == 1:
             return 0.0
-        fixed_share = min(1.0, self._single_step * rate / self._value)
+        fixed_share = min(1.0, self._single_step * rate / self._gain)
         shared_steps = min(r.remaining, self._longest)
         return SHARED_STEPS * _weight(r) * fixed_share * shared_steps / (1 + self._longest)
 
@@ -316,9 +316,7 @@ class _Bundle:
         return fixed, per_row
 
     def _adapters_of(self, slot: int) -> tuple[tuple[int, float, float], ...]:
-        """Return (adapter, seconds to read it, seconds per row) for each adapter applied to a
-        slot's rows.
-        """
+        """Return (adapter, seconds to read it, seconds per row) for a slot's applied adapters."""
         applied = self._applied.get(slot)
         if applied is None:
             costs = self._costs
@@ -330,7 +328,7 @@ class _Bundle:
         return applied
 
 
-def _share(r: Candidate, rows: int) -> float:
+def _gain_of(r: Candidate, rows: int) -> float:
     """Return the share of the request's total work that these rows complete, times its weight."""
     worth = PROMPT_WORTH if r.missing > 1 else 1.0
     return _weight(r) * worth * rows / (worth * r.missing + r.remaining)

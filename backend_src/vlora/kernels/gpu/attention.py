@@ -138,8 +138,8 @@ def decode_kernel(
     The parts of a context have equal lengths, which are multiples of TILE; only the last may be
     shorter. With one part, the result is written to `out`. With several, each normalized result is
     written to `partial`, and the base-2 logarithm of its sum of exponentials to `log_sums`. The
-    program that completes the last part combines them. It sets the counter of its row and key head
-    to 0 again. A row whose `end` is 0 has no context.
+    program that completes the last part combines the results of all parts, and resets the counter
+    of its row and key head to 0. A row whose `end` is 0 has no context.
 
     With ROTATE, `query` has rows before rotation: query heads, key heads, value heads. The program
     normalizes and rotates the query and key heads that it needs. The program of the last position

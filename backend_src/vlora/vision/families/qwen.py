@@ -118,7 +118,7 @@ class _Resampler(nn.Module):
         self.ln_kv = nn.LayerNorm(out, NORM_EPS)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return [images, queries, out] for x, [images, patches, width]."""
+        """Return one row per query, [images, queries, out], for x, [images, patches, width]."""
         values = self.ln_kv(self.kv_proj(x))
         keys = values + _positions(self.pos_embed, x.shape[1])
         queries = self.ln_q(self.query) + self.pos_embed
@@ -144,7 +144,7 @@ class _Tower(nn.Module):
         self.proj = nn.Parameter(torch.empty(out, out))
 
     def forward(self, pixels: torch.Tensor) -> torch.Tensor:
-        """Return [images, queries, out] for pixels, [images, 3, side, side]."""
+        """Return the image features, [images, queries, out], of pixels, [images, 3, side, side]."""
         x = self.conv1(pixels).flatten(2).transpose(1, 2)
         x = self.ln_pre(x + _positions(self.positional_embedding, x.shape[1]))
         for block in self.transformer["resblocks"].children():
