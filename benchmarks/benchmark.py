@@ -34,6 +34,9 @@ ThreadsOption = Annotated[
 EngineThreadsOption = Annotated[
     int | None, typer.Option("--threads", help="Number of threads; default: as in a server.")
 ]
+DeviceOption = Annotated[
+    str, typer.Option("--device", help="cpu, cuda or cuda:N; parts that need a CPU are left out.")
+]
 TypesOption = Annotated[str, typer.Option(help="Comma-separated storage types: fp32, bf16.")]
 GridOption = Annotated[Path | None, typer.Option(help="Grid file to use instead of the default.")]
 RootOption = Annotated[

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from benchmarks import gpu_timing
 from benchmarks.dtypes import DTYPES
 from benchmarks.roofline import Roofline
 from benchmarks.timing import Timing
@@ -25,6 +26,8 @@ from vlora.memory import hugepages
 
 READ, MULTIPLY = "read", "multiply"
 """Names of the microbenchmarks of `ConcurrentRates` among the timings of a cell."""
+GPU_SIDE, GPU_BYTES = 8192, 1 << 30
+"""Side of the products and size of the copy that measure the limits of a GPU."""
 
 
 def is_compiled() -> bool:
@@ -134,13 +137,21 @@ def _cold_memory() -> torch.Tensor:
 
 
 class RooflineByThreads:
-    """The roofline for each thread count of a run, measured at first use."""
+    """The roofline for each thread count of a run, measured at first use.
 
-    def __init__(self) -> None:
+    device: "cpu", or a GPU, whose roofline does not depend on threads.
+    """
+
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._rooflines: dict[int, Roofline] = {}
 
     def __call__(self, threads: int) -> Roofline:
-        return self._rooflines.setdefault(threads, _roofline(threads))
+        if threads not in self._rooflines:
+            on_cpu = self._device == "cpu"
+            roofline = _roofline(threads) if on_cpu else _gpu_roofline(self._device)
+            self._rooflines[threads] = roofline
+        return self._rooflines[threads]
 
     def as_meta(self) -> dict[str, Any]:
         """Return the measured figures of each thread count for the JSON file."""
@@ -157,6 +168,11 @@ def _roofline(threads: int) -> Roofline:
         lambda dtype, seconds: float(runtime.peak(dtype, seconds, threads)),
         lambda size, seconds: float(runtime.bandwidth(size, seconds, threads)),
     )
+
+
+def _gpu_roofline(device: str) -> Roofline:
+    limits = gpu_timing.measure_limits(torch.device(device), side=GPU_SIDE, copy_bytes=GPU_BYTES)
+    return Roofline(lambda dtype, _: float(getattr(limits, dtype)), lambda *_: limits.copy)
 
 
 def _torch_peak(dtype: str, seconds: float) -> float:

@@ -37,6 +37,7 @@ class SyntheticModel:
     max_rows: maximum number of rows in a step.
     text: function of a number of tokens and a prompt's number that returns the prompt. If None, the
         checkpoint must be a generated one, and its own prompts are used.
+    device: as in the engine's options.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class SyntheticModel:
         max_rows: int,
         adapters: bool,
         text: Callable[[int, int], str] | None = None,
+        device: str = "cpu",
     ) -> None:
         self.sizes = checkpoint.sizes
         self._text = text or (lambda length, number: prompt(length - 1, number, self.sizes))
@@ -55,6 +57,7 @@ class SyntheticModel:
                 model=checkpoint.folder,
                 adapters=checkpoint.adapters if adapters else None,
                 **MODEL_TYPES[dtype].options,
+                device=device,
                 policy="unmerge_only",
                 max_num_seqs=64,
                 max_num_batched_tokens=max(max_rows, 64),

@@ -35,7 +35,7 @@ class InvalidArgument(VLoraError):
 
 
 class OutOfMemory(InvalidArgument):
-    """Raised at the start if a model with these options does not fit its device."""
+    """Raised if a model with these options, or an adapter, does not fit its device."""
 
 
 class NotFound(VLoraError):

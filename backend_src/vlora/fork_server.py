@@ -201,7 +201,10 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_with_file(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """Return the next `count` bytes and the file descriptors sent with them, at most one."""
+    """Return the next `count` bytes and the file descriptors sent with them, at most one.
+
+    Raises EOFError if the other side has closed.
+    """
     data, files, _, _ = socket.recv_fds(connection, count, 1)
     if not data:
         raise EOFError

@@ -238,7 +238,10 @@ def is_known(key: str) -> bool:
 
 
 def _check_refused(key: str, value: Any) -> None:
-    """Raise an error for an unsupported key, unless its value describes what this server does."""
+    """Raise Unsupported for a refused key whose value differs from what this server does.
+
+    Raises InvalidArgument for an unknown key.
+    """
     if key not in REFUSED:
         raise InvalidArgument(
             f"unknown sampling parameter {shown(key)}{nearest(key, KNOWN_KEYS) or '.'}"

@@ -73,7 +73,7 @@ def load_object(text: str, what: str, max_depth: int = MAX_DEPTH) -> dict[str, A
 
 
 def _check(value: Any, what: str, max_depth: int, depth: int = 1) -> None:
-    """Check that all strings can be encoded as UTF-8, and that the nesting is not too deep."""
+    """Raise InvalidArgument for a lone surrogate in a string and for too deep nesting."""
     if isinstance(value, str):
         if value.isascii():
             return  # This only reads a flag, so a long base64 text is not copied.

@@ -12,6 +12,7 @@ from benchmarks.benchmark import (
     GRIDS,
     Bar,
     Benchmark,
+    DeviceOption,
     GridOption,
     QuickOption,
     RootOption,
@@ -62,6 +63,7 @@ class EngineBenchmark(Benchmark[Job]):
         model: Annotated[
             str, typer.Option(help="whole (as many KV heads as query heads) or grouped (fewer).")
         ] = "whole",
+        device: DeviceOption = "cpu",
         quick: QuickOption = False,
         grid: GridOption = None,
         root: RootOption = None,
@@ -73,7 +75,7 @@ class EngineBenchmark(Benchmark[Job]):
         from vlora.cores import split_threads
 
         threads = {"engine_threads": engine_threads, "encoder_threads": encoder_threads}
-        self._options: dict[str, Any] = {
+        self._options: dict[str, Any] = {"device": device} | {
             key: value for key, value in threads.items() if value is not None
         }
         self._split = split_threads(Options(**self._options))
@@ -83,12 +85,13 @@ class EngineBenchmark(Benchmark[Job]):
         self._dtypes = parse_types(dtypes)
         self._peers, self._served = peers, served
         self._checkpoint = llava.make(llava.MODELS[model], root)
-        self._roofline = machine.RooflineByThreads()(self._split.engine)
+        self._roofline = machine.RooflineByThreads(device)(self._split.engine)
         self._engines: EnginePair | None = None
         self._results: list[EngineResult] = []
 
     def settings(self) -> dict[str, Any]:
         settings = {"model": self._model, "threads": self._split._asdict()}
+        settings["device"] = self._options["device"]
         if self._peers:
             settings["peers"] = {"peft_mixed": str(self._peer_dtype())}
         return settings

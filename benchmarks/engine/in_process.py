@@ -22,6 +22,7 @@ from benchmarks.llava import Checkpoint
 from benchmarks.work_model import ChunkWork, Work, combined_work, step_work, tower_work
 from vlora import cores
 from vlora.config import Options
+from vlora.engine import parts
 from vlora.engine.loop import EngineLoop
 from vlora.model.decoder_config import dtype_of
 from vlora.model.runner import Runner, StepResult
@@ -77,7 +78,10 @@ class InProcess:
         # Torch has one number of threads per process, so the encoder gets the engine's number,
         # which is the larger of the two.
         self._encoder = VisionEncoder(
-            checkpoint.folder, cores.split_threads(options).engine, storage
+            checkpoint.folder,
+            cores.split_threads(options).engine,
+            storage,
+            parts.engine_device(options),
         )
         self._loop = EngineLoop.from_options(options)
         self._runs = 0

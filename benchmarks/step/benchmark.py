@@ -14,6 +14,7 @@ from benchmarks.benchmark import (
     GRIDS,
     Bar,
     Benchmark,
+    DeviceOption,
     EngineThreadsOption,
     GridOption,
     QuickOption,
@@ -65,6 +66,7 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
             str | None, typer.Option(help="whole, grouped, or both; default: those of the grid.")
         ] = None,
         threads: EngineThreadsOption = None,
+        device: DeviceOption = "cpu",
         quick: QuickOption = False,
         grid: GridOption = None,
         root: RootOption = None,
@@ -79,14 +81,15 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         types = parse_types(dtypes, quantized=True)
         self._cells = load_grid(self.grid_path, types, chosen, quick=quick)
         self._effort = QUICK if quick else FULL
-        self.rooflines = self._rooflines = machine.RooflineByThreads()
+        self._device, self._on_gpu = device, device != "cpu"
+        self.rooflines = self._rooflines = machine.RooflineByThreads(device)
         self._root = root
         self._results: list[StepResult] = []
         self._slow_downs: list[float] = []
         self._memory: dict[str, Any] = {}
 
     def settings(self) -> dict[str, Any]:
-        return {"threads": self._threads}
+        return {"threads": self._threads, "device": self._device}
 
     def cells(self) -> Sequence[tuple[StepCell, ...]]:
         groups = itertools.groupby(self._cells, key=lambda cell: (cell.model, cell.dtype))
@@ -105,13 +108,17 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         self.status(f"loading {cell[0].model}, {dtype}")
         checkpoint = llava.make(llava.MODELS[cell[0].model], self._root)
         typical = self._typical(cell[0])
-        model = model_for([*cell, typical] if first else cell, checkpoint, dtype)
+        # The roofline of a GPU is measured before the model takes its memory.
+        roofline = self._rooflines(self._threads)
+        model = model_for([*cell, typical] if first else cell, checkpoint, dtype, self._device)
         start = len(self._results)
         for step_cell in cell:
             self.status(step_cell.name)
-            roofline = self._rooflines(self._threads)
-            self._results.append(measure(step_cell, model, self._effort, roofline))
-            yield self._results[-1].as_row()
+            result = measure(step_cell, model, self._effort, roofline, on_gpu=self._on_gpu)
+            self._results.append(result)
+            yield result.as_row()
+        if self._on_gpu:
+            return
         if first:
             self.status("a busy core")
             self._slow_downs.append(self._measure_slow_down(typical, model))
@@ -165,8 +172,8 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
                 f"{result.limit(0) * 1e3:.1f}",
                 *(f"{timings[n].median * 1e3:.1f}" if n in timings else "–" for n in adapters),
                 f"{result.share_of_limit():.2f}",
-                *(f"{result.shares[0][part]:.0%}" for part in PARTS),
-                f"{result.elsewhere:.0%}",
+                *(f"{result.shares[0][part]:.0%}" if result.shares else "–" for part in PARTS),
+                "–" if result.elsewhere is None else f"{result.elsewhere:.0%}",
                 "–" if result.python is None else f"{result.python:.1%}",
                 f"±{timings[0].noise:.0%}",
             )

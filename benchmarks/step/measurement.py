@@ -103,7 +103,7 @@ class StepCell:
 class StepResult:
     """Figures of one cell by number of adapters, and the machine's rates in the same rounds.
 
-    shares: share of the step's time by part, for each number of adapters.
+    shares: share of the step's time by part, for each number of adapters; empty on a GPU.
     rate: bytes/s read from memory.
     peak: flop/s of multiplications.
     interpreter: seconds of the same step in a model with minimal matrices, or None if that was not
@@ -134,9 +134,11 @@ class StepResult:
         return self.cell.work(adapters).moved / self.cell.work(0).moved
 
     @property
-    def elsewhere(self) -> float:
-        """Share of the base model's step outside matrix products, attention and LoRA."""
-        return 1.0 - sum(self.shares[0].values())
+    def elsewhere(self) -> float | None:
+        """Share of the base model's step outside matrix products, attention and LoRA; None if the
+        parts were not timed.
+        """
+        return 1.0 - sum(self.shares[0].values()) if self.shares else None
 
     @property
     def python(self) -> float | None:
@@ -184,18 +186,26 @@ def load_grid(
 
 
 def model_for(
-    cells: Sequence[StepCell], checkpoint: llava.Checkpoint, dtype: str
+    cells: Sequence[StepCell], checkpoint: llava.Checkpoint, dtype: str, device: str = "cpu"
 ) -> SyntheticModel:
     """Return a model whose page pool and step size are large enough for all the cells."""
     positions = max(cell.positions for cell in cells) + SPARE_POSITIONS
     max_rows = max(cell.rows for cell in cells)
-    return SyntheticModel(checkpoint, dtype, positions, max_rows, adapters=True)
+    return SyntheticModel(checkpoint, dtype, positions, max_rows, adapters=True, device=device)
 
 
 def measure(
-    cell: StepCell, model: SyntheticModel, effort: Effort, roofline: Roofline
+    cell: StepCell,
+    model: SyntheticModel,
+    effort: Effort,
+    roofline: Roofline,
+    *,
+    on_gpu: bool = False,
 ) -> StepResult:
-    """Measure the step for each number of adapters. Steps with equal requests are interleaved."""
+    """Measure the step for each number of adapters. Steps with equal requests are interleaved.
+
+    on_gpu: whether a GPU computes the steps, whose parts are then not timed.
+    """
     peak_type = max(("fp32", MODEL_TYPES[cell.dtype].dtype), key=roofline.peak)
     concurrent = ConcurrentRates(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
     timings: dict[int, Timing] = {}
@@ -206,11 +216,16 @@ def measure(
         model.stage(requests, cell.length(group[0]), cell.context)
         steps = {str(n): model.step(model.mix(requests, n)) for n in group}
         group_timings = interleaved(
-            steps | concurrent.calls(), rounds=effort.rounds, warm=False, budget=effort.budget
+            steps | ({} if on_gpu else concurrent.calls()),
+            rounds=effort.rounds,
+            # The first step on a GPU compiles kernels and captures a graph.
+            warm=on_gpu,
+            budget=effort.budget,
         )
         rates.append(concurrent.rates(group_timings))
         timings |= {n: group_timings[str(n)] for n in group}
-        shares |= {n: _shares(steps[str(n)], effort.profiled) for n in group}
+        if not on_gpu:
+            shares |= {n: _shares(steps[str(n)], effort.profiled) for n in group}
     roofline.remeasure_if_due()
     read, peak = (_mean(values) for values in zip(*rates, strict=True))
     return StepResult(
@@ -255,7 +270,9 @@ def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
         by_bytes = [r.cost(n) / r.cost_by_bytes(n) for r in chosen]
         summary[f"lora_cost_{n}_over_bytes"] = rounded_mean(by_bytes, 4)
     typical = [r for r in decode if r.cell.rows == TYPICAL_ROWS]
-    summary["elsewhere"] = rounded_mean([r.elsewhere for r in typical], 4)
+    summary["elsewhere"] = rounded_mean(
+        [r.elsewhere for r in typical if r.elsewhere is not None], 4
+    )
     summary["python"] = rounded_mean([r.python for r in typical if r.python is not None], 4)
     return summary
 

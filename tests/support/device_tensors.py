@@ -41,6 +41,12 @@ class _Separation(TorchFunctionMode):
         target = _device_of(func, args, kwargs)
         if on_device and func in HOST_ONLY:
             raise TypeError("cannot convert a tensor of the GPU to numpy; use Tensor.cpu() first")
+        if func is torch.Tensor.to and on_device and target == DEVICE:
+            # As on a GPU, a tensor that is there already is not copied.
+            args = [one for one in args if not isinstance(one, torch.device | str)]
+            kwargs = {key: value for key, value in kwargs.items() if key != "device"}
+            if len(args) == 1 and not kwargs:
+                return args[0]
         others = [t for t in given if not isinstance(t, OnDevice) and t.ndim > 0]
         if on_device and others and func not in TRANSFERS:
             raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
@@ -11,10 +12,10 @@ from unittest.mock import patch
 
 import torch
 
-from tests.support.device_tensors import DEVICE, separate_devices, unseparated
-from tests.support.recorded_work import Record
+from tests.support.device_tensors import DEVICE, OnDevice, separate_devices, unseparated
+from tests.support.recorded_work import POISON, Record
 from vlora import backends
-from vlora.memory.device import Device, Graph, PageLayout, Readback
+from vlora.memory.device import Device, Graph, Load, PageLayout, Readback
 from vlora.memory.uploads import upload
 
 GRAPH_BYTES = 1000
@@ -26,6 +27,9 @@ class FakeDevice(Device):
 
     events: "upload" for each copy of a step's inputs, "read" when results begin to be copied
         back, and "wait" when the engine waits for them.
+    loads: number of loads that were begun. A load is copied when it or a later one is waited for;
+        until then, its copies contain NaN.
+    loaded: number of loads that were copied.
     graph_events: "capture" and "replay" for each graph that is captured or replayed.
     """
 
@@ -42,6 +46,10 @@ class FakeDevice(Device):
         """Bytes that the device claims to have left; None if unknown."""
         self.events: list[str] = []
         self.graph_events: list[str] = []
+        self.loads = self.loaded = 0
+        self._loading: deque[Callable[[], object]] = deque()
+        """Copies of the loads under way, in the order of the stream of loads."""
+        self._lock = threading.Lock()
         self.threads = {threading.get_ident()}
         """Threads of which this is the current device."""
 
@@ -64,6 +72,30 @@ class FakeDevice(Device):
         self._check_thread()
         self.events.append("upload")
         return upload(tensors, self.torch_device, into)
+
+    def load(self, tensors: Sequence[torch.Tensor]) -> Load:
+        copies = [torch.empty_like(tensor) for tensor in tensors]
+        sources = [tensor.clone() for tensor in tensors]
+
+        def copy() -> None:
+            for target, source in zip(copies, sources, strict=True):
+                target.copy_(source)
+
+        for target in copies:
+            target.view(torch.uint8).fill_(POISON)
+        with self._lock:
+            self.loads += 1
+            number = self.loads
+            self._loading.append(copy)
+
+        def wait() -> None:
+            self._check_thread()
+            with self._lock, torch._C.DisableTorchFunction():
+                while self.loaded < number:
+                    self._loading.popleft()()
+                    self.loaded += 1
+
+        return Load([target.as_subclass(OnDevice) for target in copies], wait)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """Return a graph that executes the work again.
@@ -112,6 +144,8 @@ def fake_gpu() -> Iterator[FakeDevice]:
     """
     device = FakeDevice()
     with ExitStack() as stack:
+        if backends.backend_of("atmm") == "cpu":  # The compiled core cannot read a GPU's memory.
+            stack.enter_context(backends.override("atmm", "reference"))
         stack.enter_context(backends.override("kernels", "gpu"))
         stack.enter_context(patch("vlora.engine.parts.engine_device", return_value=device))
         if find_spec("triton") is not None:

@@ -1,15 +1,19 @@
-"""Requests and logits by which engines on a GPU and on the CPU are compared."""
+"""Options, requests, answers and logits by which engines on a GPU and on the CPU are compared."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from tests.support.engine_client import answers
+from tests.support.engine_client import Collector, answers
 from tests.support.modes import drive
+from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.engine.loop import EngineLoop
 from vlora.ids import BASE
 from vlora.model.runner import StepResult
 from vlora.request import Request
@@ -21,6 +25,36 @@ PARAMS = (
     {"temperature": 1.5, "top_k": 20, "min_p": 0.01, "seed": 4},
     {"temperature": 0.7, "seed": 5, "frequency_penalty": 0.4, "logprobs": 1},
 )
+
+
+def small_options(checkpoint: Path, adapters: Path, **changes: Any) -> Options:
+    """Return options of an engine with small steps and pages.
+
+    changes: options with other values.
+    """
+    torch.set_num_threads(1)
+    options = Options(
+        model=checkpoint,
+        adapters=adapters,
+        max_num_seqs=4,
+        max_num_batched_tokens=17,
+        block_size=8,
+        kv_cache_tokens=1024,
+    )
+    return replace(options, **changes)
+
+
+def answers_of_loop(engine: Engine, batch: Sequence[Request]) -> dict[str, list[int]]:
+    """Run requests on the thread of an engine loop. Return the tokens of each by request id."""
+    loop, sink = EngineLoop(engine, max_waiting=10), Collector()
+    try:
+        for item in batch:
+            loop.submit(item, sink)
+        for item in batch:
+            sink.last(item.id)
+    finally:
+        loop.shutdown(0)
+    return {item.id: sink.tokens(item.id) for item in batch}
 
 
 def every_request(engine: Engine) -> list[Request]:

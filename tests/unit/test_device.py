@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -22,8 +19,8 @@ from vlora.engine.engine import Engine
 from vlora.engine.parts import engine_device
 from vlora.errors import InvalidArgument, OutOfMemory
 from vlora.lora.switcher import MAX_PREPARED
-from vlora.memory import device as devices
-from vlora.memory.device import HOST, CudaDevice, open_device
+from vlora.memory.cuda_device import CudaDevice
+from vlora.memory.device import HOST
 from vlora.memory.kv_cache import KVCache, page_bytes
 from vlora.memory.uploads import ALIGNMENT, upload
 from vlora.vision.encoder import VisionEncoder
@@ -46,35 +43,6 @@ def test_valid_devices_are_read(tmp_path: Path, name: str) -> None:
 def test_other_devices_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(InvalidArgument, match="it must be cpu, cuda, cuda:N"):
         load_options(_options(tmp_path, device=name), {})
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-@pytest.mark.parametrize("name", ["cuda", "cuda:3"])
-def test_a_gpu_that_is_not_there_is_an_error_that_says_so(name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"'device' = '{name}', but (torch|this machine)"):
-        open_device(name)
-    assert open_device("auto") is HOST
-    assert open_device("cpu") is HOST
-
-
-def test_reasons_against_a_gpu_are_checked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.version, "cuda", None)
-    assert "without CUDA" in str(devices.why_no_gpu("auto"))
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert devices.why_no_gpu("cuda") == "this machine has no GPU that torch can use"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert devices.why_no_gpu("cuda:2") == "this machine has 2 GPUs, numbered from 0"
-    found = Mock(side_effect=ImportError("No module named 'triton'"))
-    monkeypatch.setattr(devices.importlib, "import_module", found)
-    assert "'triton', in which the GPU kernels are written" in str(devices.why_no_gpu("cuda:1"))
-    found.side_effect = None
-    monkeypatch.delenv("CC", raising=False)
-    monkeypatch.setattr(devices.shutil, "which", lambda program: None)
-    assert "install gcc or clang, or set CC" in str(devices.why_no_gpu("cuda:1"))
-    monkeypatch.setenv("CC", "/opt/cc")
-    assert devices.why_no_gpu("cuda:1") is None
 
 
 def test_a_gpu_serves_no_quantized_weights_yet(
@@ -117,103 +85,6 @@ def test_an_upload_into_given_memory_keeps_its_addresses() -> None:
         assert all(map(torch.equal, uploaded, tensors))
     with pytest.raises(ValueError, match="112 bytes does not fit 64"):
         upload([torch.zeros(10)] * 2 + [torch.zeros(1)], torch.device("cpu"), memory)
-
-
-class FakeCuda:
-    """Stand-in for the functions of `torch.cuda` that a `CudaDevice` calls."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.free, self.total, self.reserved, self.allocated = 50, 100, 20, 15
-        self.stream = "main"
-        self.calls: list[tuple[object, ...]] = []
-        functions = {
-            "set_device": lambda device: self.calls.append(("device", device.index)),
-            "set_per_process_memory_fraction": lambda share, index: self.calls.append(
-                ("share", share, index)
-            ),
-            "mem_get_info": lambda device: (self.free, self.total),
-            "memory_reserved": lambda device: self.reserved,
-            "memory_allocated": lambda device: self.allocated,
-            "graph_pool_handle": lambda: self.calls.append(("pool",)) or "pool",
-            "CUDAGraph": Mock,
-            "graph": self._graph,
-            "current_stream": lambda device: self.stream,
-            "set_stream": lambda stream: setattr(self, "stream", stream),
-            "empty_cache": lambda: None,
-        }
-        for name, function in functions.items():
-            monkeypatch.setattr(torch.cuda, name, function)
-
-    @contextmanager
-    def _graph(self, graph: object, pool: object, capture_error_mode: str) -> Iterator[None]:
-        self.calls.append(("capture", pool, capture_error_mode))
-        self.stream = "of the capture"
-        yield
-        self.stream = "main"
-
-
-def test_a_process_takes_no_more_than_its_share_of_a_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr(devices, "why_no_gpu", lambda name: None)
-    options = load_options(_options(tmp_path, device="cuda:2", engine_memory_share=0.6), {})
-    gpu = engine_device(options)
-    assert cuda.calls == [("device", 2), ("share", 0.6, 2)]
-    # 40 of the share are not reserved yet, and 5 of the reserved bytes are not in use.
-    assert gpu.available_bytes() == 45
-    cuda.free = 30
-    assert gpu.available_bytes() == 35
-    cuda.reserved = cuda.allocated = 70
-    assert gpu.available_bytes() == 0
-
-
-def test_memory_that_does_not_fit_a_gpu_is_a_typed_error_with_figures(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    FakeCuda(monkeypatch)
-    gpu = CudaDevice(0, 0.5)
-    monkeypatch.setattr(torch, "zeros", Mock(side_effect=torch.OutOfMemoryError("no")))
-    with pytest.raises(OutOfMemory, match=r"96 bytes for \[3, 8\].* 'cuda:0', which has 35 bytes"):
-        gpu.zeros(3, 8, dtype=torch.float32)
-
-
-def test_graphs_share_a_pool_that_outlives_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr(torch, "zeros", Mock())
-    gpu, allocated = CudaDevice(1), []
-    cuda.calls.clear()
-
-    def work() -> None:
-        assert cuda.stream == "of the capture"
-        allocated.append(cuda.free)
-        cuda.free -= 7
-
-    graph = gpu.capture(work)
-    assert graph.nbytes == 7
-    assert len(allocated) == 1
-    # One graph is never released: torch deletes a pool with its last graph.
-    captures = [("capture", "pool", "thread_local")] * 2
-    assert cuda.calls == [("pool",), *captures]
-    del graph
-    gc.collect()
-    gpu.capture(work)
-    assert cuda.calls == [("pool",), *captures, captures[0]]
-
-
-def test_a_failed_capture_leaves_the_stream_of_the_thread_as_it_was(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cuda = FakeCuda(monkeypatch)
-    monkeypatch.setattr(torch, "zeros", Mock())
-    gpu = CudaDevice(0)
-
-    def work() -> None:
-        raise RuntimeError("operation not permitted when stream is capturing")
-
-    with pytest.raises(RuntimeError, match="not permitted"):
-        gpu.capture(work)
-    assert cuda.stream == "main"
 
 
 def test_the_encoder_computes_on_its_device_on_any_thread(checkpoint: Path) -> None:

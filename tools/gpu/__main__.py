@@ -24,20 +24,23 @@ SOURCES = (
     "tools/gpu",
     "tools/tile_search",
     "backend_src/vlora",
+    "benchmarks",
     "tests/support",
     "tests/unit/gpu",
 )
 
 BOXES = {
     "machine": 40.0,
-    "build": 90.0,
-    "parity": 75.0,
-    "steps": 80.0,
-    "tests": 60.0,
-    "sanitize": 55.0,
-    "search": 40.0,
-    "kernels": 60.0,
-    "switch": 30.0,
+    "build": 80.0,
+    "parity": 65.0,
+    "steps": 70.0,
+    "tests": 50.0,
+    "sanitize": 45.0,
+    "search": 30.0,
+    "kernels": 50.0,
+    "switch": 25.0,
+    "bench_step": 40.0,
+    "bench_engine": 35.0,
     "report": 10.0,
 }
 """Time limits of the stages in seconds. A stage may use time that later stages do not need."""

@@ -81,7 +81,7 @@ class RandomModel:
                 tuple,
             ),
             dtype,
-            device.torch_device.type,
+            device,
         )
         pages = max(sizes.rows) * -(-sizes.context // BLOCK)
         config = self._config

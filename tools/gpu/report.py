@@ -13,6 +13,8 @@ KEPT = (
     "steps.json",
     "kernels.json",
     "switch.json",
+    "bench_step.json",
+    "bench_engine.json",
     "sanitize.json",
     "resources.json",
 )

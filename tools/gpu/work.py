@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from tools.gpu.absent import replace_absent
 from tools.gpu.pytest_run import run_tests
 from tools.gpu.report import read, report, write
 from tools.gpu.stages import ROOT, Lacking, seconds_given
@@ -36,6 +37,7 @@ ON_DEVICE = "cuda and not emulated"
 PARITY_TESTS = tuple(
     f"tests/unit/gpu/test_{name}.py" for name in ("rows", "attention", "sampling", "real_device")
 )
+CHECKPOINTS = ROOT / "build" / "checkpoints"
 SANITIZERS = ("memcheck", "racecheck")
 
 
@@ -205,13 +207,14 @@ def kernels(out: Path) -> str:
 def steps(out: Path) -> str:
     """Compare graphs of decoding steps with single launches, and time both."""
     _torch()
-    for package in ("triton", "transformers", "safetensors"):
-        if importlib.util.find_spec(package) is None:
-            raise Lacking(f"this Python has no {package}, which the engine's decoder needs")
+    if importlib.util.find_spec("triton") is None:
+        raise Lacking("this Python has no triton, in which the decoder's kernels are written")
+    if absent := replace_absent():
+        print(f"not needed and not installed: {', '.join(absent)}")
     import torch
 
     from tools.gpu.decoding import DEMO, KINDS, SEVEN_B, RandomModel, measure
-    from vlora.memory.device import CudaDevice
+    from vlora.memory.cuda_device import CudaDevice
 
     kinds = KINDS
     try:
@@ -232,6 +235,38 @@ def steps(out: Path) -> str:
         f"{len(rows)} kinds of steps, graphs equal single launches; {last['graphs']} graphs of the"
         f" {last['model']} model took {last['capture_s']} s and {last['graph_mib']} MiB"
     )
+
+
+def bench_step(out: Path) -> str:
+    """Run the benchmark `step` on the GPU, with the whole engine."""
+    return _benchmark(out, "step", "--dtypes", "bf16")
+
+
+def bench_engine(out: Path) -> str:
+    """Run the benchmark `engine` on the GPU, without a server."""
+    return _benchmark(out, "engine", "--dtypes", "bf16", "--no-served")
+
+
+def _benchmark(out: Path, name: str, *options: str) -> str:
+    """Run a part of a benchmark's grid, which writes its figures to bench_NAME.json.
+
+    The benchmark generates a checkpoint and runs the engine, which need more packages than torch.
+    """
+    torch = _torch()
+    device = f"cuda:{torch.cuda.current_device()}"
+    result = out / f"bench_{name}.json"
+    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--device", device, *options]
+    command += ["--root", str(CHECKPOINTS), "--json", str(result)]
+    done = subprocess.run(
+        command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    print(done.stdout)
+    if missing := re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", done.stdout):
+        raise Lacking(f"this Python has no {missing[1]}, which the benchmark '{name}' needs")
+    if done.returncode:
+        raise SystemExit(f"the benchmark ended with status {done.returncode}")
+    summary = {key: value for key, value in read(result)["summary"].items() if value is not None}
+    return ", ".join(f"{key} {value}" for key, value in summary.items())
 
 
 def switch(out: Path) -> str:
@@ -257,6 +292,8 @@ STAGES: Mapping[str, Callable[[Path], str]] = {
     "search": search,
     "kernels": kernels,
     "switch": switch,
+    "bench_step": bench_step,
+    "bench_engine": bench_engine,
     "report": report,
 }
 

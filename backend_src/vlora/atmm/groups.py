@@ -9,14 +9,14 @@ module does not handle adapter names, files or memory pools.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from vlora import backends, native
-from vlora.atmm.types import DTYPES, ON_GPU, HeadMatrix, LoraPair, Segments
+from vlora.atmm.types import DTYPES, ON_GPU, HeadMatrix, LoraPair, Segment, Segments
 
 _versions = itertools.count(1)
 _latest = 0
@@ -32,6 +32,36 @@ def _publish(version: int) -> int:
     global _latest
     _latest = version
     return version
+
+
+Wait = Callable[[], object]
+"""Function that lets all work which the calling thread launches later wait for a copy to the
+device.
+"""
+
+
+class PendingCopies:
+    """Copies of weights to a device that may still be under way, by slot.
+
+    A thread that loads adapters adds copies. The engine's thread waits for them.
+    """
+
+    def __init__(self) -> None:
+        self._waits: dict[int, Wait] = {}
+
+    def set(self, slot: int, wait: Wait | None) -> None:
+        """Set how to wait for the slot's weights; None if they are complete."""
+        if wait is None:
+            self._waits.pop(slot, None)
+        else:
+            self._waits[slot] = wait
+
+    def wait_for(self, segments: Sequence[Segment]) -> None:
+        """Let the calling thread's later work wait for the weights that these segments use."""
+        if self._waits:
+            for slot in Segments.of(segments).slots:
+                if (wait := self._waits.pop(slot, None)) is not None:
+                    wait()
 
 
 class LoraGroup:
@@ -74,6 +104,7 @@ class LoraGroup:
         """True once any slot has had a pair in this group."""
         self._idle: set[int] = set()
         """Slots without any pair in this group."""
+        self.pending = PendingCopies()
 
     @property
     def _is_packed(self) -> bool:
@@ -121,6 +152,7 @@ class LoraGroup:
         slot: int,
         pairs: Sequence[LoraPair | None],
         into: tuple[int, int] | None = None,
+        wait: Wait | None = None,
     ) -> None:
         """Set an adapter's pairs, in an existing slot or the next one.
 
@@ -128,6 +160,7 @@ class LoraGroup:
         into: (address, bytes) of memory for the packed copies, aligned to 64 bytes. It belongs to
             the caller and must live until the slot is cleared. If None, the compiled core allocates
             memory.
+        wait: see `PendingCopies`; None if the pairs are complete.
 
         Raises ValueError for a slot after the next one, and for a pair that does not fit its
         projection.
@@ -141,6 +174,7 @@ class LoraGroup:
         if "native" in self.__dict__ or (on_cpu and self._is_packed):
             # Pack the weights now. Otherwise the first forward pass would pack them.
             _set_slot(self.native, slot, map(self.rounded, pairs), into)
+        self.pending.set(slot, wait)
         for column, pair in zip(self.pairs, pairs, strict=True):
             column[slot : slot + 1] = [pair]
         if all(pair is None for pair in pairs):
@@ -223,6 +257,7 @@ class HeadGroup:
         """Version number of each slot's content. Every change sets a new number."""
         self.version = 0
         """Version number of the most recent change of any slot."""
+        self.pending = PendingCopies()
 
     def __len__(self) -> int:
         return len(self.heads)
@@ -237,9 +272,11 @@ class HeadGroup:
         self.put(len(self), head)
         return len(self) - 1
 
-    def put(self, slot: int, head: HeadMatrix | None) -> None:
+    def put(self, slot: int, head: HeadMatrix | None, wait: Wait | None = None) -> None:
         """Set the head of an existing slot or the next one. `head` is None for an adapter without a
         head.
+
+        wait: see `PendingCopies`; None if the head is complete.
 
         Raises ValueError for a slot after the next one, and for a head that does not fit.
         """
@@ -259,6 +296,7 @@ class HeadGroup:
         packed = self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
         if "native" in self.__dict__ or (on_cpu and packed):
             _set_head(self.native, slot, head)
+        self.pending.set(slot, wait)
         self.heads[slot : slot + 1] = [head]
         self.versions[slot : slot + 1] = [next(_versions)]
         self.version = _publish(self.versions[slot])

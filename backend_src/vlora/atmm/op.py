@@ -82,6 +82,7 @@ def apply(
     chosen = backend or _backend_for(y)
     if chosen != "cpu":
         _check(rows, segments, len(group))
+        group.pending.wait_for(segments)
     else:
         _on_cpu(x, y)
     if chosen == "reference":
@@ -220,12 +221,12 @@ def _backend_for(out: torch.Tensor) -> Backend:
 def _on_cuda(
     y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup
 ) -> None:
-    """Run `apply` on CUDA. Rows of another type are converted to the group's dtype, which the
-    kernels need.
-    """
-    device = operator.current()
+    """Run `apply` on CUDA. Rows of another type are converted to the group's dtype."""
+    device, segments = operator.current(), Segments.of(segments)
     out = y if y.dtype == group.dtype else torch.zeros_like(y, dtype=group.dtype)
-    device.apply(out, x.to(group.dtype), device.segments(segments), device.group(group))
+    # `group_layout` has updated the groups before a call is captured.
+    on_device = device.group(group, update=not segments.captured)
+    device.apply(out, x.to(group.dtype), device.segments(segments), on_device)
     if out is not y:
         y.add_(out)
 
@@ -244,8 +245,8 @@ def heads(
 
     x: [T, d_in] fp32.
 
-    Returns y: [T, maximum number of classes of a slot]. Raises ValueError as `apply` does, and for
-    a slot without a head.
+    Returns y: [T, maximum number of classes of a slot]. Raises ValueError for a wrong segment or x,
+    and for a slot without a head.
     """
     rows = x.shape[0]
     if x.dim() != 2 or x.shape[1] != group.d_in or x.dtype != torch.float32:
@@ -254,6 +255,7 @@ def heads(
     for segment in segments:
         if group.heads[segment.slot] is None:
             raise ValueError(f"slot {segment.slot} has no head")
+    group.pending.wait_for(segments)
     y = x.new_zeros(rows, max((group.classes(segment.slot) for segment in segments), default=0))
     chosen = backend or _backend_for(y)
     if chosen == "reference":
@@ -332,9 +334,7 @@ def merge(
 
 
 def _on_cpu(*tensors: torch.Tensor) -> None:
-    """Raise ValueError unless the tensors are in CPU memory, because the core takes their
-    addresses.
-    """
+    """Raise ValueError unless the tensors are in CPU memory. The core takes their addresses."""
     for tensor in tensors:
         if not tensor.is_cpu:
             raise ValueError(f"a tensor is on {tensor.device}; the CPU operator cannot read it")

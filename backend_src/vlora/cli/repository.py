@@ -1,4 +1,4 @@
-"""`vlora repository`: write a model repository to change and mount."""
+"""`vlora repository`: write a copy of the model repository that can be changed and mounted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def repository(
         ),
     ] = None,
 ) -> None:
-    """Write a copy of the model repository, to change and to mount."""
+    """Write a copy of the model repository that can be changed and mounted."""
     from vlora.errors import InvalidArgument
     from vlora.launcher.repository import write_repository
 

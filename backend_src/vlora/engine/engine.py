@@ -277,8 +277,8 @@ class Engine:
     def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
         """Record the duration of a step.
 
-        started: end of the previous step, or the beginning of this one if the engine was idle, plus
-            the duration of this step's switch, which is recorded separately.
+        started: end of the previous step, or the beginning of this one if the engine was idle. The
+            duration of this step's switch is added, because switches are recorded separately.
         seconds: duration of its forward pass. The rest of the step is overhead.
         learn: whether the cost model may learn from the step.
         """

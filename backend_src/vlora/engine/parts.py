@@ -25,7 +25,8 @@ from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import WeightSlab
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
-from vlora.memory.device import HOST, Device, open_device, require_dtype
+from vlora.memory.cuda_device import open_device
+from vlora.memory.device import HOST, Device, require_dtype
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape, load_weights
@@ -87,7 +88,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         options.limits.max_adapter_bytes,
         dtype,
         options.adapter_host_bytes,
-        device.torch_device.type,
+        device,
     )
     adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
     finder = FolderFinder(options.adapters, adapter_names)

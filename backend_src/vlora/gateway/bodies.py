@@ -116,7 +116,7 @@ class Bodies:
             self._held -= held
 
     async def parse(self, body: bytearray, read: Callable[[bytearray], Parsed]) -> Parsed:
-        """Return the result of `read` for a body. A body with many commas is read on a thread."""
+        """Return the result of `read` for a body. Bodies with many commas are read on a thread."""
         if len(body) <= MANY_COMMAS or body.count(b",") <= MANY_COMMAS:
             return read(body)
         return await asyncio.get_running_loop().run_in_executor(self._parser, read, body)

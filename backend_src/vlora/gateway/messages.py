@@ -110,7 +110,7 @@ class _Reader:
         self.frames: list[Media] = []
 
     def message(self, message: Any, param: str) -> dict[str, str]:
-        """Return the role and the text of a message."""
+        """Return the role and the text of a message. Raises ApiError."""
         if not isinstance(message, dict):
             raise invalid(param, f"'{param}' must be an object with 'role' and 'content'")
         role = message.get("role")

@@ -41,6 +41,8 @@ def write_adapter(
     pairs: A [rank, d_in] and B [d_out, rank] of each matrix, with the scale folded into B.
     base: value of `base_model_name_or_path`.
     dtype: dtype of the stored weights.
+
+    Raises ValueError if `pairs` is empty.
     """
     if not pairs:
         raise ValueError("an adapter needs at least one matrix")

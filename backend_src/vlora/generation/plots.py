@@ -44,7 +44,7 @@ def _new_figure(width: float, title: str, ylabel: str) -> tuple[Any, Any]:
 
 
 def _accuracy(outcome: Outcome) -> Any:
-    """Return bars of the base model's and the adapters' accuracies, with the promises as lines."""
+    """Return a bar chart of the base model's and the adapters' accuracies, with the promises."""
     names = [item.name for item in outcome.spec.items]
     figure, axes = _new_figure(
         len(names) * WIDTH_PER_ITEM, "Accuracy of each item", "accuracy on the test split"
@@ -70,7 +70,7 @@ def _accuracy(outcome: Outcome) -> Any:
 
 
 def _fusion(outcome: Outcome) -> Any:
-    """Return lines of the items' accuracies after each attempt and each merge."""
+    """Return a line chart of the items' accuracies after each attempt and each merge."""
     from matplotlib import colormaps
 
     state = outcome.state
@@ -106,7 +106,7 @@ def _fusion(outcome: Outcome) -> Any:
 
 
 def _capacity(outcome: Outcome) -> Any:
-    """Return lines of the mean accuracy of each task by the number of items in the adapter."""
+    """Return a line chart of each task's mean accuracy by the number of items in the adapter."""
     figure, axes = _new_figure(
         6.5, "Accuracy by number of items in the adapter", "mean accuracy (validation)"
     )

@@ -155,14 +155,17 @@ class Matrix:
     def _check_bias(
         bias: torch.Tensor | None, width: int, other: torch.dtype | None = None
     ) -> None:
-        """Check a bias, which is fp32 or of the type `other`."""
+        """Raise ValueError unless a bias is [width] of fp32 or of the type `other`."""
         if bias is not None and (
             bias.shape != (width,) or bias.dtype not in (torch.float32, other)
         ):
             raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{width}] of fp32")
 
     def _check_rows(self, x: torch.Tensor) -> tuple[int, int, int]:
-        """Check x; return its address, its row stride in elements and its number of rows."""
+        """Return the address, the row stride in elements and the number of rows of x.
+
+        Raises ValueError if x does not fit.
+        """
         if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise ValueError(
                 f"x {tuple(x.shape)} does not fit weight {self.shape}"

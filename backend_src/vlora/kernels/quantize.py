@@ -32,6 +32,8 @@ def quantize(weight: torch.Tensor, into: QuantizedWeight) -> None:
     scale with the smallest squared error for the rounded values are computed, and the values are
     rounded again. All this is repeated from a narrower range, and the result with the smaller
     squared error is used.
+
+    Raises ValueError for int4 without zeros.
     """
     if into.format.bits == 4 and not into.format.zeros:
         raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")

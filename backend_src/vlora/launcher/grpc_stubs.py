@@ -19,6 +19,8 @@ def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
 
     While they are imported, an empty package takes the place of tritonclient.grpc, so that its
     `__init__` does not run. Later imports of the package are not affected.
+
+    Raises ModuleNotFoundError, with the command that installs tritonclient, if it is missing.
     """
     stand_in = None
     if PACKAGE not in sys.modules:

@@ -102,7 +102,7 @@ class Supervisor:
                     return
 
     def _serve(self, announce: Announce) -> None:
-        """Run one server until a signal. Raise ServerError if it fails before."""
+        """Run one server until a signal. Raise ServerError if the server fails earlier."""
         server = self._make(self._options)
         self._say("starting the server …")
         started = time.monotonic()

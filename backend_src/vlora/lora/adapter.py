@@ -215,7 +215,7 @@ def load_adapter(
 
 
 def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
-    """Check that no weights are in a pickle, because loading one can run any code."""
+    """Raise InvalidArgument if weights are in a pickle, because loading one can run any code."""
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
         raise invalid.in_file(PICKLED)(
             f"is a pickle, which is never read; make it {WEIGHTS} with {CONVERT}"
@@ -262,7 +262,7 @@ def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFa
 
 
 def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
-    """Check that each name in `target_modules` names a module of the model.
+    """Raise InvalidArgument if a name in `target_modules` names no module of the model.
 
     A pattern needs no check: if it matches nothing, each tensor of the file is rejected because the
     config does not target its module.

@@ -31,7 +31,11 @@ class PairKeys:
 def assign_tensors(
     file: WeightsFile, model: ModelShape, invalid: ErrorFactory
 ) -> dict[MatrixId, PairKeys]:
-    """Return the keys of each matrix's A and B; reject a tensor that belongs to no matrix."""
+    """Return the keys of each matrix's A and B.
+
+    Raises InvalidArgument for a tensor that belongs to no matrix, except an unchanged copy of the
+    base model's LM head.
+    """
     keys: dict[MatrixId, PairKeys] = {}
     for key in file.shapes:
         try:
@@ -85,7 +89,10 @@ def check_pair(
     model: ModelShape,
     invalid: ErrorFactory,
 ) -> tuple[int, float]:
-    """Check that A and B of a matrix fit it; return their (rank, scale)."""
+    """Return the (rank, scale) of A and B of a matrix.
+
+    Raises InvalidArgument if one of them is missing or does not fit the matrix.
+    """
     module, paths = pair.path, paths_of(matrix, model, pair.path)
     if pair.a is None or pair.b is None:
         missing = "A" if pair.a is None else "B"

@@ -87,7 +87,10 @@ class FolderFinder:
 
 
 def folders_in(root: Path) -> Sequence[str]:
-    """Return the names of all entries of the root that may be adapters, sorted."""
+    """Return the names of all entries of the root that may be adapters, sorted.
+
+    Raises InvalidArgument if the root cannot be read.
+    """
     if not root.is_dir():
         raise InvalidArgument(f"the adapter root {root} is not a folder")
     core = _native()
@@ -186,8 +189,11 @@ def _native() -> Any:
         return None
 
 
-def _is_unknown(stamp: Stamp) -> bool:
-    """Return whether reading the folder failed for a cause that lies outside its files."""
+def _failed_transiently(stamp: Stamp) -> bool:
+    """Return whether this is the stamp of a folder whose reading failed transiently.
+
+    The cause of such a failure lies outside the folder's files.
+    """
     error = error_of(stamp)
     return error is not None and is_transient(error)
 
@@ -287,7 +293,7 @@ class FolderWatch:
         self._settled = True
         for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
             before = self._seen.get(name)
-            if name in self._reported and _is_unknown(stamp):
+            if name in self._reported and _failed_transiently(stamp):
                 stamp = self._reported[name][1]
                 self._settled = False
             unchanged = before is not None and before[:2] == (folder, stamp)

@@ -69,7 +69,7 @@ def load_head(
 
 
 def _declaration(declared: Any, invalid: ErrorFactory) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (labels, tasks) of "head" in vlora.json."""
+    """Return (labels, tasks) of "head" in vlora.json. Raises InvalidArgument."""
     if declared is None:
         raise invalid("declares no 'head', though head.safetensors exists")
     if not isinstance(declared, dict) or set(declared) != {"labels", "tasks"}:

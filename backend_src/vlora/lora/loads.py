@@ -175,7 +175,7 @@ class AdapterLoads:
 def _read_weights(handle: AdapterHandle, hidden: int) -> Adapter:
     """Return the weights of a version. Runs on the loader's thread.
 
-    Raises InvalidArgument if the folder contains another version by now, or as `read_adapter` does.
+    Raises the errors of `read_adapter`, and InvalidArgument if the folder has changed.
     """
     adapter = read_adapter(handle.name, handle.folder, handle.description, hidden)
     stamp = stamp_of(handle.folder)

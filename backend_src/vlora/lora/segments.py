@@ -14,8 +14,9 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segmen
     rows: (slot, number of rows) of consecutive rows, in row order.
     live: slot of the adapter in the active weights, or BASE.
 
-    A row of adapter a gets +a, unless a is the live adapter or the base. If another adapter is
-    live, the row also gets −live, since the merged adapter must be subtracted (§4.4.2). Contiguous
+    A row of adapter a is in a segment +a (slot a, sign +1), unless a is the live adapter or the
+    base. If another adapter is live, the row is also in a segment −live, since the merged adapter
+    must be subtracted (§4.4.2). Contiguous
     rows with the same slot form one segment. One −live segment covers all contiguous rows that need
     it, whatever their own adapters. So if rows are sorted by `order_of`, each adapter has one
     segment. All positive segments come first.

@@ -87,10 +87,9 @@ class WeightSlab:
         )
 
     def region(self, layer: int, *targets: str) -> Region:
-        """Return the location of one target.
+        """Return the location of one target, or of several targets as one matrix.
 
-        Several targets must be adjacent in the slab and share their input. The location is then
-        that of one matrix with all of their rows.
+        Several targets must be adjacent in the slab and have the same input.
         """
         first = self._regions[layer, targets[0]]
         rows = sum(self._regions[layer, target].rows for target in targets)

@@ -10,10 +10,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from vlora.atmm.cuda.tables import padded
 from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.atmm.types import HeadMatrix, LoraPair
 from vlora.ids import MatrixId
 from vlora.lora.adapter import Adapter
 from vlora.lora.model_shape import ModelShape
+from vlora.memory.device import HOST, Device
 
 
 class Slots:
@@ -23,17 +26,17 @@ class Slots:
     use the slot.
     """
 
-    def __init__(self, model: ModelShape, dtype: torch.dtype, device_type: str = "cpu") -> None:
+    def __init__(self, model: ModelShape, dtype: torch.dtype, device: Device = HOST) -> None:
         """Create the slots.
 
         dtype: dtype of the packed copies; host copies are fp32.
-        device_type: as in `LoraGroup`.
+        device: device whose steps use the adapters.
         """
         self._model = model
         self._dtype = dtype
-        self._device_type = device_type
+        self._device = device
         self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
-        self.heads = HeadGroup(model.hidden, device_type)
+        self.heads = HeadGroup(model.hidden, device.torch_device.type)
         self._adapters: list[Adapter | None] = []
         self._released: set[int] = set()
 
@@ -45,7 +48,8 @@ class Slots:
         if key not in self._groups:
             shapes = [self._model.shape_of(matrix) for matrix in key]
             d_outs = [d_out for d_out, _ in shapes]
-            group = LoraGroup(shapes[0][1], d_outs, self._dtype, self._device_type)
+            device_type = self._device.torch_device.type
+            group = LoraGroup(shapes[0][1], d_outs, self._dtype, device_type)
             for adapter in self._adapters:
                 pairs = {} if adapter is None else adapter.pairs
                 group.append([pairs.get(matrix) for matrix in key])
@@ -81,12 +85,13 @@ class Slots:
         return slot
 
     def pack(self, slot: int, address: int | None = None, size: int = 0) -> None:
-        """Pack the slot's adapter into all groups.
+        """Pack the slot's adapter into all groups, one after another in the order in which steps
+        use them.
 
-        This may run on any thread, because no step uses the slot yet.
+        This may run on any thread, because no step uses the slot yet. If the CPU cannot write to
+        the device's memory, the copies are only begun, and steps wait for those that they use.
 
-        address: address of the memory to write to, one group after another in the order in which
-            steps use them. If None, the compiled core allocates memory.
+        address: address of the memory to write to. If None, the compiled core allocates memory.
         size: number of bytes at `address`.
         """
         adapter = self._adapters[slot]
@@ -94,12 +99,29 @@ class Slots:
         for matrices, group in list(self._groups.items()):
             row = [adapter.pairs.get(matrix) for matrix in matrices]
             if address is None:
-                group.put(slot, row)
+                self._put(group, slot, row)
                 continue
             used = group.slot_bytes([0 if pair is None else pair.rank for pair in row])
             group.put(slot, row, (address, size))
             address, size = address + used, size - used
-        self.heads.put(slot, adapter.head.linear if adapter.head else None)
+        head = adapter.head.linear if adapter.head else None
+        if head is None or self._device.in_host_memory:
+            self.heads.put(slot, head)
+        else:
+            load = self._device.load(head)
+            self.heads.put(slot, HeadMatrix(*load.tensors), load.wait)
+
+    def _put(self, group: LoraGroup, slot: int, row: Sequence[LoraPair | None]) -> None:
+        """Set the pairs of a slot, and begin to copy them if they are not on the device yet."""
+        device, pairs = self._device, [pair for pair in row if pair is not None]
+        if device.in_host_memory or not pairs or pairs[0].a.device == device.torch_device:
+            group.put(slot, row)
+            return
+        rounded = [padded(LoraPair(*(f.to(group.dtype) for f in pair))) for pair in pairs]
+        load = device.load([factor for pair in rounded for factor in pair])
+        copies = iter(load.tensors)
+        placed = [pair and LoraPair(next(copies), next(copies)) for pair in row]
+        group.put(slot, placed, wait=load.wait)
 
     def clear(self, slot: int) -> None:
         """Empty the slot, so that it can be assigned again."""

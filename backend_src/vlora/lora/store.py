@@ -38,6 +38,7 @@ from vlora.lora.model_shape import ModelShape
 from vlora.lora.names import AdapterNames, NameTable
 from vlora.lora.tiers import AdapterTiers
 from vlora.lora.workers import Results
+from vlora.memory.device import HOST, Device
 from vlora.memory.pool import PageMemory, PagePool
 from vlora.metrics import TierCounters
 
@@ -57,18 +58,18 @@ class AdapterStore:
         max_bytes: int = MAX_ADAPTER_BYTES,
         dtype: torch.dtype = torch.float32,
         host_bytes: int | None = None,
-        device_type: str = "cpu",
+        device: Device = HOST,
     ) -> None:
         """Create a store without adapters.
 
         max_bytes: maximum size of one adapter's weights in fp32.
         dtype: dtype of the packed copies.
         host_bytes: maximum size of the host copies that may be evicted; None for no limit.
-        device_type: torch's type of the device whose steps use the adapters.
+        device: device whose steps use the adapters.
         """
         self._names = AdapterNames()
         self._tiers = AdapterTiers(
-            model, dtype, host_bytes, lambda *evicted: self.on_evict(*evicted), device_type
+            model, dtype, host_bytes, lambda *evicted: self.on_evict(*evicted), device
         )
         self._results = Results(lambda: self.on_change())
         self._loads = AdapterLoads(
@@ -145,7 +146,7 @@ class AdapterStore:
         return self._names.table.handle(name)
 
     def info(self, name: str) -> AdapterInfo:
-        """Return the description of an adapter. Raises as `handle` does."""
+        """Return the description of an adapter. Raises the errors of `handle`."""
         return self.handle(name).info
 
     def route(self, task: str, question: str) -> str | None:

@@ -20,6 +20,7 @@ from vlora.lora.host import HostTier
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.residents import Residents
 from vlora.lora.slots import Slots
+from vlora.memory.device import Device
 from vlora.memory.pool import PageMemory, PagePool, Run
 from vlora.metrics import TierCounters
 
@@ -33,17 +34,17 @@ class AdapterTiers:
         dtype: torch.dtype,
         host_bytes: int | None,
         on_evict: Callable[[int, AdapterHandle], None],
-        device_type: str,
+        device: Device,
     ) -> None:
         """Create empty tiers without a pool.
 
         dtype: dtype of the packed copies. Host copies stay fp32, as merging needs them.
         host_bytes: maximum size of the host copies that may be evicted; None for no limit.
         on_evict: called with slot and handle before a resident adapter is evicted.
-        device_type: as in `LoraGroup`.
+        device: device whose steps use the adapters.
         """
         self.host = HostTier(host_bytes)
-        self.slots = Slots(model, dtype, device_type)
+        self.slots = Slots(model, dtype, device)
         self.residents = Residents(self.evict)
         self.counters = TierCounters()
         """Counts of all transitions. The object itself never changes; `count` replaces it."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, OutOfMemory
 from vlora.lora.peft_config import ErrorFactory, as_text
 
 log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ def is_transient(error: BaseException) -> bool:
     """
     cause: BaseException | None = error
     while cause is not None:
-        if isinstance(cause, MemoryError):
+        if isinstance(cause, (MemoryError, OutOfMemory)):
             return True
         if isinstance(cause, OSError):
             return cause.errno is None or is_transient_errno(cause.errno)
@@ -73,7 +73,7 @@ def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgume
 
     If it is not an InvalidArgument already, it is logged with its traceback.
     """
-    if isinstance(error, InvalidArgument):
+    if isinstance(error, InvalidArgument) and not isinstance(error, OutOfMemory):
         return error
     log.error("adapter '%s' failed to load", as_text(name), exc_info=error)
     return ErrorFactory(name, str(folder))(f"failed to load: {error!r}")

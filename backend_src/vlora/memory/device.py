@@ -8,26 +8,21 @@ particular device.
 from __future__ import annotations
 
 import ctypes
-import importlib
 import mmap
 import os
-import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from vlora.errors import InvalidArgument, OutOfMemory
 from vlora.memory import hugepages
 from vlora.memory.available import available_bytes
-from vlora.memory.uploads import upload
 
 MIB = 1 << 20
-C_COMPILERS = ("gcc", "clang")
-"""Programs that the package `triton` looks for if the environment has no CC."""
 PageLayout = Literal["panels", "rows"]
 """Layouts of keys and values in a page; see `KVCache`."""
 
@@ -42,6 +37,19 @@ class Graph:
 
     replay: Callable[[], None]
     nbytes: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copies of tensors on a device, which may still be under way.
+
+    tensors: the copies.
+    wait: lets all work that the calling thread launches from now on wait for the copies. The thread
+        itself does not wait.
+    """
+
+    tensors: list[torch.Tensor]
+    wait: Callable[[], object]
 
 
 class Readback:
@@ -121,6 +129,17 @@ class Device(ABC):
         """
 
     @abstractmethod
+    def load(self, tensors: Sequence[torch.Tensor]) -> Load:
+        """Begin to copy long-lived data from host memory to the device. Return the copies.
+
+        tensors: at least one.
+
+        Any thread may call this. The device copies while it computes, in the order of the calls. A
+        copy may be released at any time; its memory is used again only when the device has finished
+        the work that was launched before. Raises OutOfMemory if the device has too little memory.
+        """
+
+    @abstractmethod
     def capture(self, work: Callable[[], object]) -> Graph:
         """Record the device's part of `work` without executing it.
 
@@ -166,6 +185,9 @@ class HostDevice(Device):
     ) -> list[torch.Tensor]:
         return list(tensors)
 
+    def load(self, tensors: Sequence[torch.Tensor]) -> Load:
+        return Load(list(tensors), lambda: None)
+
     def capture(self, work: Callable[[], object]) -> Graph:
         raise RuntimeError("work of the CPU cannot be captured")
 
@@ -184,139 +206,6 @@ class HostDevice(Device):
 
 
 HOST = HostDevice()
-
-
-class CudaDevice(Device):
-    """A GPU. Activations have the dtype of the weights, and inputs are copied from pinned memory.
-
-    Only this class needs a GPU. Tests run all other code for GPUs on CPU tensors.
-    """
-
-    page_layout: PageLayout = "rows"
-    in_host_memory = False
-    commits_lazily = False
-    weight_dtypes = (torch.float32, torch.bfloat16, torch.float16)
-    captures_graphs = True
-
-    def __init__(self, index: int, share: float = 1.0) -> None:
-        """Open the GPU with this number.
-
-        share: maximum share of its memory that this process may allocate.
-        """
-        self.name = f"cuda:{index}"
-        self.torch_device = torch.device("cuda", index)
-        self.make_current()
-        torch.cuda.set_per_process_memory_fraction(share, index)
-        # Convolutions of fp32 values would otherwise round them to TF32.
-        torch.backends.cudnn.allow_tf32 = False
-        self._share = share
-        self._graph_pool: Any = None
-        self._first_graph: torch.cuda.CUDAGraph | None = None
-
-    def make_current(self) -> None:
-        torch.cuda.set_device(self.torch_device)
-
-    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        try:
-            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
-        except torch.OutOfMemoryError as error:
-            needed = torch.Size(shape).numel() * dtype.itemsize
-            raise OutOfMemory(
-                f"{needed} bytes for {list(shape)} of {dtype} do not fit device '{self.name}',"
-                f" which has {self.available_bytes()} bytes left"
-            ) from error
-
-    def row_dtype(self, weights: torch.dtype) -> torch.dtype:
-        return weights
-
-    def upload(
-        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        return upload(tensors, self.torch_device, into)
-
-    def capture(self, work: Callable[[], object]) -> Graph:
-        """Record `work` as a CUDA graph.
-
-        All graphs share one pool for the tensors that their work allocates. So such a tensor must
-        not be read after the work.
-        """
-        if self._first_graph is None:
-            # torch deletes a pool with its last graph, and cannot capture into it afterwards if
-            # cuBLAS still has memory there. This graph is never replayed, and keeps the pool.
-            self._graph_pool = torch.cuda.graph_pool_handle()
-            self._first_graph = self._captured(lambda: torch.zeros(1, device=self.torch_device))
-        torch.cuda.empty_cache()
-        before, _ = torch.cuda.mem_get_info(self.torch_device)
-        graph = self._captured(work)
-        after, _ = torch.cuda.mem_get_info(self.torch_device)
-        return Graph(graph.replay, max(0, before - after))
-
-    def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
-        try:
-            # Other threads may copy to the GPU meanwhile.
-            with torch.cuda.graph(graph, self._graph_pool, capture_error_mode="thread_local"):
-                work()
-        finally:
-            # torch leaves the stream of the capture current if the capture ends with an error.
-            torch.cuda.set_stream(stream)
-        return graph
-
-    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        copies = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
-        for copy, tensor in zip(copies, tensors, strict=True):
-            copy.copy_(tensor, non_blocking=True)
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self.torch_device))
-        return Readback(copies, event.synchronize)
-
-    def seal(self, tensor: torch.Tensor) -> None:
-        """Do nothing, because a process cannot make memory of a GPU read-only."""
-
-    def available_bytes(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.torch_device)
-        reserved = torch.cuda.memory_reserved(self.torch_device)
-        unused = reserved - torch.cuda.memory_allocated(self.torch_device)
-        return max(0, min(free, int(total * self._share) - reserved) + unused)
-
-
-def open_device(name: str, share: float = 1.0) -> Device:
-    """Return the device for the option `device`: "cpu", "cuda", "cuda:N" or "auto".
-
-    share: maximum share of a GPU's memory that this process may allocate.
-
-    "auto" is the first GPU, or the CPU if no GPU can be used. Raises InvalidArgument, with the
-    reason, for a GPU that cannot be used.
-    """
-    if name == "cpu":
-        return HOST
-    reason = why_no_gpu(name)
-    if reason is None:
-        return CudaDevice(int(name.partition(":")[2] or 0), share)
-    if name == "auto":
-        return HOST
-    raise InvalidArgument(f"'device' = '{name}', but {reason}; use \"cpu\" or \"auto\"")
-
-
-def why_no_gpu(name: str) -> str | None:
-    """Return why the GPU with this name cannot be used; None if it can."""
-    if not torch.version.cuda:
-        return f"torch {torch.__version__} is a build without CUDA"
-    if not torch.cuda.is_available():
-        return "this machine has no GPU that torch can use"
-    index, count = int(name.partition(":")[2] or 0), torch.cuda.device_count()
-    if index >= count:
-        return f"this machine has {count} GPUs, numbered from 0"
-    try:
-        importlib.import_module("triton")
-    except ImportError as error:
-        return f"the package 'triton', in which the GPU kernels are written, is missing: {error}"
-    if not (os.environ.get("CC") or any(map(shutil.which, C_COMPILERS))):
-        return (
-            "the package 'triton' needs a C compiler for its launcher, and there is none; install"
-            f" {' or '.join(C_COMPILERS)}, or set CC"
-        )
-    return None
 
 
 def require_dtype(device: Device, dtype: torch.dtype) -> None:

@@ -227,9 +227,7 @@ class PagePool:
             self._set_owner(page, Owner.FREE)
 
     def _vacate(self, window: range) -> None:
-        """Move the content of the window's pages to free pages outside it, of which there must be
-        enough.
-        """
+        """Move the content of the window's pages to free pages outside it. There must be enough."""
         moves: dict[int, int] = {}
         end = self.total
         for page in window:

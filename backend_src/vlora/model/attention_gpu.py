@@ -117,7 +117,10 @@ class GpuPlan:
         return out
 
     def _slots(self, chunk: Chunk) -> list[int]:
-        """Return the location of each row's keys in the cache: page · block + offset."""
+        """Return the location of each row's keys in the cache: page · block + offset.
+
+        Raises ValueError if the chunk's pages do not cover it or are not in the cache.
+        """
         block, pages = self._kv_cache.block, chunk.pages
         needed = pages[: -(-chunk.end // block)]
         if len(needed) * block < chunk.end:

@@ -125,7 +125,7 @@ class ReferencePlan:
 
 
 def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Set the keys and values of positions to zero where any of them is not finite.
+    """Set the keys and values of each position to zero if any of them is not finite.
 
     keys, values: [batch, kv_heads, positions, dim].
 

@@ -215,7 +215,7 @@ def image_levels(config: Any) -> int:
 
 
 def load_rope_frequencies(folder: Path) -> tuple[torch.Tensor, float]:
-    """Return the rotary frequencies of a checkpoint folder, as `rope_frequencies` does."""
+    """Return the result of `rope_frequencies` for the checkpoint in a folder."""
     return rope_frequencies(read_config(folder).get_text_config())
 
 

@@ -157,7 +157,7 @@ def adapter_shape(
 
 
 def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
-    """Read the LM head alone, [vocabulary, hidden] fp32. Raises as `load_weights` does."""
+    """Read the LM head alone, [vocabulary, hidden] fp32. Raises the errors of `load_weights`."""
     names = config.names
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
     file, key = stored[names.embedding if config.tied else names.lm_head]

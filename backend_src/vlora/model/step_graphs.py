@@ -195,9 +195,20 @@ class StepGraphs:
             return self._capture(step, parts)[: len(chunks)]
         self._graphs[step.key] = captured
         upload_step(self._device, step.inputs, step.attention, *parts, into=captured.inputs)
+        self._wait_for_adapters(step)
         captured.graph.replay()
         self.counters.replayed += 1
         return self._output()[: len(chunks)]
+
+    def _wait_for_adapters(self, step: _Step) -> None:
+        """Let the graph of a step wait for adapters that are being copied to the device."""
+        for part, groups in (
+            (step.lora, self._decoder.lora_groups[:-1]),
+            (step.lm_head, self._decoder.lora_groups[-1:]),
+        ):
+            if part is not None:
+                for group in groups:
+                    group.pending.wait_for(part.segments)
 
     def _may_have_graph(self, chunks: Sequence[Chunk]) -> bool:
         return 0 < len(chunks) <= self._max_rows and all(
@@ -209,8 +220,10 @@ class StepGraphs:
         )
 
     def _may_apply_adapters(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether the step may have a segment: of a row's own adapter, of the merged adapter
-        that is subtracted from other rows, or of the LM head, into which nothing is merged.
+        """Return whether the step may have segments of adapters.
+
+        It has them if a row's adapter is not merged, if the merged adapter must be subtracted from
+        other rows, or if an adapter changes the LM head, into which nothing is merged.
         """
         live = self._switcher.live
         return any(chunk.slot != live for chunk in chunks) or (

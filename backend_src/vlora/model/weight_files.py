@@ -28,7 +28,7 @@ def check_files(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weight files, chosen as transformers does.
+    """Return the folder's weight files: the first result of `indexed_weight_files`.
 
     Raises InvalidArgument if there are none or their index cannot be read.
     """
@@ -36,7 +36,11 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the folder's weight files, chosen as transformers does, and the index: key → file."""
+    """Return the folder's weight files, and the index: key → file; {} without an index.
+
+    The files are `model.safetensors`, else those of the index, else all safetensors files. Raises
+    InvalidArgument if there are none or the index cannot be read.
+    """
     index = folder / INDEX
     if (folder / "model.safetensors").is_file():
         return [folder / "model.safetensors"], {}

@@ -35,6 +35,9 @@ KINDS = ("json", "json_object", "regex", "grammar", "choice")
 MAX_DEPTH = 64
 """Maximum nesting depth of lists and objects in a JSON schema."""
 
+MAX_HINT_LENGTH = 64
+"""Maximum length of an unknown kind for which a similar kind is suggested."""
+
 Kind = Literal["json", "regex", "grammar"]
 
 
@@ -79,8 +82,10 @@ def read_structure(key: str, value: Any) -> Structure | tuple[str, ...]:
 
 
 def _only_kind(key: str, value: Any) -> tuple[str, Any]:
-    """Return the only key of an object like `{"regex": "a+"}`, and its value. The object may be
-    given as text.
+    """Return the only key of an object like `{"regex": "a+"}`, and its value.
+
+    The object may be given as text. Keys with the value null or false are ignored. Raises
+    InvalidArgument unless one key is left, and Unsupported if it is not one of KINDS.
     """
     parsed = load_object(value, f"'{key}'", MAX_DEPTH) if isinstance(value, str) else value
     kinds = ", ".join(KINDS)
@@ -89,7 +94,7 @@ def _only_kind(key: str, value: Any) -> tuple[str, Any]:
     given = {name: inner for name, inner in parsed.items() if inner not in (None, False)}
     for name in given:
         if name not in KINDS:
-            hint = nearest(name, KINDS) if len(name) <= MAX_DEPTH else ""
+            hint = nearest(name, KINDS) if len(name) <= MAX_HINT_LENGTH else ""
             raise Unsupported(f"'{key}' supports {kinds}, not {shown(name)}{hint}")
     if len(given) != 1:
         found = ", ".join(given) or "none"

@@ -118,7 +118,7 @@ def _corrupt(name: str, error: Exception) -> InvalidArgument:
 
 
 def _unwrap(data: bytes, name: str, limit: int) -> bytes:
-    """Return the encoded file in `data`, which may be base64."""
+    """Return the encoded file in `data`, which may be base64. Raises InvalidArgument."""
     check_size(data, name, limit)
     if _is_encoded(data):
         return data

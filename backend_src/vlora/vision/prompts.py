@@ -286,8 +286,7 @@ def _image_texts(folder: Path) -> dict[str, Any]:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the chat template in the checkpoint's `chat_template.json`; None if there is no such
-    file.
+    """Return the chat template in the checkpoint's `chat_template.json`; None without such a file.
 
     Processors of transformers 4 write this file, which tokenizers do not read.
     """

@@ -11,7 +11,7 @@ from typing import Any
 from vlora import cores
 from vlora.errors import Unavailable, VLoraError
 from vlora.lora.folders import FolderFinder
-from vlora.memory.device import open_device
+from vlora.memory.cuda_device import open_device
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.loader import adapter_shape
 from vlora.serving.arrivals import ArrivalStamps

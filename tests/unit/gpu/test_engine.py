@@ -13,7 +13,12 @@ import torch
 from tests.support.count_launches import recorded_launches
 from tests.support.engine_client import answers
 from tests.support.fake_device import fake_gpu
-from tests.support.gpu_engines import PARAMS, every_request, logits_of_fixed_tokens
+from tests.support.gpu_engines import (
+    PARAMS,
+    every_request,
+    logits_of_fixed_tokens,
+    small_options,
+)
 from tools.gpu import step_costs
 from vlora.config import Options
 from vlora.engine.engine import Engine
@@ -31,17 +36,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.* encountered in :RuntimeWarnin
 def test_answers_equal_those_of_the_cpu(
     checkpoint: Path, adapters_dir: Path, request: pytest.FixtureRequest, policy: str
 ) -> None:
-    torch.set_num_threads(1)
     # A prompt is cut into chunks, pages are partly filled, and rows of both kinds share a step.
-    options = Options(
-        model=checkpoint,
-        adapters=adapters_dir,
-        max_num_seqs=4,
-        max_num_batched_tokens=17,
-        block_size=8,
-        kv_cache_tokens=1024,
-        policy=policy,
-    )
+    options = small_options(checkpoint, adapters_dir, policy=policy)
     on_cpu = Engine(options)
     expected = answers(on_cpu, every_request(on_cpu))
     request.getfixturevalue("cuda_operator")

@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.engine_client import Collector, answers, request
+from tests.support.engine_client import answers, request
 from tests.support.fake_device import GRAPH_BYTES, FakeDevice, fake_gpu
+from tests.support.gpu_engines import answers_of_loop, small_options
 from tests.support.modes import drive
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.engine.loop import EngineLoop
 from vlora.ids import BASE
 from vlora.memory.device import HOST
 from vlora.model import step_graphs
@@ -37,15 +37,7 @@ PROMPTS = ("<s>red", "<s>what is on the left of it?", "<s>two men")
 
 @pytest.fixture
 def options(checkpoint: Path, adapters_dir: Path) -> Options:
-    torch.set_num_threads(1)
-    return Options(
-        model=checkpoint,
-        adapters=adapters_dir,
-        max_num_seqs=4,
-        max_num_batched_tokens=64,
-        block_size=8,
-        kv_cache_tokens=512,
-    )
+    return small_options(checkpoint, adapters_dir, max_num_batched_tokens=64, kv_cache_tokens=512)
 
 
 def _requests(*names: str | None, tokens: int = 3) -> list[Request]:
@@ -285,17 +277,8 @@ def test_the_loops_thread_computes_on_the_engines_device(options: Options) -> No
     asked = _requests("all-r8", None, tokens=8)
     expected = answers(Engine(options), asked)
     with fake_gpu() as device:
-        loop, sink = EngineLoop(Engine(options), max_waiting=10), Collector()
-        try:
-            for item in asked:
-                loop.submit(item, sink)
-            for name in expected:
-                sink.last(name)
-        finally:
-            loop.shutdown(0)
-        assert {name: sink.tokens(name) for name in expected} == {
-            name: tokens for name, (tokens, _) in expected.items()
-        }
+        tokens = answers_of_loop(Engine(options), asked)
+        assert tokens == {name: tokens for name, (tokens, _) in expected.items()}
         assert "replay" in device.graph_events
         errors: list[BaseException] = []
 

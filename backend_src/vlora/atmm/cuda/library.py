@@ -221,6 +221,7 @@ class Library:
         share a row.
 
         Returns the segments that are not empty, wave by wave, and the end of each wave among them.
+        Raises ValueError if the library rejects the segments.
         """
         count = len(segments)
         structs = (SegmentStruct * count)(*(SegmentStruct(*segment) for segment in segments))

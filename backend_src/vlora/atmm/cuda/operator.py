@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -90,10 +90,11 @@ class Operator:
         assert isinstance(arranged, DeviceSegments)
         return arranged
 
-    def group(self, group: LoraGroup | HeadGroup) -> DeviceGroup:
+    def group(self, group: LoraGroup | HeadGroup, *, update: bool = True) -> DeviceGroup:
         """Return the group's adapters on this device.
 
-        Slots whose content has changed since the last call are updated first.
+        update: first update the slots whose content has changed since the last call. In a capture
+            it must be False, because the graph would contain copies of another thread's adapters.
         """
         on_device = self._groups.get(group)
         if on_device is None:
@@ -102,19 +103,19 @@ class Operator:
                 [1] if isinstance(group, HeadGroup) else group.d_outs,
                 torch.float32 if isinstance(group, HeadGroup) else group.dtype,
                 self.device,
+                keep=False,  # `group` keeps them.
             )
             self._groups[group] = on_device
-        if on_device.version == group.version:
+        if on_device.version == group.version or not update:
             return on_device
         on_device.version = group.version
         for slot, version in enumerate(list(group.versions)):
-            if on_device.versions.get(slot) == version:
-                continue
-            if isinstance(group, HeadGroup):
-                on_device.put_head(slot, group.heads[slot])
-            else:
-                on_device.put(slot, [group.rounded(column[slot]) for column in group.pairs])
-            on_device.versions[slot] = version
+            if on_device.versions.get(slot) != version:
+                if isinstance(group, HeadGroup):
+                    on_device.put_head(slot, group.heads[slot])
+                else:
+                    on_device.put(slot, [column[slot] for column in group.pairs])
+                on_device.versions[slot] = version
         on_device.ready()
         return on_device
 
@@ -260,7 +261,7 @@ class Operator:
         return 0 if self.library.emulated else torch.cuda.current_stream(self.device).cuda_stream
 
     def _here(self) -> Any:
-        return torch.cuda.device(self.device) if not self.library.emulated else _nowhere()
+        return torch.cuda.device(self.device) if not self.library.emulated else nullcontext()
 
 
 class MergedParts:
@@ -294,11 +295,6 @@ class MergedParts:
         )
         with operator._here():
             operator.library.merge(call, operator._stream())
-
-
-@contextmanager
-def _nowhere() -> Iterator[None]:
-    yield
 
 
 _using: list[Operator] = []

@@ -22,8 +22,8 @@ class DeviceGroup:
     """Adapters of projections that share an input, as the kernels read them.
 
     `tables[output]` is [capacity, 3] int64: address of A, address of B, rank. Ranks are padded with
-    zero rows to a multiple of RANK_STEP. Matrices that need padding, are not contiguous or are on
-    another device are copied. All others are used in place.
+    zero rows to a multiple of RANK_STEP. Matrices that need padding, are not contiguous, or have
+    another type or device are copied. All others are used in place.
 
     The tables are reallocated only when the number of slots exceeds their capacity. So a captured
     graph can still read them after adapters were loaded or evicted. An entry that was never set is
@@ -31,19 +31,31 @@ class DeviceGroup:
     """
 
     def __init__(
-        self, d_in: int, d_outs: Sequence[int], dtype: torch.dtype, device: torch.device
+        self,
+        d_in: int,
+        d_outs: Sequence[int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        keep: bool = True,
     ) -> None:
+        """Create a group without adapters.
+
+        keep: whether to keep matrices that are used in place. If not, they must live until their
+            slot gets others.
+        """
         self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
         self.max_rank = RANK_STEP
         self.slots = 0
         self.capacity = MIN_SLOTS
         self.version = -1
-        """`LoraGroup.version` of the group that this one was last compared with."""
+        """`version` of the `LoraGroup` when this group was last compared with it."""
         self.versions: dict[int, int] = {}
         """Version of each copied slot, as in the `versions` of the group that it was copied from.
         """
         self.tables: list[torch.Tensor] = []
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
+        self._keep_all = keep
         self._keep: dict[int, list[torch.Tensor]] = {}
         """Matrices of each slot, which must live as long as the tables contain their addresses."""
         self._changed: set[int] = set()
@@ -65,7 +77,7 @@ class DeviceGroup:
         """
         self._begin(slot)
         for rows, pair in zip(self._rows, pairs, strict=True):
-            row = (0, 0, 0) if pair is None else self._store(slot, *_padded(pair))
+            row = (0, 0, 0) if pair is None else self._store(slot, pair, padded(pair))
             rows[slot : slot + 1] = [row]
 
     def put_head(self, slot: int, head: HeadMatrix | None) -> None:
@@ -74,7 +86,7 @@ class DeviceGroup:
         The classes are not padded.
         """
         self._begin(slot)
-        row = (0, 0, 0) if head is None else self._store(slot, *head)
+        row = (0, 0, 0) if head is None else self._store(slot, head, head)
         self._rows[0][slot : slot + 1] = [row]
 
     def _begin(self, slot: int) -> None:
@@ -88,7 +100,8 @@ class DeviceGroup:
             # Update the tables in place, since a captured graph reads them.
             for slot in sorted(self._changed):
                 for table, rows in zip(self.tables, self._rows, strict=True):
-                    table[slot].copy_(torch.tensor(rows[slot], dtype=torch.int64))
+                    row = torch.tensor(rows[slot], pin_memory=self.device.type == "cuda")
+                    table[slot].copy_(row, non_blocking=True)
             self._changed.clear()
             return
         self._changed.clear()
@@ -101,14 +114,19 @@ class DeviceGroup:
             for rows in self._rows
         ]
 
-    def _store(self, slot: int, a: torch.Tensor, b: torch.Tensor) -> tuple[int, int, int]:
-        a, b = a.to(self.device).contiguous(), b.to(self.device).contiguous()
-        self._keep[slot] += [a, b]
+    def _store(
+        self, slot: int, given: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
+    ) -> tuple[int, int, int]:
+        """Put the padded factors of the matrices `given` on the device; return their entry."""
+        a, b = (factor.to(self.device, self.dtype).contiguous() for factor in factors)
+        in_place = {id(matrix) for matrix in given}
+        self._keep[slot] += [m for m in (a, b) if self._keep_all or id(m) not in in_place]
         self.max_rank = max(self.max_rank, -(-a.shape[0] // RANK_STEP) * RANK_STEP)
         return a.data_ptr(), b.data_ptr(), a.shape[0]
 
 
-def _padded(pair: LoraPair) -> LoraPair:
+def padded(pair: LoraPair) -> LoraPair:
+    """Return a pair whose rank is padded with zeros to a multiple of RANK_STEP."""
     missing = -pair.rank % RANK_STEP
     if missing == 0:
         return pair

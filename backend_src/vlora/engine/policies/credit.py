@@ -19,8 +19,8 @@ class CreditConfig:
 
     max_batch: MaxBS, the maximum number of requests in a step.
     theta_min: lower bound of θ in seconds. θ is the credit above which a request is starved.
-    theta_factor: θ is at least this multiple of the median wait. In the paper, θ is a constant,
-        which all requests exceed under overload, so every step is then unmerged.
+    theta_factor: θ is at least this multiple of the median wait. In the paper, θ is a constant.
+        Under overload, all requests exceed it, so every step is unmerged.
     max_wait: upper bound of θ in seconds. It bounds the waits, because a request that has waited
         this long is always starved.
     compare_to_ready: in both tests of line 5, compare the count with half of min(MaxBS, |R|)

@@ -287,8 +287,10 @@ class _PlannedStep:
     def _sharing_gain(self, r: Candidate, rate: float) -> float:
         """Return the gain of decoding together with the other requests instead of after them.
 
-        The step must compute all missing tokens. Each decode step that the request then shares
-        saves the fixed cost of a step. Decoding requests gain nothing. `rate`: as in `_rate_with`.
+        This holds only if the step computes all missing tokens. Each later decode step that the
+        request shares saves the fixed cost of a step. Decoding requests gain nothing.
+
+        rate: as in `_rate_with`.
         """
         if r.missing == 1:
             return 0.0

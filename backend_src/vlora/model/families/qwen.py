@@ -117,7 +117,7 @@ def intermediate_size(text: Any) -> int:
 def turn_ends(text: Any) -> tuple[int, ...]:
     """Return the id of the token `<|im_end|>`, which ends a turn of a chat.
 
-    Its id is 212 less than that of the token that begins an image.
+    This id is 212 below the id of the token that begins an image.
     """
     return (int(text.visual["image_start_id"]) - 212,)
 

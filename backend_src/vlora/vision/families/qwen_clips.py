@@ -1,8 +1,8 @@
 """Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
 
 Frames have the size that the checkpoint's video processor gives them. Qwen2-VL and Qwen2.5-VL have
-one sequence of tokens for a whole clip. In Qwen3-VL, each pair of frames has its own, after a text
-with its time.
+one sequence of tokens for a whole clip. In Qwen3-VL, each pair of frames has its own sequence,
+after a text with its time.
 """
 
 from __future__ import annotations

@@ -1,0 +1,72 @@
+"""Modules in place of packages that a machine lacks, for the parts of vlora that do not use them.
+
+The decoder's modules also read checkpoints and adapters, and so import packages for that. Steps of
+a random model need none of these packages.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+UNUSED = ("regex", "safetensors", "tokenizers", "transformers")
+"""Packages that the decoder's modules import, but that no step uses."""
+
+
+class _AnyAttribute(type):
+    """Type of `Absent`, whose class attributes are `Absent` again."""
+
+    def __getattr__(cls, name: str) -> type[Absent]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent
+
+
+class Absent(Exception, metaclass=_AnyAttribute):
+    """Takes the place of every name of a missing package.
+
+    It can be a base class, be called when a module is imported, and be caught.
+    """
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        super().__init__(*arguments)
+
+
+class _Finder(MetaPathFinder, Loader):
+    """Finds a module without content for every module of some packages."""
+
+    def __init__(self, packages: Sequence[str]) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name.partition(".")[0] not in self._packages:
+            return None
+        return ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Module(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+class _Module(ModuleType):
+    """Module in which every public name is `Absent`."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Absent
+
+
+def replace_absent(packages: Sequence[str] = UNUSED) -> list[str]:
+    """Let those of `packages` be imported that this Python lacks; return their names."""
+    absent = [name for name in packages if find_spec(name) is None]
+    if absent:
+        sys.meta_path.append(_Finder(absent))
+    return absent
