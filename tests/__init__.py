@@ -1,1 +1,1 @@
-"""The tests. The file makes this folder a package, so that `tests` is not another one."""
+"""The tests. With this file, `import tests` finds this folder before an installed `tests`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,42 @@ import pytest
 # imported.
 if "VLORA_GPU_TESTS" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one worker of `make test`, and start the slow files first.
+
+    The tests that share the server of `tests/triton/conftest.py` stay in one worker as well.
+    A run without workers keeps the order of the files.
+    """
+    if not hasattr(config, "workerinput"):
+        return
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    sharing = {item.path for item in items if "server" in getattr(item, "fixturenames", ())}
+    for item in items:
+        group = "server" if item.path in sharing else str(item.path)
+        item.add_marker(pytest.mark.xdist_group(group))
+    items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, object, object]:
+    """Escape lone surrogates in what a worker reports, which cannot be sent as UTF-8."""
+    return _without_surrogates((yield))
+
+
+def _without_surrogates(value: object) -> object:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {key: _without_surrogates(item) for key, item in value.items()}
+        case list():
+            return [_without_surrogates(item) for item in value]
+        case tuple():
+            return tuple(_without_surrogates(item) for item in value)
+    return value
 
 
 @pytest.fixture(scope="session")

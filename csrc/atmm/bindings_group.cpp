@@ -100,8 +100,11 @@ class Group {
         const Matrix &a = f->a, &b = f->b;
         if (a.rows < 1 || a.rows > INT32_MAX || a.columns != d_in_ || b.rows != outputs_[o].d_out ||
             b.columns != a.rows)
-          throw std::invalid_argument("output " + std::to_string(o) + ": a pair of rank " +
-                                      std::to_string(a.rows) + " does not fit");
+          throw std::invalid_argument(
+              "output " + std::to_string(o) + ": A [" + std::to_string(a.rows) + ", " +
+              std::to_string(a.columns) + "] and B [" + std::to_string(b.rows) + ", " +
+              std::to_string(b.columns) + "] must be [rank, " + std::to_string(d_in_) + "] and [" +
+              std::to_string(outputs_[o].d_out) + ", rank] with a rank of at least 1");
       }
     if (into && (into->second < bytes || into->first % 64))
       throw std::invalid_argument("a slot of " + std::to_string(bytes) +
@@ -129,7 +132,11 @@ class Group {
     const Matrix &w = head->a, &bias = head->b;
     if (w.rows < 1 || w.rows > INT32_MAX || w.columns != d_in_ || bias.rows != 1 ||
         bias.columns != w.rows || dtype_ != Dtype::kFp32)
-      throw std::invalid_argument("a head of " + std::to_string(w.rows) + " classes does not fit");
+      throw std::invalid_argument(
+          "a head must have an fp32 weight [classes, " + std::to_string(d_in_) +
+          "] and a bias [1, classes]; the weight is [" + std::to_string(w.rows) + ", " +
+          std::to_string(w.columns) + "] and the bias [" + std::to_string(bias.rows) + ", " +
+          std::to_string(bias.columns) + "]");
     const runtime::KernelCall call;
     const size_t bias_bytes = (size_t(w.rows) * sizeof(float) + 63) / 64 * 64;
     const std::shared_ptr<char> storage =
@@ -200,8 +207,8 @@ class Group {
     auto next = std::make_shared<Snapshot>(*previous);
     if (slot < 0 || size_t(slot) > next->storage.size())
       throw std::invalid_argument("slot " + std::to_string(slot) +
-                                  " does not exist and is not the" + " next one; there are " +
-                                  std::to_string(next->storage.size()));
+                                  " does not exist; valid are 0 to " +
+                                  std::to_string(next->storage.size()) + ", the next new slot");
     const size_t outputs = outputs_.size();
     if (size_t(slot) == next->storage.size()) {
       next->storage.emplace_back();

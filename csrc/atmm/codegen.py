@@ -23,7 +23,7 @@ class Isa:
 
     AVX-512 has 32 registers: rows x panels accumulators, the panels, and one value of a row. AVX2
     has 16 registers, and a panel takes two of them, so its tiles have more rows instead of panels.
-    The number of panels that are packed interleaved is that of the widest tile.
+    A packed matrix interleaves as many panels as the widest tile has.
     """
 
     base: kernels.Isa
@@ -38,8 +38,8 @@ class Isa:
     fallback: str | None = None
     """Instruction set whose kernels are used for the other parts."""
     small_blocks: str | None = None
-    """Instruction set whose kernels are used for small blocks of rows on CPUs where products of
-    bf16 pairs are slow, except for the part "small_blocks"."""
+    """Instruction set whose kernels are used instead for small blocks of rows, on CPUs where
+    products of bf16 pairs are slow. The part "small_blocks" replaces some of these kernels."""
 
     @property
     def name(self) -> str:
@@ -77,6 +77,7 @@ register (kMaxDirectRows in cpu/variants.h)."""
 SMALL_BLOCK_ROWS = range(2, 7)
 """Numbers of rows of the blocks that the part "small_blocks" computes, each block as one tile."""
 CHAINS = (1, 2, 4, 8)
+"""Possible numbers of partial sums over the depth. They are powers of two, to be added in pairs."""
 REDUCED_ROWS = (9, 3, 2, 2)
 """Maximum rows with 1, 2, … panels in reduced builds: all kinds of tile, one above DIRECT_ROWS."""
 
@@ -214,7 +215,7 @@ def kernel_table() -> str:
     for isa in reversed(ISAS):
         enumerator = _enumerator(isa.name)
         target = f"k[int({enumerator})]"
-        # The code that fills the table is also compiled for the instruction set.
+        # The functions that fill the table are themselves compiled for the instruction set.
         lines.append(f"      if (runtime::runs_here({enumerator})) {{\n")
         if isa.fallback:
             lines.append(f"        {target} = k[int({_enumerator(isa.fallback)})];\n")

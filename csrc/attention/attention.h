@@ -55,6 +55,8 @@ constexpr int64_t kMaxAmxQueries = 128;
 constexpr int64_t kBlockPanels = 8;
 // Number of queries whose sums over a panel fill 16 registers.
 constexpr int kTileQueries = 6;
+// Maximum width of a head; maximum number of tiles of queries in a piece, and of heads of keys and
+// values.
 constexpr int64_t kMaxDim = 512, kMaxTiles = 64, kMaxHeads = kMaxQueries;
 
 // A unit of work: some rows of a chunk, some heads of keys and values with the heads of queries

@@ -179,7 +179,7 @@ VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, const floa
 }
 
 // Multiplies rows [begin, end) of W, and the rows of the other streams at distance `gap` (none if
-// it is 0), with all tiles. All these rows use a tile before the next, so that it stays in L1.
+// it is 0), with all tiles. The tile loop is outside, so that a tile stays in L1 for all rows.
 template <class P>
 void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end, int64_t gap) {
   const auto* const x = static_cast<const typename P::X*>(packed);

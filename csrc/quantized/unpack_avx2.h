@@ -14,8 +14,8 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 
-// Returns scale times zero in steps from 0 for `count` groups, at most kWidth, and 0 in the other
-// lanes. zeros: in steps from 8; null if each of them is 8.
+// Returns scale * zero / kZeroStep for `count` groups, at most kWidth, and 0 in the other lanes.
+// zeros: distances from 8 in units of kZeroStep; null if each zero is 8.
 VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
   constexpr float kMiddleSteps = kMiddle / kZeroStep;
   if (count == R::kWidth) {
@@ -55,8 +55,8 @@ struct Nibbles {
 };
 
 #define VLORA_HAS_NIBBLES_IN_PLACE
-// The 64 values of a block as 8 words of 32 bits. A value is read without a shift, as its number
-// times a power of 16, by which x is divided when it is packed (`place`).
+// The 64 values of a block as 8 words of 32 bits. A value is masked but not shifted, so it is read
+// times a power of 16. `place` is the inverse of that power; x is multiplied by it when packed.
 struct NibblesInPlace {
   __m256i words;
   static VLORA_INLINE NibblesInPlace load(const uint8_t* p) {

@@ -12,14 +12,14 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 
-// Returns scale times zero for `count` groups, at most kWidth, and 0 in the other lanes.
+// Returns scale times stored zero for `count` groups, at most kWidth, and 0 in the other lanes.
 VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
   const auto lanes = __mmask16((1u << count) - 1);
   const R values{_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_maskz_loadu_epi8(lanes, zeros)))};
   return values * R::load_some(scales, count);
 }
 
-// scale * (value - zero) for each of the 16 values of four bits.
+// A table of scale * (value - zero) for the 16 values of four bits.
 struct Factors {
   R table;
   static VLORA_INLINE Factors of(float scale, float zero) {
@@ -34,7 +34,7 @@ struct Nibbles {
   static VLORA_INLINE Nibbles load(const uint8_t* p) {
     return {_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)))};
   }
-  // Returns weights 16 step … 16 step + 15. The permutation reads the four lowest bits of a lane.
+  // Returns weights 16 step … 16 step + 15: the four lowest bits of a lane select from the table.
   VLORA_INLINE R weights(const Factors& factors, int step) const {
     return {_mm512_permutexvar_ps(_mm512_srli_epi32(words, unsigned(4 * step)), factors.table.r)};
   }
@@ -46,8 +46,8 @@ VLORA_INLINE R::Pairs pairs_of(R first, R second) {
   return _mm512_cvtne2ps_pbh(second.r, first.r);
 }
 
-// The 16 weights of a group in bf16, twice: a permutation reads the five lowest bits of a lane, the
-// fifth of which belongs to another value.
+// The table in bf16, twice: the five lowest bits of a lane select from 32 entries, and the fifth
+// bit belongs to another value.
 struct FactorPairs {
   __m512i table;
   static VLORA_INLINE FactorPairs of(const Factors& factors) {
@@ -55,7 +55,7 @@ struct FactorPairs {
   }
 };
 
-// The 64 values of a block, twice.
+// The 64 values of a block in each half of the register. The halves are shifted differently.
 struct NibblePairs {
   __m512i words;
   static VLORA_INLINE NibblePairs load(const uint8_t* p) {

@@ -11,7 +11,7 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
   return R::load(values);
 }
 
-// Returns scale times zero for `count` groups, at most kWidth, and 0 in the other lanes.
+// Returns scale times stored zero for `count` groups, at most kWidth, and 0 in the other lanes.
 VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
   float products[R::kWidth] = {};
   for (int i = 0; i < count; ++i) products[i] = scales[i] * float(zeros[i]);

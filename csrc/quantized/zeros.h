@@ -14,7 +14,7 @@ constexpr float kAssumedZero = 0;
 constexpr float kAssumedZero = kMiddle;
 #endif
 
-// Returns whether a product lacks a correction for the zeros of W.
+// Returns whether the sums of a product must be corrected for the zeros of W.
 inline bool has_zero_terms(const Weight& w) {
   return w.bits == 4 && (w.zeros != nullptr || kAssumedZero != kMiddle);
 }

@@ -50,7 +50,7 @@ def test_the_chart_renders_and_validates_for_two_versions_of_kubernetes(
 def test_the_validation_rejects_an_unknown_key_and_an_unknown_kind(
     tools: Path, tmp_path: Path
 ) -> None:
-    """The check itself notices a wrong manifest."""
+    """The validation that all other tests rely on rejects a wrong manifest."""
     for wrong in ("spec: {replica: 1}", "kind: Deploymint"):
         chart = tmp_path / wrong[:4]
         (chart / "templates").mkdir(parents=True)

@@ -97,7 +97,7 @@ class Proxy:
         return self.read("grpc", server.options.grpc_port, "health_flags") == "healthy"
 
     def streams_to(self, server: TritonServer) -> int:
-        """Return the number of streams that Envoy sent to it, without health checks."""
+        """Return the number of streams, without health checks, that Envoy sent to this server."""
         return int(self.read("grpc", server.options.grpc_port, "rq_total"))
 
     def read(self, protocol: str, port: int, what: str) -> str:

@@ -3,7 +3,7 @@
 No registry is needed: a root folder with Debian and its Python replaces the base image. The tests
 need root permissions (for mounts) and the ports 8000 to 8002. Environment variables:
 
-REPLAY_SHARED: files and folders of this machine that its settings of pip need, separated by colons.
+REPLAY_SHARED: files and folders that this machine's pip settings refer to, separated by colons.
 TORCH_INDEX: value of the build argument.
 REPLAY_WHEEL: wheel to use instead of running the build stage, which takes minutes.
 """
@@ -101,7 +101,10 @@ def replayed(
 
 
 def without(one: Instruction, words: str) -> Instruction:
-    """Return a RUN without the command that has these words; its output is an empty file."""
+    """Return a RUN instruction without the command that contains `words`.
+
+    If the command builds the CUDA library, an empty file replaces the library.
+    """
     commands = [command for command in one.value.split("&&") if words not in command]
     replacement = (
         [f"mkdir -p /wheels/lib && touch /{LIBRARY}"] if "cuda_build" in words else commands
@@ -127,10 +130,10 @@ def test_the_cpu_image_serves_read_only_as_a_user_and_has_no_compilers(
     last = stages[-1]
     assert final.user == "10001:10001"
     for name in COMPILERS:
-        located = subprocess.run(
+        found = subprocess.run(
             final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
         )
-        assert located.stdout == "", located.stdout
+        assert found.stdout == "", found.stdout
 
     entry = [*last.last("ENTRYPOINT").words, *last.last("CMD").words]
     log = folder / "serve.log"
@@ -146,8 +149,8 @@ def test_the_cpu_image_serves_read_only_as_a_user_and_has_no_compilers(
         until(lambda: served.cmdline() == entry)
         assert run_inside(["/usr/bin/test", "-w", "/tmp"]) == 0
         write = [*enter, "chroot", str(final.root), "/usr/bin/touch", "/written"]
-        wrote = subprocess.run(write, capture_output=True, text=True)
-        assert "Read-only file system" in wrote.stderr, wrote.stderr
+        refused = subprocess.run(write, capture_output=True, text=True)
+        assert "Read-only file system" in refused.stderr, refused.stderr
         assert run_inside(["/bin/sh", "-c", "sleep 3 >/dev/null 2>&1 &"]) == 0
         # PID 1 adopts and reaps it; a zombie would keep its name.
         until(lambda: "sleep" in [child.name() for child in served.children()])
@@ -169,11 +172,11 @@ def test_the_cpu_image_serves_read_only_as_a_user_and_has_no_compilers(
 
 @pytest.mark.skipif(os.getuid() != 0, reason="mounts need root")
 def test_the_gpu_image_builds_without_the_steps_that_need_nvidias_images(folder: Path) -> None:
-    """The steps with nvcc and tritonserver, which only NVIDIA's images have, are left out.
+    """Leave out the steps with nvcc and tritonserver, which only NVIDIA's images have.
 
-    Debian's compilers are installed in their place, to check that the image removes all but the one
-    for C, which the package `triton` needs. The lock
-    file has the same packages, but those of Debian's Python and of torch's CPU build.
+    Debian's compilers are installed first, to check that the image removes all but the C compiler,
+    which the package `triton` needs. The GPU image's packages are installed in the versions of the
+    CPU image's lock file.
     """
     build, run = read((kit.DOCKER / "Dockerfile").read_text())
     left_out = {"tools.tile_search.cuda_build": 0, "tritonserver --help": 0}
@@ -193,10 +196,10 @@ def test_the_gpu_image_builds_without_the_steps_that_need_nvidias_images(folder:
     replaced = {str(locks["gpu"].relative_to(kit.ROOT)): lock}
     *_, final = replayed([build, run], folder, replaced)
     for name in COMPILERS:
-        located = subprocess.run(
+        found = subprocess.run(
             final.command(["/bin/sh", "-c", f"command -v {name}"]), capture_output=True, text=True
         )
-        assert (located.stdout != "") == (name in ("cc", "gcc")), located.stdout
+        assert (found.stdout != "") == (name in ("cc", "gcc")), found.stdout
     health = run.last("HEALTHCHECK").words
     done = subprocess.run(final.command(health, read_only=True), capture_output=True, text=True)
     assert done.returncode == Health.DEAD, done.stderr

@@ -146,7 +146,7 @@ EXTREMES: list[dict[str, Any]] = [
     {key: int(value) if valid.whole else value}
     for key, valid in RANGES.items()
     for value in (valid.low, min(valid.high, 10**300))
-    # These are checked against the model, and the lowest deadline is over at once.
+    # Token limits and ids also depend on the model, and the lowest deadline expires at once.
     if key not in ("max_tokens", "min_tokens", "stop_token_ids", "deadline_ms")
 ] + [{"top_k": value} for value in (1, 2, 2**31, 2**32, 2**63, 10**19)]
 """Parameters with a number at the end of its range or of a native type's."""

@@ -49,8 +49,8 @@ def test_outputs_that_accumulate_while_a_sink_is_busy_are_merged(loop: EngineLoo
 
     loop.submit(request("r", sampling=sampling), sink)
     until(lambda: loop.stats().finished == 2)
-    # A request is counted before its last output is sent. Once a later one has been counted, the
-    # output of the first one has been sent.
+    # A request is counted as finished before its last output is sent. When a later request has
+    # been counted, the last output of "r" has been sent.
     loop.submit(request("s", sampling=SamplingParams(max_tokens=1)), Collector())
     until(lambda: loop.stats().finished == 3)
     proceed.set()
@@ -179,7 +179,7 @@ def test_the_queue_holds_its_limit_while_other_requests_run(engine: Engine) -> N
             loop.submit(endless(f"r{index}"), sink)
         except Unavailable as error:
             refusals.append(str(error))
-    # Four run and two wait; a step that starts meanwhile can only take those.
+    # Two requests may wait. Up to four more are accepted if a step takes waiting ones meanwhile.
     assert 14 <= len(refusals) <= 18
     assert all("2 requests are waiting" in refusal for refusal in refusals)
     loop.shutdown(drain_seconds=0.0)
@@ -299,7 +299,7 @@ def streamed(request_id: str, stream: str | None = "camera", **keys: Any) -> Req
 
 def test_a_superseding_request_ends_the_waiting_ones_of_its_stream(loop: EngineLoop) -> None:
     sink = Collector()
-    for index in range(4):  # As many as run at once.
+    for index in range(4):  # As many as can run together.
         loop.submit(streamed(f"runs{index}"), sink)
         sink.wait(lambda index=index: bool(sink.outputs[f"runs{index}"]))  # type: ignore[misc]
     loop.submit(streamed("old"), sink)

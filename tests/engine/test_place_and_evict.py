@@ -21,7 +21,7 @@ STEP = 0.1
 class Crowd:
     """A pool that is always full of growing requests, and a request for an adapter.
 
-    pages: pages for keys and values, beside those of the adapter.
+    pages: number of pages for keys and values, in addition to those of the adapter.
     slots, waiting: numbers of requests that run and that wait.
     prompt, answer: numbers of tokens of the requests without an adapter.
     cold_prompt: number of tokens of the prompt with the adapter.
@@ -77,7 +77,7 @@ def start_of_the_cold_request(checkpoint: Path, adapters_dir: Path, crowd: Crowd
             break
         if engine.memory.arrival_cutoff == cold.sequence.arrival:
             held_back_at = min(held_back_at, now)
-        # Once newer requests are held back they stay so, wherever the adapter is.
+        # Once newer requests are held back, they stay held back, wherever the adapter is.
         assert held_back_at == math.inf or engine.memory.arrival_cutoff < math.inf, now
     assert cold.sequence.started
     return now

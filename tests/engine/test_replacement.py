@@ -25,7 +25,7 @@ def root(tmp_path: Path, adapters_dir: Path) -> Path:
 
 
 def put(root: Path, adapters_dir: Path, kind: str, *, head: bool = False) -> None:
-    """Make adapter "x" one of this kind. head: with the vision task head of another one."""
+    """Replace adapter "x" by one of this kind. head: whether to add the head of "head-r8"."""
     shutil.rmtree(root / "x", ignore_errors=True)
     shutil.copytree(adapters_dir / kind, root / "x")
     if head:
@@ -132,7 +132,7 @@ def test_a_request_checked_before_a_change_and_queued_after_it_sees_the_change(
 
 
 @pytest.mark.parametrize("view", ["matrices", "stamps", "broken"])
-def test_what_others_read_of_the_names_does_not_change_while_they_read_it(
+def test_a_view_of_the_names_does_not_change_while_another_thread_reads_it(
     checkpoint: Path, adapters_dir: Path, root: Path, view: str
 ) -> None:
     (root / "faulty").mkdir()

@@ -79,7 +79,7 @@ def test_every_complete_answer_is_of_the_structure(engine: Engine, temperature: 
 
 
 def test_a_structure_that_allows_everything_changes_no_token() -> None:
-    """Answers are compared whose candidates are all text, which special tokens are not."""
+    """Compare only answers without special tokens among the candidates: ANY excludes these."""
     engine = Engine(Options(model=DEMO))
     compared = 0
     for prompt in ("<s>what is it?", "<s>how many?", "<s>a red", "<s>1 2 3", "<s>the"):
@@ -179,7 +179,7 @@ def until_idle(engine: Engine) -> Iterator[None]:
 def test_a_late_mask_delays_its_own_request_only(
     checkpoint: Path, monkeypatch: pytest.MonkeyPatch, kv_cache_tokens: int
 ) -> None:
-    """Replies are read at random, so that most masks are late, some of preempted requests."""
+    """Read replies at random, so that most masks are late, some even for preempted requests."""
     options = Options(
         model=checkpoint,
         max_num_seqs=6,
@@ -312,7 +312,7 @@ def test_every_answer_to_a_drawn_schema_is_valid(checkpoint: Path) -> None:
 
 @pytest.mark.slow
 def test_hostile_structures_harm_no_other_request(checkpoint: Path) -> None:
-    """Each gets a typed error or a bounded answer; answers beside them are those without them."""
+    """Each gets a typed error or a bounded answer; all others are answered as without them."""
     engine = Engine(Options(model=checkpoint, max_num_seqs=24))
     schema = {"type": "array", "items": {"type": "integer"}, "maxItems": 5}
     healthy = [

@@ -174,7 +174,7 @@ def test_one_prefill_of_an_image_serves_the_base_and_every_activated_adapter(
 
 
 def test_a_later_invocation_shares_no_block_of_an_earlier_one(family: Family) -> None:
-    """The same tokens at the same places, of which the base computed more in one prompt."""
+    """The longer prompt begins with the shorter one, but its adapter starts later."""
     engine = engine_of(family)
     once = "<s> check it what is there? check it"
     for number, prompt in enumerate((once, f"{once} and so on: check it", once)):

@@ -42,7 +42,7 @@ def run(checkpoint: Path, source: Path, out: Path, limits: ConversionLimits) -> 
 
 
 def load_alone(family: Family, folder: Path, name: str) -> None:
-    """Let the oracle have this adapter alone: PEFT changes the base model for some kinds."""
+    """Load only this adapter into the oracle: PEFT changes the base model for some kinds."""
     model = PeftModel.from_pretrained(kinds.stock(family.checkpoint), folder, name)
     family.model = model.eval()
 

@@ -285,7 +285,7 @@ def test_a_question_is_not_padded_to_the_length_of_a_clip(data: Path, tmp_path: 
     torch.testing.assert_close(learner(batches), alone.mean())
 
 
-def test_the_state_is_readable(data: Path, outcome: Outcome) -> None:
+def test_the_saved_state_is_read_back_unchanged(data: Path, outcome: Outcome) -> None:
     saved = json.loads((data / "work" / "state.json").read_text())
     assert RunState.from_json(saved["state"]) == outcome.state
 

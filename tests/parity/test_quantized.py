@@ -143,7 +143,7 @@ def test_quantizing_at_load_equals_the_dequantized_model(
 
 
 def _dequantize(model: torch.nn.Module, form: Format) -> None:
-    """Replace a model's decoder matrices by what quantizing leaves of them."""
+    """Replace a model's decoder matrices by their quantized and dequantized values."""
     for key, parameter in model.named_parameters():
         if LINEAR.match(key) and VISION not in key:
             stored = allocate(form, *parameter.shape, torch.float32)

@@ -1,7 +1,7 @@
 """Parity of Qwen-VL of the first generation with a slow reference, on random weights.
 
-Images of several sizes, several images in a prompt, clips, adapters as people train them, merged,
-mixed and unmerged steps, preemption, and reuse of prefixes.
+The tests use images of several sizes, several images in a prompt, clips, adapters with the usual
+targets, merged, mixed and unmerged steps, preemption, and reuse of prefixes.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def test_quantized_checkpoints_are_refused(root: Path, tmp_path: Path) -> None:
         load_config(tmp_path)
 
 
-def test_projections_that_are_stored_together_are_quantized_apart(root: Path) -> None:
+def test_projections_that_are_stored_together_are_quantized_separately(root: Path) -> None:
     folder = root / "model"
     slab = load_weights(folder, load_config(folder), quantization=Format(8, None)).slab
     stored = load_file(folder / "model.safetensors")["transformer.h.1.attn.c_attn.weight"]

@@ -143,7 +143,10 @@ def save(model: Any, folder: Path, **arguments: Any) -> None:
 
 
 def save_converted_pissa(checkpoint: Path, folder: Path, kind: str) -> Any:
-    """Write an adapter that changes the base model as PEFT converts it to a plain LoRA.
+    """Train an adapter whose initialisation changes the base model, and write the plain LoRA into
+    which PEFT converts it.
+
+    kind: value of `init_lora_weights`, such as "pissa".
 
     Return the trained model with its changed base.
     """

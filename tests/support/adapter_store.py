@@ -45,6 +45,7 @@ class Memory:
 
 
 def write_adapter(folder: Path, seed: int) -> None:
+    """Write an adapter with random weights, or replace the weights of the one in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     config = {"peft_type": "LORA", "r": RANK, "lora_alpha": RANK, "target_modules": ["q_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -98,7 +98,7 @@ class Replay:
     context: source folder of COPY.
     stages: root folders of the earlier stages, by name.
     arguments: values of ARG instructions.
-    shared: folders and files of this machine to mount, because its settings need them.
+    shared: folders and files of this machine that are mounted at the same paths in the root.
 
     It needs root permissions.
     """

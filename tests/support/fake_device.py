@@ -27,7 +27,7 @@ class FakeDevice(Device):
 
     events: "upload" for each copy of a step's inputs, "read" when results begin to be copied
         back, and "wait" when the engine waits for them.
-    loads: number of loads that were begun. A load is copied when it or a later one is waited for;
+    loads: number of loads that were started. A load is copied when it or a later one is waited for;
         until then, its copies contain NaN.
     loaded: number of loads that were copied.
     graph_events: "capture" and "replay" for each graph that is captured or replayed.

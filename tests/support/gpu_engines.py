@@ -58,7 +58,7 @@ def answers_of_loop(engine: Engine, batch: Sequence[Request]) -> dict[str, list[
 
 
 def every_request(engine: Engine) -> list[Request]:
-    """Return requests of the base model and of adapters, sampled in every way that steps are."""
+    """Return requests of the base model and of adapters, one for each entry of PARAMS."""
     names = (None, *engine.adapters.names()[:2])
     return [
         Request(

@@ -358,11 +358,15 @@ def main() -> None:
     """Run the cycles and print the figures."""
     from tools.demo.build import build
 
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cycles", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=30)
-    parser.add_argument("--decode-seconds", type=float, default=10)
-    parser.add_argument("--json", type=Path)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--cycles", type=int, default=5, help="pairs of phases")
+    parser.add_argument("--seconds", type=float, default=30, help="duration of a phase")
+    parser.add_argument(
+        "--decode-seconds", type=float, default=10, help="the server's limit max_decode_seconds"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)

@@ -11,7 +11,7 @@ from vlora.memory.prefix import BlockDigests, BlockKey
 
 
 class IdleAdapters:
-    """Runs of unused adapters, which the pool may evict, the oldest first."""
+    """Contiguous pages of unused adapters, which the pool may evict, the oldest first."""
 
     holds_runs = True
 

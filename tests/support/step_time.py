@@ -79,9 +79,13 @@ def busy_engine(policy: str) -> tuple[Engine, NoForward]:
 
 def main() -> None:
     """Print the fastest and the median step of each policy, in milliseconds, as JSON."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--policies", nargs="*", default=sorted(POLICIES))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=200, help="steps of each policy")
+    parser.add_argument(
+        "--policies", nargs="*", default=sorted(POLICIES), help="policies to measure (default: all)"
+    )
     args = parser.parse_args()
     torch.set_num_threads(1)
     engines = {policy: busy_engine(policy) for policy in args.policies}

@@ -24,7 +24,7 @@ GRID = {
 }
 
 
-def test_both_ways_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
+def test_server_and_gateway_are_measured_and_no_request_is_left_running(tmp_path: Path) -> None:
     grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
     grid.write_text(json.dumps(GRID))
     words = ["--grid", str(grid), "--json", str(out)]

@@ -16,7 +16,7 @@ from vlora.launcher.server import ServerOptions, TritonServer
 
 @pytest.fixture
 def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Put a stand-in for the container's server on PATH: the wheel's, with its own backends."""
+    """Put a script on PATH that runs the wheel's server as the container's `tritonserver`."""
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     wheel = assemble(tmp_path)
     libraries = wheel.environment["LD_LIBRARY_PATH"]

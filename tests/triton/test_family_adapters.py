@@ -86,7 +86,7 @@ def test_adapters_of_the_vision_tower_are_added_and_replaced(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:
     def use(seed: int, name: str) -> None:
-        """Make the adapter `both` one with these weights, here and in the stock model."""
+        """Replace the adapter `both` by random weights, which the stock model has as `name`."""
         torch.manual_seed(seed)
         family.make_adapter(tmp_path / name, VISION_ADAPTERS["both"])
         if (family.adapters / "both").exists():

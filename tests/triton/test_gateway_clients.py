@@ -90,9 +90,10 @@ def test_langchain(gateway: Gateway, expected: str) -> None:
         model.bind(model="nothing").invoke(message)
 
 
-@pytest.mark.filterwarnings("ignore")  # of litellm's own types
+@pytest.mark.filterwarnings("ignore")  # The warnings concern litellm's own types.
 def test_litellm(gateway: Gateway, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # Else it fetches a file at import.
+    # Otherwise litellm downloads a file when it is imported.
+    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "True")
     litellm = pytest.importorskip("litellm", reason="litellm is not installed")
     options: dict[str, Any] = {
         "model": "openai/base",
@@ -110,7 +111,7 @@ def test_litellm(gateway: Gateway, expected: str, monkeypatch: pytest.MonkeyPatc
         litellm.completion(**options, temperature=-1)
 
 
-def test_our_example(gateway: Gateway, expected: str, tmp_path: Path) -> None:
+def test_the_example_of_an_openai_client(gateway: Gateway, expected: str, tmp_path: Path) -> None:
     pytest.importorskip("openai", reason="the package openai is not installed")
     image, broken = tmp_path / "scene.png", tmp_path / "broken.png"
     image.write_bytes(picture())

@@ -121,7 +121,7 @@ def test_a_model_that_loads_for_long_is_waited_for_and_reported(
     assert re.fullmatch(loading, reports[-1])
 
 
-def test_a_start_can_be_bounded(tmp_path: Path) -> None:
+def test_a_start_that_exceeds_its_time_limit_ends_the_server(tmp_path: Path) -> None:
     options = ServerOptions(repository=slow_model(tmp_path, seconds=600), start_seconds=3)
     server = TritonServer(options)
     with pytest.raises(ServerError, match=r"not ready within 3 s \(--start-timeout\): slow \("):

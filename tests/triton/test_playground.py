@@ -74,13 +74,13 @@ def gateway(
 
 @pytest.fixture(params=WIDTHS)
 def page(driver: Any, gateway: Gateway, request: pytest.FixtureRequest) -> Iterator[Page]:
-    """Yield the loaded page. Its console must show nothing that a test has not looked at."""
+    """Yield the loaded page. Its console must show no messages that a test has not read."""
     page = Page(driver, request.param)
     page.open(gateway.address)
     page.wait("#status", "7 adapters")
     yield page
     assert page.faults() == []
-    assert page.run("return document.documentElement.scrollWidth <= innerWidth"), "it scrolls aside"
+    assert page.run("return document.documentElement.scrollWidth <= innerWidth"), "too wide"
     page.driver.get("about:blank")
 
 

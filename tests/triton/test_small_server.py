@@ -62,7 +62,7 @@ def ask(small: TritonServer) -> Iterator[Asker]:
 def test_each_of_many_requests_is_answered_or_rejected_with_the_queue_length(
     ask: Asker, model: str
 ) -> None:
-    """Every request ends, and the queue that refuses one is no longer than its bound.
+    """Every request ends, and the length in a refusal does not exceed the queue's bound.
 
     The encoder's queue also holds the requests that will run, so its bound includes them.
     """
@@ -86,7 +86,7 @@ def test_each_of_many_requests_is_answered_or_rejected_with_the_queue_length(
 
     with ThreadPoolExecutor(crowd) as pool:
         outcomes = Counter(pool.map(one, range(crowd)))
-    # At least the requests that may wait are answered, if all arrive within one step.
+    # Even if all requests arrive within one step, as many as may wait are answered.
     assert outcomes.pop("answered") >= WAITING
     assert outcomes, "the queue was never full"
     for message in outcomes:
@@ -122,7 +122,7 @@ def test_a_waiting_request_ends_when_it_is_cancelled_or_its_client_disconnects(a
 def test_a_newer_request_of_a_stream_supersedes_the_waiting_one(
     small: TritonServer, ask: Asker
 ) -> None:
-    """A stream belongs to the server: the newer requests come over a connection of their own."""
+    """Streams are shared by all connections: the newer requests use another connection."""
     question = {"text_input": "What?", "sampling_parameters": LONG}
     running = [uuid.uuid4().hex for _ in range(RUNNING)]
     keys = {**LONG, "max_tokens": 3, "stream_id": "camera", "supersede": True, "deadline_ms": 3e4}

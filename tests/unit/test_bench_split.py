@@ -125,7 +125,7 @@ def test_pages_whose_adapter_was_evicted_are_counted(
         engine.step()
     unpaired = UnpairedPages()
     unpaired.count(engine)
-    handle.unpin()  # Something that is not allowed while a request runs.
+    handle.unpin()  # The program itself never unpins the adapter of a running request.
     assert engine.pool.run_evictor is not None
     while handle.resident:
         engine.pool.run_evictor.evict_oldest()
@@ -136,7 +136,7 @@ def test_pages_whose_adapter_was_evicted_are_counted(
     assert unpaired.cached == [0.0, pytest.approx(engine.pool.cached / pages)]
     assert engine.pool.cached > 0
     assert engine.memory.prefix is not None
-    # One pool evicts it first. The split does not know about its adapter.
+    # One pool evicts the prefix of an evicted adapter first; the split does not.
     assert (engine.memory.prefix.oldest_use() == 0) == (side != split.SPLIT)
     engine.adapters.close()
 

@@ -68,7 +68,7 @@ def test_the_command_that_serve_prints_sends_a_request_with_a_picture(
 
 @pytest.fixture
 def own(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> dict[str, Path]:
-    """Return a repository of its own with one adapter, and an options file with another one."""
+    """Return options that name a new repository and an options file, each with another adapter."""
     for name in ("one", "other"):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{name}-adapter").symlink_to(adapters_dir / "attention-r4")
@@ -90,6 +90,6 @@ def test_commands_read_the_given_repository_and_options(
     assert "one-adapter" not in by_options.output
 
 
-def test_a_model_alone_has_no_adapters(checkpoint: Path) -> None:
+def test_a_model_without_an_adapter_folder_has_no_adapters(checkpoint: Path) -> None:
     result = CliRunner().invoke(app, ["adapters", "check", "--model", str(checkpoint)])
     assert (result.exit_code, result.output) == (0, "no adapters\n")

@@ -111,7 +111,7 @@ def test_an_error_code_is_shown_once(message, status, shown):
     assert explain(InferenceServerException(message, given)) == shown
 
 
-def test_a_folder_is_not_a_question(tmp_path):
+def test_a_folder_among_the_images_is_refused(tmp_path):
     with pytest.raises(ClientError, match="is a folder: give the image files"):
         visual_retrieval.main([str(tmp_path), "What color?", "--url", "127.0.0.1:9"])
 

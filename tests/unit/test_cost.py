@@ -79,7 +79,7 @@ def test_switching_to_merged_weights_or_to_the_base_costs_no_merge() -> None:
     assert [costs.switch(0, BASE), costs.switch(0, 0), costs.switch(0, 1)] == [0.0, 0.0, 0.0]
 
 
-def test_going_back_in_place_costs_the_merge_that_is_undone() -> None:
+def test_undoing_a_merge_in_place_costs_as_much_as_the_merge() -> None:
     costs = replace(model(held=1), in_place=True)
     assert costs.switch(BASE, 0) == costs.switch(0, BASE) == pytest.approx(3e-3)
     assert costs.switch(0, 1) == pytest.approx(3e-3 + 6e-3)

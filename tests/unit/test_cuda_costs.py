@@ -57,7 +57,7 @@ ACCESSES = RANK + THREADS * VECTOR
 """Accesses to shared memory of a block of the expand, if each lane reads its part once."""
 
 
-def test_the_expand_computes_no_blocks_beyond_a_projection_s_columns(operator: Operator) -> None:
+def test_the_expand_computes_no_blocks_beyond_a_projections_columns(operator: Operator) -> None:
     """Keys and values of grouped attention have fewer columns than queries."""
     accesses = [
         call(

@@ -42,7 +42,7 @@ def test_tiles_without_a_valid_epilogue_are_pruned() -> None:
     assert why_not(PUNICA, "expand") == "no valid epilogue"
 
 
-def test_the_paper_s_two_configurations_are_legal() -> None:
+def test_both_configurations_of_the_paper_are_legal() -> None:
     assert why_not(CudaTile((64, 32, 32), (32, 32, 32), 3), "expand") is None
     assert why_not(CudaTile((64, 64, 64), (32, 64, 64), 2), "expand") is None
 

@@ -130,7 +130,7 @@ def test_other_requests_are_decoded_while_slow_ones_run() -> None:
 def test_a_long_request_leaves_its_regular_permit_before_its_priority_is_lowered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A clip takes long, too, and does not deserve a lower priority at once."""
+    """A clip also takes long to decode, and should not get a lower priority at once."""
     monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", math.inf)
     decoder = ImageDecoder(LIMITS, permits=1)
     decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)

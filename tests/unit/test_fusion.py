@@ -45,8 +45,9 @@ class TableTrainer:
     """Trainer that computes accuracies from the set of items in an adapter.
 
     capacity: number of items that one adapter can hold at full accuracy.
-    apart: pairs of items that break each other's promise.
-    trainable: whether merged weights keep a promise only after training.
+    apart: pairs of items of which neither reaches its accuracy in an adapter with the other.
+    hopeless: items that never reach their accuracy.
+    trainable: whether merged weights reach their accuracies only after training.
     """
 
     capacity: int = 3
@@ -68,7 +69,7 @@ class TableTrainer:
         return 0.95 if full else 0.5
 
     def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
-        """Merge two adapters; if `trainable` says so, only training keeps the promises."""
+        """Merge two adapters. If `trainable`, accuracies are low until the weights are trained."""
         names = (*first.items, *second.items)
         self.calls.append(("trained merge" if train else "merge", names, version))
         scores = {name: self.score(name, names) for name in names}
@@ -120,7 +121,7 @@ def packed(state: RunState) -> list[tuple[str, ...]]:
 
 
 def test_the_example_of_figure_10() -> None:
-    """Vegetation breaks promises of the first adapter, which is rolled back; a second one opens."""
+    """Vegetation lowers the accuracy of plates too far, so it starts a second adapter."""
     names = ("plate", "sign", "vehicle", "vegetation", "bicycle", "person")
     trainer = TableTrainer(apart=frozenset({frozenset({"vegetation", "plate"})}))
     state = run(spec_of(*names), PAPER, trainer)
@@ -184,7 +185,7 @@ def test_adapters_are_merged_where_all_promises_hold() -> None:
 
 
 def test_merged_weights_are_trained_unless_an_attempt_was_far_from_its_goals() -> None:
-    """Items a and c were never tried together; b was far from joining both of them."""
+    """Items a and c have not been tried together. With b, either was far from its accuracy."""
     apart = frozenset({frozenset({"a", "b"}), frozenset({"b", "c"})})
     options = PAPER.model_copy(update={"merge": "svd", "merge_training": True})
     trainer = TableTrainer(apart=apart, trainable=True)
@@ -270,7 +271,7 @@ def test_a_goal_is_the_promise_and_the_margin_in_standard_errors() -> None:
     assert not goals["many"].nearly_reached(0.893)
 
 
-def test_batches_follow_what_the_items_lack() -> None:
+def test_items_far_below_their_goals_get_more_rows_of_a_batch() -> None:
     goals = goals_in(spec_of("old", "full", "new"))
     options = PackingOptions(replay=0.5, focus=0.5)
     names = ("old", "full", "new")

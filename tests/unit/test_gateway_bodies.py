@@ -18,7 +18,7 @@ from vlora.gateway.options import GatewayOptions
 
 
 def test_a_body_with_many_values_is_parsed_beside_the_event_loop() -> None:
-    """Other requests are served meanwhile: the body is only parsed after the loop went on."""
+    """Other requests are served meanwhile: parsing ends only after the loop has run a callback."""
     went_on = threading.Event()
 
     async def parsed() -> tuple[str, str]:

@@ -24,13 +24,13 @@ KEY, OTHER = "k" * 16, "o" * 16
 
 
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
-    """Stand for the routes behind the door."""
+    """ASGI application that answers every request, in place of the gateway's routes."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": b"{}"})
 
 
 class Caller:
-    """Sends requests through a door."""
+    """Sends requests through a `Door`, the gateway's outermost layer."""
 
     def __init__(
         self,
@@ -61,7 +61,7 @@ class Caller:
 
 
 def test_a_request_with_two_hosts_is_refused() -> None:
-    """Otherwise the gateway would check another one than the program in front of it."""
+    """Otherwise, a proxy in front of the gateway could check one, and the gateway the other."""
     assert Caller()(host="localhost localhost:8080") == 400
 
 

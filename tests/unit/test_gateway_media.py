@@ -67,7 +67,7 @@ def http(status: str, body: bytes, *headers: str) -> bytes:
 
 @pytest.fixture
 def loopback_is_public(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the test's own web server count as one of the Internet."""
+    """Treat the address of the test's own web server as public."""
     monkeypatch.setattr(media, "is_public", lambda address: address == "127.0.0.1")
 
 
@@ -108,12 +108,12 @@ def test_a_data_url_is_decoded_and_a_broken_one_is_refused() -> None:
         "2001:0:4136:e378:8000:63bf:3fff:fdd2",
     ],
 )
-def test_addresses_that_are_not_of_the_internet_are_not_public(address: str) -> None:
+def test_loopback_private_and_reserved_addresses_are_not_public(address: str) -> None:
     assert not is_public(address)
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "2606:4700::1111", "::ffff:8.8.8.8"])
-def test_addresses_of_the_internet_are_public(address: str) -> None:
+def test_other_addresses_are_public(address: str) -> None:
     assert is_public(address)
 
 

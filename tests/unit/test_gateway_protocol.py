@@ -42,7 +42,7 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
 def talk(
     client: Talk, protocol: type[LimitedConnection] = LimitedConnection, answer: Any = app
 ) -> bytes:
-    """Return what a client received from a server of these connections."""
+    """Return what `client` received from a server with connections of the class `protocol`."""
 
     async def run() -> bytes:
         config = Config(answer, log_config=None, access_log=False)
@@ -103,7 +103,7 @@ def message_of(received: bytes) -> str:
     ids=["one header", "many headers", "a URL", "trailers", "empty lines"],
 )
 def test_a_head_that_is_too_large_ends_the_connection(parts: list[bytes]) -> None:
-    """A client that keeps sending may lose the message, since what is not read resets TCP."""
+    """A client that keeps sending may lose the message: unread data resets the connection."""
     received = talk(sending(*parts))
     assert not received or message_of(received) == MESSAGE
 
@@ -116,7 +116,7 @@ def test_a_body_may_be_larger_than_a_head_also_in_small_chunks() -> None:
     assert talk(sending(close, one)).endswith(b"\r\n\r\n3000000")
 
 
-def test_requests_that_follow_each_other_are_counted_apart() -> None:
+def test_the_sizes_of_the_heads_on_a_connection_are_not_added_up() -> None:
     head = START + b"X: " + b"a" * 40_000
     last = head + b"\r\nConnection: close\r\n\r\n"
     received = talk(sending(*[head + b"\r\n\r\n"] * 5, last))
@@ -139,34 +139,34 @@ def test_a_later_head_that_does_not_arrive_ends_the_connection(rest: bytes) -> N
     assert talk(client, Impatient).count(b"200 OK") == 1
 
 
-def test_every_request_of_a_lost_connection_is_told() -> None:
-    """The first of two requests is running when the client leaves."""
+def test_a_running_request_of_a_lost_connection_is_notified() -> None:
+    """The client sends two requests, and leaves while the first one is running."""
 
     async def client(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> bytes:
-        running, told = asyncio.Event(), asyncio.Event()
-        state.extend((running, told))
+        running, notified = asyncio.Event(), asyncio.Event()
+        state.extend((running, notified))
         writer.write((START + b"\r\n") * 2)
         await running.wait()
         writer.transport.abort()
-        await told.wait()
-        return b"told"
+        await notified.wait()
+        return b"notified"
 
     async def waiting(scope: Any, receive: Any, send: Any) -> None:
-        running, told = state
+        running, notified = state
         running.set()
         while (await receive())["type"] != "http.disconnect":
             pass
-        told.set()
+        notified.set()
 
     state: list[asyncio.Event] = []
-    assert talk(client, answer=waiting) == b"told"
+    assert talk(client, answer=waiting) == b"notified"
 
 
 def test_a_limited_number_of_requests_may_wait_on_a_connection() -> None:
     last = START + b"Connection: close\r\n\r\n"
     few = (START + b"\r\n") * MAX_WAITING + last
     assert talk(sending(few)).count(b"200 OK") == MAX_WAITING + 1
-    # The gateway reads so little at once, so the client does not lose the answer.
+    # The gateway reads all of this at once, so the client does not lose the answer.
     received = talk(sending((START + b"\r\n") * (MAX_WAITING + 2)))
     assert message_of(received) == "more than 16 requests wait on this connection, the limit"
     assert received.count(b"200 OK") == 0

@@ -43,7 +43,7 @@ def test_an_item_without_its_package_is_left_out_with_a_reason(
     assert not (tmp_path / "mnist").exists()
 
 
-def test_the_demo_s_questions_are_routed_to_their_adapters() -> None:
+def test_questions_of_the_demo_are_routed_to_their_adapters() -> None:
     by_domain = {one.domain: one for one in measure(8)}
     for domain in ("glyphs", "inspection", "counting", "actions", "digits-text", "caption"):
         assert by_domain[domain].right == 1.0, by_domain[domain]

@@ -54,7 +54,7 @@ def written(file: str, content: bytes) -> Change:
 
 
 def replaced(file: str, by: Callable[[Path], object]) -> Change:
-    """Return a change that replaces the file by another kind of entry of its name."""
+    """Return a change that replaces the file by what `by` creates at its path."""
 
     def change(folder: Path) -> None:
         (folder / file).unlink(missing_ok=True)
@@ -85,8 +85,8 @@ def cut(file: str, size: int) -> Change:
 
 
 def declares(dtype: str, *shape: int, size: int | None = None) -> Change:
-    """Return a change to a sparse weights file of one declared tensor, which takes no disk
-    space."""
+    """Return a change to a weights file that declares one tensor; it is sparse, so it takes no
+    disk space."""
 
     def change(folder: Path) -> None:
         key = min(load_file(folder / WEIGHTS))

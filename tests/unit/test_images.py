@@ -61,7 +61,7 @@ def decode_one(data: bytes, limits: Limits = LIMITS) -> DecodedImage:
 
 
 def png(width: int, height: int, bits: int = 8, rows: bytes = b"") -> bytes:
-    """Return an RGB PNG of width x height with the pixel data `rows`; none makes a bomb."""
+    """Return an RGB PNG of width x height, but with only the pixel data `rows`."""
 
     def chunk(kind: bytes, body: bytes) -> bytes:
         checksum = struct.pack(">I", zlib.crc32(kind + body))

@@ -219,7 +219,9 @@ def test_a_missing_shard_is_named_without_an_index(folder: Path) -> None:
     assert f"lacks {second.name}" in refused(folder)
 
 
-def test_a_pointer_of_git_lfs_is_told_from_weights(folder: Path) -> None:
+def test_a_git_lfs_pointer_is_refused_with_the_command_to_fetch_the_weights(
+    folder: Path,
+) -> None:
     file = folder / "model.safetensors"
     file.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 34\n")
     assert "git lfs pull" in refused(folder)

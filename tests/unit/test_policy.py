@@ -331,10 +331,10 @@ MAX_WAIT, BATCH, WORK, LIMIT = 0.5, 8, 6, 40
 
 
 def bound(ready: int) -> float:
-    """Return the seconds within which a request is first served.
+    """Return the seconds within which a request must first be served.
 
-    Until then, all requests with a longer wait, at most `ready` of them, have run all their steps,
-    BATCH at a time; then follows one step.
+    After MAX_WAIT, at most the `ready` requests with a longer wait go first. Each runs WORK steps,
+    BATCH of them at a time. One step more may be running when the request becomes overdue.
     """
     return MAX_WAIT + (math.ceil(ready / BATCH) * WORK + 1) * STEP_SECONDS
 

@@ -24,17 +24,17 @@ from vlora.memory.windows import cheapest_window, runs_to_evict
 
 @dataclass(eq=False)
 class Used:
-    """Something that is used from time to time."""
+    """A named object with the time of its last use."""
 
     name: str
     last_used: int = 0
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences start, share blocks, grow and end; adapters are allocated, become idle and are
-    released.
+    """Random operations of sequences and adapters on a pool.
 
-    Each page's content is checked after every relocation.
+    Sequences start, share blocks, grow and end; adapters are allocated, become idle and are
+    released. Each page's content is checked after every relocation.
     """
 
     sequences: Bundle[BlocksOfTokens] = Bundle("sequences")
@@ -187,7 +187,7 @@ def test_nothing_is_evicted_for_a_run_that_a_pinned_one_leaves_no_space_for() ->
         assert run is not None
         if index != 4:
             idle.add(run)
-    assert pool.can_allocate_run(5), "by their number, the pages would suffice"
+    assert pool.can_allocate_run(5), "the pages would suffice if they were contiguous"
     assert pool.allocate_run(5) is None
     assert len(idle.runs) == 8
     taken = pool.allocate_run(3)

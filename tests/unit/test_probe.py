@@ -169,7 +169,7 @@ def free_port() -> int:
 
 
 class Metrics(BaseHTTPRequestHandler):
-    """Metrics of which one counter grows by `per_look` with each request."""
+    """HTTP handler of metrics: each request increases the named counter by `per_look`."""
 
     counter = ""
     per_look = 1

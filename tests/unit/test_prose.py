@@ -23,7 +23,7 @@ SUBJECTLESS = frozenset(
     with within without yet
     """.split()  # noqa: SIM905
 )
-"""Words with which a docstring neither starts with a verb nor names a thing."""
+"""First words of a docstring that neither starts with a verb nor names a thing."""
 
 ARCHAIC = re.compile(
     r"\b(anew|anybody|nobody|whoever|whomever|whom|lest|thereof|therein|hitherto|nigh|wherein"

@@ -284,7 +284,7 @@ def test_the_live_adapter_is_evicted_if_nothing_could_run_otherwise() -> None:
 
 
 def test_the_oldest_begins_in_the_step_in_which_the_last_running_one_loses_its_pages() -> None:
-    """Keep an adapter's pages from the oldest as long as the other one runs."""
+    """Make the idle adapter's pages evictable only while no sequence runs."""
     pool = PagePool(6)
     adapter = IdleAdapter(pool, 3, 3)
     scheduler = Scheduler(Budgets(4, 100), Only("runs"))

@@ -56,7 +56,7 @@ def test_each_adapter_that_failed_to_load_is_named_once() -> None:
 
 
 def test_no_more_than_the_end_of_a_log_is_read(tmp_path: Path) -> None:
-    """A server logs for months; its last errors are wanted, not all of it."""
+    """A server may log for months, and its last errors are at the end."""
     log = tmp_path / "log"
     with log.open("wb") as file:
         file.write(b"the start\n")

@@ -20,7 +20,7 @@ PACKAGE = "vlora.serving.triton"
 
 
 class FakeError:
-    """Requires a message in valid UTF-8, as Triton's error does."""
+    """An error that requires a message in valid UTF-8, as Triton's error does."""
 
     def __init__(self, message: str, code: int) -> None:
         message.encode()
@@ -28,7 +28,7 @@ class FakeError:
 
 
 class FakeSender:
-    """Stores what is sent. The first `faults` calls fail."""
+    """A sender that stores what is sent. The first `faults` calls fail."""
 
     def __init__(self, faults: int = 0) -> None:
         self.faults = faults
@@ -170,7 +170,7 @@ def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
 def test_a_batch_that_another_requests_strings_have_failed_is_encoded_again(
     backend: ModuleType, bls: ModuleType
 ) -> None:
-    """Triton fails the whole batch with an error in its own words; one of ours is final."""
+    """An error of Triton fails the whole batch, so the request is tried again; ours is final."""
     tensors = {
         "image_features": np.ones((1, 2, 3)),
         "image_layout": np.ones((1, 1, 6)),

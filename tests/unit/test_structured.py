@@ -178,7 +178,7 @@ def test_a_mask_has_the_rows_of_the_model(tokenizer: Any, more: int) -> None:
 
 
 def test_many_masks_are_computed_before_the_engine_takes_one(tokenizer: Any) -> None:
-    """Masks of a large vocabulary fill a socket; the rows of a step need theirs beside it."""
+    """The buffer of a socket holds a mask of a large vocabulary for each of 16 answers."""
     rows, answers = 151_936, 16
     tokens = Vocabulary(tokenizer).bytes_of
     tokens += [b""] * (rows - len(tokens))
@@ -296,7 +296,7 @@ def test_an_invalid_structure_is_refused_with_the_reason(
     assert structure not in grammars._entries
 
 
-def test_a_text_above_the_limit_is_refused_unread(grammars: Grammars) -> None:
+def test_a_structure_longer_than_the_limit_is_refused(grammars: Grammars) -> None:
     with pytest.raises(InvalidArgument, match="has 65537 bytes; the limit is 65536"):
         grammars.acquire(Structure("regex", "a" * 65537))
 
@@ -314,7 +314,7 @@ def test_compiling_for_ever_ends_with_the_limit_and_ordinary_structures_pass(
 ) -> None:
     """A terminal of 2^16 copies of an expression takes more than 20 s to compile.
 
-    It is compiled with a low priority: on a busy machine, 0.6 s of processor time take long.
+    Compilers have a low priority: on a busy machine, 0.6 s of processor time can take minutes.
     """
     monkeypatch.setattr("vlora.structured.grammars.MAX_WAIT_SECONDS", 600.0)
     limits = replace(LIMITS, max_grammar_seconds=0.6, max_grammar_memory=4 * 1024**3)

@@ -15,7 +15,7 @@ from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 
 class FakeServer:
-    """Starts, and fails with the next of `failures`; None sends a signal instead."""
+    """A server that fails with the next of `failures`. None sends `ending` to this process."""
 
     def __init__(
         self, options: ServerOptions, failures: Iterator[str | None], ending: signal.Signals

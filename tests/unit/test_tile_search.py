@@ -50,7 +50,7 @@ class Machine:
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
     ) -> Mapping[str, Callable[[], None]]:
-        if not cold and len(configs) > 2:  # This is not a duel.
+        if not cold and len(configs) > 2:  # This is the search, not a duel of two tiles.
             if self._die_after is not None and len(self.prepared) >= self._die_after:
                 raise KeyboardInterrupt
             self.prepared.append(rows_bucket(shape))
@@ -84,7 +84,7 @@ def spin(microseconds: int) -> Callable[[], None]:
 SPACE = Space(sides=((64, 64),), ranks=(8,), segments=(1,), max_rows=64)
 
 
-def test_rows_are_powers_of_two_then_multiples_of_the_paper_s_step() -> None:
+def test_rows_are_powers_of_two_then_multiples_of_the_step_in_the_paper() -> None:
     space = Space(sides=((1024, 1024),), memory_bytes=200 * 2048 * 4)
     assert space.rows(1024, 1024) == [1, 2, 4, 8, 16, 32, 64, 96, 128, 160, 192]
     assert Space(sides=(), max_rows=20).rows(8, 8) == [1, 2, 4, 8, 16]
@@ -124,7 +124,7 @@ def test_an_interrupted_search_resumes_where_it_stopped(tmp_path: Path) -> None:
     assert not set(resumed.prepared) & set(machine.prepared)
 
 
-def test_segment_counts_between_two_searched_ones_use_the_smaller_one_s_choice() -> None:
+def test_segment_counts_between_two_searched_ones_use_the_choice_of_the_smaller_one() -> None:
     one, four = (Shape("apply", 64, 64, 8, segments, 16) for segments in (1, 4))
     merge = Shape("merge", 64, 64, 8, 1, 64)
     found = [

@@ -102,7 +102,7 @@ def test_a_tokenizer_whose_tokens_may_cover_any_text_has_no_bound(tokenizer: Tok
 
 
 def test_no_text_shrinks_by_more_than_the_bound_when_it_is_composed() -> None:
-    """Each character is decomposed, and may stem from longer characters that decompose to it."""
+    """Compare each composed character with the longest text that composes to it."""
     characters = [chr(code) for code in range(sys.maxunicode + 1) if not 0xD800 <= code <= 0xDFFF]
     decomposed = {character: unicodedata.normalize("NFD", character) for character in characters}
     changed = {character: parts for character, parts in decomposed.items() if parts != character}

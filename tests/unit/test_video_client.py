@@ -76,8 +76,8 @@ def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(endi
     with FakeTriton(delay=0.3) as server:
         command = [sys.executable, "clients/video_analytics.py", "camera", "--url", server.url]
         command += ["--send", "raw", "--streams", "2", "--seconds", "60"]
-        # A shell that runs these tests in the background has their children ignore Ctrl-C, unless
-        # it is handled here while they start; code of ours between fork and exec could hang.
+        # If a shell runs these tests in the background, they and their children ignore Ctrl-C. A
+        # handler while the child starts prevents that; a `preexec_fn` could hang.
         handled = signal.signal(signal.SIGINT, signal.default_int_handler)
         try:
             client = subprocess.Popen(

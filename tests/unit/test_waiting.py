@@ -56,7 +56,7 @@ def test_a_deadline_counts_from_the_arrival() -> None:
     assert line.waiting.expired == 2
 
 
-def test_a_request_leaves_once() -> None:
+def test_a_waiting_request_is_taken_or_ended_only_once() -> None:
     line = Line()
     for key in "abcd":
         line.add(key, client_id="ab" * 8 if key in "ab" else "")

@@ -33,8 +33,6 @@ DEFECTS = ("scratch", "stain", "hole")
 CONDITIONS = ("good", "scratched", "stained", "punctured")
 DIGITS = tuple(str(digit) for digit in range(10))
 
-COUNT_WORDS = tuple(str(count) for count in range(10))
-
 
 def plural(shape: str) -> str:
     """Return the plural of a shape's name."""

@@ -103,7 +103,7 @@ class Measured:
 
 
 def texts_of(folder: Path, count: int, length: int) -> list[list[int]]:
-    """Return `count` texts of `length` tokens in the checkpoint's tokens."""
+    """Return `count` texts, each of `length` tokens of the checkpoint's tokenizer."""
     from vlora.model.tokenizer import load_tokenizer
 
     return list(windows_of(load_tokenizer(folder), count, length))

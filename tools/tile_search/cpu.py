@@ -31,8 +31,6 @@ MANY_ROWS = 32
 """Minimum number of rows at which streaming reads each adapter four times or more."""
 SCRATCH_BYTES = 4
 """Bytes of an element of the intermediate result x Aᵀ."""
-NARROW = 32
-"""Columns of the narrow register tiles."""
 OTHER_KEYS = ("depth_block", "prefetch", "column_block")
 """Keys of a configuration other than its blocks and tiles."""
 

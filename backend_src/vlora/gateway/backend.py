@@ -140,7 +140,6 @@ class Backend:
         address: host:port of the gRPC endpoint.
         answer_seconds: time limit of each response.
         """
-        self._address = address
         self._answer_seconds = answer_seconds
         host = address.rpartition(":")[0]
         self._channel = grpc.aio.insecure_channel(address, [*UNLIMITED, *grpc_options(host)])

@@ -73,11 +73,6 @@ class RunEvictor(Evictor, Protocol):
         ...
 
 
-def least_recently_used(items: Iterable[Item]) -> Item | None:
-    """Return the item to evict next, or None if there are none."""
-    return min(items, key=lambda item: item.last_used, default=None)
-
-
 def evict_oldest(evictors: Sequence[Evictor]) -> bool:
     """Evict the least recently used item of all evictors; return False if there is none."""
     uses = ((evictor.oldest_use(), index) for index, evictor in enumerate(evictors))

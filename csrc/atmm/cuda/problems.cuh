@@ -86,7 +86,7 @@ __device__ inline Tile tile_at(const Group &g, int begin, int end, int tile) {
   return t;
 }
 
-// Progress of fused_kernel (rows.cu). All counters are 0 between launches.
+// Progress of fused_kernel (fused.cu). All counters are 0 between launches.
 struct Counters {
   unsigned ticket;    // next ticket
   unsigned left;      // blocks that found no ticket

@@ -74,10 +74,19 @@ def build(folder: Path, sanitize: list[str]) -> Path:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--build", type=Path, default=CSRC.parent / "build" / "sanitize")
-    parser.add_argument("--rounds", default="200")
-    parser.add_argument("--only", choices=SANITIZERS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--build",
+        type=Path,
+        default=CSRC.parent / "build" / "sanitize",
+        help="folder of the objects and programs (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--rounds", default="200", help="rounds of random checks (default: %(default)s)"
+    )
+    parser.add_argument("--only", choices=SANITIZERS, help="run only one of the two kinds")
     options = parser.parse_args()
     environment = {
         **os.environ,

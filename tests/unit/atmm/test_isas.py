@@ -86,7 +86,7 @@ def test_a_change_of_the_environment_has_no_effect_once_the_kernels_are_loaded()
 
 
 @compiled
-def test_the_core_sees_the_caches_that_tables_are_named_after() -> None:
+def test_the_core_and_the_names_of_tables_use_the_same_cache_sizes() -> None:
     machine, device = native.kernels().runtime.machine(), Cpu.here()
     sizes = tuple(machine[level] >> 10 for level in ("l1", "l2", "l3"))
     assert sizes == (device.l1, device.l2, device.l3)

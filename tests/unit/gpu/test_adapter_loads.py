@@ -101,7 +101,7 @@ def test_a_graph_waits_for_an_adapter_that_is_being_copied(
 def test_a_capture_contains_no_copies_of_adapters_that_another_thread_loads(
     options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Change another slot of the first group after a capture has begun."""
+    """Change another slot of the first group after a capture has started."""
     expected = answers(Engine(options), _ask("all-r8"))
     capture = FakeDevice.capture
 

@@ -142,7 +142,7 @@ def test_rows_that_decode_equal_double_precision(
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "dim", "page"), [(4, 2, 16, 16), (2, 2, 24, 3), (5, 1, 80, 16)]
 )
-def test_one_launch_does_what_norms_rotation_and_decode_do_apart(
+def test_one_launch_equals_separate_launches_of_norms_rotation_and_decode(
     launch: ModuleType,
     heads: int,
     kv_heads: int,
@@ -202,7 +202,7 @@ def test_a_row_of_padding_gets_zeros(launch: ModuleType, splits: int) -> None:
 
 @pytest.fixture
 def large_tiles(launch: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the interpreter, which takes as long for a turn of any size, make few turns."""
+    """Use large tiles: the interpreter takes about as long for a large one as for a small one."""
     if not ON_GPU:
         monkeypatch.setattr(launch, "DECODE_TILE", {2: 4096, 4: 4096})
         monkeypatch.setattr(launch, "PREFILL_TILE", {2: 4096, 4: 4096})

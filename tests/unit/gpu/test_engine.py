@@ -79,7 +79,7 @@ PRODUCTS = {"qkv": "mm", "o": "mm", "gate_up": "mm", "down": "mm"}
 @pytest.mark.usefixtures("launch", "cuda_operator")
 @pytest.mark.parametrize("adapted", [False, True], ids=["base", "adapters"])
 @pytest.mark.parametrize("parts", [1, 4])
-def test_a_layer_of_a_decoding_step_launches_what_the_costs_on_paper_say(
+def test_a_layer_of_a_decoding_step_launches_the_kernels_that_the_cost_model_counts(
     checkpoint: Path,
     adapters_dir: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -239,7 +239,7 @@ def test_the_fake_device_refuses_a_graph_that_has_become_stale() -> None:
 
 
 def test_a_capture_on_the_fake_device_has_no_effect_and_leaves_no_results() -> None:
-    """Let work that was not executed before, or whose temporary tensors are read after it, fail."""
+    """A capture executes no work, and its temporary tensors hold NaN after each replay."""
     with fake_gpu() as device:
         memory, results = torch.zeros(3), []
         graph = device.capture(lambda: results.append(memory.add_(1).mul(2)))

@@ -51,7 +51,7 @@ def _parameters(
 def test_draws_equal_those_of_the_cpu(
     draws: ModuleType, monkeypatch: pytest.MonkeyPatch, width: int, scale: float
 ) -> None:
-    # Several chunks and blocks a row, without many turns of the interpreter.
+    # A row has several chunks and blocks, but few enough for the slow interpreter.
     monkeypatch.setattr(draws, "CHUNK", 256)
     monkeypatch.setattr(draws, "BLOCK", 512)
     logits = scale * torch.randn(5, width)

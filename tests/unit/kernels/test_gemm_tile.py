@@ -12,7 +12,7 @@ from vlora import native
 
 LINE = 64
 LANES = 16
-"""Rows of x in a panel; one step of depth of a panel is a line."""
+"""Rows of x in a panel. A panel has their fp32 values at one depth in one line of the cache."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,8 @@ class L1:
 
 CACHES = {"zen 3": L1(32 << 10, 8), "zen 4": L1(32 << 10, 8), "ice lake": L1(48 << 10, 12)}
 TILES = [(12, 1), (12, 2), (24, 1), (24, 2), (24, 3), (24, 4)]
-"""Accumulators and registers of x: a half and a whole panel with AVX2, panels with AVX-512."""
+"""(accumulators, registers of x) of a tile: half a panel or one with AVX2, then 1 to 4 panels with
+AVX-512."""
 
 
 def misses_of_a_tile(l1: L1, rows: int, registers: int, depth: int, size: int) -> float:

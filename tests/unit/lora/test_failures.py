@@ -99,7 +99,7 @@ def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failu
     assert harness.resident() == {"a0"}
 
 
-def test_errors_are_told_apart_by_their_number() -> None:
+def test_the_number_of_an_error_decides_whether_it_is_transient() -> None:
     def read(cause: BaseException) -> InvalidArgument:
         try:
             raise InvalidArgument("os error 5") from cause

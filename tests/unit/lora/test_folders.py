@@ -97,7 +97,7 @@ def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
     assert list(reported[-1]) == ["a0"]
 
 
-def test_a_look_without_free_descriptors_reports_nothing(root: Path) -> None:
+def test_a_scan_without_free_file_descriptors_reports_no_change(root: Path) -> None:
     reported: list[dict[str, Any]] = []
     known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
     paths = {name: path for name, (path, _) in known.items()}

@@ -36,7 +36,7 @@ class SteppedThread:
 
 @pytest.fixture
 def make_stepped(make_harness: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Return a function that makes (harness, loader, packer); no adapter is packed at once."""
+    """Return a function that makes (harness, loader, packer). Only the packer packs adapters."""
     threads: list[SteppedThread] = []
 
     def thread(*_: object) -> SteppedThread:
