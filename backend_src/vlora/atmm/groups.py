@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from vlora import backends, native
+from vlora.atmm.cuda.library import RANK_STEP
 from vlora.atmm.types import DTYPES, ON_GPU, HeadMatrix, LoraPair, Segment, Segments
 
 _versions = itertools.count(1)
@@ -138,13 +139,16 @@ class LoraGroup:
     def slot_bytes(self, ranks: Sequence[int]) -> int:
         """Return the size in bytes of one adapter's packed copies in this group, a multiple of 64.
 
-        Without the compiled core, it is the size of the unpacked copies.
+        Without the compiled core, it is the size of the unpacked copies. On a GPU, their ranks are
+        padded.
 
         ranks: rank for each output, 0 for a projection that the adapter does not target.
         """
         if self._is_packed:
             return int(self.native.slot_bytes(list(ranks)))
-        needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, ranks, strict=True))
+        step = 1 if self._device_type == "cpu" else RANK_STEP
+        stored = [-(-rank // step) * step for rank in ranks]
+        needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, stored, strict=True))
         return -(-needed * self.dtype.itemsize // 64) * 64
 
     def put(

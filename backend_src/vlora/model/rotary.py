@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported rope types. transformers computes their frequencies.
@@ -33,9 +34,6 @@ def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
 
     text: transformers' text configuration.
     """
-    # Imported here, so that `make gpu` can measure steps on a machine without transformers.
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
     embedding = LlamaRotaryEmbedding(text)
     return embedding.inv_freq.float(), float(embedding.attention_scaling)
 

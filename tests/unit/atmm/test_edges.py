@@ -256,3 +256,9 @@ def test_an_epilogue_adds_what_apply_adds(dtype: torch.dtype, backend: Backend) 
     assert spent[PRODUCTS] > 0
     with pytest.raises(ValueError, match="outside"):
         matrix(x[:5], epilogue=op.bind_epilogue(segments, group, x), backend=backend)
+
+
+def test_ranks_are_padded_in_the_memory_of_a_gpu() -> None:
+    group = LoraGroup(64, [128, 32], torch.float16, "cuda")
+    assert group.slot_bytes([3, 9]) == group.slot_bytes([8, 16]) == 2 * (192 * 8 + 96 * 16)
+    assert group.slot_bytes([0, 8]) == 2 * 96 * 8

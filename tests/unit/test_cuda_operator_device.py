@@ -1,0 +1,156 @@
+"""Tests of the operator's code for a real device, with stand-ins for torch's functions of a GPU.
+
+The emulation takes the place of the compiled library, and host memory that of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.support.atmm_problems import emulation
+from vlora.atmm.cuda import library as c
+from vlora.atmm.cuda import operator as operators
+from vlora.atmm.cuda.library import CudaError, Library
+from vlora.atmm.cuda.operator import MergedParts, Operator
+from vlora.atmm.cuda.tables import DeviceGroup
+from vlora.atmm.types import LoraPair, Segment
+
+NAME = "NVIDIA H100 80GB HBM3"
+
+
+class FakeCuda:
+    """Stand-ins for the functions of `torch.cuda` that an operator calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capturing = False
+        self.waits = 0
+        properties = SimpleNamespace(multi_processor_count=7, name=NAME)
+        functions = {
+            "get_device_properties": lambda device: properties,
+            "device": lambda device: contextlib.nullcontext(),
+            "current_stream": lambda device: SimpleNamespace(cuda_stream=0),
+            "is_current_stream_capturing": lambda: self.capturing,
+            "synchronize": self._synchronize,
+        }
+        for name, function in functions.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+
+    def _synchronize(self, device: torch.device) -> None:
+        self.waits += 1
+
+
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    return FakeCuda(monkeypatch)
+
+
+@pytest.fixture
+def operator(cuda: FakeCuda) -> Operator:
+    library = Library(emulation().path)
+    library.emulated = False
+    return Operator(library, torch.device("cpu"))
+
+
+def _apply(operator: Operator, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what a call adds to `rows` rows of zeros, and the right result."""
+    pair = LoraPair(torch.randn(8, 64), torch.randn(40, 8))
+    group = DeviceGroup(64, [40], torch.float32, operator.device)
+    group.append([pair])
+    group.ready()
+    y, x = torch.zeros(rows, 40), torch.randn(rows, 64)
+    operator.apply(y, x, operator.segments([Segment(0, rows, 0)]), group)
+    return y, x @ pair.a.T @ pair.b.T
+
+
+def test_calls_run_on_the_device_and_its_current_stream(operator: Operator, cuda: FakeCuda) -> None:
+    assert (operator.name, operator.multiprocessors) == (NAME, 7)
+    torch.testing.assert_close(*_apply(operator, 3), rtol=1e-4, atol=1e-4)
+    operator.check()
+    assert cuda.waits == 1
+    base = torch.randn(10)
+    MergedParts(operator, [])(out := base.clone(), base)
+    assert torch.equal(out, base)
+    with pytest.raises(ValueError, match="a tensor is on meta; the operator is on cpu"):
+        operator._check_device(torch.empty(1, device="meta"))
+
+
+def test_a_workspace_does_not_grow_in_a_capture(operator: Operator, cuda: FakeCuda) -> None:
+    cuda.capturing = True
+    with pytest.raises(CudaError, match="must have run once before"):
+        _apply(operator, 200)
+    cuda.capturing = False
+    _apply(operator, 200)
+    cuda.capturing = True
+    torch.testing.assert_close(*_apply(operator, 200), rtol=1e-4, atol=1e-4)
+    assert len(operator.workspaces) == 2
+
+
+@pytest.fixture
+def no_operators() -> Iterator[None]:
+    operators._on_device.cache_clear()
+    yield
+    operators._on_device.cache_clear()
+
+
+@pytest.mark.usefixtures("no_operators")
+def test_a_device_has_one_operator_with_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    made: list[torch.device] = []
+
+    def make(library: Library, device: torch.device) -> SimpleNamespace:
+        made.append(device)
+        return SimpleNamespace(name=NAME, library=library)
+
+    path = tmp_path / "table.json"
+    monkeypatch.setattr(operators, "Operator", make)
+    monkeypatch.setattr(operators, "table_path", lambda name: path)
+    monkeypatch.setattr(c, "find_library", lambda: emulation().path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ImportError, match="needs a GPU that torch can use"):
+        operators.current()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    with caplog.at_level("INFO"):
+        assert operators.current() is operators.current()
+    assert made == [torch.device("cuda", 3)]
+    assert "no tile table" in caplog.text
+    path.write_text(json.dumps({"entries": []}))
+    monkeypatch.setattr(operators.Table, "load", lambda path, library: {"a": 1})
+    operators._on_device.cache_clear()
+    with caplog.at_level("INFO"):
+        assert operators.current().table == {"a": 1}
+    assert "table.json (1)" in caplog.text
+
+
+def test_the_library_is_found_in_the_variable_or_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "lib.so"
+    monkeypatch.setenv(c.VARIABLE, str(path))
+    with pytest.raises(ImportError, match=f"not built .*: no {path}"):
+        c.find_library()
+    path.touch()
+    assert c.find_library() == path
+    monkeypatch.delenv(c.VARIABLE)
+    monkeypatch.setattr(c, "NAME", "no_such_library.so")
+    with pytest.raises(ImportError, match=r"no_such_library\.so, .*no_such_library\.so"):
+        c.find_library()
+
+
+def test_a_library_with_another_interface_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = emulation().path
+    with monkeypatch.context() as patched:
+        patched.setattr(c, "STRUCTURES", (*c.STRUCTURES[:-1], c.SegmentStruct))
+        with pytest.raises(CudaError, match="has structures of"):
+            Library(path)
+    monkeypatch.setattr(c, "VERSION", c.VERSION + 1)
+    with pytest.raises(CudaError, match=f"has interface version {c.VERSION - 1}, not {c.VERSION}"):
+        Library(path)
