@@ -2,8 +2,9 @@
 
 Labels are int64 [64 patches, 10 columns]: shape, colour and texture of the object, the four edges
 of its box as bins, whether its centre is in this patch, and colour and pattern of the surface. -1
-means "no label"; only the surface has a label in every patch. An outline is the object's silhouette
-in its box, 8x8. The tower learns shapes faster from outlines than from the other labels.
+means "no label"; only the surface has a label in every patch. Besides these labels there are
+outlines: the silhouette of each object in its box, 8x8. The tower learns shapes faster from
+outlines than from the labels.
 """
 
 from dataclasses import dataclass

@@ -117,7 +117,12 @@ def pack(rows: list[Row], language: Language = DEMO) -> Pack:
 def _lay_out(
     row: Row, language: Language
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return tokens, positions, branches and targets of one row, and the ends of its prompts."""
+    """Return the tokens of one training sequence, the position, branch and target of each token,
+    and the index of the last token of each question's prompt.
+
+    Tokens of the prefix that all questions share have the branch FRONT, others the question's
+    number. A question does not attend to another question's branch.
+    """
     tokens: list[int] = []
     positions: list[int] = []
     branches: list[int] = []

@@ -242,8 +242,7 @@ def _stale(target: Path, sources: list[Path]) -> bool:
     """Return whether a source, or any header of the operator, is newer than the target."""
     if not target.exists():
         return True
-    shared = [SOURCES.parent / "include" / "atmm" / "segments.h", *(CSRC / "cpu").glob("types.h")]
-    headers = [*SOURCES.rglob("*.*h"), *shared]
+    headers = [*SOURCES.rglob("*.*h"), *(CSRC / "atmm" / "include").rglob("*.h")]
     return target.stat().st_mtime < max(p.stat().st_mtime for p in [*sources, *headers])
 
 

@@ -89,7 +89,7 @@ class Slots:
         use them.
 
         This may run on any thread, because no step uses the slot yet. If the CPU cannot write to
-        the device's memory, the copies are only begun, and steps wait for those that they use.
+        the device's memory, this only starts the copies, and steps wait for those that they use.
 
         address: address of the memory to write to. If None, the compiled core allocates memory.
         size: number of bytes at `address`.

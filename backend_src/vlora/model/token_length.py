@@ -72,9 +72,9 @@ def _drops_text(split: Spec) -> bool:
 
 
 def _shrinkage(normalizer: Spec | None) -> float:
-    """Return the maximum ratio of a text's bytes to those of its normalized form.
+    """Return an upper bound of the bytes of a text divided by those of its normalized form.
 
-    The result is infinite if ASCII text may shrink.
+    The bound is infinite if the normalizer may shorten ASCII text, or is of an unknown type.
     """
     ratio = 1.0
     for step in _flat(normalizer, "normalizers"):

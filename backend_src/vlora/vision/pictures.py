@@ -1,7 +1,7 @@
 """Decoding of one encoded file to upright RGB pixels, in a decoder process.
 
-- The first bytes of an element show whether it is a file of an accepted format. Anything else must
-  be strict base64 of such a file, with white space and a `data:...;base64,` prefix allowed.
+- An element of a request's input is a file of an accepted format, recognized by its first bytes,
+  or strict base64 of such a file, with white space and a `data:...;base64,` prefix allowed.
 - EXIF orientation is applied. Transparent pixels are composed onto white. 16-bit samples are scaled
   to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored.
 - An animated file is refused as an image. In `frames`, each picture of an animated file is a frame.
