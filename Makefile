@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.set-up
 SERVE ?=
 TESTS ?=
-WORKERS ?= 2
+WORKERS ?=
 NAME ?=
 QUICK ?= 1
 BENCH ?=
@@ -27,8 +27,8 @@ help: ## Show this list
 serve: $(READY) ## Serve the demo model in the foreground until Ctrl-C (options: SERVE="--http-port 9000")
 	@$(BIN)/vlora serve $(SERVE)
 
-test: $(READY) ## Run all tests in two processes (a part of them: TESTS=tests/unit; in one: WORKERS=0)
-	@$(BIN)/pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder $(TESTS)
+test: $(READY) ## Run all tests (a part of them: TESTS=tests/unit; in several processes: WORKERS=2)
+	@$(BIN)/pytest $(if $(WORKERS),-n $(WORKERS) --dist loadgroup --no-loadscope-reorder) $(TESTS)
 
 demo: $(READY) ## Send sample images and videos to a server (starts one if there is none) and show the answers
 	@$(BIN)/python -m tools.demo.show
