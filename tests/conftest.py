@@ -16,7 +16,7 @@ if "VLORA_GPU_TESTS" not in os.environ:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one worker of `make test WORKERS=2`, and start the slow files first.
+    """Keep the tests of a file in one worker of `make test WORKERS=2`. Start the slow files first.
 
     The tests that share the server of `tests/triton/conftest.py` stay in one worker as well.
     A run without workers keeps the order of the files.

@@ -271,7 +271,13 @@ def test_adapters_are_loaded_on_a_stream_of_their_own(monkeypatch: pytest.Monkey
     cuda.calls.clear()
     load = gpu.load(tensors)
     assert all(map(torch.equal, load.tensors, tensors))
-    assert cuda.calls == [("pin",), ("allocate on", "stream of cuda:1"), ("kept for", "main")]
+    # The thread may not have used this GPU before.
+    assert cuda.calls == [
+        ("device", 1),
+        ("pin",),
+        ("allocate on", "stream of cuda:1"),
+        ("kept for", "main"),
+    ]
     assert cuda.stream == "main"
     load.wait()
     assert cuda.calls[-1] == ("main", "waits for", "stream of cuda:1")
@@ -302,3 +308,17 @@ def test_an_adapter_that_does_not_fit_a_gpu_is_a_typed_error(
     assert "35 bytes left" in str(as_adapter_error("a", Path("a"), error.value))
     assert "adapter 'a'" in str(as_adapter_error("a", Path("a"), error.value))
     assert cuda.stream == "main"
+
+
+def test_pinned_memory_that_is_not_there_is_a_typed_error_and_other_errors_are_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    FakeCuda(monkeypatch)
+    gpu = CudaDevice(0)
+    pin = Mock(side_effect=torch.AcceleratorError("CUDA error: out of memory"))
+    monkeypatch.setattr(torch, "empty", pin)
+    with pytest.raises(OutOfMemory, match="80 bytes do not fit pinned host memory"):
+        gpu.load([torch.zeros(20)])
+    pin.side_effect = torch.AcceleratorError("CUDA error: an illegal memory access")
+    with pytest.raises(torch.AcceleratorError, match="illegal memory access"):
+        gpu.load([torch.zeros(20)])

@@ -87,6 +87,9 @@ class CudaDevice(Device):
         return upload(tensors, self.torch_device, into)
 
     def load(self, tensors: Sequence[torch.Tensor]) -> Load:
+        # Any thread may load. When the stream is left, torch makes the thread's former device
+        # current again, and creates a context there if it is another GPU.
+        self.make_current()
         if len(self._loads) >= MAX_LOADS:
             self._loads.popleft().synchronize()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -97,6 +100,12 @@ class CudaDevice(Device):
         except torch.OutOfMemoryError as error:
             needed = sum(tensor.nbytes for tensor in tensors)
             raise OutOfMemory(self._too_little(f"{needed} bytes")) from error
+        except torch.AcceleratorError as error:
+            # Only the allocator of the device has an exception for too little memory.
+            if "out of memory" not in str(error):
+                raise
+            needed = sum(tensor.nbytes for tensor in tensors)
+            raise OutOfMemory(f"{needed} bytes do not fit pinned host memory") from error
         # The memory belongs to the stream of loads. Without this, a load could get the memory of
         # released copies while steps still read them.
         copies[0].record_stream(torch.cuda.default_stream(self.torch_device))

@@ -134,9 +134,10 @@ class Device(ABC):
 
         tensors: at least one.
 
-        Any thread may call this. The device copies while it computes, in the order of the calls. A
-        copy may be released at any time; its memory is used again only when the device has finished
-        the work that was launched before. Raises OutOfMemory if the device has too little memory.
+        Any thread may call this; it may wait until an earlier load has ended. The device copies
+        while it computes, in the order of the calls. A copy may be released at any time; its memory
+        is used again only when the device has finished the work that was launched before. Raises
+        OutOfMemory if the device has too little memory.
         """
 
     @abstractmethod

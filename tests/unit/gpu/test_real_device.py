@@ -44,9 +44,11 @@ def test_answers_of_a_gpu_equal_the_cpus(options: Options, policy: str, eager: b
     expected = answers(on_cpu, every_request(on_cpu))
     engine = Engine(replace(options, device="cuda"))
     assert answers(engine, every_request(engine)) == expected
-    # Without ATMM for CUDA, steps with adapters have no graph.
-    captures = not eager and op.captures(torch.device("cuda"))
-    assert (engine.stats().graphs_replayed > 0) == captures
+    if eager:
+        assert engine.stats().graphs_replayed == 0
+    elif op.captures(torch.device("cuda")):
+        # Without ATMM for CUDA, steps with adapters have no graph, so perhaps no step has one.
+        assert engine.stats().graphs_replayed > 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
