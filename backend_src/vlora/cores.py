@@ -148,7 +148,10 @@ def _version_2(folder: Path) -> float | None:
 
 
 def _version_1(folder: Path) -> float | None:
-    """Read `cpu.cfs_quota_us`, which is -1 without a quota."""
+    """Return the CPU quota of a control group of version 1, in cores; None without a quota.
+
+    It is `cpu.cfs_quota_us` / `cpu.cfs_period_us`. Without a quota, the first file contains -1.
+    """
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

@@ -154,7 +154,10 @@ def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, st
 
 
 def _domain(domain: str) -> Callable[[Path, int], None]:
-    """Return a function that exports pictures of one of the demo's adapter domains."""
+    """Return a function that exports held-out items of a domain (see `heldout.DOMAINS`).
+
+    The function takes (folder, number of items).
+    """
 
     def export(folder: Path, count: int) -> None:
         drawn = items(domain, count)

@@ -196,8 +196,8 @@ class LoraGroup:
     def has(self, segments: Segments) -> bool:
         """Return whether any of the segments uses a pair in this group.
 
-        Captured segments may be replayed with any slot, so they use every group that has had a
-        pair.
+        A captured graph can be replayed with other slots. So for captured segments, the result is
+        whether the group has ever had a pair.
         """
         if segments.captured:
             return self.ever_used

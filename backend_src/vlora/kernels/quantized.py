@@ -197,8 +197,10 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def unpack(weight: QuantizedWeight) -> torch.Tensor:
-    """Return the integers of a matrix, [d_out, d_in] int32, in the order in which they
-    are stored.
+    """Return the integers of a matrix, [d_out, d_in] int32.
+
+    Its columns are in the stored order, which may differ from the order of the inputs (see
+    `QuantizedWeight.order`).
     """
     rows, depth = weight.shape
     if weight.format.bits == 8:

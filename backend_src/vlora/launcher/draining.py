@@ -29,7 +29,10 @@ def deregister(folder: Path, name: str) -> None:
 
 
 def begin(folder: Path, seconds: float) -> None:
-    """Ask all models to finish within this number of seconds."""
+    """Ask all models of a run to finish their requests within this number of seconds.
+
+    folder: folder of the run.
+    """
     temporary = folder / "drain.new"
     temporary.write_text(str(time.monotonic() + seconds))
     temporary.replace(folder / "drain")

@@ -63,9 +63,10 @@ class GraphKey(NamedTuple):
     """Properties of the steps that a graph can compute.
 
     shape: number of rows, of pages per row, and of axes of positions.
-    merged: groups whose weights are those of the merged slab.
-    lora: bounds of the layers' segments; None if no layer applies an adapter.
-    lm_head: bounds of the LM head's segments; None if it applies no adapter.
+    merged: indices of the weights that are read from the merged slab (see `Active.merged_groups`).
+    lora: limits of the number and length of the layers' segments (see `SegmentBounds`); None if no
+        layer applies an adapter.
+    lm_head: the same for the LM head; None if it applies no adapter.
     """
 
     shape: DecodeShape

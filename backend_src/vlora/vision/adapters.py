@@ -49,11 +49,12 @@ class VisionPart:
 
 @dataclass(frozen=True)
 class _Described:
-    """Result of checking a version's files.
+    """Result of checking the files of an adapter.
 
-    stamp: stamp of the folder when its files were checked.
+    stamp: fingerprint of the files that were checked. If the folder's stamp differs, the result is
+        out of date.
     reader: reads the vision part; None if the adapter has none.
-    error: reason why the version cannot be used, or None.
+    error: reason why the adapter cannot be used, or None.
     """
 
     stamp: Stamp
