@@ -1,4 +1,4 @@
-"""Tests of the operator's code for a real device, with stand-ins for torch's functions of a GPU.
+"""Tests of the operator's code for a GPU, with stand-ins for the functions of `torch.cuda`.
 
 The emulation takes the place of the compiled library, and host memory that of a GPU.
 """

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from vlora import backends, native
-from vlora.atmm.cuda.library import RANK_STEP
+from vlora.atmm.cuda.library import padded_rank
 from vlora.atmm.types import DTYPES, ON_GPU, HeadMatrix, LoraPair, Segment, Segments
 
 _versions = itertools.count(1)
@@ -146,8 +146,7 @@ class LoraGroup:
         """
         if self._is_packed:
             return int(self.native.slot_bytes(list(ranks)))
-        step = 1 if self._device_type == "cpu" else RANK_STEP
-        stored = [-(-rank // step) * step for rank in ranks]
+        stored = ranks if self._device_type == "cpu" else [padded_rank(rank) for rank in ranks]
         needed = sum((self.d_in + d_out) * r for d_out, r in zip(self.d_outs, stored, strict=True))
         return -(-needed * self.dtype.itemsize // 64) * 64
 

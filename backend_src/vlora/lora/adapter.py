@@ -244,7 +244,7 @@ def _check_invocation(
 
 
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument if an adapter of the vision part has an invocation or skills.
+    """Raise InvalidArgument if an adapter with a vision part has an invocation or skills.
 
     Images are encoded before the engine reads the prompt. But an activated LoRA must not change an
     image before its invocation, and skills choose an adapter only after the images were encoded.

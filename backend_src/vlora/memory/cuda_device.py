@@ -40,8 +40,9 @@ class CudaDevice(Device):
     captures_graphs = True
 
     def __init__(self, index: int, share: float = 1.0) -> None:
-        """Open the GPU with this number.
+        """Open a GPU.
 
+        index: number of the GPU, from 0.
         share: maximum share of its memory that this process may allocate.
         """
         self.name = f"cuda:{index}"

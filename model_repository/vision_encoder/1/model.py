@@ -73,7 +73,7 @@ class TritonPythonModel:
             ArrivalStamps.of_this_server(),
             waiting,
             max_requests=options.max_num_seqs + options.max_num_waiting,
-            # A client that has its answer must find it counted in the metrics.
+            # The metrics must count an answer before its client receives it.
             before_answers=(lambda: None) if exporter is None else exporter.flush,
             part_of=self._adapters.part,
         )

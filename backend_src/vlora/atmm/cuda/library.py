@@ -38,6 +38,11 @@ VARIABLE = "VLORA_ATMM_CUDA"
 """Environment variable with the path of the library."""
 
 
+def padded_rank(rank: int) -> int:
+    """Return the rank that the kernels read: `rank` rounded up to a multiple of RANK_STEP."""
+    return -(-rank // RANK_STEP) * RANK_STEP
+
+
 class SegmentStruct(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_int32) for name in ("start", "length", "slot", "sign"))
 

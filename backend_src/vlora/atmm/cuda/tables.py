@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from vlora.atmm.cuda.library import ALIGNMENT, RANK_STEP
+from vlora.atmm.cuda.library import ALIGNMENT, RANK_STEP, padded_rank
 from vlora.atmm.types import HeadMatrix, LoraPair
 
 MIN_SLOTS = 256
@@ -121,13 +121,13 @@ class DeviceGroup:
         a, b = (factor.to(self.device, self.dtype).contiguous() for factor in factors)
         in_place = {id(matrix) for matrix in given}
         self._keep[slot] += [m for m in (a, b) if self._keep_all or id(m) not in in_place]
-        self.max_rank = max(self.max_rank, -(-a.shape[0] // RANK_STEP) * RANK_STEP)
+        self.max_rank = max(self.max_rank, padded_rank(a.shape[0]))
         return a.data_ptr(), b.data_ptr(), a.shape[0]
 
 
 def padded(pair: LoraPair) -> LoraPair:
     """Return a pair whose rank is padded with zeros to a multiple of RANK_STEP."""
-    missing = -pair.rank % RANK_STEP
+    missing = padded_rank(pair.rank) - pair.rank
     if missing == 0:
         return pair
     pad = torch.nn.functional.pad
