@@ -33,7 +33,10 @@ WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """One request of a run. output: number of tokens of the answer."""
+    """One request of a run.
+
+    output: number of tokens of the answer.
+    """
 
     prompt: str
     adapter: str | None

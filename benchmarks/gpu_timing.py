@@ -25,13 +25,17 @@ WARM_CALLS = 2
 
 @dataclass(frozen=True)
 class GpuTiming(Timing):
-    """Seconds per call. graph: whether they exclude the launch cost on the host."""
+    """Seconds per call.
+
+    graph: whether the times exclude the launch cost on the host.
+    """
 
     graph: bool
 
 
 class GpuWork:
-    """Repeatable passes over `calls`, which do the same work on different data.
+    """Work that can be timed repeatedly. A pass makes all `calls`, which do the same work on
+    different data.
 
     graph: whether a pass is one captured graph instead of separate calls.
     """

@@ -157,8 +157,9 @@ class VideoFile:
 class SyntheticCamera:
     """Synthetic video: each second a coloured shape moves in one direction or stands still.
 
-    The `truth` of a chunk names the motion. height, width: size of the picture in pixels. The same
-    seed gives the same video.
+    The `truth` of a chunk names the motion. The same seed gives the same video.
+
+    height, width: size of the picture in pixels.
     """
 
     MOTIONS = (

@@ -99,7 +99,7 @@ def tightest_limit(
     process: Path = PROCESS,
     root: Path = CGROUPS,
 ) -> float | None:
-    """Return the smallest limit that this process's control groups set; None without any.
+    """Return the smallest limit that this process's control groups set; None if they set none.
 
     version_2, version_1: functions that read the limit of a group, for both versions of control
         groups.
@@ -150,7 +150,8 @@ def _version_2(folder: Path) -> float | None:
 def _version_1(folder: Path) -> float | None:
     """Return the CPU quota of a control group of version 1, in cores; None without a quota.
 
-    It is `cpu.cfs_quota_us` / `cpu.cfs_period_us`. Without a quota, the first file contains -1.
+    The quota is `cpu.cfs_quota_us` / `cpu.cfs_period_us`. Without a quota, the first file contains
+    -1.
     """
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())

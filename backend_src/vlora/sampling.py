@@ -66,7 +66,7 @@ RANGES: dict[str, Range] = {
 """Valid values of the numeric keys. `docs/api.md` lists them.
 
 The engine also compares numbers of tokens with the context, and token ids with the vocabulary.
-`top_k` has no upper limit: if it exceeds the size of the vocabulary, it has no effect.
+`top_k` has no upper limit: a value above the size of the vocabulary has no effect, and
 `SamplingParams` stores at most MAX_INTEGER.
 """
 

@@ -25,7 +25,11 @@ SEPARATOR = b"\r\n"
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. image: an encoded file, or None. adapter: its name, or None."""
+    """One request.
+
+    image: an encoded file, or None.
+    adapter: name of the adapter, or None.
+    """
 
     text: str
     image: bytes | None

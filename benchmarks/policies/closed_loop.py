@@ -35,7 +35,10 @@ class ClosedLoop:
     """
 
     def __init__(self, demo: Path, grid: Mapping[str, Any]) -> None:
-        """Load the engine. demo: folder of a checkpoint and its adapters."""
+        """Load the engine.
+
+        demo: folder of a checkpoint and its adapters.
+        """
         self._grid = grid
         self._options = Options(
             model=demo / "checkpoint", adapters=demo / "adapters", enable_prefix_caching=False

@@ -73,9 +73,13 @@ class PolicyCell:
 class PolicyGrid:
     """Contents of a grid file.
 
-    The policies in its entry `policies` run with ATMM, those in `also` with some seeds only, and
-    those in `few` also on traces with fewer adapters. The systems in `own` run with the operators
-    that they were published with, at one load and skew.
+    The following entries list policies:
+
+    - `policies` run with ATMM on all traces.
+    - `also` run with ATMM, with some seeds only.
+    - `few` also run on traces with fewer adapters.
+    - `own` are systems that run with the operators that they were published with, at one load and
+      skew.
     """
 
     values: Mapping[str, Any]
@@ -87,7 +91,7 @@ class PolicyGrid:
     def cells(self) -> Iterator[PolicyCell]:
         """Yield the cells to measure, seed by seed, so that an early end leaves complete seeds.
 
-        The policies of a cell start with another one in each cell.
+        The order of the policies rotates from cell to cell.
         """
         values = self.values
         own, few, also = values["own"], values["few"], values["also"]

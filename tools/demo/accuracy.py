@@ -48,7 +48,9 @@ class Served:
 
 @dataclass
 class Comparison:
-    """Result of a domain. `ties` counts differences at near ties. `wrong` lists the others."""
+    """Result of a domain. `ties` counts differences at near ties, `wrong` lists all other
+    differences.
+    """
 
     domain: str
     items: int = 0

@@ -36,8 +36,8 @@ class Caption:
 def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
     """Return a picture of an answer: the image with boxes, or the frames, above the caption.
 
-    frames: [h, w, 3] uint8 each; one for an image. objects: as in the output `result`, with boxes
-    in pixels of the last frame.
+    frames: [h, w, 3] uint8 each; one for an image.
+    objects: as in the output `result`, with boxes in pixels of the last frame.
     """
     is_clip = len(frames) > 1
     picture = _strip(frames, caption.label) if is_clip else _draw_objects(frames[0], objects)

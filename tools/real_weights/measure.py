@@ -137,9 +137,11 @@ def served(folder: Path, texts: Sequence[list[int]], options: dict[str, Any]) ->
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about a held-out scene. tokens: the prompt with its image tokens, and the answer.
+    """A question about a held-out scene.
 
-    features: image features, [n, hidden]. answer: number of tokens of the answer.
+    tokens: the prompt with its image tokens, and the answer.
+    features: image features, [n, hidden].
+    answer: number of tokens of the answer.
     """
 
     question: Question

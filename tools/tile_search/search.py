@@ -38,8 +38,9 @@ cache."""
 DUEL_ROUNDS = 15
 """Number of alternating samples of the winner and the built-in configuration, hot and cold each."""
 NOTCH = 1.57
-"""Half width of a box plot's notch. In 95 of 100 cases the true median lies within this many
-interquartile ranges, divided by the root of the sample count."""
+"""Half width of a box plot's notch, in units of the interquartile range divided by the root of the
+sample count. In 95 of 100 cases, the true median is within this distance of the sample's median.
+"""
 SAMPLE_SECONDS = 3e-4
 MAX_CALLS = 64
 
@@ -158,8 +159,10 @@ def profile(
     """Measure interleaved medians, and drop slow configurations early.
 
     A configuration is dropped if it is HOPELESS times slower than the best after a call or a round.
-    From MIN_ROUNDS samples on, it is dropped if its fastest sample is slower than the best one's
-    upper quartile. budget: seconds after which MIN_ROUNDS samples are enough.
+    From MIN_ROUNDS samples on, a configuration is dropped if its fastest sample is slower than the
+    upper quartile of the best configuration.
+
+    budget: seconds after which MIN_ROUNDS samples are enough.
     """
     started = clock()
     counts: dict[str, int] = {}

@@ -143,7 +143,7 @@ class StepSegments:
 class BoundedSegments:
     """Segments of a call that a graph captures or replays.
 
-    bounds: bounds for which a call must be captured, to be replayed with the segments.
+    bounds: limits of a captured call that can be replayed with the segments.
     tensor: the segments in host memory, as the call reads them on the device.
     """
 

@@ -264,7 +264,7 @@ class EngineLoop:
         return busy or bool(self._inbox) or self._engine.adapters.has_results
 
     def _on_adapters_changed(self) -> None:
-        """Wake the engine to apply new results of loading. Called from any thread."""
+        """Wake the engine's thread to apply results of adapter loading. Called from any thread."""
         with self._wake:
             self._wake.notify_all()
 

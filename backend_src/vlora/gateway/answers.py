@@ -13,8 +13,8 @@ from vlora.gateway.requests import Ask
 DONE = b"data: [DONE]\n\n"
 
 TEXT_MARK = "text"
-"""Placeholder that `_text_event` replaces with the text. Its last occurrence in the event is the
-one to replace, because no field after the text contains it.
+"""Placeholder for the text in the JSON of an event. `_text_event` replaces its last occurrence,
+because earlier fields may contain the same word.
 """
 
 

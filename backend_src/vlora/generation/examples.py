@@ -158,7 +158,7 @@ def _has_label_folders(item: Item) -> bool:
 
 
 def _check_labels(item: Item, parts: Mapping[str, Sequence[Example]]) -> None:
-    """Raise InvalidArgument for a single label, and for a label without examples for training."""
+    """Raise InvalidArgument if there is only one label, or if a label has no training example."""
     counts = Counter(example.answer for part in parts.values() for example in part)
     if len(counts) < 2:
         raise InvalidArgument(

@@ -22,7 +22,9 @@ from typing import Any, Protocol
 from vlora.generation.spec import Item, PackingOptions, Spec
 
 NEAR_ERRORS = 2.0
-"""A score nearly reaches its goal if it misses it by at most this number of standard errors."""
+"""A score nearly reaches its goal if it is below the goal by at most this number of standard
+errors.
+"""
 
 
 HOPELESS_ERRORS = 5.0
@@ -52,7 +54,7 @@ class Attempt:
     version: number of the attempt.
     scores: accuracy of each item on the validation split.
     steps: number of training steps.
-    seconds: time that they took.
+    seconds: time of these steps.
     """
 
     version: int

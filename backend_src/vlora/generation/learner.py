@@ -46,7 +46,7 @@ MERGE_DENSITY = 0.5
 
 @dataclass(frozen=True)
 class Row:
-    """One example as token ids. label: class of its vision task head; None for the LM head."""
+    """One example as token ids. `label`: class of a vision task head, None for the LM head."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]

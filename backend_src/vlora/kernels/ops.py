@@ -322,5 +322,5 @@ def alloc_out(out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
 
 
 def copy_out(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return `result`, copied into `out` unless that is None."""
+    """Return `result`, or `out` with its values if `out` is given."""
     return result if out is None else alloc_out(out, *result.shape).copy_(result)

@@ -57,8 +57,8 @@ class AdapterInfo:
     head_labels: labels of its vision task head; () without a head.
     head_tasks: tasks that the head answers.
     skills: used to choose an adapter for requests that name none (`lora/routing.py`).
-    invocation: token ids of an activated LoRA, which changes only the tokens from their last
-        occurrence in the prompt on; () for an adapter that changes all tokens.
+    invocation: token ids that activate an activated LoRA. It changes only the tokens from the last
+        occurrence of these ids in the prompt on. () for an adapter that changes all tokens.
     vision_ranks: ranks of the adapter's LoRA on linear layers of the vision tower and the
         connector.
     """

@@ -35,7 +35,7 @@ class Region:
     """Location of one matrix or of one fused group in the slab.
 
     offset: number of elements before it.
-    rows, columns: its shape.
+    rows, columns: shape of the matrix or group.
     """
 
     offset: int

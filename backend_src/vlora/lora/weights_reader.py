@@ -110,11 +110,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Destinations in memory for the bytes of a file.
+    """Plan of where in memory to write the bytes of a file.
 
-    targets: (start, end) in bytes of each tensor, in the file's order. Tensors that end after the
-        last run are not read.
-    runs: (dtype, start, end) in bytes of contiguous wanted tensors that have the same dtype.
+    The wanted tensors come first in memory. Tensors after them are not read.
+
+    targets: range (start, end) of each tensor in memory, in bytes, in the order of the file.
+    runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.
     """
 
     targets: tuple[tuple[int, int], ...]

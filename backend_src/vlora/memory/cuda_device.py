@@ -23,7 +23,7 @@ C_COMPILERS = ("gcc", "clang")
 
 MAX_LOADS = 16
 """Maximum number of loads under way, which bounds the pinned memory that they need. An adapter has
-a load for each group of projections, so these are the loads of four layers.
+one load per group of projections, and a layer has four groups.
 """
 
 

@@ -26,7 +26,7 @@ def gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
 def runs_to_evict(
     total: int, busy: Sequence[range], idle: Sequence[range], count: int
 ) -> list[range] | None:
-    """Return the idle runs to evict so that some `count` contiguous pages contain no run.
+    """Return the idle runs to evict so that the pool has `count` contiguous pages without a run.
 
     The runs to evict are those in one window of `count` pages. The window is chosen so that the
     most recent use of any of its runs is the oldest possible. Of equal windows, the one with the

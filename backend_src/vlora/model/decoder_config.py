@@ -30,9 +30,11 @@ FRAMES_PER_SECOND = 24.0
 class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
-    layers, hidden: number of layers, and width of the residual stream.
-    heads, kv_heads, head_dim: numbers of query heads and of key and value heads, and width of a
-        head.
+    layers: number of layers.
+    hidden: width of the residual stream.
+    heads: number of query heads.
+    kv_heads: number of heads of keys, and of heads of values.
+    head_dim: width of a head.
     intermediate: width of the MLP.
     vocabulary: number of tokens with an embedding.
     norm_eps: epsilon of the RMS norms.

@@ -27,7 +27,7 @@ class StepBuffers:
     for the last time before the next one in the same memory is written.
 
     qkv: queries, keys and values.
-    gate_up: both inputs of the MLP's gate.
+    gate_up: outputs of the MLP's gate and up projections.
     normed: input of a projection, after the norm.
     attended: result of attention.
     gated: input of the MLP's last projection.

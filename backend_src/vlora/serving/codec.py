@@ -187,8 +187,8 @@ def read_sampling(
 ) -> Mapping[str, Any]:
     """Return the sampling parameters of a request, unparsed, by key.
 
-    They are in the input `sampling_parameters`. If it is missing, the request's parameters are used
-    instead. Raises InvalidArgument.
+    The input `sampling_parameters` contains them. If this input is missing, the request's
+    parameters are used instead. Raises InvalidArgument.
     """
     content = inputs.blob("sampling_parameters", limits.max_json_bytes)
     if content is not None:

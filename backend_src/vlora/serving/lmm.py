@@ -64,7 +64,7 @@ milliseconds.
 STRUCTURED_THREADS = 16
 """Number of threads for requests whose structure is compiled, which may take seconds.
 
-Other requests do not use these threads, so they do not wait for a compilation.
+Other requests do not use these threads, so no other request waits for a compilation.
 """
 
 Encode = Callable[[Tensors, str], ImageFeatures]

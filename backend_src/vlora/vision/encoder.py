@@ -69,9 +69,8 @@ class VisionEncoder:
         """Load the tower from a checkpoint folder.
 
         threads: number of threads of torch, which is set for the whole process.
-        dtype: type in which the matrices of linear layers are stored: float32 or bfloat16. float16,
-            if the device has it, also stores them in float32, because their values may exceed the
-            range of float16.
+        dtype: type in which the matrices of linear layers are stored. For float16, which needs a
+            GPU, they are stored in float32, because their values may exceed the range of float16.
         device: device on which the tower computes.
 
         Raises InvalidArgument unless the folder has a tower of a supported family with all its

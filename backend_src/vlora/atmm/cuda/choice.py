@@ -31,7 +31,9 @@ tile kernels four. For 32 rows, the row kernels read B eight times. The addition
 take as long as the three launches that are saved (at rank 64, for gate and up of a 7B model).
 """
 PAIR_OF_ROWS = 2
-"""Maximum number of rows of a segment for row kernels whose blocks compute one row at a time."""
+"""Maximum number of rows per segment at which a block of the row kernels computes one row instead
+of four.
+"""
 RANKS_PER_BLOCK = 16
 """Number of ranks per block in the shrink of the row kernels (kRanksPerBlock in csrc/atmm/cuda)."""
 MIN_DEPTH = 512

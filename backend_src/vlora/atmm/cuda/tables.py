@@ -41,8 +41,8 @@ class DeviceGroup:
     ) -> None:
         """Create a group without adapters.
 
-        keep: whether to keep matrices that are used in place. If not, they must live until their
-            slot gets others.
+        keep: whether to hold references to matrices that are used in place. If False, the caller
+            must keep these matrices until their slot gets others.
         """
         self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
         self.max_rank = RANK_STEP

@@ -39,10 +39,10 @@ policy benchmark, the values from 2 to 8 performed equally, and smaller ones wor
 """
 SHARED_STEPS = 0.5
 """Expected number of decode steps that a new request shares with the present requests, divided by
-the number for answers of maximum length.
+the number that it would share if all answers had maximum length.
 """
 MAX_REFUSALS = 64
-"""Number of rejected prompts after which no others are considered."""
+"""Number of rejected prompts after which a step considers no further prompts."""
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
 """Sizes, in tokens, of the prefill chunks that are compared with a chunk of the whole rest of the
 prompt. Smaller chunks gain less than their additional steps cost (decision 43).
@@ -287,8 +287,8 @@ class _PlannedStep:
     def _sharing_gain(self, r: Candidate, rate: float) -> float:
         """Return the gain of decoding together with the other requests instead of after them.
 
-        This holds only if the step computes all missing tokens. Each later decode step that the
-        request shares saves the fixed cost of a step. Decoding requests gain nothing.
+        There is a gain only if the step computes all missing tokens. Each later decode step that
+        the request shares saves the fixed cost of a step. For a decoding request, the gain is 0.
 
         rate: as in `_rate_with`.
         """
@@ -337,7 +337,7 @@ def _gain_of(r: Candidate, rows: int) -> float:
 
 
 def _weight(r: Candidate) -> float:
-    """Return the weight of the request. It doubles each time that `priority` falls by one."""
+    """Return the weight of the request: twice as much for each unit of lower `priority`."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
 
 

@@ -72,7 +72,8 @@ def _combine(
 ):
     """Combine the results of all splits for the heads numbered `head`; write them to `target`.
 
-    `heads` and `in_query` are masks.
+    heads: mask of the heads that exist.
+    in_query: mask of the elements [heads, columns] that exist.
     """
     columns = tl.arange(0, in_query.shape[1])
     largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)

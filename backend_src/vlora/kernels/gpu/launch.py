@@ -314,7 +314,8 @@ def prefill(
 
 
 def _stages(dtype: torch.dtype, columns: int) -> int:
-    """Return the number of tiles of keys in flight; fewer for wide heads, which fill shared
-    memory.
+    """Return how many tiles of keys the attention kernels load ahead (Triton's `num_stages`).
+
+    Wide heads get fewer, because their tiles fill the shared memory.
     """
     return 2 if dtype.itemsize * columns > 128 else 3
