@@ -36,6 +36,7 @@ from vlora.launcher.exposure import (
     listen_arguments,
     reachable_host,
 )
+from vlora.launcher.guard import guarded
 from vlora.launcher.model_processes import describe_loading, model_processes
 from vlora.launcher.options import STANDARD_OUTPUT, ServerOptions, default_repository
 from vlora.launcher.ports import choose_ports
@@ -165,6 +166,7 @@ class TritonServer:
     def start(self) -> None:
         """Start the process, without waiting until it is ready."""
         self._folder = self._stack.enter_context(run_folder())
+        self._stack.enter_context(guarded(self._folder))
         self.log = self.options.log or (
             kept_log(self.options.http_port)
             if self.options.keep_log
