@@ -117,7 +117,9 @@ class GpuLimits:
 
 
 def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLimits:
-    """Measure the limits on random data, since products of zeros run faster."""
+    """Return the rates of this device, measured on random data, since products of zeros run
+    faster.
+    """
     source = torch.empty(copy_bytes // 4, device=device).normal_()
     target = torch.empty_like(source)
     work = {"copy": GpuWork([lambda: discard(target.copy_(source))], graph=True)}
@@ -138,4 +140,4 @@ def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLi
 
 
 def discard(_: object) -> None:
-    """Return None, so that a lambda can call a function and ignore its result."""
+    """Ignore the argument. A lambda can call a function inside `discard` to drop its result."""

@@ -1,10 +1,10 @@
 """The roofline of this machine, measured in the same run as the work that it is compared with.
 
 The limit of a cell is the larger of two times: its flops divided by the peak, and its bytes divided
-by the bandwidth. Our own microbenchmarks measure both rates. The peak is that of a loop on
-registers with the fastest multiplication that the instruction set in use has for the cell's type.
-The bandwidth is that of reads from a working set of the cell's size; for cold cells it is larger
-than the caches.
+by the bandwidth. Our own microbenchmarks measure both rates. The peak is the speed of a loop on
+registers, with the fastest multiplication that the instruction set in use has for the cell's type.
+The bandwidth is the speed of reading a working set of the cell's size. For cold cells, the working
+set is larger than the caches.
 
 Other programs share the memory and the cores, so these rates change by half from one second to the
 next. Where the rounds of a cell include the microbenchmarks, the medians of these rounds count.
@@ -108,7 +108,7 @@ class Roofline:
 
 
 def _rounded_up(size: int) -> int:
-    """Round a size up to one of four values per power of two, at least 16 KiB."""
+    """Return a size rounded up to one of four values per power of two, at least 16 KiB."""
     octave = 1 << max(14, size.bit_length() - 1)
     step = octave // 4
     return -(-size // step) * step if size > octave else octave

@@ -49,14 +49,14 @@ def split_cores(
 ) -> Split:
     """Return the number of threads of engine and encoder on `cores` cores.
 
-    engine, encoder: number of threads that the options set, which is returned unchanged, or "auto".
+    engine, encoder: number of threads from the options, which is returned unchanged; or "auto".
     by_quota: whether a quota limits `cores`.
 
-    By default, the encoder gets a part of the cores, at least one, and the engine gets all cores.
+    With "auto", the encoder gets a part of the cores, at least one, and the engine gets all cores.
     The engine's threads take work in small pieces. While the encoder uses a core, the engine
-    therefore loses only that core's share of the speed (decision 33). With a quota, the engine gets
-    only the remaining cores, since both processes stop until the end of the quota's period once
-    they have used it up.
+    therefore loses only that core's share of the speed (decision 33). Under a quota, the engine
+    gets only the remaining cores. With more threads, the two processes would use up the quota early
+    and stop until the end of its period.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -139,7 +139,10 @@ def _with_parents(path: str) -> Iterable[str]:
 
 
 def _version_2(folder: Path) -> float | None:
-    """Read `cpu.max`, which contains "quota period" or "max period", in µs."""
+    """Return the CPU quota of a control group of version 2, in cores; None without a quota.
+
+    The file `cpu.max` contains "quota period" or "max period", in µs.
+    """
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):

@@ -156,7 +156,9 @@ class GatewayBenchmark(Benchmark[Cell]):
         }
 
     async def _idle(self, serving: Serving, number: int) -> Row:
-        """Open connections, leave them idle, then send a request on each."""
+        """Open connections, leave them idle, then send a request on each. Return figures of memory
+        and time.
+        """
         before = serving.gateway.memory_info().rss
         connections = await self._open(serving, number)
         try:

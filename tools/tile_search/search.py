@@ -247,7 +247,10 @@ def duel(
     rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
-    """Measure two calls alternately. The call that starts a pair of samples changes each time."""
+    """Return the times of two calls that are measured alternately.
+
+    The call that starts a pair of samples changes each time.
+    """
     calls = (ours, other)
     estimate = min(_seconds(call, 1, clock) for call in calls)
     count = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))

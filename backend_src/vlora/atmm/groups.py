@@ -73,10 +73,10 @@ class LoraGroup:
     them. A slot may be set and cleared while calls run. Each call uses the weights that were set
     when it started.
 
-    device_type: torch's type of the device whose rows the group is applied to. The CPU's compiled
-        core packs the weights only for the CPU.
-    dtype: dtype of rows, weights and outputs. Pairs may also be fp32, and are then rounded when
-        they are used, so that their owner needs no second copy.
+    device_type: torch's type of the device whose rows the group is applied to. The compiled core
+        packs the weights only for "cpu".
+    dtype: dtype of rows, weights and outputs. Pairs may also be fp32. They are then rounded each
+        time they are used, so their owner needs no second copy.
     """
 
     def __init__(

@@ -55,7 +55,7 @@ class Profile:
 
     products: (rows, seconds) by ascending rows, for a step with this many rows, no adapter, no
         context and one answer.
-    head: number of weights of the LM head divided by that of all other weights.
+    head: number of weights in the LM head, divided by the number of all other weights.
     answer: additional time per answer. The time of the LM head itself is a part of `products`; its
         share follows from `head`.
     position: time to read the keys and values of one position.

@@ -197,7 +197,7 @@ class Engine:
         return ended + outputs
 
     def _load_adapters(self, now: float) -> list[Output]:
-        """Advance the loading of adapters. End the requests whose adapter cannot be loaded."""
+        """Advance the loading of adapters; return the last outputs of requests that failed."""
         failed = self.memory.advance(self.scheduler.queue, len(self.scheduler.running), now)
         return [output for name, error in failed for output in self.abort(name, error)]
 
@@ -234,7 +234,7 @@ class Engine:
         return result, rows, seconds
 
     def _update(self, plan: StepPlan, result: StepResult, drawn: StepRows) -> list[Output]:
-        """Advance the sequences, receive their tokens, and end complete requests."""
+        """Advance the sequences, append tokens, end complete requests; return all outputs."""
         now = self._clock()
         drawn.draw(result.logits)
         self._held_rows.wait_for(drawn.states)
@@ -265,7 +265,7 @@ class Engine:
         return output
 
     def _answer_held(self, now: float) -> list[Output]:
-        """Answer the requests whose token masks have arrived after their rows were computed."""
+        """Return the outputs that need no forward pass (see `HeldRows.answerable`)."""
         outputs = [
             self._answer(state, partial(state.drawn, row, now), now)
             for state, row in self._held_rows.answerable()

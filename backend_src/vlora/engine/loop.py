@@ -87,8 +87,8 @@ class EngineLoop:
     def from_options(
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
-        """Load the checkpoint and the adapters (name → folder, as in `multi_lora.json`); start the
-        loop.
+        """Load the checkpoint and the adapters (name → folder, as in `multi_lora.json`), and return
+        the started loop.
         """
         torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)

@@ -63,7 +63,7 @@ class EngineParts:
 
 
 def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EngineParts:
-    """Load the checkpoint and the adapters, and connect the parts of the engine.
+    """Load the checkpoint and the adapters, and return the connected parts of the engine.
 
     adapter_names: name → folder, in addition to the folders in `options.adapters`.
 

@@ -158,7 +158,8 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.missing]
 
     def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
-        """Give rows to decoding sequences first, so that no prompt delays them, then to prompts.
+        """Return a step with rows for the chosen sequences: decoding ones first, so that no prompt
+        delays them, then prompts.
 
         Paused sequences fill the step if chosen ones got no rows.
         """

@@ -21,8 +21,8 @@ because earlier fields may contain the same word.
 class CompletionWriter:
     """Writes the answer to one request from the pieces that the server sends.
 
-    Every answer also has an object `vlora`, which OpenAI lacks, with the task, the adapter, the
-    timings and, from a vision task head, the score of each label.
+    In addition to OpenAI's fields, every answer has an object `vlora` with the task, the adapter,
+    the timings and, from a vision task head, the score of each label.
     """
 
     def __init__(self, ask: Ask, id: str) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 from vlora.generation.spec import Item, PackingOptions, Spec
 
 NEAR_ERRORS = 2.0
-"""A score nearly reaches its goal if it is below the goal by at most this number of standard
+"""A score counts as near its goal if it is below the goal by at most this number of standard
 errors.
 """
 

@@ -17,7 +17,8 @@ class TimeLeft:
     max_steps: maximum number of steps of an attempt.
     now: present time in seconds.
     packed: number of items that this process has packed.
-    steps, seconds: number of steps that this process has trained, and their time.
+    steps: number of steps that this process has trained.
+    seconds: time of these steps.
     step, limit: present and maximum step of the present attempt.
     steps_of_item: number of steps that the present item has taken in all of its attempts.
     """

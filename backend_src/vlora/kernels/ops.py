@@ -21,13 +21,13 @@ from vlora.kernels import on_gpu, reference
 Epilogue = Callable[[int, int, int, int, int], None]
 """Function that adds to a product in place.
 
-It is called with the address of the product, its row stride in elements, the address of x, its row
-stride in elements, and the number of rows.
+Its arguments are: address of the product, row stride of the product in elements, address of x, row
+stride of x in elements, and number of rows.
 """
 
 
 class Matrix:
-    """A weight with its bias, which are checked once for all steps that use them.
+    """A weight with its bias. Both are checked once, for all steps that use them.
 
     weight: [d_out, d_in], contiguous, fp32 or bf16, or fp16 on a GPU.
     bias: [d_out] fp32, or None.

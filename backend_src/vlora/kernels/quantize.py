@@ -104,7 +104,7 @@ def _slopes(values: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
 
 
 def _storable(zeros: torch.Tensor) -> torch.Tensor:
-    """Round zeros to the nearest values that can be stored."""
+    """Return the nearest zeros that can be stored."""
     return (zeros * ZERO_STEPS).round_().clamp_(-64, 191) / ZERO_STEPS
 
 

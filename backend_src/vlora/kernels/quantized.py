@@ -231,7 +231,7 @@ def _one_of_groups() -> str:
 
 
 class QuantizedMatrix(Matrix):
-    """A quantized weight with its bias, which are checked once for all steps that use them.
+    """A quantized weight with its bias. Both are checked once, for all steps that use them.
 
     bias: [d_out] fp32, or None.
 

@@ -22,7 +22,7 @@ doubles each time.
 """
 
 STOP_SECONDS = 5.0
-"""Seconds that the gateway gets to end. It is stopped after the server, so it has no requests."""
+"""Seconds that the gateway gets to end. The server is stopped before, so no request is running."""
 
 
 class GatewayProcess:

@@ -102,7 +102,7 @@ class WeightSlab:
     def reserve(self) -> torch.Tensor:
         """Return another slab with this layout, full of zeros.
 
-        The system provides its memory only as it is written.
+        The operating system provides its memory only when it is written.
         """
         return self.device.zeros(self.elements, dtype=self.dtype)
 

@@ -2,7 +2,7 @@
 
 A thread that releases the GIL must wait to get it back while the engine is busy. So a load makes a
 few calls for the whole file instead of some per matrix (decision 50). The reader is made when the
-file is checked. It handles no names, configs or patterns.
+file is checked. This module handles no names, configs or patterns.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Layout:
     """Tensors of a safetensors file, in their order in the file. There are no gaps between them.
 
     start: number of bytes in the file before the first tensor.
-    header: Python's `hash` of these bytes, which shows whether the file has changed. It is valid in
-        this process only.
+    header: Python's `hash` of these bytes, which shows whether the file has changed. The hash is
+        valid in this process only.
     keys: key of each tensor.
     types: type of each tensor, a key of FLOATS.
     sizes: number of elements of each tensor.

@@ -114,7 +114,7 @@ class CudaDevice(Device):
         return Load(copies, lambda: torch.cuda.current_stream(self.torch_device).wait_event(event))
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Record `work` as a CUDA graph.
+        """Return `work` as a CUDA graph.
 
         All graphs share one pool for the tensors that their work allocates. So such a tensor must
         not be read after the work.

@@ -143,7 +143,7 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Record the device's part of `work` without executing it.
+        """Return a recording of the device's part of `work`, which is not executed.
 
         `work` must have run once before. It must not wait for the device or read host memory.
         Raises RuntimeError if it cannot be recorded.
@@ -151,7 +151,9 @@ class Device(ABC):
 
     @abstractmethod
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        """Queue a copy of tensors to host memory that starts once the device has computed them."""
+        """Return copies of tensors in host memory. Copying starts once the device has computed the
+        tensors.
+        """
 
     @abstractmethod
     def seal(self, tensor: torch.Tensor) -> None:

@@ -28,9 +28,9 @@ def runs_to_evict(
 ) -> list[range] | None:
     """Return the idle runs to evict so that the pool has `count` contiguous pages without a run.
 
-    The runs to evict are those in one window of `count` pages. The window is chosen so that the
-    most recent use of any of its runs is the oldest possible. Of equal windows, the one with the
-    fewest pages to evict is chosen. The list is empty if some window already contains no run.
+    The runs to evict are those in one window of `count` pages. The window is the one whose most
+    recently used run was used longest ago. Of equal windows, the one with the fewest pages to evict
+    is chosen. The list is empty if some window already contains no run.
 
     total: number of pages of the pool.
     busy: runs that stay.

@@ -153,7 +153,7 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
 
 
 def load_config(folder: Path) -> DecoderConfig:
-    """Read the decoder's architecture from a checkpoint folder.
+    """Return the decoder's architecture in a checkpoint folder.
 
     Raises InvalidArgument for a folder without a checkpoint and for an unsupported checkpoint.
     """

@@ -128,7 +128,7 @@ class TokenSampler:
         budget: int,
         mask: BoolArray | None = None,
     ) -> Draw:
-        """Draw the token that follows `prompt` and `output`.
+        """Draw and return the token that follows `prompt` and `output`.
 
         logits: [vocabulary] fp32 of that position.
         budget: number of tokens left for the answer.

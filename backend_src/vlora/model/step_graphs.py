@@ -223,8 +223,9 @@ class StepGraphs:
     def _may_apply_adapters(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the step may have segments of adapters.
 
-        It has them if a row's adapter is not merged, if the merged adapter must be subtracted from
-        other rows, or if an adapter changes the LM head, into which nothing is merged.
+        The step has such segments if a row's adapter is not merged, if the merged adapter must be
+        subtracted from other rows, or if an adapter changes the LM head, into which nothing is
+        merged.
         """
         live = self._switcher.live
         return any(chunk.slot != live for chunk in chunks) or (

@@ -1,8 +1,8 @@
 """Memory for the intermediate results of a forward pass, which every layer and step reuses.
 
 Without this reuse, tensors of some megabytes would be returned to the system when they are freed.
-Each page of the next tensors would then cause a page fault, which took a third of the time of a
-prefill of 1024 rows.
+Each page of the next tensors would then cause a page fault. These faults took a third of the time
+of a prefill of 1024 rows.
 """
 
 from __future__ import annotations

@@ -28,7 +28,9 @@ MAX_LORA_SERIES = 128
 """Maximum number of series of `vllm:lora_requests_info`."""
 
 MAX_LORA_TEXT = 256 * 1024
-"""Maximum number of characters in the labels of these series. Above it, all of them are removed."""
+"""Maximum number of characters in the labels of these series. If the number is higher, all of the
+series are removed.
+"""
 
 MAX_OBSERVED = 65536
 """Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""

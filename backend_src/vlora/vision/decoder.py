@@ -220,7 +220,7 @@ class ImageDecoder:
         owner: object,
         check: Callable[[], None],
     ) -> list[DecodedImage]:
-        """Decode the elements of a request in one process."""
+        """Return the decoded images of a request, whose elements are decoded in one process."""
         if not request.elements:
             return []
 

@@ -44,7 +44,8 @@ class DeviceFault(RuntimeError):
 
 
 class Operator:
-    """The operator of one library on one device, or in host memory for the emulation.
+    """The LoRA operator on one device, with the kernels of one library. The emulation uses host
+    memory.
 
     Construction warms up the kernels. All calls share one workspace, so streams that run
     concurrently need one operator each.

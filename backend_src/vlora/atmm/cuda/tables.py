@@ -57,7 +57,7 @@ class DeviceGroup:
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
         self._keep_all = keep
         self._keep: dict[int, list[torch.Tensor]] = {}
-        """Matrices of each slot, which must live as long as the tables contain their addresses."""
+        """Matrices of each slot, kept alive while the tables contain their addresses."""
         self._changed: set[int] = set()
         """Slots that have changed since the tables on the device were last updated."""
 

@@ -74,8 +74,8 @@ class Costs(Protocol):
     """Predicted times that policies use, in seconds."""
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
-        """Return the predicted time of a step for each request, as if the step computed only the
-        missing tokens of that request.
+        """Return one predicted time per request: that of a step which computes only the missing
+        tokens of this request.
 
         live: slot of the adapter in the active weights, or BASE.
         """

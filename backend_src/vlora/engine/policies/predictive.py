@@ -301,9 +301,9 @@ class _PlannedStep:
     def _adapter_seconds(self, slot: int, *, shared: bool) -> tuple[float, float]:
         """Return the seconds that the adapters of a request in this slot add: (fixed, per row).
 
-        The fixed part is the time to read the adapters that are not in `_read`, plus that of the
-        operator's calls if `_read` is empty. If `shared`, each time is divided among the requests
-        that cause it.
+        The fixed part is the time to read the adapters that are not in `_read`, plus the time of
+        the operator's calls if `_read` is empty. If `shared`, each time is divided among the
+        requests that cause it.
         """
         applied = self._adapters_of(slot)
         fixed = per_row = 0.0
