@@ -166,7 +166,8 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows, and enter the blocks that became full into the prefix cache.
+        """Count computed rows, and add blocks that became full and can be shared to the prefix
+        cache.
 
         mode: weight mode of the rows (see `mode_of`).
         """
