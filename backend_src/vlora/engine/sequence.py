@@ -271,7 +271,8 @@ class Sequence:
 
     def wait(self, now: float) -> float:
         """Return the total seconds in which the sequence was ready but not in a step.
-        Never reset.
+
+        The total is never reset.
         """
         return now - self.waiting_since
 
