@@ -104,7 +104,8 @@ class GpuLimits:
     """Rates that this device reaches at present.
 
     copy: bytes/s of a large copy, where both reads and writes count.
-    bf16, fp32: flop/s of a large matrix product, in fp32 without TF32.
+    bf16: flop/s of a large matrix product in bf16.
+    fp32: flop/s of a large matrix product in fp32, without TF32.
     """
 
     copy: float

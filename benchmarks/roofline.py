@@ -33,9 +33,11 @@ class Roofline:
     """
 
     measure_peak: Callable[[str, float], float]
-    """Function of type and seconds that returns flop/s."""
+    """Function that takes a type and a number of seconds, and returns flop/s."""
     measure_bandwidth: Callable[[int, float], float]
-    """Function of the working set in bytes, and seconds, that returns bytes/s."""
+    """Function that takes the size of a working set in bytes and a number of seconds, and returns
+    bytes/s.
+    """
     cold_bytes: int = field(default_factory=lambda: Cpu.here().cold_bytes)
     """Size of a working set that exceeds this machine's caches."""
     _peaks: dict[str, float] = field(default_factory=dict)

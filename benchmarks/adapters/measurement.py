@@ -66,7 +66,7 @@ class ManyAdapters:
     def options(self, root: Path, **options: Any) -> Options:
         """Return options with a KV cache just large enough for the concurrent requests.
 
-        The memory for adapters is added to it.
+        The memory for adapters is added to that of the cache.
         """
         length = self._grid["prompt"] + self._grid["output"] + BLOCK
         sequences = max(options.get("max_num_seqs", 0), self._grid["sequences"])

@@ -49,7 +49,9 @@ class ClosedLoop:
         self._numbers = itertools.count()
 
     def rows(self, policies: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-        """Run all policies once per round, in an order that rotates, after a warm-up."""
+        """Run all policies once per round after a warm-up, in an order that rotates; return the
+        rows.
+        """
         for policy in policies:
             self._run(policy, self._grid["at_once"])
         return [

@@ -114,10 +114,10 @@ def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
 
 
 def measure_drift(grid: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """Return how far the weights have moved from the base after some numbers of switches in place.
+    """Return how far merging in place moves the weights from the base, by number of switches.
 
-    largest: the largest change of a weight.
-    changed: the share of weights that changed.
+    Each row has the keys `largest`, the largest change of a weight, and `changed`, the share of
+    weights that changed.
     """
     side = grid["hidden"]
     slab = WeightSlab(grid["layers"], dict.fromkeys(TARGETS, (side, side)), DTYPES[dtype])

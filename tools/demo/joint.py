@@ -232,7 +232,7 @@ def train_jointly(
 def joint_loss(
     model: LlavaForConditionalGeneration, heads: DenseHeads, batch: JointBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of the answers plus that of the auxiliary task."""
+    """Return the loss of the answers plus that of the auxiliary task, and figures by name."""
     images = batch.pack.images
     if len(images) == 0:
         return answer_loss(model, batch.pack, hidden_states(model, batch.pack, None))

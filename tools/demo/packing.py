@@ -81,7 +81,9 @@ DEMO = Language(TEMPLATE, encode, "</s>")
 def prompt_parts(
     question: Question, images: int, is_clip: bool, language: Language = DEMO
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt's prefix, with image tokens expanded, and of its branch."""
+    """Return the token ids of a prompt in two parts: prefix, with image tokens expanded, and
+    branch.
+    """
     frames = images if is_clip else 0
     template = language.template
     prompt = render(question.task, question.text, images - frames, frames, template)

@@ -82,7 +82,10 @@ class Atmm(LoraOperator):
 
 @dataclass
 class GpuKernelResult:
-    """Seconds of each operator on one cell, as a graph and call by call; reasons for omissions."""
+    """Seconds per call of each operator on one cell, and the reason for each that was left out.
+
+    Each operator is timed as a graph and call by call.
+    """
 
     cell: KernelCell
     limit: float

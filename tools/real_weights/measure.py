@@ -226,7 +226,7 @@ def merging_errors(
 ) -> dict[str, float]:
     """Return what merging the adapter changes: logits of texts and images, and perplexity.
 
-    Errors are differences between merged and unmerged logits, as a fraction of their standard
+    Errors are differences between merged and unmerged logits, as a fraction of the logits' standard
     deviation.
     """
     inputs = {

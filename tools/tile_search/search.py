@@ -36,7 +36,9 @@ WARM_CALLS = 2
 """Number of calls before a hot sample. One call does not load a large adapter into the last-level
 cache."""
 DUEL_ROUNDS = 15
-"""Number of alternating samples of the winner and the built-in configuration, hot and cold each."""
+"""Number of alternating samples of the winner and the built-in configuration, with hot and with
+cold adapters.
+"""
 NOTCH = 1.57
 """Half width of a box plot's notch, in units of the interquartile range divided by the root of the
 sample count. In 95 of 100 cases, the true median is within this distance of the sample's median.

@@ -40,7 +40,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 3
 """Maximum number of times that a step is measured."""
 MAX_STEP_SECONDS = 0.5
-"""Total measuring time of one step, in seconds, after which it is not repeated."""
+"""Seconds of measuring one step after which the step is not repeated again."""
 BUDGET_SECONDS = 4.0
 """Seconds of measuring after which the remaining numbers in `ROWS` are skipped."""
 DECODE_REQUESTS = 16

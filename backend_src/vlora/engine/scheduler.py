@@ -195,7 +195,7 @@ class Scheduler:
             if step.free_rows == 0 or len(step.rows) >= self.policy.max_batch:
                 break
             if not sequence.table.pages:
-                continue  # It was preempted for a sequence before it.
+                continue  # The sequence was preempted for an earlier one.
             if sequence in step.paused:
                 step.paused.remove(sequence)
             if self._grow(sequence, step, only_paused=True):

@@ -166,7 +166,8 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows, and enter the blocks that became full into the prefix cache.
+        """Count computed rows, and add blocks that became full and can be shared to the prefix
+        cache.
 
         mode: weight mode of the rows (see `mode_of`).
         """
@@ -270,7 +271,8 @@ class Sequence:
 
     def wait(self, now: float) -> float:
         """Return the total seconds in which the sequence was ready but not in a step.
-        Never reset.
+
+        The total is never reset.
         """
         return now - self.waiting_since
 

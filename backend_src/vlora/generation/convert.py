@@ -41,7 +41,7 @@ from vlora.lora.peft_options import KNOWN_CHANGES
 
 DEFAULT_RANK = 64
 DEFAULT_MAX_ERROR = 0.05
-"""Default maximum of the error of a conversion, relative to the adapter's change."""
+"""Default maximum error of a conversion, relative to the adapter's change."""
 MAGNITUDE = "lora_magnitude_vector"
 
 

@@ -28,7 +28,9 @@ errors.
 
 
 HOPELESS_ERRORS = 5.0
-"""Two items conflict if a score misses its goal by more than this number of standard errors."""
+"""Two items conflict if an attempt to join them left a score below its goal by more than this
+number of standard errors.
+"""
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class GatewayProcess:
             process.wait()
 
     def _watch(self, command: list[str]) -> None:
-        """Restart the process whenever it ends, until the block is left."""
+        """Restart the process whenever it ends, until the context is left."""
         wait = FIRST_WAIT_SECONDS
         while self._process is not None:
             status = self._process.wait()

@@ -140,12 +140,13 @@ class CudaDevice(Device):
             ):
                 work()
         except BaseException:
-            # After an invalid capture, torch's allocators wait for its end forever. That of the
-            # device would never again use memory that two streams have used. The call fails if the
-            # capture has ended properly.
+            # After an invalid capture, torch's allocators wait for its end forever. The device's
+            # allocator would never again use memory that two streams have used. The call fails if
+            # the capture has ended properly.
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
-            # That of pinned memory keeps a pointer to the graph, and cannot use the pool again.
+            # The allocator of pinned memory keeps a pointer to the graph, and cannot use the pool
+            # again.
             self._invalid_graphs.append(graph)
             self._graph_pool = self._first_graph = None
             raise

@@ -37,7 +37,7 @@ Usually, only a few hundred of 152k tokens are above such a threshold, and only 
 """
 
 MIN_FP32_TEMPERATURE = 1e-30
-"""Minimum temperature by which fp32 logits are divided. It always draws the largest logit."""
+"""Minimum temperature by which fp32 logits are divided. At it, a draw returns the largest logit."""
 
 SUM_TOLERANCE = 1e-9
 """Upper bound of the relative difference between sums of the same weights in different orders."""

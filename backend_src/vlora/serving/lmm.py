@@ -112,8 +112,8 @@ class LmmService:
 
     The service owns the responders of live requests: a responder is in `_live` from `handle` until
     its final response, and at no other time. While a request is also in `waiting`, several threads
-    may try to take it: the pool thread that continues with it, and threads that end it early. Only
-    the thread that removes it from `waiting` does so.
+    may try to take it: the pool thread that continues with it, and threads that end it early. The
+    thread that removes the request from `waiting` continues with it or ends it.
 
     pool: threads that call `encode`, which blocks, and submit long prompts. The engine has admitted
         the requests that wait for a thread, so they count as part of its queue.

@@ -104,7 +104,7 @@ class VisionEncoder:
                 output_loading_info=True,
                 use_safetensors=True,
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # They are refused below, by name.
+                ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
             )
         except OSError as error:  # Several files without an index, for example.
             raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error

@@ -168,7 +168,7 @@ class CudaError(RuntimeError):
 
 
 class Library:
-    """The loaded library.
+    """The loaded CUDA library of the LoRA operator.
 
     Raises OSError if it cannot be loaded, and CudaError if its interface has another version.
     """

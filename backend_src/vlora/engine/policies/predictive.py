@@ -128,7 +128,7 @@ class Predictive:
     def _add_prompts(
         self, prompts: list[Candidate], work: _RemainingWork, step: _PlannedStep
     ) -> None:
-        """Add the prompts that raise the gain per second. They are tried by priority, then work."""
+        """Add the prompts that raise the gain per second, tried by priority, then by work."""
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
         for r in prompts:
@@ -287,10 +287,8 @@ class _PlannedStep:
     def _sharing_gain(self, r: Candidate, rate: float) -> float:
         """Return the gain of decoding together with the other requests instead of after them.
 
-        There is a gain only if the step computes all missing tokens. Each later decode step that
-        the request shares saves the fixed cost of a step. For a decoding request, the gain is 0.
-
-        rate: as in `_rate_with`.
+        Each later decode step that the request shares saves the fixed cost of a step. The caller
+        counts the gain only if the step computes all missing tokens. rate: as in `_rate_with`.
         """
         if r.missing == 1:
             return 0.0
