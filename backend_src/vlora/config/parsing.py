@@ -37,7 +37,7 @@ def load_options(
     environment: Mapping[str, str] | None = None,
     replacing: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Read the options from a `model.json`.
+    """Return the options in a `model.json`.
 
     environment: variables that override folders; by default those of this process.
     replacing: keys that replace those in the file.
@@ -78,7 +78,7 @@ def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def load_replacing(path: Path) -> dict[str, Any]:
-    """Read a file with keys that replace those of a `model.json`.
+    """Return the keys in a file that replace those of a `model.json`.
 
     Relative folders in the file start at the folder that contains it. Raises InvalidArgument if the
     file is not a JSON object.

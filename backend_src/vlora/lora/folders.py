@@ -69,7 +69,9 @@ def _named(
 
 
 class FolderFinder:
-    """Returns the result of `find_folders`, as the same object as long as it does not change."""
+    """Callable that returns the result of `find_folders`: the same object until the result
+    changes.
+    """
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
