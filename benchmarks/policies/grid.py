@@ -22,9 +22,10 @@ SIMULATED, CLOSED_LOOP = "simulated", "closed loop"
 
 capacity: throughput of unmerge_only with all requests at once.
 measured: the grid in real time.
-few adapters: traces with two adapters, as in figure 21, in real time. simulated again: the measured
-traces, all with the cost model that the run ends with.
-simulated: larger traces with the same cost model. closed loop: the rows of `closed_loop`.
+few adapters: traces with two adapters, as in figure 21, in real time.
+simulated again: the measured traces, all with the cost model that the run ends with.
+simulated: larger traces with the same cost model.
+closed loop: the rows of `closed_loop`.
 """
 
 

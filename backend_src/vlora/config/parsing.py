@@ -87,9 +87,9 @@ def load_replacing(path: Path) -> dict[str, Any]:
 
 
 def load_adapter_names(path: Path) -> dict[str, str]:
-    """Read `multi_lora.json`: name → folder, relative to the adapters' folder.
+    """Return the adapters in `multi_lora.json`: name → folder, relative to the adapters' folder.
 
-    Returns {} if there is no such file. Raises InvalidArgument if it is invalid.
+    Without such a file, the result is {}. Raises InvalidArgument if the file is invalid.
     """
     if not path.is_file():
         return {}

@@ -5,15 +5,17 @@ The host tier evicts fp32 copies (`lora/host.py`). All of them follow these rule
 
 1. Only unused items are evicted: blocks that no sequence holds; resident adapters that are neither
 pinned nor protected nor needed by an older waiting request; host copies of adapters that are not
-resident, not being packed and not held by a request. 2. The least recently used item goes first.
-The time of a use is a tick of the pool's clock (`PagePool.tick`), which blocks and adapters share.
-If a block and an adapter were used at the same time, the block goes first. 3. An item marked
-EVICT_FIRST goes before all others. These are the blocks of an evicted adapter, and an outdated
-version of an adapter that no started request uses. 4. Of blocks that are released together, the
-later ones in the sequence go first, so that the remaining blocks are still a prefix. 5. To make
-room for an adapter, the pool first looks for contiguous pages without adapters. If there are none,
-it evicts all adapters in one window of pages. The pool chooses the window whose most recently used
-adapter was used longest ago (`memory/windows.py`).
+resident, not being packed and not held by a request.
+2. The least recently used item goes first. The time of a use is a tick of the pool's clock
+(`PagePool.tick`), which blocks and adapters share. If a block and an adapter were used at the same
+time, the block goes first.
+3. An item marked EVICT_FIRST goes before all others. These are the blocks of an evicted adapter,
+and an outdated version of an adapter that no started request uses.
+4. Of blocks that are released together, the later ones in the sequence go first, so that the
+remaining blocks are still a prefix.
+5. To make room for an adapter, the pool first looks for contiguous pages without adapters. If there
+are none, it evicts all adapters in one window of pages. The pool chooses the window whose most
+recently used adapter was used longest ago (`memory/windows.py`).
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class Evictor(Protocol):
 
     @property
     def holds_runs(self) -> bool:
-        """True if its items are adapters, each in a run of contiguous pages."""
+        """True if the items are adapters, each in a run of contiguous pages."""
         ...
 
     def evictable_pages(self, enough: int) -> int:

@@ -215,8 +215,8 @@ class _PlannedStep:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request if the step has a free row. Return False, without
-        taking it, if the step does not read its adapter yet.
+        """Take one row of a decoding request, if a row is free. Return False, and take nothing, if
+        the step does not read the request's adapter yet.
         """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
