@@ -151,9 +151,13 @@ class BoundedSegments:
     bounds: SegmentBounds
     tensor: torch.Tensor
 
-    def captured(self, on_device: torch.Tensor) -> CapturedSegments:
-        """Return segments for a call that is captured. Replays read them from `on_device`."""
+    def captured(self, on_device: torch.Tensor, layout: GroupLayout) -> CapturedSegments:
+        """Return segments for calls that are captured. Replays read them from `on_device`.
+
+        layout: layout of all groups that the calls may apply.
+        """
         segments = CapturedSegments(self.segments)
+        segments.groups = layout.used
         segments.prepared[operator.current()] = self.bounds.on(on_device)
         return segments
 
@@ -163,11 +167,13 @@ class GroupLayout:
     """Properties of groups that are fixed when a graph captures calls of the operator.
 
     version: latest version of any group when this layout was last compared with the groups.
-    parts: for each group, addresses of its tables, maximum rank, and whether it was ever used.
+    parts: for each group, addresses of its tables, and maximum rank.
+    used: groups that have had a pair. A graph applies these.
     """
 
     version: int
     parts: tuple[object, ...]
+    used: frozenset[LoraGroup]
 
 
 def captures(device: torch.device) -> bool:
@@ -190,11 +196,12 @@ def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> Grou
     if known is not None and known.version == version:
         return known
     on_device = operator.current()
-    parts = tuple((on_device.group(group).layout, group.ever_used) for group in groups)
-    if known is not None and known.parts == parts:
+    parts = tuple(on_device.group(group).layout for group in groups)
+    used = frozenset(group for group in groups if group.ever_used)
+    if known is not None and known.parts == parts and known.used == used:
         known.version = version
         return known
-    return GroupLayout(version, parts)
+    return GroupLayout(version, parts, used)
 
 
 def bind_epilogue(
