@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from tests.support.device_tensors import DEVICE, OnDevice, separate_devices, unseparated
@@ -54,7 +55,7 @@ class FakeDevice(Device):
         self.loads = self.loaded = 0
         self._loading: deque[Callable[[], object]] = deque()
         """Copies of the loads under way, in the order of the stream of loads."""
-        self._memory: list[torch.Tensor] = []
+        self._memory: list[np.ndarray] = []
         """All memory that was ever allocated."""
         self._lock = threading.Lock()
         self.threads = {threading.get_ident()}
@@ -73,11 +74,11 @@ class FakeDevice(Device):
     def _allocate(self, size: int) -> torch.Tensor:
         """Return `size` bytes that contain NaN. They do so again once no tensor uses them."""
         self._check_thread()
-        memory = torch.full((size,), POISON, dtype=torch.uint8)
+        memory = torch.full((size,), POISON, dtype=torch.uint8).numpy()
         self._memory.append(memory)
         # Every tensor that uses the memory keeps this view of it.
-        view = memory.numpy().view()
-        weakref.finalize(view, memory.fill_, POISON).atexit = False
+        view = memory.view()
+        weakref.finalize(view, memory.fill, POISON).atexit = False
         return torch.from_numpy(view)
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:

@@ -129,8 +129,8 @@ class CudaDevice(Device):
         return Graph(graph.replay, self._graph_bytes() - before)
 
     def _graph_bytes(self) -> int:
-        """Return the size in bytes of the pool of graphs. No other thread allocates memory in it."""
-        segments = torch.cuda.memory_snapshot(self._graph_pool)
+        """Return the size in bytes of the pool of graphs. Only captures allocate memory in it."""
+        segments = torch.cuda.memory_snapshot(self._graph_pool)  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments)
 
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:

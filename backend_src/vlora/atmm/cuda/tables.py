@@ -112,7 +112,7 @@ class DeviceGroup:
             self._table.index_copy_(1, entries[0, :, 0], entries[:, :, 1:])
         self._changed.clear()
 
-    def _copied(self, values: list[list[tuple[int, ...]]]) -> torch.Tensor:
+    def _copied(self, values: Sequence[Sequence[tuple[int, ...]]]) -> torch.Tensor:
         """Return numbers as an int64 tensor on the device, which one transfer copies there."""
         pinned = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
         return pinned.to(self.device, non_blocking=True)
