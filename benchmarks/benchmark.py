@@ -105,7 +105,8 @@ class Benchmark(ABC, Generic[CellT]):
     def meta(self) -> dict[str, Any]:
         """Return the conditions that the figures depend on, beyond those of `report.machine_meta`.
 
-        The runner calls it before the first cell and again before it writes the JSON file.
+        The runner calls this method before the first cell, and again before it writes the JSON
+        file.
         """
         from benchmarks.machine import operator_meta
 
@@ -173,7 +174,10 @@ def parse_thread_counts(text: str) -> list[int]:
 
 
 def load_grid_values(path: Path, *, quick: bool) -> dict[str, Any]:
-    """Return a grid file's entries. If `quick`, those of its entry `quick` replace the others."""
+    """Return the entries of a grid file.
+
+    quick: whether the entries under the key `quick` replace entries with the same keys.
+    """
     values: dict[str, Any] = json.loads(path.read_text())
     return values | (values["quick"] if quick else {})
 

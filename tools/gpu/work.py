@@ -80,7 +80,7 @@ def machine(out: Path) -> str:
 
 
 def build(out: Path) -> str:
-    """Build the pruned set of tiles for the GPU's architecture; without a GPU, for all."""
+    """Build the pruned set of tiles for the GPU's architecture (for all, without a GPU)."""
     from tools.tile_search import cuda_build
 
     known = read(out / "machine.json")

@@ -173,7 +173,7 @@ def _operand_loads(tile: CudaTile) -> float:
 
 
 def _spread(ordered: list[CudaTile]) -> list[CudaTile]:
-    """Reorder a list: smallest, largest, middle, then the middles of the remaining intervals."""
+    """Return the list in another order: smallest, largest, middle, then the middles of the rest."""
     picked: list[int] = []
     spans = [(0, len(ordered) - 1)]
     if ordered:

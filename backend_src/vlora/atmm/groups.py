@@ -45,8 +45,8 @@ def _publish(version: int) -> None:
 
 
 Wait = Callable[[], object]
-"""Function that lets all work which the calling thread launches later wait for a copy to the
-device.
+"""Function that makes all work that the calling thread launches later wait for a copy to the
+device. The function itself returns immediately.
 """
 
 
@@ -67,7 +67,7 @@ class PendingCopies:
             self._waits[slot] = wait
 
     def wait_for(self, segments: Sequence[Segment]) -> None:
-        """Let the calling thread's later work wait for the weights that these segments use."""
+        """Make the calling thread's later work wait for the weights that these segments use."""
         if self._waits:
             for slot in Segments.of(segments).slots:
                 if (wait := self._waits.pop(slot, None)) is not None:
@@ -82,10 +82,10 @@ class LoraGroup:
     them. A slot may be set and cleared while calls run. Each call uses the weights that were set
     when it started.
 
-    device_type: torch's type of the device whose rows the group is applied to. The CPU's compiled
-        core packs the weights only for the CPU.
-    dtype: dtype of rows, weights and outputs. Pairs may also be fp32, and are then rounded when
-        they are used, so that their owner needs no second copy.
+    device_type: torch's type of the device whose rows the group is applied to. The compiled core
+        packs the weights only for "cpu".
+    dtype: dtype of rows, weights and outputs. Pairs may also be fp32. They are then rounded each
+        time they are used, so their owner needs no second copy.
     """
 
     def __init__(
@@ -148,8 +148,7 @@ class LoraGroup:
     def slot_bytes(self, ranks: Sequence[int]) -> int:
         """Return the size in bytes of one adapter's packed copies in this group, a multiple of 64.
 
-        Without the compiled core, it is the size of the unpacked copies. On a GPU, their ranks are
-        padded.
+        Without the compiled core, the copies are not packed. On a GPU, their ranks are padded.
 
         ranks: rank for each output, 0 for a projection that the adapter does not target.
         """

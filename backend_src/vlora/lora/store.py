@@ -238,7 +238,7 @@ class AdapterStore:
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
         """Return the group of these matrices, which must share their input.
 
-        It holds A and B of every resident adapter, by slot.
+        The group holds A and B of every resident adapter, by slot.
         """
         return self._tiers.slots.group(matrices)
 

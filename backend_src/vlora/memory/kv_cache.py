@@ -86,7 +86,7 @@ class KVCache:
     def clear(self, pages: range) -> None:
         """Set the contiguous pages of an evicted adapter to zero.
 
-        Attention relies on the padding of keys and values being zero.
+        Attention also reads the padding of keys and values, which must be zero.
         """
         self.cache[pages.start : pages.stop].zero_()
 

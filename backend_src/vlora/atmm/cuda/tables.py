@@ -41,8 +41,8 @@ class DeviceGroup:
     ) -> None:
         """Create a group without adapters.
 
-        keep: whether to keep matrices that are used in place. If not, they must live until their
-            slot gets others.
+        keep: whether to hold references to matrices that are used in place. If False, the caller
+            must keep these matrices until their slot gets others.
         """
         self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
         self.max_rank = RANK_STEP
@@ -59,7 +59,7 @@ class DeviceGroup:
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
         self._keep_all = keep
         self._keep: dict[int, list[torch.Tensor]] = {}
-        """Matrices of each slot, which must live as long as the tables contain their addresses."""
+        """Matrices of each slot, kept alive while the tables contain their addresses."""
         self._changed: set[int] = set()
         """Slots that have changed since the tables on the device were last updated."""
 
