@@ -19,6 +19,7 @@ from tests.support.atmm_problems import emulation
 from vlora.atmm import groups
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda import operator as operators
+from vlora.atmm.cuda.choice import KernelChoice, Table
 from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.cuda.operator import MergedParts, Operator
 from vlora.atmm.cuda.tables import NO_ADAPTER, DeviceGroup
@@ -200,3 +201,15 @@ def test_a_library_with_another_interface_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(c, "VERSION", c.VERSION + 1)
     with pytest.raises(CudaError, match=f"has interface version {c.VERSION - 1}, not {c.VERSION}"):
         Library(path)
+
+
+def test_wrong_configurations_tiles_and_segments_are_refused() -> None:
+    library = emulation()
+    for name in ("columns b1 s1", "rows b1", "a b; up to 4 rows b1 s1"):
+        with pytest.raises(ValueError, match="is not a configuration of ATMM for CUDA"):
+            KernelChoice.parse(name)
+    with pytest.raises(ValueError, match="has no shrink tile 1x1 for bf16"):
+        KernelChoice(shrink="1x1", expand="1x1").on(library, "bf16")
+    assert len(Table({"a key": KernelChoice()})) == 1
+    with pytest.raises(ValueError, match="segment"):
+        library.arrange([(0, 1, 0, 5)])
