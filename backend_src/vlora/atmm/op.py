@@ -152,12 +152,9 @@ class BoundedSegments:
     tensor: torch.Tensor
 
     def captured(self, on_device: torch.Tensor, layout: GroupLayout) -> CapturedSegments:
-        """Return segments for calls that are captured. Replays read them from `on_device`.
-
-        layout: layout of all groups that the calls may apply.
-        """
+        """Return segments to capture with the groups of `layout`. Replays read `on_device`."""
         segments = CapturedSegments(self.segments)
-        segments.groups = layout.used
+        segments.groups = frozenset(layout.parts)
         segments.prepared[operator.current()] = self.bounds.on(on_device)
         return segments
 
@@ -167,13 +164,11 @@ class GroupLayout:
     """Properties of groups that are fixed when a graph captures calls of the operator.
 
     version: latest version of any group when this layout was last compared with the groups.
-    parts: for each group, addresses of its tables, and maximum rank.
-    used: groups that have had a pair. A graph applies these.
+    parts: addresses of the tables and maximum rank of each group that has had a pair.
     """
 
     version: int
-    parts: tuple[object, ...]
-    used: frozenset[LoraGroup]
+    parts: dict[LoraGroup, tuple[int, ...]]
 
 
 def captures(device: torch.device) -> bool:
@@ -196,12 +191,11 @@ def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> Grou
     if known is not None and known.version == version:
         return known
     on_device = operator.current()
-    parts = tuple(on_device.group(group).layout for group in groups)
-    used = frozenset(group for group in groups if group.ever_used)
-    if known is not None and known.parts == parts and known.used == used:
+    parts = {group: on_device.group(group).layout for group in groups if group.ever_used}
+    if known is not None and known.parts == parts:
         known.version = version
         return known
-    return GroupLayout(version, parts, used)
+    return GroupLayout(version, parts)
 
 
 def bind_epilogue(
