@@ -62,7 +62,7 @@ def apply(
     values of x and x Aᵀ to bf16 for these instructions. On CUDA, x, x Aᵀ and the term that is added
     to y are rounded to the group's dtype.
 
-    y: [T, sum of d_out], the outputs of all projections side by side; x: [T, d_in]. Both are of the
+    y: [T, sum of d_out], the outputs of one projection after another; x: [T, d_in]. Both are of the
         group's dtype, or both fp32. Rows may be strided, columns must be contiguous.
     config: index into `configs("apply", dtype)`, instead of the choice from the table.
     threads: number of threads; torch's by default. 1 runs on the calling thread.

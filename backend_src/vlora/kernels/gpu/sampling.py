@@ -80,7 +80,7 @@ def chunk_mass_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """For each floor, count and add up the weights of a chunk that are at least the floor.
+    """Count and add up, for each floor, the weights of a chunk that are at least the floor.
 
     counts, masses: [draws, chunks, FLOORS] int32 and fp64.
     """
