@@ -151,9 +151,10 @@ class BoundedSegments:
     bounds: SegmentBounds
     tensor: torch.Tensor
 
-    def captured(self, on_device: torch.Tensor) -> CapturedSegments:
-        """Return segments for a call that is captured. Replays read them from `on_device`."""
+    def captured(self, on_device: torch.Tensor, layout: GroupLayout) -> CapturedSegments:
+        """Return segments to capture with the groups of `layout`. Replays read `on_device`."""
         segments = CapturedSegments(self.segments)
+        segments.groups = frozenset(layout.parts)
         segments.prepared[operator.current()] = self.bounds.on(on_device)
         return segments
 
@@ -163,11 +164,11 @@ class GroupLayout:
     """Properties of groups that are fixed when a graph captures calls of the operator.
 
     version: latest version of any group when this layout was last compared with the groups.
-    parts: for each group, addresses of its tables, maximum rank, and whether it was ever used.
+    parts: addresses of the tables and maximum rank of each group that has had a pair.
     """
 
     version: int
-    parts: tuple[object, ...]
+    parts: dict[LoraGroup, tuple[int, ...]]
 
 
 def captures(device: torch.device) -> bool:
@@ -190,7 +191,7 @@ def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> Grou
     if known is not None and known.version == version:
         return known
     on_device = operator.current()
-    parts = tuple((on_device.group(group).layout, group.ever_used) for group in groups)
+    parts = {group: on_device.group(group).layout for group in groups if group.ever_used}
     if known is not None and known.parts == parts:
         known.version = version
         return known
