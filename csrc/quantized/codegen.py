@@ -14,10 +14,7 @@ def body(isa: Isa) -> str:
     pairs = "{pack_pairs, gemv_pairs}" if has_pairs else "{nullptr, nullptr}"
     panels = "{}, {}"
     if isa is kernels.AVX2:
-        panels = (
-            "{{pack_limbs<3>, gemv_limbs<3>}, {pack_limbs<2>, gemv_limbs<2>}},\n"
-            "          {widen_panels<float>, widen_panels<uint16_t>}"
-        )
+        panels = "{pack_panels, gemv_panels}, {widen_panels<float>, widen_panels<uint16_t>}"
     return (
         "Kernels table() {\n"
         f"  return {{{{pack, gemv}}, {pairs}, kMaxRows, {{widen<float>, widen<uint16_t>}},\n"

@@ -1,199 +1,233 @@
-// Gemv with int4 weights in panels, by products of bytes with limbs of x, and the conversion of such
-// weights in memory.
+// Gemv with int4 weights in panels, and the conversion of such weights in memory.
 //
-// A lane of 32 bits belongs to one of the eight rows of a panel, so that values of x are broadcast,
-// and no sum of lanes is needed. Sums of integers are exact; they are multiplied by the scales of x
-// and W once for each group.
+// Each lane of a register belongs to one row of a panel. So values of x are broadcast, and no sum
+// of lanes is needed.
 #pragma once
 
-#include <cstring>
+#include <immintrin.h>
 
-#include "quantized/limbs_avx2.h"
+#include <algorithm>
+#include <cmath>
+
+#include "quantized/quantized.h"
 
 namespace vlora::quantized::VLORA_ISA {
 
-constexpr int kPanelRows = int(vlora::quantized::kPanelRows);
+constexpr int kGroup = int(kMinGroup), kWords = 4, kWordValues = 8;
 // Bytes of a group of a panel.
 constexpr int64_t kGroupBytes = kPanelRows * kGroup / 2;
-// Bytes of packed x that are multiplied with kPanelsAtOnce panels before the next, a part of L1.
-constexpr int64_t kXBytes = 8 << 10;
-constexpr int64_t kPanelsAtOnce = 4;
+// Maximum number of rows of x in a tile, which kPanelsAtOnce panels are multiplied with before the
+// next tile is read.
+constexpr int64_t kMaxTileRows = 4;
+// Bytes that each panel is prefetched ahead, into L1.
+constexpr int64_t kBytesAhead = 8 * kGroupBytes;
+// Scales that each panel is prefetched ahead.
+constexpr int64_t kScalesAhead = 64;
+// With one row of x, kMiddle is subtracted from each value of a group if its largest value times
+// this exceeds the sum of all.
+constexpr float kLargestShare = 4;
 
-// Packed x: the ends of each row's outliers, the groups (all rows of a group after another), and the
-// outliers of one row after another.
-template <int kLimbs>
-struct PackedX {
-  int32_t* ends;
-  GroupOfX<kLimbs>* groups;
-  Outlier* outliers;
-
-  PackedX(const Product& p, void* memory)
-      : ends(static_cast<int32_t*>(memory)),
-        groups(reinterpret_cast<GroupOfX<kLimbs>*>(ends + kMaxRows)),
-        outliers(reinterpret_cast<Outlier*>(groups + p.rows * groups_of(p.w))) {}
-  static int64_t groups_of(const Weight& w) { return w.blocks() * (kBlock / kGroup); }
+// Value j of a word of a panel, which has 4 bits, is read in its place: it is masked, kMiddle is
+// subtracted in the same place, and x is divided by 16^j when it is packed. So weights are exact.
+// The constants are read from memory, because sums and weights need the registers.
+struct alignas(32) WordConstants {
+  int32_t masks[kWordValues][kPanelRows], middles[kWordValues][kPanelRows];
+  constexpr WordConstants() : masks(), middles() {
+    for (int j = 0; j < kWordValues; ++j)
+      for (int row = 0; row < kPanelRows; ++row) {
+        masks[j][row] = int32_t(15u << 4 * j);
+        middles[j][row] = int32_t(8u << 4 * j);
+      }
+  }
 };
+static_assert(kMiddle == 8);
 
-template <int kLimbs>
-void pack_limbs(const Product& p, void* to) {
-  const PackedX<kLimbs> packed(p, to);
-  Outlier* end = packed.outliers;
-  for (int64_t t = 0; t < p.rows; ++t) {
-    const float* const x = p.x + t * p.x_stride;
-    for (int64_t group = 0; group < packed.groups_of(p.w); ++group) {
-      const int64_t k = group * kGroup;
-      end = pack_group(x + k, k, p.w.k - k, packed.groups[group * p.rows + t], end);
+// Returns the index in its group of value j of a word.
+constexpr int value_of_word(int word, int j) { return 4 * word + j / 2 + (j % 2 ? kGroup / 2 : 0); }
+
+// Returns the bit from which value j of a word is read. The highest bits would be read as a
+// negative number unless kMiddle is subtracted, so they are shifted.
+constexpr int bit_of_value(int j, bool subtract) {
+  return j == kWordValues - 1 && !subtract ? 0 : 4 * j;
+}
+
+inline int64_t tiles_of(int64_t rows) { return ceil_div(rows, kMaxTileRows); }
+// Returns the first row of x in a tile. Rows are divided evenly into the fewest tiles.
+inline int64_t panel_tile_begin(int64_t rows, int64_t tile) { return rows * tile / tiles_of(rows); }
+inline int64_t groups_of(const Weight& w) { return w.blocks() * (kBlock / kGroup); }
+
+// Packs x by tiles. A tile has, for each group and value of a word, the values of its rows. Then it
+// has two numbers for each group and row: minus the sum of the values in units of kZeroStep, and
+// the number of units that the products lack because kMiddle was not subtracted.
+//
+// With one row, kMiddle is subtracted from each value only in groups with a large value: there, the
+// rounding error of its product with kMiddle would be large compared with the other products.
+inline void pack_panels(const Product& p, void* to) {
+  const int64_t groups = groups_of(p.w);
+  auto* out = static_cast<float*>(to);
+  for (int64_t tile = 0; tile < tiles_of(p.rows); ++tile) {
+    const int64_t begin = panel_tile_begin(p.rows, tile),
+                  rows = panel_tile_begin(p.rows, tile + 1) - begin;
+    float* const terms = out + groups * kGroup * rows;
+    for (int64_t t = 0; t < rows; ++t) {
+      const float* const x = p.x + (begin + t) * p.x_stride;
+      for (int64_t group = 0; group < groups; ++group) {
+        float values[kGroup] = {}, sum = 0, size = 0, largest = 0;
+        const int64_t first = group * kGroup, count = std::min<int64_t>(p.w.k - first, kGroup);
+        for (int64_t i = 0; i < count; ++i) values[i] = x[first + i];
+        for (const float value : values) {
+          sum += value, size += std::abs(value);
+          largest = std::max(largest, std::abs(value));
+        }
+        // False if a value is infinite or not a number.
+        const bool even = kLargestShare * largest < size || size == 0;
+        const bool subtract = p.rows > 1 || !even;
+        float* at = out + group * kGroup * rows + t;
+        for (int word = 0; word < kWords; ++word)
+          for (int j = 0; j < kWordValues; ++j, at += rows)
+            *at = values[value_of_word(word, j)] * (1.0f / float(1 << bit_of_value(j, subtract)));
+        float* const of_group = terms + 2 * (group * rows + t);
+        of_group[0] = -sum * kZeroStep;
+        of_group[1] = subtract ? 0 : kMiddle / kZeroStep;
+      }
     }
-    packed.ends[t] = int32_t(end - packed.outliers);
+    out = terms + 2 * groups * rows;
   }
 }
 
-// A group of a panel. zeros: null if W has none.
-struct PanelGroup {
-  const uint8_t* values;
-  const float* scales;
-  const int8_t* zeros;
-
-  static VLORA_INLINE PanelGroup of(const Weight& w, int64_t panel, int64_t group) {
-    const int64_t scale =
-        kPanelRows * (panel * w.groups() + ((group * kGroup) >> w.group_shift));
-    return {w.values + panel * kPanelRows * w.row_bytes() + group * kGroupBytes, w.scales + scale,
-            w.zeros ? w.zeros + scale : nullptr};
-  }
-  VLORA_INLINE void prefetch() const {
-    __builtin_prefetch(values, 0, 3);
-    __builtin_prefetch(values + 64, 0, 3);
-    __builtin_prefetch(scales, 0, 3);
-    if (zeros) __builtin_prefetch(zeros, 0, 3);
-  }
-  // Returns the distance of each row's zero from kMiddle, in units of kZeroStep.
-  VLORA_INLINE __m256 zero_steps() const {
-    if (zeros == nullptr) return _mm256_setzero_ps();
-    return load_bytes(zeros).r;
-  }
-};
-
-// The values of a group of a panel as bytes. The lanes of register i have values 4 i … 4 i + 3 of
-// each row.
-struct PanelBytes {
-  __m256i values[kGroup / 4];
-
-  static VLORA_INLINE PanelBytes load(const uint8_t* p) {
-    const __m256i low_bits = _mm256_set1_epi8(15);
-    PanelBytes bytes;
+// Adds the products of a group of kPanels panels, `panel_bytes` apart, with T packed rows of x.
+// subtract: whether kMiddle is subtracted from each value.
+template <bool subtract, int kPanels, int T, int kChains>
+VLORA_INLINE void add_group(const uint8_t* values, int64_t panel_bytes, const float* x,
+                            R (&sums)[kChains][kPanels][T]) {
+  static constexpr WordConstants constants;
+  for (int word = 0; word < kWords; ++word, values += sizeof(__m256i)) {
+    // Otherwise GCC keeps all constants in registers, and the sums in memory.
+    const WordConstants* at = &constants;
+    asm("" : "+r"(at));
+    const auto constant = [](const int32_t (&of)[kPanelRows]) {
+      return _mm256_load_si256(reinterpret_cast<const __m256i*>(of));
+    };
+    __m256i words[kPanels];
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const __m256i both = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i);
-      bytes.values[i] = _mm256_and_si256(both, low_bits);
-      bytes.values[4 + i] = _mm256_and_si256(_mm256_srli_epi16(both, 4), low_bits);
+    for (int n = 0; n < kPanels; ++n) {
+      const uint8_t* const from = values + n * panel_bytes;
+      if (word % 2 == 0) __builtin_prefetch(from + kBytesAhead, 0, 3);
+      words[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     }
-    return bytes;
-  }
-
-  // Returns the sums of products with a limb. The two sums of a lane are multiplied by `factor`, and
-  // added. Each is a sum of 16 products, none above 15 * 128, and so has 16 bits.
-  VLORA_INLINE __m256i sums(const int8_t (&limb)[kGroup], int factor) const {
-    __m256i sums = _mm256_setzero_si256();
 #pragma GCC unroll 8
-    for (int i = 0; i < kGroup / 4; ++i) {
-      int32_t four;
-      std::memcpy(&four, limb + 4 * i, 4);
-      sums = _mm256_add_epi16(sums, _mm256_maddubs_epi16(values[i], _mm256_set1_epi32(four)));
-    }
-    return _mm256_madd_epi16(sums, _mm256_set1_epi16(int16_t(factor)));
-  }
-
-  // Returns the sums of products of (value - kMiddle), divided by the scale of x. The sums of the
-  // two highest limbs are exact in fp32.
-  template <int kLimbs>
-  VLORA_INLINE __m256 products(const GroupOfX<kLimbs>& x) const {
-    const __m256i high = _mm256_add_epi32(sums(x.limbs[0], 256), sums(x.limbs[1], 1));
-    const __m256 total =
-        _mm256_cvtepi32_ps(_mm256_add_epi32(high, _mm256_set1_epi32(x.middle[0])));
-    if constexpr (kLimbs == 2) return total;
-    const __m256i low =
-        _mm256_add_epi32(sums(x.limbs[kLimbs - 1], 1), _mm256_set1_epi32(x.middle[kLimbs - 2]));
-    return _mm256_fmadd_ps(_mm256_cvtepi32_ps(low), _mm256_set1_ps(1.0f / 256), total);
-  }
-};
-
-// Adds the products of a group of a panel with `rows` rows of x to their sums.
-template <int kLimbs>
-VLORA_INLINE void multiply_group(const PanelGroup& at, const GroupOfX<kLimbs>* x, int64_t rows,
-                                 __m256* sums) {
-  const PanelBytes bytes = PanelBytes::load(at.values);
-  const __m256 scales = _mm256_loadu_ps(at.scales), zero_steps = at.zero_steps();
-  for (int64_t t = 0; t < rows; ++t) {
-    const __m256 products = _mm256_fnmadd_ps(zero_steps, _mm256_broadcast_ss(&x[t].steps),
-                                             bytes.products(x[t]));
-    sums[t] = _mm256_fmadd_ps(_mm256_mul_ps(products, _mm256_broadcast_ss(&x[t].scale)), scales,
-                              sums[t]);
-  }
-}
-
-// Adds the product with an outlier to the sums of a panel, in fp32.
-VLORA_INLINE __m256 add_outlier(const Weight& w, int64_t panel, const Outlier& x, __m256 sums) {
-  const int i = x.k % kGroup;
-  const PanelGroup at = PanelGroup::of(w, panel, x.k / kGroup);
-  const auto* const words = reinterpret_cast<const __m256i*>(at.values) + i % 16 / 4;
-  const __m256i shifted = _mm256_srl_epi32(_mm256_loadu_si256(words),
-                                           _mm_cvtsi32_si128(8 * (i % 4) + i / 16 * 4));
-  const __m256 values = _mm256_cvtepi32_ps(_mm256_and_si256(shifted, _mm256_set1_epi32(15)));
-  const __m256 zeros = _mm256_fmadd_ps(at.zero_steps(), _mm256_set1_ps(kZeroStep),
-                                       _mm256_set1_ps(kMiddle));
-  const __m256 weights = _mm256_mul_ps(_mm256_sub_ps(values, zeros), _mm256_loadu_ps(at.scales));
-  return _mm256_fmadd_ps(weights, _mm256_set1_ps(x.value), sums);
-}
-
-// Multiplies panels [first, last), at most kPanelsAtOnce. kRows: number of rows of x, or 0 for any.
-template <int kLimbs, int kRows>
-void multiply_panels(const Product& p, const PackedX<kLimbs>& x, int64_t first, int64_t last) {
-  const int64_t rows = kRows ? kRows : p.rows, groups = x.groups_of(p.w);
-  const int64_t at_once = std::max<int64_t>(1, kXBytes / (rows * int64_t(sizeof *x.groups)));
-  __m256 sums[kPanelsAtOnce][kRows ? kRows : kMaxRows];
-  for (auto& of_panel : sums) std::fill(of_panel, of_panel + rows, _mm256_setzero_ps());
-  for (int64_t from = 0; from < groups; from += at_once) {
-    const int64_t to = std::min(groups, from + at_once);
-    for (int64_t panel = first; panel < last; ++panel) {
-      // The next groups that are multiplied. Those after the last panel may not exist.
-      const bool is_last = panel + 1 == last, wraps = is_last && to < groups;
-      const int64_t next_panel = wraps ? first : panel + 1;
-      const int64_t next = wraps ? to - from : is_last ? -from : 0;
-      for (int64_t group = from; group < to; ++group) {
-        PanelGroup::of(p.w, next_panel, group + next).prefetch();
-        multiply_group(PanelGroup::of(p.w, panel, group), x.groups + group * rows, rows,
-                       sums[panel - first]);
+    for (int j = 0; j < kWordValues; ++j) {
+      __m256i mask = constant(at->masks[j]), middle = mask;
+      if constexpr (subtract) middle = constant(at->middles[j]);
+      // With many panels, load each constant only once.
+      if constexpr (kPanels == 4) asm("" : "+x"(mask), "+x"(middle));
+      R weights[kPanels];
+#pragma GCC unroll 4
+      for (int n = 0; n < kPanels; ++n) {
+        __m256i value = _mm256_and_si256(words[n], mask);
+        if constexpr (subtract)
+          value = _mm256_sub_epi32(value, middle);
+        else if (bit_of_value(j, subtract) == 0 && j > 0)
+          value = _mm256_srli_epi32(words[n], 4 * j);
+        weights[n] = {_mm256_cvtepi32_ps(value)};
+      }
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        const R xs = R::broadcast(x++);
+#pragma GCC unroll 4
+        for (int n = 0; n < kPanels; ++n) sums[j % kChains][n][t].add_product(weights[n], xs);
       }
     }
   }
-  for (int64_t panel = first; panel < last; ++panel) {
-    const float* const bias = p.bias ? p.bias + panel * kPanelRows : nullptr;
-    int64_t outlier = 0;
-    for (int64_t t = 0; t < rows; ++t) {
-      __m256 sum = sums[panel - first][t];
-      for (; outlier < x.ends[t]; ++outlier)
-        sum = add_outlier(p.w, panel, x.outliers[outlier], sum);
-      if (bias) sum = _mm256_add_ps(sum, _mm256_loadu_ps(bias));
-      _mm256_storeu_ps(p.y + t * p.y_stride + panel * kPanelRows, sum);
+}
+
+// Multiplies kPanels panels from `panel` on with a tile of T rows of x, from t0 on.
+template <int kPanels, int T>
+void multiply_panels(const Product& p, const float* x, int64_t panel, int64_t t0) {
+  // Each addition waits for the one before it: few sums are divided into two.
+  constexpr int kChains = kPanels * T <= 4 ? 2 : 1;
+  const Weight& w = p.w;
+  const int64_t groups = groups_of(w), panel_bytes = kPanelRows * w.row_bytes(),
+                panel_scales = kPanelRows * w.groups();
+  const float* terms = x + groups * kGroup * T;
+  const uint8_t* values = w.values + panel * panel_bytes;
+  R totals[kPanels][T];
+#pragma GCC unroll 4
+  for (int n = 0; n < kPanels; ++n)
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) totals[n][t] = R::zero();
+  for (int64_t group = 0; group < groups; ++group) {
+    R sums[kChains][kPanels][T];
+#pragma GCC unroll 2
+    for (int chain = 0; chain < kChains; ++chain)
+#pragma GCC unroll 4
+      for (int n = 0; n < kPanels; ++n)
+#pragma GCC unroll 8
+        for (int t = 0; t < T; ++t) sums[chain][n][t] = R::zero();
+    if (T == 1 && terms[1] != 0)
+      add_group<T != 1>(values, panel_bytes, x, sums);
+    else
+      add_group<true>(values, panel_bytes, x, sums);
+    const int64_t first = panel * panel_scales + kPanelRows * ((group * kGroup) >> w.group_shift);
+#pragma GCC unroll 4
+    for (int n = 0; n < kPanels; ++n) {
+      const int64_t scale = first + n * panel_scales;
+      __builtin_prefetch(w.scales + scale + kScalesAhead, 0, 3);
+      const R scales = R::load(w.scales + scale);
+      R zeros = T == 1 ? R::broadcast(terms + 1) : R::zero();
+      if (w.zeros) zeros = zeros + load_bytes(w.zeros + scale);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        R sum = sums[0][n][t];
+        if constexpr (kChains == 2) sum = sum + sums[1][n][t];
+        sum.add_product(zeros, R::broadcast(terms + 2 * t));
+        totals[n][t].add_product(sum, scales);
+      }
+    }
+    values += kGroupBytes, x += kGroup * T, terms += 2 * T;
+  }
+#pragma GCC unroll 4
+  for (int n = 0; n < kPanels; ++n) {
+    const int64_t output = (panel + n) * kPanelRows;
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+      const R total = p.bias ? totals[n][t] + R::load(p.bias + output) : totals[n][t];
+      total.store(p.y + (t0 + t) * p.y_stride + output);
     }
   }
 }
 
-template <int kLimbs>
-void gemv_limbs(const Product& p, const void* packed, int64_t from, int64_t to) {
-  const PackedX<kLimbs> x(p, const_cast<void*>(packed));
+// Multiplies panels [from, to) with a tile of `rows` rows of x, which are at most T.
+template <int T>
+void multiply_tile(const Product& p, const float* x, int64_t from, int64_t to, int64_t t0,
+                   int64_t rows) {
+  if (rows < T) {
+    if constexpr (T > 1) multiply_tile<T - 1>(p, x, from, to, t0, rows);
+    return;
+  }
+  // With these numbers, the sums keep the multiplication units busy and fit into the registers.
+  constexpr int kPanels = T <= 2 ? kPanelsAtOnce : 2;
+  for (; from + kPanels <= to; from += kPanels) multiply_panels<kPanels, T>(p, x, from, t0);
+  for (; from < to; ++from) multiply_panels<1, T>(p, x, from, t0);
+}
+
+inline void gemv_panels(const Product& p, const void* packed, int64_t from, int64_t to) {
   for (int64_t panel = from; panel < to; panel += kPanelsAtOnce) {
-    const int64_t last = std::min(to, panel + kPanelsAtOnce);
-    if (p.rows == 1)
-      multiply_panels<kLimbs, 1>(p, x, panel, last);
-    else
-      multiply_panels<kLimbs, 0>(p, x, panel, last);
+    const float* x = static_cast<const float*>(packed);
+    for (int64_t tile = 0; tile < tiles_of(p.rows); ++tile) {
+      const int64_t t0 = panel_tile_begin(p.rows, tile),
+                    rows = panel_tile_begin(p.rows, tile + 1) - t0;
+      multiply_tile<kMaxTileRows>(p, x, panel, std::min(to, panel + kPanelsAtOnce), t0, rows);
+      x += groups_of(p.w) * (kGroup + 2) * rows;
+    }
   }
 }
 
 // Returns the rows of a group of a panel, rows i and i + 4 in the halves of register i.
 VLORA_INLINE void rows_of_group(const uint8_t* p, __m256i (&rows)[kPanelRows / 2]) {
-  const auto load = [&](int i) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i); };
+  const auto load = [&](int i) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p) + i);
+  };
   const __m256i low[2] = {_mm256_unpacklo_epi32(load(0), load(1)),
                           _mm256_unpacklo_epi32(load(2), load(3))},
                 high[2] = {_mm256_unpackhi_epi32(load(0), load(1)),
@@ -229,12 +263,13 @@ void widen_panels(const Weight& w, int64_t from, int64_t to, void* out) {
   for (int64_t panel = from / kPanelRows; panel < to / kPanelRows; ++panel) {
     Out* const first = static_cast<Out*>(out) + (panel * kPanelRows - from) * w.k;
     for (int64_t k = 0; k < w.k; k += kGroup) {
-      const PanelGroup at = PanelGroup::of(w, panel, k / kGroup);
+      const int64_t first_scale = kPanelRows * (panel * w.groups() + (k >> w.group_shift));
       __m256i pairs[kPanelRows / 2];
-      rows_of_group(at.values, pairs);
+      rows_of_group(w.values + panel * kPanelRows * w.row_bytes() + k / kGroup * kGroupBytes,
+                    pairs);
       for (int row = 0; row < kPanelRows; ++row) {
-        const float zero = kMiddle + (at.zeros ? kZeroStep * float(at.zeros[row]) : 0);
-        const Factors factors = Factors::of(at.scales[row], zero);
+        const int64_t scale = first_scale + row;
+        const Factors factors = Factors::of(w.scales[scale], w.zeros ? w.zero(scale) : kMiddle);
         const __m256i pair = pairs[row % 4];
         const __m128i values =
             row < 4 ? _mm256_castsi256_si128(pair) : _mm256_extracti128_si256(pair, 1);

@@ -51,7 +51,7 @@ gemm::Product widened_product(const Product& p, Dtype dtype, const void* w, int6
 }
 
 const Gemv& gemv_for(const Product& p, Dtype dtype, const Kernels& here) {
-  if (p.w.panels) return here.panels[int(dtype)];
+  if (p.w.panels) return here.panels;
   const Gemv& pairs = kernels(runtime::vector_isa(dtype)).pairs;
   return dtype == Dtype::kBf16 && p.rows > 1 && pairs.run ? pairs : here.fp32;
 }
@@ -59,14 +59,14 @@ const Gemv& gemv_for(const Product& p, Dtype dtype, const Kernels& here) {
 }  // namespace
 
 bool prefers_panels() {
-  return kernels(runtime::vector_isa(Dtype::kFp32)).panels[0].run != nullptr;
+  return kernels(runtime::vector_isa(Dtype::kFp32)).panels.run != nullptr;
 }
 
 void multiply(const Product& p, Dtype dtype, int threads) {
   if (p.rows <= 0 || p.w.n <= 0) return;
   const runtime::Isa isa = runtime::vector_isa(Dtype::kFp32);
   const Kernels& here = kernels(isa);
-  if (p.w.panels && !here.panels[0].run)
+  if (p.w.panels && !here.panels.run)
     throw std::invalid_argument("weights in panels, which '" + std::string(name_of(isa)) +
                                 "' cannot multiply; only avx2 can");
   if (p.rows <= here.max_gemv_rows) {
@@ -74,7 +74,9 @@ void multiply(const Product& p, Dtype dtype, int threads) {
     const int64_t together = p.w.panels ? kPanelRows : gemm::kStreams;
     const int64_t rows = p.w.n / together, row_bytes = together * p.w.row_bytes();
     const int64_t share = ceil_div(rows, int64_t(threads) * 8);
-    const int64_t each = std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes));
+    const int64_t least = p.w.panels ? kPanelsAtOnce : 1;
+    const int64_t each =
+        ceil_div(std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes)), least) * least;
     static thread_local runtime::LargeScratch scratch;
     float* const x = scratch.get(gemv_scratch(p));
     gemv.pack(p, x);

@@ -1,5 +1,5 @@
-// Correction of a product for the zeros of int4 groups. The kernels multiply as if every zero were 8.
-// Included after the instruction set's unpack header.
+// Correction of a product for the zeros of int4 groups. The kernels multiply as if every zero were
+// 8. Included after the instruction set's unpack header.
 #pragma once
 
 #include <algorithm>

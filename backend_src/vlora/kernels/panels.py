@@ -52,15 +52,15 @@ def separate(
     """Return copies in rows of what `interleave` has rearranged."""
     halves = _separated(values.view(torch.int32)).view(torch.uint8)
     return (
-        halves.view(-1, 2, HALF_BLOCK).mT.reshape(values.shape),
+        halves.view(-1, 2, HALF_BLOCK).mT.contiguous().view(values.shape),
         _separated(scales),
         None if zeros is None else _separated(zeros),
     )
 
 
 def _interleaved(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(-1, PANEL_ROWS, rows.shape[1]).mT.reshape(rows.shape)
+    return rows.view(-1, PANEL_ROWS, rows.shape[1]).mT.contiguous().view(rows.shape)
 
 
 def _separated(panels: torch.Tensor) -> torch.Tensor:
-    return panels.view(-1, panels.shape[1], PANEL_ROWS).mT.reshape(panels.shape)
+    return panels.view(-1, panels.shape[1], PANEL_ROWS).mT.contiguous().view(panels.shape)

@@ -140,7 +140,7 @@ def test_any_few_rows_are_multiplied_in_either_layout(
         assert matrix.panels == expected
 
 
-@pytest.mark.parametrize("rows", [1, 7, 16, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 40])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
 def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, rows: int) -> None:
     """Errors are relative to the sum of absolute products, for values of mixed magnitudes."""
@@ -165,32 +165,6 @@ def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, 
         sizes = each.abs().double() @ exact.abs().T
         error = (matrix(each.float(), backend=backend) - expected).abs()
         assert (error <= 2**-19 * sizes).all()
-
-
-@pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 4], ids=lambda form: form.name)
-def test_a_product_in_bf16_is_as_exact_as_with_rounded_inputs(
-    backend: Backend, form: Format
-) -> None:
-    """The error is below that of rounding x and the weights to bf16, also beside an outlier."""
-    weight = random_weight(form, 32, 320, torch.bfloat16)
-    matrix = QuantizedMatrix(arranged(weight, backend))
-    exact = dequantize(weight).double()
-    # The zeros of groups are subtracted after the products.
-    rounded = (
-        exact.abs() + dequantize(replace(weight, format=Format(4, form.group), zeros=None)).abs()
-    )
-    for rows in (1, 5, 16):
-        x = torch.randn(rows, 320)
-        x[:, ::64] *= 1e4
-        x[:, 32::64] = 0
-        others = x.double()
-        others[:, ::64] = 0
-        product = matrix(x, backend=backend)
-        error = (product - x.double() @ exact.T).abs()
-        allowed = 2**-7 * (x.abs().double() @ rounded.T) + 1e-5
-        if matrix.weight.panels:
-            allowed = 2**-10 * (others.abs() @ rounded.T) + 2**-20 * (x.abs().double() @ rounded.T)
-        assert (error <= allowed).all()
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
