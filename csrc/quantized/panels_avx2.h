@@ -19,10 +19,8 @@ constexpr int64_t kGroupBytes = kPanelRows * kGroup / 2;
 // Maximum number of rows of x in a tile, which kPanelsAtOnce panels are multiplied with before the
 // next tile is read.
 constexpr int64_t kMaxTileRows = 4;
-// Bytes that each panel is prefetched ahead, into L1.
-constexpr int64_t kBytesAhead = 8 * kGroupBytes;
-// Scales that each panel is prefetched ahead.
-constexpr int64_t kScalesAhead = 64;
+// Groups that each panel is prefetched ahead, into L1.
+constexpr int64_t kGroupsAhead = 4;
 // With one row of x, kMiddle is subtracted from each value of a group if its largest value times
 // this exceeds the sum of all.
 constexpr float kLargestShare = 4;
@@ -96,10 +94,10 @@ inline void pack_panels(const Product& p, void* to) {
 }
 
 // Adds the products of a group of kPanels panels, `panel_bytes` apart, with T packed rows of x.
-// subtract: whether kMiddle is subtracted from each value.
+// subtract: whether kMiddle is subtracted from each value. ahead: bytes to the values to prefetch.
 template <bool subtract, int kPanels, int T, int kChains>
-VLORA_INLINE void add_group(const uint8_t* values, int64_t panel_bytes, const float* x,
-                            R (&sums)[kChains][kPanels][T]) {
+VLORA_INLINE void add_group(const uint8_t* values, int64_t panel_bytes, int64_t ahead,
+                            const float* x, R (&sums)[kChains][kPanels][T]) {
   static constexpr WordConstants constants;
   for (int word = 0; word < kWords; ++word, values += sizeof(__m256i)) {
     // Otherwise GCC keeps all constants in registers, and the sums in memory.
@@ -112,7 +110,7 @@ VLORA_INLINE void add_group(const uint8_t* values, int64_t panel_bytes, const fl
 #pragma GCC unroll 4
     for (int n = 0; n < kPanels; ++n) {
       const uint8_t* const from = values + n * panel_bytes;
-      if (word % 2 == 0) __builtin_prefetch(from + kBytesAhead, 0, 3);
+      if (word % 2 == 0) __builtin_prefetch(from + ahead, 0, 3);
       words[n] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
     }
 #pragma GCC unroll 8
@@ -164,15 +162,21 @@ void multiply_panels(const Product& p, const float* x, int64_t panel, int64_t t0
       for (int n = 0; n < kPanels; ++n)
 #pragma GCC unroll 8
         for (int t = 0; t < T; ++t) sums[chain][n][t] = R::zero();
+    // After the end of each panel follows the beginning of the panel kPanels further on.
+    const bool ends = group + kGroupsAhead >= groups;
+    const int64_t ahead = kGroupsAhead * kGroupBytes + (ends ? (kPanels - 1) * panel_bytes : 0);
     if (T == 1 && terms[1] != 0)
-      add_group<T != 1>(values, panel_bytes, x, sums);
+      add_group<T != 1>(values, panel_bytes, ahead, x, sums);
     else
-      add_group<true>(values, panel_bytes, x, sums);
+      add_group<true>(values, panel_bytes, ahead, x, sums);
     const int64_t first = panel * panel_scales + kPanelRows * ((group * kGroup) >> w.group_shift);
 #pragma GCC unroll 4
     for (int n = 0; n < kPanels; ++n) {
       const int64_t scale = first + n * panel_scales;
-      __builtin_prefetch(w.scales + scale + kScalesAhead, 0, 3);
+      const int64_t next = scale + kPanelRows * ((kGroupsAhead * kGroup) >> w.group_shift) +
+                           (ends ? (kPanels - 1) * panel_scales : 0);
+      __builtin_prefetch(w.scales + next, 0, 3);
+      if (w.zeros) __builtin_prefetch(w.zeros + next, 0, 3);
       const R scales = R::load(w.scales + scale);
       R zeros = T == 1 ? R::broadcast(terms + 1) : R::zero();
       if (w.zeros) zeros = zeros + load_bytes(w.zeros + scale);
