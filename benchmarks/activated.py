@@ -71,7 +71,7 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
             }
 
     def _start(self) -> Driver:
-        """Return the driver of an engine with enough adapters of both kinds."""
+        """Return the driver of an engine with enough activated and ordinary adapters."""
         from safetensors.torch import load_file, save_file
         from transformers import AutoTokenizer
 

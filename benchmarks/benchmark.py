@@ -85,9 +85,10 @@ class Benchmark(ABC, Generic[CellT]):
     name: ClassVar[str]
     bars: ClassVar[Mapping[str, Bar]] = {}
     """Limits by key of the summary."""
+    saves_rows: ClassVar[bool] = False
+    """True if the rows so far are saved at intervals, so that a run that is killed keeps them."""
     resumable: ClassVar[bool] = False
-    """True if a run is saved at intervals and can be continued by a later run with the same file.
-    """
+    """True if a later run with the same file continues a run whose rows were saved."""
     conditions: ClassVar[Sequence[str]] = ()
     """Keys of the metadata that must be equal for a run to be continued."""
 
@@ -104,7 +105,8 @@ class Benchmark(ABC, Generic[CellT]):
     def meta(self) -> dict[str, Any]:
         """Return the conditions that the figures depend on, beyond those of `report.machine_meta`.
 
-        The runner calls it before the first cell and again before it writes the JSON file.
+        The runner calls this method before the first cell, and again before it writes the JSON
+        file.
         """
         from benchmarks.machine import operator_meta
 
@@ -172,7 +174,10 @@ def parse_thread_counts(text: str) -> list[int]:
 
 
 def load_grid_values(path: Path, *, quick: bool) -> dict[str, Any]:
-    """Return a grid file's entries. If `quick`, those of its entry `quick` replace the others."""
+    """Return the entries of a grid file.
+
+    quick: whether the entries under the key `quick` replace entries with the same keys.
+    """
     values: dict[str, Any] = json.loads(path.read_text())
     return values | (values["quick"] if quick else {})
 

@@ -33,7 +33,10 @@ WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """One request of a run. output: number of tokens of the answer."""
+    """One request of a run.
+
+    output: number of tokens of the answer.
+    """
 
     prompt: str
     adapter: str | None
@@ -135,7 +138,7 @@ class Driver:
         self.engine.adapters.close()
 
     def run(self, requests: Sequence[DriverRequest], *, watch: bool = True) -> Outcome:
-        """Submit all requests at once and run them to their end.
+        """Submit all requests at once, run them to their end, and return their times.
 
         watch: whether the adapter folders are watched meanwhile.
         """
@@ -218,7 +221,9 @@ class _ReadCounter:
 
 @contextmanager
 def _counted_reads() -> Iterator[_ReadCounter]:
-    """Count how often the current thread opens or reads a file of weights in this context."""
+    """Yield a count of how often the current thread opens or reads a weights file in this
+    context.
+    """
     counter, thread = _ReadCounter(), threading.get_ident()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:

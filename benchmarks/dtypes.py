@@ -55,5 +55,6 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "int8-bf16": ModelType("bf16", "int8"),
     "int4-bf16": ModelType("bf16", "int4"),
 }
-"""Types of models by name. In a quantized type all but the linear layers is fp32, or bf16 if the
-name ends in "-bf16"."""
+"""Types of models by name. In a quantized type, everything but the linear layers is stored in fp32,
+or in bf16 if the name ends in "-bf16".
+"""

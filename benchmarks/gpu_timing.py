@@ -25,13 +25,17 @@ WARM_CALLS = 2
 
 @dataclass(frozen=True)
 class GpuTiming(Timing):
-    """Seconds per call. graph: whether they exclude the launch cost on the host."""
+    """Seconds per call.
+
+    graph: whether the times exclude the launch cost on the host.
+    """
 
     graph: bool
 
 
 class GpuWork:
-    """Repeatable passes over `calls`, which do the same work on different data.
+    """Work that can be timed repeatedly. A pass makes all `calls`, which do the same work on
+    different data.
 
     graph: whether a pass is one captured graph instead of separate calls.
     """
@@ -100,7 +104,8 @@ class GpuLimits:
     """Rates that this device reaches at present.
 
     copy: bytes/s of a large copy, where both reads and writes count.
-    bf16, fp32: flop/s of a large matrix product, in fp32 without TF32.
+    bf16: flop/s of a large matrix product in bf16.
+    fp32: flop/s of a large matrix product in fp32, without TF32.
     """
 
     copy: float
@@ -113,7 +118,9 @@ class GpuLimits:
 
 
 def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLimits:
-    """Measure the limits on random data, since products of zeros run faster."""
+    """Return the rates of this device, measured on random data, since products of zeros run
+    faster.
+    """
     source = torch.empty(copy_bytes // 4, device=device).normal_()
     target = torch.empty_like(source)
     work = {"copy": GpuWork([lambda: discard(target.copy_(source))], graph=True)}
@@ -134,4 +141,4 @@ def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLi
 
 
 def discard(_: object) -> None:
-    """Return None, so that a lambda can call a function and ignore its result."""
+    """Ignore the argument. A lambda can call a function inside `discard` to drop its result."""

@@ -68,7 +68,10 @@ def make_tokenizer(size: int, seed: int = 0) -> Any:
 
 
 def grammars_of(tokenizer: Any, rows: int, limits: Limits) -> Grammars:
-    """Return the grammars of a model with this tokenizer. rows: number of rows of its LM head."""
+    """Return the grammars of a model with this tokenizer.
+
+    rows: number of rows of the model's LM head.
+    """
     from vlora.model.vocabulary import Vocabulary
     from vlora.structured.grammars import Grammars, tokenizer_data
 

@@ -55,7 +55,7 @@ class Sizes:
     patch: int = 14
     adapters: int = 16
     ranks: tuple[int, ...] = (8, 16, 32, 64)
-    """Ranks that the adapters cycle through. They are on q, k, v and o of every layer."""
+    """Ranks that the adapters cycle through. Each adapter changes q, k, v and o of every layer."""
 
     @property
     def image_tokens(self) -> int:

@@ -152,7 +152,9 @@ class PremergeBenchmark(Benchmark[Cell]):
         return self._models[dtype]
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest ratio of any storage type, for the shares 1 and 0."""
+        """Return the largest ratio of any storage type if all requests, and if none, use the hot
+        adapter.
+        """
 
         def worst(step: str, share: float) -> float | None:
             ratios = [

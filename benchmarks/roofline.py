@@ -1,10 +1,10 @@
 """The roofline of this machine, measured in the same run as the work that it is compared with.
 
 The limit of a cell is the larger of two times: its flops divided by the peak, and its bytes divided
-by the bandwidth. Our own microbenchmarks measure both rates. The peak is that of a loop on
-registers with the fastest multiplication that the instruction set in use has for the cell's type.
-The bandwidth is that of reads from a working set of the cell's size; for cold cells it is larger
-than the caches.
+by the bandwidth. Our own microbenchmarks measure both rates. The peak is the speed of a loop on
+registers, with the fastest multiplication that the instruction set in use has for the cell's type.
+The bandwidth is the speed of reading a working set of the cell's size. For cold cells, the working
+set is larger than the caches.
 
 Other programs share the memory and the cores, so these rates change by half from one second to the
 next. Where the rounds of a cell include the microbenchmarks, the medians of these rounds count.
@@ -33,9 +33,11 @@ class Roofline:
     """
 
     measure_peak: Callable[[str, float], float]
-    """Function of type and seconds that returns flop/s."""
+    """Function that takes a type and a number of seconds, and returns flop/s."""
     measure_bandwidth: Callable[[int, float], float]
-    """Function of the working set in bytes, and seconds, that returns bytes/s."""
+    """Function that takes the size of a working set in bytes and a number of seconds, and returns
+    bytes/s.
+    """
     cold_bytes: int = field(default_factory=lambda: Cpu.here().cold_bytes)
     """Size of a working set that exceeds this machine's caches."""
     _peaks: dict[str, float] = field(default_factory=dict)
@@ -108,7 +110,7 @@ class Roofline:
 
 
 def _rounded_up(size: int) -> int:
-    """Round a size up to one of four values per power of two, at least 16 KiB."""
+    """Return a size rounded up to one of four values per power of two, at least 16 KiB."""
     octave = 1 << max(14, size.bit_length() - 1)
     step = octave // 4
     return -(-size // step) * step if size > octave else octave

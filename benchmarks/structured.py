@@ -38,7 +38,7 @@ STRUCTURES: Mapping[str, Mapping[str, Any]] = {
     "json": {"structured_outputs": {"json": {"type": "array", "items": OBJECT, "minItems": 400}}},
     "regex": {"structured_outputs": {"regex": "([a-z]{2,9} ){400}"}},
 }
-"""Sampling parameters, keyed by structure."""
+"""Sampling parameters that request each structure, by name of the structure."""
 
 
 @dataclass(frozen=True)

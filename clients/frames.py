@@ -148,7 +148,7 @@ class VideoFile:
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
         """Return a chunk from `count` decoded frames, of which only those in `kept` are stored.
 
-        For each position of the chunk, it takes the last stored frame at or before it.
+        Each frame of the chunk is the last stored frame at or before its position.
         """
         positions = evenly_spaced(count, self._frames_per_chunk)
         return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])
@@ -157,8 +157,9 @@ class VideoFile:
 class SyntheticCamera:
     """Synthetic video: each second a coloured shape moves in one direction or stands still.
 
-    The `truth` of a chunk names the motion. height, width: size of the picture in pixels. The same
-    seed gives the same video.
+    The `truth` of a chunk names the motion. The same seed gives the same video.
+
+    height, width: size of the picture in pixels.
     """
 
     MOTIONS = (

@@ -66,7 +66,7 @@ MAX_IN_FLIGHT = 4
 class StreamLog:
     """Counts of one stream's chunks, and latencies in seconds from sending to the answer.
 
-    known: number of answers whose right text is known. right: number of these that were right.
+    known: number of answers whose right text is known. right: number of right ones among these.
     """
 
     latencies: list[float] = field(default_factory=list)

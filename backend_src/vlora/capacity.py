@@ -273,8 +273,8 @@ def _example_cost(
 def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize: int) -> int:
     """Return the size in bytes of all fused groups that contain one of `matrices`.
 
-    They are allocated in huge pages, so the memory in use may exceed this by one huge page at each
-    end of a group.
+    The groups are allocated in huge pages, so the memory in use may exceed the result by one huge
+    page at each end of a group.
     """
     changed = {
         (layer, group)

@@ -49,14 +49,14 @@ def split_cores(
 ) -> Split:
     """Return the number of threads of engine and encoder on `cores` cores.
 
-    engine, encoder: number of threads that the options set, which is returned unchanged, or "auto".
+    engine, encoder: number of threads from the options, which is returned unchanged; or "auto".
     by_quota: whether a quota limits `cores`.
 
-    By default, the encoder gets a part of the cores, at least one, and the engine gets all cores.
+    With "auto", the encoder gets a part of the cores, at least one, and the engine gets all cores.
     The engine's threads take work in small pieces. While the encoder uses a core, the engine
-    therefore loses only that core's share of the speed (decision 33). With a quota, the engine gets
-    only the remaining cores, since both processes stop until the end of the quota's period once
-    they have used it up.
+    therefore loses only that core's share of the speed (decision 33). Under a quota, the engine
+    gets only the remaining cores. With more threads, the two processes would use up the quota early
+    and stop until the end of its period.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -99,7 +99,7 @@ def tightest_limit(
     process: Path = PROCESS,
     root: Path = CGROUPS,
 ) -> float | None:
-    """Return the smallest limit that this process's control groups set; None without any.
+    """Return the smallest limit that this process's control groups set; None if they set none.
 
     version_2, version_1: functions that read the limit of a group, for both versions of control
         groups.
@@ -139,7 +139,10 @@ def _with_parents(path: str) -> Iterable[str]:
 
 
 def _version_2(folder: Path) -> float | None:
-    """Read `cpu.max`, which contains "quota period" or "max period", in µs."""
+    """Return the CPU quota of a control group of version 2, in cores; None without a quota.
+
+    The file `cpu.max` contains "quota period" or "max period", in µs.
+    """
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -150,7 +153,8 @@ def _version_2(folder: Path) -> float | None:
 def _version_1(folder: Path) -> float | None:
     """Return the CPU quota of a control group of version 1, in cores; None without a quota.
 
-    It is `cpu.cfs_quota_us` / `cpu.cfs_period_us`. Without a quota, the first file contains -1.
+    The quota is `cpu.cfs_quota_us` / `cpu.cfs_period_us`. Without a quota, the first file contains
+    -1.
     """
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())

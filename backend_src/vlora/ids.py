@@ -21,8 +21,8 @@ NO_IMAGE = -1
 
 
 def order_of(slot: int, live: int) -> tuple[int, int]:
-    """Return the sort key of a row of a step: rows of the live adapter come first, then the base,
-    then by slot.
+    """Return the sort key of a row of a step: rows of the live adapter come first, then those of
+    the base, then all others by slot.
 
     In this order, the rows of each adapter are contiguous, and so are all rows from which the live
     adapter must be subtracted.

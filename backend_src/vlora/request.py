@@ -269,7 +269,7 @@ class Output(NamedTuple):
 
 
 def coalesce(outputs: Iterable[Output]) -> list[Output]:
-    """Merge the outputs of each request into one.
+    """Return the outputs, with those of each request merged into one.
 
     Outputs with an error stay separate and come last, after the unsent text of their requests.
     Finished requests come first, so that clients whose answers end together send their next

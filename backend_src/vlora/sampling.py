@@ -66,7 +66,7 @@ RANGES: dict[str, Range] = {
 """Valid values of the numeric keys. `docs/api.md` lists them.
 
 The engine also compares numbers of tokens with the context, and token ids with the vocabulary.
-`top_k` has no upper limit: if it exceeds the size of the vocabulary, it has no effect.
+`top_k` has no upper limit: a value above the size of the vocabulary has no effect, and
 `SamplingParams` stores at most MAX_INTEGER.
 """
 
@@ -124,7 +124,7 @@ REFUSED: dict[str, str] = {
 class SamplingParams:
     """Sampling parameters of one request, its priority, and its deadline.
 
-    temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to it.
+    temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to MIN_TEMPERATURE.
     top_k: 0 means off; at most MAX_INTEGER.
     top_p, min_p: in [0, 1].
     repetition_penalty: > 0, over prompt and output tokens, as in transformers and vLLM.

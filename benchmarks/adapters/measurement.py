@@ -66,7 +66,7 @@ class ManyAdapters:
     def options(self, root: Path, **options: Any) -> Options:
         """Return options with a KV cache just large enough for the concurrent requests.
 
-        The memory for adapters is added to it.
+        The memory for adapters is added to that of the cache.
         """
         length = self._grid["prompt"] + self._grid["output"] + BLOCK
         sequences = max(options.get("max_num_seqs", 0), self._grid["sequences"])
@@ -81,7 +81,7 @@ class ManyAdapters:
         return Options(model=self._model, adapters=root, **(defaults | options))
 
     def link_folders(self, name: str, adapters: Sequence[str], aliases: int = 0) -> Path:
-        """Create a folder with links to these adapters, and `aliases` further links to them."""
+        """Return a new folder with a link to each adapter and `aliases` additional links."""
         root = self._scratch / name
         root.mkdir()
         for adapter in adapters:
@@ -125,7 +125,7 @@ class ManyAdapters:
         )
 
     def run_resident(self) -> list[AdaptersResult]:
-        """Measure batches of eight adapters while few, and while many, adapters are resident."""
+        """Measure requests for eight adapters, first with few resident adapters, then with many."""
         few, many = self._grid["resident"]
         names = [self.names[i % few] for i in range(4 * few)]
         settings: list[tuple[str, Path, Mapping[str, Any]]] = [
@@ -226,9 +226,10 @@ class ManyAdapters:
         settings: Sequence[tuple[str, Path, Mapping[str, Any]]],
         names: Sequence[str],
     ) -> list[AdaptersResult]:
-        """Measure the same requests on two engines, which alternate in running first.
+        """Measure the same requests on two engines, which take turns in running first.
 
-        The second result also has the medians, over the rounds, of its ratios to the first.
+        In each round, the second engine's figures are divided by the first's. The second result
+        also has the medians of these ratios.
         """
         drivers = [Driver(Engine(self.options(root, **options))) for _, root, options in settings]
         outcomes: list[list[Outcome]] = [[] for _ in settings]

@@ -117,12 +117,13 @@ def cached_pages_by_scope(cache: PrefixCache) -> Counter[str]:
 
 @dataclass
 class UnpairedPages:
-    """KV pages whose adapter is not resident, counted after each step.
+    """Number of unpaired pages after each step.
 
-    Every request of this benchmark has an adapter.
+    An unpaired page is a KV page whose adapter is not resident. Every request of this benchmark has
+    an adapter.
 
-    held: for each step, number of these pages that running requests hold.
-    cached: for each step, number of these pages that only the prefix cache holds, divided by the
+    held: for each step, number of unpaired pages that running requests hold.
+    cached: for each step, number of unpaired pages that only the prefix cache holds, divided by the
         number of all KV pages.
     """
 
@@ -168,7 +169,7 @@ def run_split(
 def _run_trace(
     adapters: ManyAdapters, root: Path, grid: Mapping[str, Any], kind: str, order: Sequence[str]
 ) -> list[AdaptersResult]:
-    """Measure one trace on both engines, which alternate in running first."""
+    """Measure one trace on both engines, which take turns in running first."""
     split = grid["split"]
     length = split["shared"] + grid["prompt"] + grid["output"] + BLOCK
     options = adapters.options(

@@ -142,7 +142,8 @@ class AttentionResult:
 def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[AttentionCell]:
     """Return all cells of a grid file.
 
-    quick: each group's `quick` entry replaces the lists that it names.
+    quick: whether the lists in a group's entry `quick` replace the group's lists of the same names.
+
     Raises ValueError for an unknown or missing key.
     """
     grid = json.loads(path.read_text())

@@ -15,8 +15,10 @@ from vlora.engine.policies.base import Candidate, Choice, Costs, Order
 from vlora.ids import BASE
 
 CREDIT = 10_000.0
-"""Unit of credit. An adapter with one unit is served first until it has less than half a unit. An
-adapter is not merged while its debt exceeds one unit for each other known adapter."""
+"""One unit of credit. An adapter with one unit is served first until it has less than half a unit.
+An adapter is not merged while its debt exceeds n units, where n is the number of other known
+adapters.
+"""
 PUBLISHED_SECONDS = (0.015, 0.027, 0.020)
 """Seconds that dLoRA's authors measured: a merged step, an unmerged step, a change of mode."""
 ADDITIVE_STEP, MULTIPLICATIVE_STEP = 0.05, 1.1
@@ -27,8 +29,8 @@ separate."""
 class DLora:
     """Policy of dLoRA with the step times of this machine.
 
-    The cost model provides them when the first mergeable adapter arrives. Until then the published
-    times are used.
+    The step times come from the cost model when the first mergeable adapter arrives. Until then the
+    published times are used.
     """
 
     uses_costs = True

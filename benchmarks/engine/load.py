@@ -19,11 +19,11 @@ from benchmarks.llava import Checkpoint, picture, prompt
 REQUESTS = 16
 """Number of concurrent requests of the committed grid. The quick part has fewer."""
 OUTPUT = 32
-"""Tokens of every answer; the end-of-text token does not end it."""
+"""Number of tokens of every answer; the end-of-text token does not end an answer."""
 TEXT_TOKENS = 256
-"""Tokens of a prompt without an image, counting the begin-of-text token."""
+"""Number of tokens of a prompt without an image, including the begin-of-text token."""
 IMAGE_TEXT_TOKENS = 31
-"""Tokens of the text that comes with an image, counting the begin-of-text token."""
+"""Number of tokens of the text that comes with an image, including the begin-of-text token."""
 KINDS = ("text", "image")
 
 

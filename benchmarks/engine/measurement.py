@@ -26,9 +26,9 @@ READ_BYTES = 256 << 20
 class EngineResult:
     """Times of all repeats of one load.
 
-    in_process: for each repeat in this process, its times, the floor of its steps, and the roofline
-        in seconds of all its work together.
-    served: for each repeat over gRPC, its times.
+    in_process: one tuple per repeat in this process: times of the run, floor of its steps, and
+        roofline in seconds of all its work together.
+    served: times of each repeat over gRPC.
     peers: times of the load on PEFT, if that was measured.
     """
 
@@ -120,7 +120,9 @@ class EnginePair:
         self._warm = False
 
     def run(self, load: Load, repeats: int) -> EngineResult:
-        """Run a load in process and over gRPC alternately. Each repeat uses different prompts."""
+        """Run a load in process and over gRPC alternately, and return all times. Each repeat uses
+        different prompts.
+        """
         if not self._warm:
             self._engine.run(load.draw(self._checkpoint, 0)[:2])
             self._warm = True

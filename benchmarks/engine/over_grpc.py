@@ -64,7 +64,10 @@ class OverGrpc:
         self._stack.close()
 
     def run(self, requests: Sequence[LoadRequest]) -> LoadTimes:
-        """Send all requests at once, one per stream. If a request fails, raise its error."""
+        """Send all requests at once, one per stream, and return their times.
+
+        If a request fails, its error is raised.
+        """
         all_inputs = [_inputs(request) for request in requests]
         first: dict[int, float] = {}
         end: dict[int, float] = {}

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
     from benchmarks.gateway.serving import Serving
 
 Cell = tuple[str, str, str, int]
-"""Name of a model of `serving`; "latency", "idle" or "cut"; kind of the requests; their number."""
+"""(Name of a model of `serving`; measurement: "latency", "idle" or "cut"; kind of the requests;
+number of requests).
+"""
 
 CUT_TOKENS = 400
 """Number of tokens of an answer whose connection is closed early."""
@@ -154,7 +156,9 @@ class GatewayBenchmark(Benchmark[Cell]):
         }
 
     async def _idle(self, serving: Serving, number: int) -> Row:
-        """Open connections, leave them idle, then send a request on each."""
+        """Open connections, leave them idle, then send a request on each. Return figures of memory
+        and time.
+        """
         before = serving.gateway.memory_info().rss
         connections = await self._open(serving, number)
         try:
@@ -211,8 +215,8 @@ class GatewayBenchmark(Benchmark[Cell]):
     def summarize(self) -> dict[str, Any]:
         """Return each model's largest latency figures, and the figures of connections.
 
-        Token latency is taken at the highest concurrency, and time to first token at 1. The largest
-        is that over the kinds of requests.
+        Token latency is that at the highest concurrency, time to first token that of a single
+        request. Of the kinds of requests, the one with the largest figure counts.
         """
         highest = max(self._grid["concurrency"])
 

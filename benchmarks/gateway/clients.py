@@ -25,7 +25,11 @@ SEPARATOR = b"\r\n"
 
 @dataclass(frozen=True)
 class Ask:
-    """One request. image: an encoded file, or None. adapter: its name, or None."""
+    """One request.
+
+    image: an encoded file, or None.
+    adapter: name of the adapter, or None.
+    """
 
     text: str
     image: bytes | None
@@ -143,12 +147,12 @@ class Clients:
         await self._backend.close()
 
     async def over_grpc(self, asks: Sequence[Ask]) -> LoadTimes:
-        """Send all requests at once, each on a stream of its own."""
+        """Send all requests at once, each on its own stream, and return their times."""
         started = time.perf_counter()
         return _times(started, await asyncio.gather(*map(self._question, asks)))
 
     async def over_gateway(self, asks: Sequence[Ask], each_token: bool = False) -> LoadTimes:
-        """Send all requests at once, each on a connection of its own."""
+        """Send all requests at once, each on its own connection, and return their times."""
         while len(self._connections) < len(asks):
             self._connections.append(Connection(self.host, self.port))
             await self._connections[-1].open()

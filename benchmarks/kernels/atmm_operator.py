@@ -20,7 +20,10 @@ from vlora.atmm.types import LoraPair, Segments
 
 
 class Atmm(LoraOperator):
-    """The operator under test. It takes its tile from the table, or `config` for all shapes."""
+    """ATMM, the operator under test.
+
+    config: number of the tile configuration for all shapes; None to choose it from the table.
+    """
 
     name: ClassVar[str] = "atmm"
 

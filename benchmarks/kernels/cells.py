@@ -139,8 +139,9 @@ _GROUP_KEYS = {"regime", "requests", "rows", "d", "rank", "popularity", "heat", 
 def load_grid(path: Path, dtypes: Sequence[str], *, quick: bool) -> list[KernelCell]:
     """Return all cells of a grid file. Each group of the file is the product of its lists.
 
-    quick: return only the groups that are marked "quick".
-    Raise ValueError for an unknown or missing key, and for an unknown regime or popularity.
+    quick: whether to return only the groups that are marked "quick".
+
+    Raises ValueError for an unknown or missing key, and for an unknown regime or popularity.
     """
     cells = []
     for group in json.loads(path.read_text())["groups"]:

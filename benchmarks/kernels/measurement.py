@@ -246,7 +246,9 @@ def stability_cells(cells: Sequence[KernelCell], *, quick: bool) -> list[KernelC
     """Return the cells of the latency stability test: one per type and number of rows.
 
     They are hot cells of width 1024 with mixed ranks, from small to large batches, as in figure 18
-    of the paper. quick: return every second one.
+    of the paper.
+
+    quick: whether to return only every second cell.
     """
     distinct: dict[tuple[str, int], KernelCell] = {}
     for cell in cells:

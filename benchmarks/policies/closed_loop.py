@@ -35,7 +35,10 @@ class ClosedLoop:
     """
 
     def __init__(self, demo: Path, grid: Mapping[str, Any]) -> None:
-        """Load the engine. demo: folder of a checkpoint and its adapters."""
+        """Load the engine.
+
+        demo: folder of a checkpoint and its adapters.
+        """
         self._grid = grid
         self._options = Options(
             model=demo / "checkpoint", adapters=demo / "adapters", enable_prefix_caching=False
@@ -46,7 +49,9 @@ class ClosedLoop:
         self._numbers = itertools.count()
 
     def rows(self, policies: Sequence[str], rounds: int) -> list[dict[str, Any]]:
-        """Run all policies once per round, in an order that rotates, after a warm-up."""
+        """Run all policies once per round after a warm-up, in an order that rotates; return the
+        rows.
+        """
         for policy in policies:
             self._run(policy, self._grid["at_once"])
         return [

@@ -21,8 +21,8 @@ SIMULATED, CLOSED_LOOP = "simulated", "closed loop"
 """Kinds of rows.
 
 capacity: throughput of unmerge_only with all requests at once.
-measured: the grid in real time. few adapters: traces with two adapters, as in figure 21, in real
-    time.
+measured: the grid in real time.
+few adapters: traces with two adapters, as in figure 21, in real time.
 simulated again: the measured traces, all with the cost model that the run ends with.
 simulated: larger traces with the same cost model.
 closed loop: the rows of `closed_loop`.
@@ -73,9 +73,13 @@ class PolicyCell:
 class PolicyGrid:
     """Contents of a grid file.
 
-    The policies in its entry `policies` run with ATMM, those in `also` with some seeds only, and
-    those in `few` also on traces with fewer adapters. The systems in `own` run with the operators
-    that they were published with, at one load and skew.
+    The following entries list policies:
+
+    - `policies` run with ATMM on all traces.
+    - `also` run with ATMM, with some seeds only.
+    - `few` also run on traces with fewer adapters.
+    - `own` are systems that run with the operators that they were published with, at one load and
+      skew.
     """
 
     values: Mapping[str, Any]
@@ -87,7 +91,7 @@ class PolicyGrid:
     def cells(self) -> Iterator[PolicyCell]:
         """Yield the cells to measure, seed by seed, so that an early end leaves complete seeds.
 
-        The policies of a cell start with another one in each cell.
+        The order of the policies rotates from cell to cell.
         """
         values = self.values
         own, few, also = values["own"], values["few"], values["also"]

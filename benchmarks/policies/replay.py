@@ -87,7 +87,7 @@ class Replay:
 def replay_measured(
     engine: Engine, checkpoint: Checkpoint, trace: Sequence[TracedRequest], policy: Policy
 ) -> Replay:
-    """Run a trace in real time on the calling thread.
+    """Run a trace in real time on the calling thread, and return its times and counts.
 
     Prompts are prepared before the clock starts. While the engine is idle, the clock jumps to the
     next arrival.

@@ -101,9 +101,10 @@ def _on_one_machine(
 ) -> list[dict[str, Any]]:
     """Return the measured rows as if the machine had been equally fast throughout.
 
-    The speed of a shared machine may change by half within a minute. Each measured latency is
-    multiplied by a ratio of simulated latencies of its trace: with the cost model of the end of the
-    run, divided by that with the cost model at the time of the measurement.
+    The speed of a shared machine may change by half within a minute. The cost model follows these
+    changes. So each trace is simulated twice: with the cost model at the time of the measurement,
+    and with that at the end of the run. The measured latency is multiplied by the second simulated
+    latency divided by the first.
     """
     simulated_again = {(row["policy"], _trace(row)): row["token_latency_ms"] for row in again}
     keys = [(row, (row["policy"], _trace(row))) for row in measured if row["simulated_ms"]]

@@ -19,7 +19,9 @@ PAPER_LENGTHS: dict[Application, tuple[int, tuple[int, int]]] = {
     "retrieval": (256, (150, 250)),
     "analytics": (6256, (5, 10)),
 }
-"""Mean prompt length, then minimum and maximum answer length (§6.2: 256, 200+; 6256, 5–10)."""
+"""Mean prompt length, and (minimum, maximum) answer length, in tokens (§6.2: 256, 200+; 6256,
+5–10).
+"""
 LENGTH_SPREAD = 0.3
 """Standard deviation of the logarithm of a prompt's length."""
 BURST_SIZE = 5

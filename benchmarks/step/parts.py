@@ -27,8 +27,10 @@ _TIMED_FUNCTIONS: tuple[tuple[object, str, str], ...] = (
     (op, "apply", LORA),
     (op, "bind_epilogue", LORA),
 )
-"""All timed functions as (owner, name, part). If one returns a partial, the partial is timed too.
-Time in a nested part counts only for that inner part."""
+"""All timed functions as (owner, name, part). If a function returns a `partial`, calls of the
+partial are timed, too. If timed functions are nested, the time of the inner one counts only for its
+own part.
+"""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """LoRA's time in a step in mixture mode (deLoRA), divided by that in unmerged mode (figure 20).
 
-`starved` of the step's requests use other adapters than the live one. In unmerged mode all rows go
+In each step, `starved` requests use other adapters than the live one. In unmerged mode all rows go
 through their own adapter. In mixture mode only the starved rows do, and the live adapter, which is
 merged, is subtracted from them. Both modes call the operator once per group of matrices.
 

@@ -213,7 +213,7 @@ def _updates(
 
 
 def _addmm_seconds(matrix: Sequence[torch.Tensor], model: MergeModel) -> float:
-    """Estimate the time of addmm on all matrices from a slice of the first one."""
+    """Return the estimated time of addmm on all matrices, from a slice of the first one."""
     source, target, a, b = matrix
     rows = max(1, len(source) // 16)
     started = time.perf_counter()

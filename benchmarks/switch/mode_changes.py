@@ -61,7 +61,10 @@ class ModeChangeGaps:
 
 
 def model_for(grid: Mapping[str, Any], dtype: str, root: Path | None = None) -> SyntheticModel:
-    """Return an engine with enough pages. root: folder of the generated checkpoints."""
+    """Return an engine with enough pages.
+
+    root: folder of the generated checkpoints.
+    """
     checkpoint = llava.make(llava.MODELS[grid["model"]], root)
     requests, context = grid["requests"], grid["context"]
     positions = requests * (context + SPARE_POSITIONS)
@@ -111,9 +114,10 @@ def unmerge_us(layers: Sequence[int] = (1, 64)) -> float:
 
 
 def measure_drift(grid: Mapping[str, Any], dtype: str) -> list[dict[str, Any]]:
-    """Return how far the weights have moved from the base after some numbers of switches in place.
+    """Return how far merging in place moves the weights from the base, by number of switches.
 
-    largest: the largest change of a weight. changed: the share of weights that changed.
+    Each row has the keys `largest`, the largest change of a weight, and `changed`, the share of
+    weights that changed.
     """
     side = grid["hidden"]
     slab = WeightSlab(grid["layers"], dict.fromkeys(TARGETS, (side, side)), DTYPES[dtype])

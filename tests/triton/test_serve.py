@@ -72,7 +72,7 @@ Processes = dict[str, psutil.Process]
 
 def processes_of(serving: subprocess.Popen[str]) -> tuple[psutil.Process, Processes]:
     """Return the server's process, and those of its models by name."""
-    (server,) = (child for child in children(serving.pid) if not is_gateway(child))
+    (server,) = (child for child in children(serving.pid) if "tritonserver" in child.name())
     return server, {
         Path(process.cmdline()[1]).parts[-3]: process for process in children(server.pid)
     }
@@ -201,10 +201,11 @@ def test_a_killed_gateway_is_restarted_and_a_killed_serve_leaves_nothing(
     server, models = processes_of(process)
     (gateway,) = filter(is_gateway, children(process.pid))
     regions = shared_memory_of(models)
-    process.kill()
-    until(lambda: not any(map(is_alive, [server, gateway, *models.values()])))
+    with process:
+        process.kill()
+    for one in (server, gateway, *models.values()):
+        until(lambda one=one: not is_alive(one))
     until(lambda: not any(region.exists() for region in regions))
-    process.communicate()
 
 
 def test_serve_reports_an_invalid_port(folders: list[str]) -> None:

@@ -23,6 +23,7 @@ from PIL import Image
 
 from tests.support.hostile_images import flat_png, jpeg_with_scans, run_length_bmp, tiff_with_tile
 from tests.support.polling import until
+from tests.support.processes import children_that_run
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.launcher.processes import is_alive
@@ -47,8 +48,7 @@ def decoder() -> Iterator[ImageDecoder]:
 
 def fork_servers() -> list[psutil.Process]:
     """Return the fork servers that this process has started."""
-    children = psutil.Process().children()
-    return [child for child in children if "vlora.vision.decode_worker" in child.cmdline()]
+    return children_that_run("vlora.vision.decode_worker")
 
 
 def decode(decoder: ImageDecoder, *images: bytes, limits: Limits = LIMITS) -> list[DecodedImage]:

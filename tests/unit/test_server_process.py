@@ -19,6 +19,7 @@ import pytest
 from tests.support.polling import until
 from vlora.launcher import draining, ports
 from vlora.launcher.assembly import ServerError
+from vlora.launcher.guard import guarded
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive
 from vlora.launcher.run_folder import (
@@ -205,9 +206,12 @@ def test_the_seconds_left_are_never_negative(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, subprocess, sys
+from contextlib import nullcontext
 from pathlib import Path
+from vlora.launcher.guard import guarded
 from vlora.launcher.run_folder import run_folder, shared_memory_prefix
-with run_folder(Path(sys.argv[1])) as folder:
+guard = guarded if sys.argv[3] == "guarded" else nullcontext
+with run_folder(Path(sys.argv[1])) as folder, guard(folder):
     region = shared_memory_prefix(folder) + "region"
     (Path("/dev/shm") / region).touch()
     program = [sys.argv[2], "-c", "import time; time.sleep(60)", region]
@@ -217,9 +221,9 @@ with run_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def killed_run(root: Path, program: str) -> tuple[Path, psutil.Process]:
+def killed_run(root: Path, program: str, *options: str) -> tuple[Path, psutil.Process]:
     """Return the folder of a run that was killed, and the process that it left."""
-    with python(KILLED, str(root), program) as run:
+    with python(KILLED, str(root), program, *(options or ("unguarded",))) as run:
         name, pid = line(run).split()
         run.wait()
     return root / name, psutil.Process(int(pid))
@@ -235,6 +239,22 @@ def test_the_next_start_removes_what_a_killed_run_left(tmp_path: Path) -> None:
         assert not is_alive(model)
         assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_guard_removes_what_a_killed_run_left(tmp_path: Path) -> None:
+    left, model = killed_run(tmp_path, "/somewhere/triton_python_backend_stub", "guarded")
+    until(lambda: not is_alive(model))
+    until(lambda: not left.exists())
+    assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
+
+
+def test_a_guard_ends_with_its_block(tmp_path: Path) -> None:
+    with run_folder(tmp_path) as folder:
+        before = children(os.getpid())
+        with guarded(folder):
+            (guard,) = children(os.getpid()) - before
+            until(lambda: "vlora.launcher.guard" in guard.cmdline())
+        assert not is_alive(guard)
 
 
 def test_nothing_else_is_removed(tmp_path: Path) -> None:

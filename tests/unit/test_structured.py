@@ -26,6 +26,7 @@ from transformers import AutoTokenizer
 from benchmarks.large_vocabulary import grammars_of as grammars_of_size
 from benchmarks.large_vocabulary import make_tokenizer, measure
 from tests.support.grammars import HOSTILE
+from tests.support.processes import children_that_run
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, Unavailable, Unsupported, VLoraError
 from vlora.model.vocabulary import Vocabulary
@@ -67,8 +68,7 @@ def grammars(tokenizer: Any) -> Iterator[Grammars]:
 
 def workers() -> list[psutil.Process]:
     """Return the fork servers of grammars that this process has started."""
-    children = psutil.Process().children()
-    return [child for child in children if "vlora.structured.worker" in child.cmdline()]
+    return children_that_run("vlora.structured.worker")
 
 
 def settle(matcher: Matcher) -> Matcher:

@@ -48,7 +48,9 @@ class Served:
 
 @dataclass
 class Comparison:
-    """Result of a domain. `ties` counts differences at near ties. `wrong` lists the others."""
+    """Result of a domain. `ties` counts differences at near ties, `wrong` lists all other
+    differences.
+    """
 
     domain: str
     items: int = 0
@@ -106,7 +108,9 @@ def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
 
 
 def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list[Comparison]:
-    """Compare server and oracle on `per_domain` items of each domain, in mixed order."""
+    """Return a comparison of server and oracle for each domain, on `per_domain` items in mixed
+    order.
+    """
     asked = [item for domain in DOMAINS for item in items(domain, per_domain)]
     random.Random(0).shuffle(asked)
     served = ask_all(url, asked)
@@ -120,7 +124,7 @@ def compare(url: str, per_domain: int, checkpoint: Path, adapters: Path) -> list
 
 @contextmanager
 def server_at(url: str | None, dtype: str) -> Iterator[str]:
-    """Yield the given address, or that of a server that runs while the context is open."""
+    """Yield the given address, or the address of a server that runs while the context is open."""
     if url is not None:
         yield url
         return

@@ -1,4 +1,4 @@
-"""Stage 3: train LoRA adapters on the finished base with PEFT, one at a time.
+"""Stage 3 of making the demo: train LoRA adapters on the finished base with PEFT, one at a time.
 
 Only the decoder is adapted; vision tower, connector and base weights stay frozen. An adapter with a
 task head also trains a linear layer on the final hidden state of the last prompt token.

@@ -51,8 +51,12 @@ HEADS: dict[str, int] = {
 
 @dataclass(frozen=True)
 class DenseBatch:
-    """Images uint8 [n, 64, 64, 3]; labels int64 [n, 64, 10], columns in the order of HEADS;
-    outlines uint8 [n, 64 patches, 64 points], 1 inside and 0 outside of the object."""
+    """Images with labels for their patches.
+
+    images: [n, 64, 64, 3] uint8.
+    labels: [n, 64, 10] int64, columns in the order of HEADS.
+    outlines: [n, 64 patches, 64 points] uint8, 1 inside and 0 outside of the object.
+    """
 
     images: NDArray[np.uint8]
     labels: NDArray[np.int64]
@@ -61,7 +65,11 @@ class DenseBatch:
 
 @dataclass(frozen=True)
 class PatchLabels:
-    """Labels of one scene: labels [64, 10], outlines [64, 64]."""
+    """Labels of the patches of one scene, as in `DenseBatch`.
+
+    labels: [64, 10].
+    outlines: [64, 64].
+    """
 
     labels: NDArray[np.int64]
     outlines: NDArray[np.uint8]

@@ -52,7 +52,9 @@ def accuracy(oracle: Oracle, asked: list[Item], adapter: str | None) -> dict[str
 
 
 def measure(oracle: Oracle, domain: str, n: int = ITEMS) -> Measured:
-    """Measure one domain: base and adapter on `n` items, blind on at most BLIND_ITEMS of them."""
+    """Return the accuracies of one domain: base and adapter on `n` items, blind on at most
+    BLIND_ITEMS.
+    """
     asked = items(domain, n)
     adapter = adapter_of(domain)
     base = accuracy(oracle, asked, None)

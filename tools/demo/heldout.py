@@ -137,7 +137,7 @@ def _frames(sample: Sample) -> list[Pixels]:
 
 
 def png(pixels: Pixels) -> bytes:
-    """Encode pixels [n, n, 3] uint8 as a PNG file."""
+    """Return pixels [n, n, 3] uint8 as a PNG file."""
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()

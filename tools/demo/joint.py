@@ -1,4 +1,4 @@
-"""Stage 2: train tower, connector and decoder jointly to answer questions.
+"""Stage 2 of making the demo: train tower, connector and decoder jointly to answer questions.
 
 Dense labels remain an auxiliary task, so that the tower keeps features that the questions do not
 need.
@@ -41,8 +41,10 @@ GROUPS = 3
 """Number of query heads that share a KV head."""
 SILENCING = 1.0
 OPENING = 4.0
-"""Constants of `start_from_readouts`: how strongly "no object here" suppresses other readouts, and
-what is added to the bias of these, so that they pass where there is an object."""
+"""Constants of `start_from_readouts`. SILENCING says how strongly "no object here" suppresses other
+readouts. OPENING is added to the bias of these readouts, so that they pass where there is an
+object.
+"""
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,7 @@ def train_jointly(
 def joint_loss(
     model: LlavaForConditionalGeneration, heads: DenseHeads, batch: JointBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of the answers plus that of the auxiliary task."""
+    """Return the loss of the answers plus that of the auxiliary task, and figures by name."""
     images = batch.pack.images
     if len(images) == 0:
         return answer_loss(model, batch.pack, hidden_states(model, batch.pack, None))

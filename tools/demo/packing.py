@@ -81,7 +81,9 @@ DEMO = Language(TEMPLATE, encode, "</s>")
 def prompt_parts(
     question: Question, images: int, is_clip: bool, language: Language = DEMO
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt's prefix, with image tokens expanded, and of its branch."""
+    """Return the token ids of a prompt in two parts: prefix, with image tokens expanded, and
+    branch.
+    """
     frames = images if is_clip else 0
     template = language.template
     prompt = render(question.task, question.text, images - frames, frames, template)
@@ -94,7 +96,7 @@ def prompt_parts(
 
 
 def pack(rows: list[Row], language: Language = DEMO) -> Pack:
-    """Pack rows into one padded batch."""
+    """Return rows as one padded batch."""
     laid_out = [_lay_out(row, language) for row in rows]
     length = max(len(columns[0]) for columns in laid_out)
     length = -(-length // 16) * 16
@@ -117,8 +119,8 @@ def pack(rows: list[Row], language: Language = DEMO) -> Pack:
 def _lay_out(
     row: Row, language: Language
 ) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return the tokens of one training sequence, the position, branch and target of each token,
-    and the index of the last token of each question's prompt.
+    """Return five lists for one training sequence: tokens, their positions, their branches, their
+    targets, and the index of the last token of each question's prompt.
 
     Tokens of the prefix that all questions share have the branch FRONT, others the question's
     number. A question does not attend to another question's branch.

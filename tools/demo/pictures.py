@@ -36,8 +36,8 @@ class Caption:
 def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
     """Return a picture of an answer: the image with boxes, or the frames, above the caption.
 
-    frames: [h, w, 3] uint8 each; one for an image. objects: as in the output `result`, with boxes
-    in pixels of the last frame.
+    frames: [h, w, 3] uint8 each; one for an image.
+    objects: as in the output `result`, with boxes in pixels of the last frame.
     """
     is_clip = len(frames) > 1
     picture = _strip(frames, caption.label) if is_clip else _draw_objects(frames[0], objects)
@@ -89,7 +89,7 @@ def _draw_objects(pixels: Pixels, objects: Sequence[dict[str, Any]]) -> Any:
 
 
 def _strip(frames: Sequence[Pixels], label: str) -> Any:
-    """Draw the frames of a clip, three per row, each with its number and the label."""
+    """Return a picture of a clip: its frames, three per row, each with its number and the label."""
     side = SIDE // 3
     rows = -(-len(frames) // 3)
     strip = Image.new("RGB", (SIDE, rows * side), PAPER)
@@ -106,7 +106,7 @@ def _strip(frames: Sequence[Pixels], label: str) -> Any:
 
 
 def _wrapped(text: str, font: Any) -> list[str]:
-    """Break `text` into lines that fit below a picture. Long words are split."""
+    """Return `text` as lines that fit below a picture. Long words are split."""
     lines: list[str] = [""]
     for word in text.split():
         longer = f"{lines[-1]} {word}".strip()

@@ -95,8 +95,10 @@ def _count_some(scene: Scene, rng: Rng) -> Question:
 
 
 def _exists(scene: Scene, rng: Rng) -> Question:
-    """Ask for an object that is present half the time. Absent ones often differ in only one
-    attribute."""
+    """Return a question that asks for an object, which is present half the time.
+
+    An absent object often differs from a present one in only one attribute.
+    """
     shown = _pick(rng, list(scene.things))
     present = {(thing.colour, thing.shape) for thing in scene.things}
     named = rng.random() < 0.5
@@ -133,7 +135,10 @@ def _refer(scene: Scene, rng: Rng) -> Question | None:
 
 
 def _detect(scene: Scene, rng: Rng) -> Question:
-    """Ask for all objects of a shape or colour. One question in eight has no such object."""
+    """Return a question that asks for all objects of a shape or colour.
+
+    For one question in eight, the scene has no such object.
+    """
     shown = _pick(rng, list(scene.things)) if rng.random() < 0.875 else None
     attribute, names = ("shape", lexicon.SHAPES)
     if rng.random() < 0.4:

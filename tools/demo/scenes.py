@@ -68,7 +68,7 @@ class Drawing:
 
 
 def draw(scene: Scene, size: int = SIDE) -> Drawing:
-    """Draw a scene at `size` pixels (a multiple of 64)."""
+    """Return a drawing of a scene at `size` pixels (a multiple of 64)."""
     side = size * SUPERSAMPLING
     step = SIDE / side
     line = (np.arange(side, dtype=np.float32) + 0.5) * step

@@ -115,6 +115,6 @@ def surface_shade(pattern: str, x: Floats, y: Floats, rng: np.random.Generator) 
 
 
 def _repeat(grid: Floats, side: int) -> Floats:
-    """Enlarge a 64x64 grid to side x side by an integer factor."""
+    """Return a 64x64 grid enlarged to side x side by an integer factor."""
     times = side // 64
     return grid.repeat(times, 0).repeat(times, 1)

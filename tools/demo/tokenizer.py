@@ -70,7 +70,7 @@ def corpus() -> list[str]:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Train the tokenizer on the task corpus, which always gives the same result."""
+    """Return the tokenizer, trained on the task corpus. The result is always the same."""
     core = Tokenizer(models.BPE())
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
@@ -101,5 +101,5 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Load a checkpoint's tokenizer without network access."""
+    """Return a checkpoint's tokenizer, without network access."""
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,4 +1,4 @@
-"""Stage 1: pretrain the vision tower on dense labels, without language.
+"""Stage 1 of making the demo: pretrain the vision tower on dense labels, without language.
 
 The heads of the labels are not part of the checkpoint. Training the tower through the language
 model instead would take much longer.

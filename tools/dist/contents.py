@@ -61,7 +61,10 @@ def expected_in_wheel(tree: Iterable[str]) -> dict[str, str]:
 
 
 def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
-    """Return one sentence for each fault of the wheel. tree: the files under version control."""
+    """Return one sentence for each fault of the wheel.
+
+    tree: the files under version control.
+    """
     expected = expected_in_wheel(tree)
     info = {name for name in wheel if name.partition("/")[0].endswith(".dist-info")}
     kernels = {name for name in wheel if name.startswith("vlora/_kernels.")}
@@ -77,7 +80,10 @@ def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
 
 
 def faults_of_sdist(sdist: Contents, tree: Contents) -> list[str]:
-    """Return one sentence for each fault of the sdist. tree: the files under version control."""
+    """Return one sentence for each fault of the sdist.
+
+    tree: the files under version control.
+    """
     due = {
         name: content
         for name, content in tree.items()

@@ -110,7 +110,10 @@ def line_of(package: dict[str, Any], tags: Sequence[Tag]) -> str:
 
 
 def resolve(lock: Lock, torch: Sequence[str], uv: Path, folder: Path, log: Path) -> str:
-    """Return the text of a lock file. torch: uv's options for the index of torch's CPU build."""
+    """Return the text of a lock file.
+
+    torch: uv's options for the index of torch's CPU build.
+    """
     others, pins, made = folder / "others.in", folder / "pins.txt", folder / "pylock.toml"
     others.write_text("\n".join(lock.others))
     pins.write_text("\n".join([CONSTRAINTS.read_text(), *build_requirements()]))

@@ -23,7 +23,7 @@ COMMAND = (sys.executable, "-m", "vlora.cli", "adapters", "generate")
 
 
 def start(spec: Path, out: Path) -> subprocess.Popen[bytes]:
-    """Start or continue a run. Its output is appended to `OUT.log`."""
+    """Start or continue a run, and return its process. Its output is appended to `OUT.log`."""
     with out.with_suffix(".log").open("ab") as log:
         return subprocess.Popen([*COMMAND, str(spec), "--out", str(out)], stdout=log, stderr=log)
 

@@ -53,7 +53,8 @@ def _reader() -> Any:
 
 
 def read_sign(image: Image.Image) -> str | None:
-    """Return the word that PP-OCRv4 reads, or None if the model has no token for it.
+    """Return the word that PP-OCRv4 reads; None if it is no colour or shape, or was read with low
+    confidence.
 
     The dark text is cropped here, and the network only recognises it. Detecting it with the network
     would take twelve times as long as recognising it.

@@ -75,7 +75,9 @@ VARIANTS = {
 
 
 def write_spec(plain: Path, name: str, variant: Variant) -> Path:
-    """Write the specification of a run into the folder of `plain`, on which it is based."""
+    """Write the specification of a run next to the specification `plain`, on which it is based;
+    return its path.
+    """
     spec = yaml.safe_load(plain.read_text(encoding="utf-8"))
     spec["training"] |= TRAINING | variant.training
     spec["options"] = variant.options.model_dump()

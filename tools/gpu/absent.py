@@ -19,7 +19,7 @@ UNUSED = ("regex", "safetensors", "tokenizers", "transformers")
 
 
 class _AnyAttribute(type):
-    """Type of `Absent`, whose class attributes are `Absent` again."""
+    """Metaclass of `Absent`: every attribute of the class is `Absent` itself."""
 
     def __getattr__(cls, name: str) -> type[Absent]:
         if name.startswith("__"):
@@ -28,7 +28,7 @@ class _AnyAttribute(type):
 
 
 class Absent(Exception, metaclass=_AnyAttribute):
-    """Takes the place of every name of a missing package.
+    """Placeholder for every name of a missing package.
 
     It can be a base class, be called when a module is imported, and be caught.
     """
@@ -38,7 +38,7 @@ class Absent(Exception, metaclass=_AnyAttribute):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds a module without content for every module of some packages."""
+    """Import finder that supplies an empty module for each module of some packages."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self._packages = packages
@@ -65,7 +65,9 @@ class _Module(ModuleType):
 
 
 def replace_absent(packages: Sequence[str] = UNUSED) -> list[str]:
-    """Let those of `packages` be imported that this Python lacks; return their names."""
+    """Make placeholders importable for those of `packages` that this Python lacks; return their
+    names.
+    """
     absent = [name for name in packages if find_spec(name) is None]
     if absent:
         sys.meta_path.append(_Finder(absent))

@@ -83,9 +83,10 @@ class _Driver:
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
-    """Compile the kernels that are launched in this context, and yield (name, kernel) for each.
+    """Compile the kernels that are launched in this context, without running them.
 
-    Afterwards this process cannot launch kernels on a GPU.
+    Yields a list, to which (name, compiled kernel) of each launch is appended. Afterwards this
+    process cannot launch kernels on a GPU.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction

@@ -224,7 +224,7 @@ def measure(
 
 
 def _seconds(runner: Runner, chunks: Sequence[Chunk]) -> float:
-    """Return the median time of a step, with the host's part of it."""
+    """Return the median time of a step in seconds, including the host's work."""
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()

@@ -34,9 +34,10 @@ UNCAPTURED = ("peft_loop",)
 """Baselines that cannot be captured, because each call copies index lists to the device."""
 COLD_BYTES = 256 << 20
 MOST_LAYERS = 128
-"""Maximum number of layers in a cold cell, through which its calls rotate. There are as many layers
-as COLD_BYTES hold, up to this number. So all layers of small adapters still fit into L2; the figure
-`layers_mb` shows it."""
+"""Maximum number of layers in a cold cell, through which its calls rotate. A cell has as many
+layers as COLD_BYTES hold, up to this number. All layers of small adapters may therefore still fit
+into L2. The figure `layers_mb` shows their size.
+"""
 ROUNDS = 5
 TOLERANCE = 3e-2
 """Tolerance relative to the largest true value. bf16 rounds intermediates to 8 bits."""
@@ -81,7 +82,10 @@ class Atmm(LoraOperator):
 
 @dataclass
 class GpuKernelResult:
-    """Seconds of each operator on one cell, as a graph and call by call; reasons for omissions."""
+    """Seconds per call of each operator on one cell, and the reason for each that was left out.
+
+    Each operator is timed as a graph and call by call.
+    """
 
     cell: KernelCell
     limit: float

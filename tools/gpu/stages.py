@@ -33,7 +33,11 @@ class Lacking(Exception):
 
 @dataclass(frozen=True)
 class Stage:
-    """A process to run. seconds: its time limit. always: whether a completed stage runs again."""
+    """A process to run.
+
+    seconds: time limit of the process.
+    always: whether the stage runs again although it was completed.
+    """
 
     name: str
     command: tuple[str, ...]

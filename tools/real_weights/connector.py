@@ -28,9 +28,9 @@ from vlora.vision.prompts import ChatTemplate
 SEED = 41
 WORD_STEPS, WORD_SCENES = 300, 256
 WORD_BATCH = 2048
-"""Patches of a step of the first stage."""
+"""Number of patches in a step of the first stage."""
 ROWS = 4
-"""Scenes of a step of the second stage."""
+"""Number of scenes in a step of the second stage."""
 WORD_RATE, LEARNING_RATE = 2e-3, 1e-3
 KINDS = ("background", "colour", "shape", "count", "caption")
 MOST_THINGS = 2
@@ -51,7 +51,7 @@ def questions_of(scene: Scene, *seed: int) -> list[Question]:
 
 
 def language_of(tokenizer: Any, template: ChatTemplate) -> Language:
-    """Return the prompts of a decoder in a checkpoint."""
+    """Return the chat template and the tokenization of a checkpoint's decoder."""
 
     @lru_cache(maxsize=10_000)
     def encode(text: str) -> tuple[int, ...]:

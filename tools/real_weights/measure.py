@@ -137,9 +137,11 @@ def served(folder: Path, texts: Sequence[list[int]], options: dict[str, Any]) ->
 
 @dataclass(frozen=True)
 class Asked:
-    """A question about a held-out scene. tokens: the prompt with its image tokens, and the answer.
+    """A question about a held-out scene.
 
-    features: image features, [n, hidden]. answer: number of tokens of the answer.
+    tokens: the prompt with its image tokens, and the answer.
+    features: image features, [n, hidden].
+    answer: number of tokens of the answer.
     """
 
     question: Question
@@ -224,7 +226,7 @@ def merging_errors(
 ) -> dict[str, float]:
     """Return what merging the adapter changes: logits of texts and images, and perplexity.
 
-    Errors are differences between merged and unmerged logits, as a fraction of their standard
+    Errors are differences between merged and unmerged logits, as a fraction of the logits' standard
     deviation.
     """
     inputs = {

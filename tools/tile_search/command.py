@@ -127,7 +127,7 @@ def _on_cuda(
 def _shown(
     console: Console, label: str, entries: Iterable[dict[str, Any]], total: int
 ) -> list[dict[str, Any]]:
-    """Collect the entries, with a progress bar."""
+    """Return the entries as a list, and show a progress bar while they are computed."""
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
     )  # fmt: skip

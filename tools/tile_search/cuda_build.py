@@ -190,7 +190,9 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources(unit: str, text: str) -> list[dict[str, int | str]]:
-    """Parse ptxas's report for every kernel of a translation unit, by architecture."""
+    """Return the registers and memory of every kernel of a translation unit, from ptxas's
+    report.
+    """
     found: list[dict[str, int | str]] = []
     for line in text.splitlines():
         if match := _KERNEL.search(line):
@@ -205,7 +207,10 @@ def resources(unit: str, text: str) -> list[dict[str, int | str]]:
 
 
 def emulate(target: Path = EMULATED) -> Path:
-    """Compile the emulation if a source changed. Raise NoToolchain without a C++ compiler."""
+    """Compile the emulation if a source changed, and return its path.
+
+    Raises NoToolchain without a C++ compiler.
+    """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise NoToolchain("the emulation needs a C++ compiler; install g++")
@@ -255,7 +260,7 @@ def _link(command: list[str], objects: list[Path], library: Path) -> None:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write the file only if its text changed, so that it is not compiled again."""
+    """Write a file only if its text changed, so that it is not compiled again; return its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

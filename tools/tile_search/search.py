@@ -36,10 +36,13 @@ WARM_CALLS = 2
 """Number of calls before a hot sample. One call does not load a large adapter into the last-level
 cache."""
 DUEL_ROUNDS = 15
-"""Number of alternating samples of the winner and the built-in configuration, hot and cold each."""
+"""Number of alternating samples of the winner and the built-in configuration, with hot and with
+cold adapters.
+"""
 NOTCH = 1.57
-"""Half width of a box plot's notch. In 95 of 100 cases the true median lies within this many
-interquartile ranges, divided by the root of the sample count."""
+"""Half width of a box plot's notch, in units of the interquartile range divided by the root of the
+sample count. In 95 of 100 cases, the true median is within this distance of the sample's median.
+"""
 SAMPLE_SECONDS = 3e-4
 MAX_CALLS = 64
 
@@ -158,8 +161,10 @@ def profile(
     """Measure interleaved medians, and drop slow configurations early.
 
     A configuration is dropped if it is HOPELESS times slower than the best after a call or a round.
-    From MIN_ROUNDS samples on, it is dropped if its fastest sample is slower than the best one's
-    upper quartile. budget: seconds after which MIN_ROUNDS samples are enough.
+    From MIN_ROUNDS samples on, a configuration is dropped if its fastest sample is slower than the
+    upper quartile of the best configuration.
+
+    budget: seconds after which MIN_ROUNDS samples are enough.
     """
     started = clock()
     counts: dict[str, int] = {}
@@ -244,7 +249,10 @@ def duel(
     rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
-    """Measure two calls alternately. The call that starts a pair of samples changes each time."""
+    """Return the times of two calls that are measured alternately.
+
+    The call that starts a pair of samples changes each time.
+    """
     calls = (ours, other)
     estimate = min(_seconds(call, 1, clock) for call in calls)
     count = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))

@@ -25,7 +25,7 @@ class Cpu:
     def here(cls, root: Path = Path("/")) -> Cpu:
         """Return this machine's CPU.
 
-        root: folder that contains `proc` and `sys`; another one only in tests.
+        root: folder that contains `proc` and `sys`. Only tests replace the default.
         """
         fields: dict[str, str] = {}
         for line in (root / "proc/cpuinfo").read_text().splitlines():

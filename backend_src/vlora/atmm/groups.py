@@ -17,7 +17,15 @@ import torch
 
 from vlora import backends, native
 from vlora.atmm.cuda.library import padded_rank
-from vlora.atmm.types import DTYPES, ON_GPU, HeadMatrix, LoraPair, Segment, Segments
+from vlora.atmm.types import (
+    DTYPES,
+    ON_GPU,
+    CapturedSegments,
+    HeadMatrix,
+    LoraPair,
+    Segment,
+    Segments,
+)
 
 _versions = itertools.count(1)
 _latest = 0
@@ -28,16 +36,17 @@ def latest_version() -> int:
     return _latest
 
 
-def _publish(version: int) -> int:
-    """Set the latest version, and return it."""
+def _publish(version: int) -> None:
+    """Set the latest version. The group must have it already, because another thread may compare
+    its copy of the group as soon as it sees the latest version.
+    """
     global _latest
     _latest = version
-    return version
 
 
 Wait = Callable[[], object]
-"""Function that lets all work which the calling thread launches later wait for a copy to the
-device.
+"""Function that makes all work that the calling thread launches later wait for a copy to the
+device. The function itself returns immediately.
 """
 
 
@@ -58,7 +67,7 @@ class PendingCopies:
             self._waits[slot] = wait
 
     def wait_for(self, segments: Sequence[Segment]) -> None:
-        """Let the calling thread's later work wait for the weights that these segments use."""
+        """Make the calling thread's later work wait for the weights that these segments use."""
         if self._waits:
             for slot in Segments.of(segments).slots:
                 if (wait := self._waits.pop(slot, None)) is not None:
@@ -73,10 +82,10 @@ class LoraGroup:
     them. A slot may be set and cleared while calls run. Each call uses the weights that were set
     when it started.
 
-    device_type: torch's type of the device whose rows the group is applied to. The CPU's compiled
-        core packs the weights only for the CPU.
-    dtype: dtype of rows, weights and outputs. Pairs may also be fp32, and are then rounded when
-        they are used, so that their owner needs no second copy.
+    device_type: torch's type of the device whose rows the group is applied to. The compiled core
+        packs the weights only for "cpu".
+    dtype: dtype of rows, weights and outputs. Pairs may also be fp32. They are then rounded each
+        time they are used, so their owner needs no second copy.
     """
 
     def __init__(
@@ -139,8 +148,7 @@ class LoraGroup:
     def slot_bytes(self, ranks: Sequence[int]) -> int:
         """Return the size in bytes of one adapter's packed copies in this group, a multiple of 64.
 
-        Without the compiled core, it is the size of the unpacked copies. On a GPU, their ranks are
-        padded.
+        Without the compiled core, the copies are not packed. On a GPU, their ranks are padded.
 
         ranks: rank for each output, 0 for a projection that the adapter does not target.
         """
@@ -186,7 +194,8 @@ class LoraGroup:
             self._idle.discard(slot)
             self.ever_used = True
         self.versions[slot : slot + 1] = [next(_versions)]
-        self.version = _publish(self.versions[slot])
+        self.version = self.versions[slot]
+        _publish(self.version)
 
     def rounded(self, pair: LoraPair | None) -> LoraPair | None:
         """Return a pair in the group's dtype, without a copy if it already has this dtype."""
@@ -195,11 +204,11 @@ class LoraGroup:
     def has(self, segments: Segments) -> bool:
         """Return whether any of the segments uses a pair in this group.
 
-        A captured graph can be replayed with other slots. So for captured segments, the result is
-        whether the group has ever had a pair.
+        A captured graph can be replayed with other slots. So captured segments use each group that
+        had a pair when the capture was prepared.
         """
-        if segments.captured:
-            return self.ever_used
+        if isinstance(segments, CapturedSegments):
+            return self in segments.groups
         return not segments.slots <= self._idle
 
     def clear(self, slot: int) -> None:
@@ -302,7 +311,8 @@ class HeadGroup:
         self.pending.set(slot, wait)
         self.heads[slot : slot + 1] = [head]
         self.versions[slot : slot + 1] = [next(_versions)]
-        self.version = _publish(self.versions[slot])
+        self.version = self.versions[slot]
+        _publish(self.version)
 
     @cached_property
     def native(self) -> Any:

@@ -32,8 +32,8 @@ from vlora.backends import Backend
 Epilogue = Callable[[int, int, int, int, int], None]
 """Function that adds to a product y = x Wᵀ in place.
 
-It is called with the address of y, its row stride in elements, the address of x, its row stride in
-elements, and the number of rows.
+Its arguments are: address of y, row stride of y in elements, address of x, row stride of x in
+elements, and number of rows.
 """
 
 
@@ -143,7 +143,7 @@ class StepSegments:
 class BoundedSegments:
     """Segments of a call that a graph captures or replays.
 
-    bounds: bounds for which a call must be captured, to be replayed with the segments.
+    bounds: limits of a captured call that can be replayed with the segments.
     tensor: the segments in host memory, as the call reads them on the device.
     """
 
@@ -151,9 +151,10 @@ class BoundedSegments:
     bounds: SegmentBounds
     tensor: torch.Tensor
 
-    def captured(self, on_device: torch.Tensor) -> CapturedSegments:
-        """Return segments for a call that is captured. Replays read them from `on_device`."""
+    def captured(self, on_device: torch.Tensor, layout: GroupLayout) -> CapturedSegments:
+        """Return segments to capture with the groups of `layout`. Replays read `on_device`."""
         segments = CapturedSegments(self.segments)
+        segments.groups = frozenset(layout.parts)
         segments.prepared[operator.current()] = self.bounds.on(on_device)
         return segments
 
@@ -163,11 +164,11 @@ class GroupLayout:
     """Properties of groups that are fixed when a graph captures calls of the operator.
 
     version: latest version of any group when this layout was last compared with the groups.
-    parts: for each group, addresses of its tables, maximum rank, and whether it was ever used.
+    parts: addresses of the tables and maximum rank of each group that has had a pair.
     """
 
     version: int
-    parts: tuple[object, ...]
+    parts: dict[LoraGroup, tuple[int, ...]]
 
 
 def captures(device: torch.device) -> bool:
@@ -190,7 +191,7 @@ def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> Grou
     if known is not None and known.version == version:
         return known
     on_device = operator.current()
-    parts = tuple((on_device.group(group).layout, group.ever_used) for group in groups)
+    parts = {group: on_device.group(group).layout for group in groups if group.ever_used}
     if known is not None and known.parts == parts:
         known.version = version
         return known
@@ -200,14 +201,13 @@ def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> Grou
 def bind_epilogue(
     segments: Sequence[Segment], group: LoraGroup, x: torch.Tensor
 ) -> Epilogue | None:
-    """Return the epilogue with which a `Matrix` adds the segments' adapters to its product with x.
+    """Return the function with which a `Matrix` adds the segments' adapters to its product with x.
 
-    The `Matrix` calls it when the product is complete. Only the compiled CPU backend has epilogues.
-    For any other backend, the result is None, and the caller calls `apply` after the product.
+    The `Matrix` calls the function when the product is complete. Only the compiled CPU backend has
+    one. For any other backend, the result is None, and the caller calls `apply` after the product.
 
-    The epilogue takes fp32 rows, which the product has already checked, and does not check them
-    again. For one row of a small adapter, the checks of `apply` would take longer than its
-    arithmetic.
+    The function takes fp32 rows and does not check them, because the product has checked them. For
+    one row of a small adapter, the checks of `apply` would take longer than its arithmetic.
     """
     if _backend_for(x) != "cpu":
         return None

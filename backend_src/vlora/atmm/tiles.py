@@ -50,7 +50,7 @@ def isa(name: str) -> Iterator[None]:
 
     name: a name from `isas`, or "twin", which is AMX emulated in plain C++ for tests.
 
-    Raises ValueError for one that this CPU cannot run.
+    Raises ValueError for an instruction set that this CPU cannot run.
     """
     core = native.kernels().runtime
     before = core.requested_isa()
@@ -70,8 +70,9 @@ def widest(dtype: str) -> int:
 
 
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
-    """Return every compiled configuration of the current instruction set. Its index in the list is
-    its number.
+    """Return all compiled configurations of the current instruction set.
+
+    The number of a configuration is its index in this list.
     """
     return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 

@@ -61,7 +61,7 @@ def check_adapters(
     repository: RepositoryOption = None,
     options_file: OptionsFileOption = None,
 ) -> None:
-    """Load all adapters and print why any of them fails; the exit status is then 1."""
+    """Load all adapters and print why any of them fails. The exit status is 1 if one fails."""
     with report_errors():
         found, broken = _read_all(load_configuration(model, adapters, repository, options_file))
     if not found and not broken:

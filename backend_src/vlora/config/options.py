@@ -198,8 +198,8 @@ class Options:
     """
 
     theta_factor: float = 4.0
-    """Multiple of the median wait which the credit of a request must also reach to count as
-    starved, for "credit".
+    """Minimum credit of a starved request as a multiple of the median wait, for "credit". A request
+    counts as starved only if its credit also reaches `theta_min`.
     """
 
     max_wait_seconds: float = 30.0

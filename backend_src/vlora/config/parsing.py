@@ -37,7 +37,7 @@ def load_options(
     environment: Mapping[str, str] | None = None,
     replacing: Mapping[str, Any] | None = None,
 ) -> Options:
-    """Read the options from a `model.json`.
+    """Return the options in a `model.json`.
 
     environment: variables that override folders; by default those of this process.
     replacing: keys that replace those in the file.
@@ -78,7 +78,7 @@ def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def load_replacing(path: Path) -> dict[str, Any]:
-    """Read a file with keys that replace those of a `model.json`.
+    """Return the keys in a file that replace those of a `model.json`.
 
     Relative folders in the file start at the folder that contains it. Raises InvalidArgument if the
     file is not a JSON object.
@@ -87,9 +87,9 @@ def load_replacing(path: Path) -> dict[str, Any]:
 
 
 def load_adapter_names(path: Path) -> dict[str, str]:
-    """Read `multi_lora.json`: name → folder, relative to the adapters' folder.
+    """Return the adapters in `multi_lora.json`: name → folder, relative to the adapters' folder.
 
-    Returns {} if there is no such file. Raises InvalidArgument if it is invalid.
+    Without such a file, the result is {}. Raises InvalidArgument if the file is invalid.
     """
     if not path.is_file():
         return {}

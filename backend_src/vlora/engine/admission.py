@@ -19,8 +19,7 @@ from vlora.structured.grammars import Grammars, tokenizer_data
 
 
 class Admission:
-    """Checks requests and creates the states that the engine queues. It can be used from any
-    thread.
+    """Checks requests and creates the `RequestState` objects that the engine queues. Thread-safe.
 
     merge_is_lossy: whether merged weights are rounded (see `engine.sequence.mode_of`).
     """

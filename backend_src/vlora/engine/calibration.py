@@ -40,7 +40,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 3
 """Maximum number of times that a step is measured."""
 MAX_STEP_SECONDS = 0.5
-"""Total measuring time of one step, in seconds, after which it is not repeated."""
+"""Seconds of measuring one step after which the step is not repeated again."""
 BUDGET_SECONDS = 4.0
 """Seconds of measuring after which the remaining numbers in `ROWS` are skipped."""
 DECODE_REQUESTS = 16
@@ -118,7 +118,7 @@ def read_profile(value: Any) -> Profile:
 
 
 class AdapterSizes:
-    """Function from the slot of a resident adapter to its size, which is computed once."""
+    """Callable that returns the size of the adapter in a slot. Each size is computed once."""
 
     def __init__(self, adapters: AdapterStore) -> None:
         self._adapters = adapters
@@ -136,8 +136,9 @@ class AdapterSizes:
 
 
 class SyntheticSteps:
-    """Runs and times steps of synthetic requests. They overwrite `pages`, each of `block` tokens.
+    """Runs and times steps of synthetic requests, which overwrite the given pages.
 
+    block: number of tokens per page.
     max_rows: maximum number of rows in a step.
     """
 
@@ -158,10 +159,11 @@ class SyntheticSteps:
     def step(self, slots: Sequence[int], rows: int, context: int) -> float:
         """Compute a step up to REPEATS times and return the shortest time in seconds.
 
-        The shortest is taken because other processes can only make a step slower.
+        Other processes can only make a step slower, so the shortest time is the most accurate.
 
         slots: slot of each request's adapter, or BASE.
-        rows, context: number of new and of earlier tokens of each request.
+        rows: number of tokens of each request that the step computes.
+        context: number of earlier tokens of each request.
         """
         chunks = self._chunks(sorted(slots, key=lambda s: order_of(s, BASE)), rows, context)
         self._runner.compute(chunks)
@@ -179,8 +181,8 @@ class SyntheticSteps:
     def merge(self, slot: int, other: int) -> float:
         """Merge the adapter in `slot` REPEATS times and return the shortest time in seconds.
 
-        other: slot to merge before each repeat, so that the merged weights of `slot` are not
-            reused. If `other` equals `slot`, the time includes preparing the adapter's first merge.
+        other: slot of another adapter to merge before each repeat, so that the merged weights of
+            `slot` are not reused; or `slot` itself, to time the preparation, too.
         """
         times = []
         for _ in range(REPEATS):
@@ -223,7 +225,7 @@ class Calibration:
     slots: slots of the adapters that requests can ask for.
     mergeable: the slots among them whose adapters may be merged.
     sizes: function from slot to adapter size.
-    head: number of weights of the LM head divided by that of all other weights.
+    head: number of weights in the LM head, divided by the number of all other weights.
     max_context: maximum context of a request, in tokens.
     """
 
@@ -258,7 +260,7 @@ class Calibration:
         return self._add_merges(profile)
 
     def _add_attention(self, profile: Profile) -> Profile:
-        """Return the profile with measured `position`, `pair` and `answer`.
+        """Return the profile with its fields `position`, `pair` and `answer` measured.
 
         The steps differ only in their context. The steps that measured `products` contain attention
         as well, so the time of attention is subtracted from `products`.
@@ -286,8 +288,7 @@ class Calibration:
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Return the profile with measured `lora_calls`, `adapter_element` and
-        `adapter_element_row`.
+        """Return the profile with the three fields of adapters (`lora_calls`, …) measured.
 
         The measured steps apply the smallest adapter to one row, the largest adapters to one row
         each, and the largest adapter to many rows.
@@ -326,7 +327,7 @@ class Calibration:
         return max(0.0, min(own for own, _ in pairs) - min(base for _, base in pairs))
 
     def _add_merges(self, profile: Profile) -> Profile:
-        """Return the profile with measured `merge`; unchanged if no adapter may be merged."""
+        """Return the profile with its field `merge` measured, if any adapter may be merged."""
         by_work = sorted((self.sizes(slot).product, slot) for slot in self.mergeable)
         if not by_work:
             return profile

@@ -1,4 +1,4 @@
-"""Checks of a request's lengths, its `choices` and its requirements on its adapter.
+"""Checks of a request: its lengths, its `choices`, and whether its adapter can serve it.
 
 Every error states the value and the limit.
 """

@@ -26,7 +26,8 @@ class Client:
 
 
 class Clients:
-    """Admitted requests by request id and by client id. Not thread-safe: the loop's lock guards it.
+    """Admitted requests by request id and by client id. Not thread-safe: the callers hold the lock
+    of `EngineLoop`.
 
     preparing: number of requests that were admitted and not yet submitted.
     """
@@ -73,7 +74,7 @@ class Clients:
         self.preparing -= 1
 
     def remove(self, request_id: str) -> None:
-        """Remove a request that has ended or that is never going to be submitted."""
+        """Remove a request that has ended or that will never be submitted."""
         client = self._clients.pop(request_id)
         if client.sink is None:
             self.preparing -= 1

@@ -1,10 +1,14 @@
 """Corrections of the cost model's predictions, learned from measured steps.
 
 A step consists of its forward pass and the overhead around it: scheduling, sampling and delivering
-outputs. Two factors correct the predicted time of the forward pass. The pace is the ratio of
-measured to predicted time in the last few steps of any kind. The factor of a kind corrects what
-remains of the error in steps of that kind. The overhead is not in the profile and is learned from
-steps alone (decision 42).
+outputs. Two factors correct the predicted time of the forward pass:
+
+- The pace is the ratio of measured to predicted time in the last few steps.
+- Each step has a kind (see `cost._kind`). The factor of a kind corrects the error that remains
+  after the pace in steps of this kind.
+
+The overhead is learned only from the steps of this run, because the measured profile does not
+contain it (decision 42).
 """
 
 from __future__ import annotations
@@ -24,9 +28,11 @@ KIND_WEIGHT = 0.05
 MERGE_WEIGHT = 0.1
 """Weight of a new measurement in the factor of merges."""
 KIND_PRIOR = 2
-"""Prior of the factor of each kind: number of measurements of ratio 1 that it starts with."""
+"""Number of assumed measurements with ratio 1 that the factor of each kind starts with."""
 OVERHEAD_FORGETTING = 0.02
-"""Forgetting factor of the step-overhead estimate."""
+"""Forgetting factor of the step-overhead estimate: each new step reduces the weight of all earlier
+steps by this fraction.
+"""
 OUTLIER_FACTOR, OUTLIER_SECONDS = 3.0, 1e-3
 """A measured overhead is clipped to OUTLIER_FACTOR times the expected overhead, or to
 OUTLIER_SECONDS if that is longer. A longer overhead means that the machine was busy with something
@@ -34,14 +40,14 @@ else.
 """
 
 StepKind = tuple[int, ...]
-"""Key of a step. The predictions for steps with the same key have similar errors."""
+"""Kind of a step. Predictions for steps of the same kind have similar errors."""
 
 
 @dataclass
 class RatioEstimate:
     """Exponential moving average of measured time over predicted time, as a geometric mean.
 
-    weight: weight of a new measurement once there are at least 1/weight of them.
+    weight: weight of a new measurement. The first 1/weight measurements have equal weights instead.
     log: natural logarithm of the average.
     samples: number of measurements so far. An initial value above 0 acts as that many measurements
         of ratio 1.
@@ -68,7 +74,7 @@ class StepOverhead:
 
     The line is fitted by least squares with exponential forgetting. Times are in seconds.
 
-    weight: sum of the weights of all measurements.
+    weight: sum of the weights of all measurements so far.
     fixed, per_request: intercept and slope of the line.
     """
 

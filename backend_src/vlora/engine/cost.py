@@ -1,9 +1,9 @@
 """The cost model, which predicts the time of a step or of a switch of the live adapter (the adapter
 that is merged into the active weights).
 
-A profile is measured once per machine and model. Measured steps correct its predictions. This
-module handles sizes, seconds and slots, but not tensors, requests or policies. The predicted time
-of a forward pass is a sum:
+The prediction uses a profile, which is measured once per machine and model, and corrections, which
+are learned from later steps. This module handles sizes, seconds and slots, but not tensors,
+requests or policies. The predicted time of a forward pass is the sum of the times of:
 
 - the matrix products of all layers, by number of rows;
 - the LM head, by number of answers (rows whose logits are computed);
@@ -55,8 +55,9 @@ class Profile:
 
     products: (rows, seconds) by ascending rows, for a step with this many rows, no adapter, no
         context and one answer.
-    head: number of weights of the LM head divided by that of all other weights.
-    answer: time per answer in addition to its part of `products`, which `head` determines.
+    head: number of weights in the LM head, divided by the number of all other weights.
+    answer: additional time per answer. The time of the LM head itself is a part of `products`; its
+        share follows from `head`.
     position: time to read the keys and values of one position.
     pair: time per pair of a row and a position that it attends to.
     lora_calls: fixed time of a step with any adapter, for one call per group of matrices.
@@ -151,7 +152,9 @@ class CostModel:
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
         adapters: dict[int, tuple[float, float]] = {}
-        """Seconds per step and per row for the adapters that are applied to a slot's rows."""
+        """(Seconds per step, seconds per row) of the adapters applied to a request, by the
+        request's slot.
+        """
         products: dict[tuple[int, bool], tuple[float, float]] = {}
         """(Seconds of the products, correction factor) by (number of rows, any adapter applied)."""
         position, pair = self.profile.position, self.profile.pair
@@ -173,7 +176,9 @@ class CostModel:
         return seconds
 
     def _applied(self, slot: int, live: int) -> tuple[float, float]:
-        """Return the seconds per step and per row for the adapters applied to a slot's rows."""
+        """Return (seconds per step, seconds per row) of the adapters applied to a request with this
+        slot.
+        """
         applied = applied_adapters(slot, live)
         if not applied:
             return 0.0, 0.0
@@ -192,8 +197,9 @@ class CostModel:
     def merges(self, live: int, to: int) -> set[int]:
         """Return the slots whose products B·A a switch adds to the weights or subtracts from them.
 
-        If merging is out of place, a switch to the base or to weights that are merged already needs
-        no product. If merging is in place, the live adapter is subtracted first.
+        If merging is in place, the live adapter is subtracted, and then the new one is added.
+        Otherwise, only the new adapter is added. A switch to the base or to merged weights that are
+        still in memory then needs no product.
         """
         if to == live:
             return set()
@@ -213,11 +219,10 @@ class CostModel:
         return layers + heads + answers * self.profile.answer
 
     def overhead(self, requests: int) -> float:
-        """Return the expected overhead of a step, scaled to the speed of the machine at
-        calibration.
+        """Return the expected overhead of a step, at the speed that the machine had at calibration.
 
-        All times that policies get refer to that speed, so a policy can add them up. The expected
-        time is their sum multiplied by the present pace.
+        All times that policies get are at this speed, so a policy can add them up. The expected
+        time of a step is the sum multiplied by the present pace.
         """
         return self.corrections.overhead.seconds(requests) / self.corrections.pace.factor
 
@@ -251,7 +256,10 @@ class CostModel:
         return seconds, _kind(rows, len(parts), adapted=bool(rows_of.keys() - {live}))
 
     def _adapters(self, rows_of: Mapping[int, int], live: int) -> float:
-        """Return the seconds of reading and applying adapters. rows_of: number of rows by slot."""
+        """Return the seconds of reading and applying adapters in a step.
+
+        rows_of: number of rows by slot.
+        """
         rows = rows_by_adapter(rows_of, live)
         calls = self.profile.lora_calls if rows else 0.0
         return calls + sum(

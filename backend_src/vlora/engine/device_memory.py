@@ -20,10 +20,11 @@ fp32 copy in the output buffer of the CUDA graphs, and the id of a candidate tok
 
 
 def require_engine_memory(options: Options, names: Mapping[str, str], device: Device) -> None:
-    """Raise OutOfMemory, with the figures of the plan, if the engine does not fit its device.
+    """Raise OutOfMemory if the engine does not fit the memory of its device. The message lists the
+    sizes.
 
     Merged weights are not counted, because adapters are merged only if there is memory left for
-    them. A device that commits memory lazily is not checked.
+    them. A device that commits memory only when it is first used, such as the CPU, is not checked.
 
     names: name → folder of adapters, in addition to those in `options.adapters`.
     """

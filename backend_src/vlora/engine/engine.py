@@ -96,15 +96,15 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------
 
     def prepare(self, request: Request) -> RequestState:
-        """Check a request on the caller's thread. Raise a VLoraError if it is refused."""
+        """Check a request and return its state. Raise a VLoraError if it is refused."""
         return self.admission.prepare(request)
 
     def add(self, state: RequestState, arrival: float) -> list[Output]:
-        """Queue a prepared request; raise ValueError if its id is in use.
+        """Queue a prepared request; return the last outputs of the requests that it supersedes.
 
         arrival: time of arrival in seconds.
 
-        Returns the last outputs of superseded requests: older waiting ones of the same stream.
+        These are older waiting requests of its stream. Raises ValueError if its id is in use.
         """
         sequence = state.sequence
         if self._requests.get(sequence.id) is not None:
@@ -197,7 +197,7 @@ class Engine:
         return ended + outputs
 
     def _load_adapters(self, now: float) -> list[Output]:
-        """Advance the loading of adapters. End the requests whose adapter cannot be loaded."""
+        """Advance the loading of adapters; return the last outputs of requests that failed."""
         failed = self.memory.advance(self.scheduler.queue, len(self.scheduler.running), now)
         return [output for name, error in failed for output in self.abort(name, error)]
 
@@ -234,7 +234,7 @@ class Engine:
         return result, rows, seconds
 
     def _update(self, plan: StepPlan, result: StepResult, drawn: StepRows) -> list[Output]:
-        """Advance the sequences, receive their tokens, and end complete requests."""
+        """Advance the sequences, append tokens, end complete requests; return all outputs."""
         now = self._clock()
         drawn.draw(result.logits)
         self._held_rows.wait_for(drawn.states)
@@ -265,7 +265,7 @@ class Engine:
         return output
 
     def _answer_held(self, now: float) -> list[Output]:
-        """Answer the requests whose token masks have arrived after their rows were computed."""
+        """Return the outputs that need no forward pass (see `HeldRows.answerable`)."""
         outputs = [
             self._answer(state, partial(state.drawn, row, now), now)
             for state, row in self._held_rows.answerable()
@@ -277,8 +277,8 @@ class Engine:
     def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
         """Record the duration of a step.
 
-        started: end of the previous step, or the beginning of this one if the engine was idle. The
-            duration of this step's switch is added, because switches are recorded separately.
+        started: end of the previous step, or the beginning of this one if the engine was idle; plus
+            the duration of this step's switch, which is recorded separately.
         seconds: duration of its forward pass. The rest of the step is overhead.
         learn: whether the cost model may learn from the step.
         """
@@ -292,7 +292,7 @@ class Engine:
         self._statistics.count(step_seconds=seconds + overhead, predicted_seconds=predicted)
 
     def _fail(self, plan: StepPlan) -> list[Output]:
-        """End all requests of a step that failed."""
+        """End all requests of a step that failed; return their last outputs."""
         return [
             output
             for chunk in plan.chunks
@@ -300,7 +300,7 @@ class Engine:
         ]
 
     def _on_evict(self, slot: int, handle: AdapterHandle) -> None:
-        """Unmerge an evicted adapter, and mark its prefix blocks for eviction."""
+        """Unmerge an evicted adapter, and mark its cached prefix blocks as the first to evict."""
         if self.switcher.live == slot:
             self._switch(BASE)
         self.switcher.forget(slot)

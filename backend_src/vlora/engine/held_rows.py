@@ -1,8 +1,9 @@
-"""Rows of structured requests that wait for a token mask.
+"""Rows that wait for a token mask. Only structured requests have such rows.
 
-A grammar's process computes the mask of the next token during the forward pass. The mask is nearly
-always ready when the pass ends. If it is late, the row with its logits is held, and its token is
-drawn as soon as the mask arrives. The other requests continue meanwhile.
+The answer of a structured request must follow a grammar. A process of the grammar computes the mask
+of allowed next tokens during the forward pass. The mask is nearly always ready when the pass ends.
+If it is late, the row with its logits is held, and its token is drawn as soon as the mask arrives.
+Other requests continue meanwhile.
 """
 
 from __future__ import annotations
@@ -28,9 +29,7 @@ MAX_WAIT_SECONDS = 10.0
 """Maximum seconds that a row waits for its mask. Then the grammar's process is ended."""
 
 COMPLETE = LogitsRow(finite=True)
-"""Row of a request whose grammar allows no further token. It has no logits, because no token is
-drawn.
-"""
+"""Row without logits, for a request whose grammar allows no further token."""
 
 
 class _Held(NamedTuple):
@@ -113,7 +112,7 @@ class HeldRows:
     def answerable(self) -> list[tuple[RequestState, LogitsRow]]:
         """Return the requests that can be answered without a forward pass, each with its row.
 
-        These are the held rows whose masks have arrived, and the answers that are complete already.
+        Either the mask of the request's held row has arrived, or its answer is complete already.
         """
         if not self._states:
             return []
@@ -137,7 +136,9 @@ class HeldRows:
 
 
 def _check_speed(held: _Held) -> None:
-    """Lower the priority of a grammar's process that is slow, and end it after MAX_WAIT_SECONDS."""
+    """Lower the priority of a grammar's process that computes for long; end it after
+    MAX_WAIT_SECONDS.
+    """
     grammar = held.state.grammar
     assert grammar is not None
     if grammar.processor_seconds - held.processor_seconds > VERY_SLOW_SECONDS:

@@ -87,8 +87,8 @@ class EngineLoop:
     def from_options(
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
-        """Load the checkpoint and the adapters (name → folder, as in `multi_lora.json`); start the
-        loop.
+        """Load the checkpoint and the adapters (name → folder, as in `multi_lora.json`), and return
+        the started loop.
         """
         torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
@@ -264,7 +264,7 @@ class EngineLoop:
         return busy or bool(self._inbox) or self._engine.adapters.has_results
 
     def _on_adapters_changed(self) -> None:
-        """Wake the engine to apply new results of loading. Called from any thread."""
+        """Wake the engine's thread to apply results of adapter loading. Called from any thread."""
         with self._wake:
             self._wake.notify_all()
 

@@ -63,7 +63,7 @@ class EngineParts:
 
 
 def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EngineParts:
-    """Load the checkpoint and the adapters, and connect the parts of the engine.
+    """Load the checkpoint and the adapters, and return the connected parts of the engine.
 
     adapter_names: name → folder, in addition to the folders in `options.adapters`.
 
@@ -172,7 +172,7 @@ def _limit_merging(
     """
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:
-        # Both are going to be used but still count as available.
+        # Pages and factors are going to be used but still count as available.
         pages = memory.kv_cache.cache.nbytes if device.commits_lazily else 0
         factors = 0 if device.in_host_memory else merge_factor_bytes(adapters)
         switcher.memory = max(0, left - pages - factors)

@@ -20,8 +20,8 @@ class Mode(StrEnum):
     MERGED = "merged"
     """All rows use the live adapter, so the LoRA operator has nothing to add."""
     MIXTURE = "mixture"
-    """Some rows do not use the live adapter. It is subtracted from them, and their own is added
-    (deLoRA).
+    """Some rows do not use the live adapter. The LoRA operator subtracts the live adapter from
+    these rows and adds their own (deLoRA).
     """
     UNMERGED = "unmerged"
     """Each row's own adapter is added, because no adapter is live."""

@@ -20,7 +20,7 @@ class LogitsRow(NamedTuple):
     """Logits of one row of a step.
 
     finite: whether all logits are finite.
-    token: token drawn from them; None if the request's own sampler must draw it.
+    token: token drawn from the logits; None if the request's own sampler must draw it.
     logits: [vocabulary] float32 if `token` is None, else None.
     """
 
@@ -146,7 +146,7 @@ class RequestState:
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
-        """Return the error for a row that is not finite, and stop sharing the request's prefix
+        """Return the error for a row whose logits are not finite. Stop sharing the request's prefix
         blocks.
 
         The error names the cause: the adapter if there is one, else the image features if there are

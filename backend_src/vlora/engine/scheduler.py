@@ -27,8 +27,8 @@ class Budgets:
 
     sequences: maximum number of sequences that hold pages at once; each occupies a batch slot.
     rows: maximum number of tokens computed in one step.
-    candidates: number of waiting sequences that the policy sees in each of its sort orders. It sees
-        more if there are more free batch slots.
+    candidates: number of waiting sequences that the policy sees in each of its sort orders. If more
+        batch slots than that are free, the policy sees as many as there are free slots.
     """
 
     sequences: int
@@ -43,9 +43,10 @@ class Scheduler:
     page by page. A running sequence that the policy does not choose is paused: it keeps its pages.
     If a chosen sequence gets no batch slot or no pages, a paused sequence is computed in its place.
 
-    When pages run out, sequences are preempted: first the paused ones, by ascending credit, then
-    the newest of the chosen ones. A preempted sequence loses its pages and is recomputed later. The
-    oldest sequence is never preempted, so it advances each time it is chosen, and nothing starves.
+    When pages run out, sequences are preempted: first the paused ones, by ascending credit (see
+    `Choice.credits`), then the newest of the chosen ones. A preempted sequence loses its pages and
+    is recomputed later. The oldest sequence is never preempted, so it advances each time it is
+    chosen, and nothing starves.
     """
 
     def __init__(
@@ -142,8 +143,8 @@ class Scheduler:
 
         These are all running sequences with tokens to compute, and the first waiting ones in each
         of the policy's orders. The number of waiting ones is limited, so that the work per step
-        does not grow with the queue. It is at least the number of free batch slots, because so many
-        sequences could begin without a preemption.
+        does not grow with the queue. The limit is at least the number of free batch slots: so many
+        sequences can begin without a preemption.
         """
         count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
         waiting = self.queue.candidates(self.policy.orders, count, arrival_cutoff)
@@ -157,7 +158,8 @@ class Scheduler:
         return [sequence for sequence in self.running if sequence.missing]
 
     def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
-        """Give rows to decoding sequences first, so that no prompt delays them, then to prompts.
+        """Return a step with rows for the chosen sequences: decoding ones first, so that no prompt
+        delays them, then prompts.
 
         Paused sequences fill the step if chosen ones got no rows.
         """
@@ -193,7 +195,7 @@ class Scheduler:
             if step.free_rows == 0 or len(step.rows) >= self.policy.max_batch:
                 break
             if not sequence.table.pages:
-                continue  # It was preempted for a sequence before it.
+                continue  # The sequence was preempted for an earlier one.
             if sequence in step.paused:
                 step.paused.remove(sequence)
             if self._grow(sequence, step, only_paused=True):

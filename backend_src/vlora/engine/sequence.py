@@ -60,7 +60,7 @@ class Sequence:
 
         max_tokens: maximum number of tokens of the answer.
         digests: digests of its blocks if they may be shared, else None.
-        longest_choice: number of tokens that the longest of `choices` can need.
+        longest_choice: maximum number of tokens that one of the request's `choices` can need.
         merge_is_lossy: whether merged weights are rounded.
         """
         self.request = request
@@ -119,8 +119,8 @@ class Sequence:
 
     @property
     def next_slot(self) -> int:
-        """Slot of the adapter that the next row needs; BASE before the start of an
-        activated LoRA.
+        """Slot of the adapter that the next row needs; BASE for a row before the invocation of an
+        activated LoRA (see `base_tokens`).
         """
         return BASE if self.computed < self.base_tokens else self.slot
 
@@ -166,7 +166,8 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows, and enter the blocks that became full into the prefix cache.
+        """Count computed rows, and add blocks that became full and can be shared to the prefix
+        cache.
 
         mode: weight mode of the rows (see `mode_of`).
         """
@@ -270,7 +271,8 @@ class Sequence:
 
     def wait(self, now: float) -> float:
         """Return the total seconds in which the sequence was ready but not in a step.
-        Never reset.
+
+        The total is never reset.
         """
         return now - self.waiting_since
 
@@ -308,9 +310,10 @@ def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
 
 
 def scopes_of(adapter: AdapterHandle) -> list[str]:
-    """Return the scopes of the prefix blocks that are computed with an adapter.
+    """Return the scopes of the prefix blocks that are computed with an adapter, one per weight
+    mode.
 
-    Blocks are shared only within a scope.
+    A block is shared only between requests of its scope.
     """
     return [_scope(adapter, mode) for mode in SHAREABLE_MODES]
 

@@ -20,9 +20,10 @@ log = logging.getLogger(__name__)
 class StepRows:
     """The rows of logits of a step, and the tokens drawn from them.
 
-    Tokens are drawn for all batchable samplers together. On a GPU, the tokens of all requests
-    without a structure are drawn and copied to host memory asynchronously, before the masks of
-    structured requests are known. The parameters of their draws are part of the step's upload.
+    The tokens of all requests with a batchable sampler (see `TokenSampler.batchable`) are drawn
+    together. On a GPU, the tokens of requests without a structure are drawn and copied to host
+    memory asynchronously, before the masks of structured requests are known. The parameters of
+    these draws are uploaded together with the inputs of the forward pass.
     """
 
     def __init__(self, states: Sequence[RequestState], vocabulary: int, device: Device) -> None:

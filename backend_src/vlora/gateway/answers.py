@@ -13,16 +13,16 @@ from vlora.gateway.requests import Ask
 DONE = b"data: [DONE]\n\n"
 
 TEXT_MARK = "text"
-"""Placeholder that `_text_event` replaces with the text. Its last occurrence in the event is the
-one to replace, because no field after the text contains it.
+"""Placeholder for the text in the JSON of an event. `_text_event` replaces its last occurrence,
+because earlier fields may contain the same word.
 """
 
 
 class CompletionWriter:
     """Writes the answer to one request from the pieces that the server sends.
 
-    Every answer also has an object `vlora`, which OpenAI lacks, with the task, the adapter, the
-    timings and, from a vision task head, the score of each label.
+    In addition to OpenAI's fields, every answer has an object `vlora` with the task, the adapter,
+    the timings and, from a vision task head, the score of each label.
     """
 
     def __init__(self, ask: Ask, id: str) -> None:

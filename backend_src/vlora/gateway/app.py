@@ -72,7 +72,9 @@ class Gateway:
         return await self._complete(request, read_completion)
 
     async def models(self) -> Response:
-        """List the base model and all adapters that the server can serve at present."""
+        """Return the list of the base model and all adapters that the server can serve at
+        present.
+        """
         description = await self._backend.describe()
         return JSONResponse({"object": "list", "data": self._entries(description)})
 
@@ -87,7 +89,7 @@ class Gateway:
         )
 
     async def health(self) -> Response:
-        """Report whether the V-LoRA server answers."""
+        """Return a response that says whether the V-LoRA server answers."""
         await self._backend.describe()
         return JSONResponse({"status": "ok"})
 

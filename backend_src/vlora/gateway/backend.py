@@ -293,7 +293,9 @@ def _packed(values: Iterable[bytes]) -> list[bytes]:
 
 
 def _content(parts: Sequence[bytes]) -> list[bytes]:
-    """Return the parts of a serialized message whose only field is one of `raw_input_contents`."""
+    """Return the parts of a serialized message whose only field is one value of
+    `raw_input_contents`.
+    """
     length, varint = sum(map(len, parts)), bytearray()
     while length > 0x7F:
         varint.append(length & 0x7F | 0x80)

@@ -162,7 +162,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[Any] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connect to an address of `host`. Raise PrivateAddress unless all of its addresses are
+        """Return a connection to `host`. Raise PrivateAddress unless all addresses of the host are
         public.
         """
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)

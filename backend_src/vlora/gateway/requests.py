@@ -33,8 +33,8 @@ MAX_TOP_LOGPROBS = 20
 DEFAULTS: Mapping[str, Any] = {"temperature": 0, "stream_interval_ms": 20}
 """Sampling keys that are sent if the request lacks them.
 
-The interval bounds the cost of fast models: a token that is sent alone takes as much time in the
-gateway and in the server as ten tokens that are sent together.
+`stream_interval_ms` limits the cost of fast models: sending one token alone takes as much time in
+the gateway and in the server as sending ten tokens together.
 """
 
 NO_EFFECT = frozenset(

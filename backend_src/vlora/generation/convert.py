@@ -41,7 +41,7 @@ from vlora.lora.peft_options import KNOWN_CHANGES
 
 DEFAULT_RANK = 64
 DEFAULT_MAX_ERROR = 0.05
-"""Default maximum of the error of a conversion, relative to the adapter's change."""
+"""Default maximum error of a conversion, relative to the adapter's change."""
 MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -63,7 +63,7 @@ class Conversion:
 
     method: method of the source, such as "DoRA".
     dropped: keys of tensors that were left out because they equal the base model's weights.
-    errors: Frobenius norm of the error of each matrix, relative to that of its change.
+    errors: Frobenius norm of the error of each matrix, relative to the norm of its change.
     changes: Frobenius norm of the change of each matrix.
     ranks: ranks of the result.
     """
@@ -167,7 +167,8 @@ def convert(
     limits: ConversionLimits,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Conversion:
-    """Write the adapter in `source` to the new folder `out` as a plain LoRA.
+    """Write the adapter in `source` to the new folder `out` as a plain LoRA; return how it was
+    converted.
 
     shape, base: shape and weights of the checkpoint that the adapter was trained for.
     limits: limits of the approximation, if the conversion is not exact.

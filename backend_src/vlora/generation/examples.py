@@ -61,8 +61,8 @@ def read_examples(
     left_out: called with the reason for each image that cannot be read or on which the teacher
         fails.
 
-    Raises InvalidArgument, which names the item and the file, if a file is invalid or if more than
-    a share of MAX_LEFT_OUT of the images would be left out.
+    Raises InvalidArgument, which names the item and the file, if a file is invalid, or if the share
+    of images that would be left out exceeds MAX_LEFT_OUT.
     """
     bad: dict[Path, str] = {}
 
@@ -128,7 +128,7 @@ def _all_examples(item: Item, label: Callable[[Path], str | None] | None) -> lis
 
 
 def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed: int) -> Splits:
-    """Split examples by a hash of the images' contents and the seed.
+    """Return the examples, split by a hash of the images' contents and the seed.
 
     shares: shares of train, validation and test.
 
@@ -158,7 +158,7 @@ def _has_label_folders(item: Item) -> bool:
 
 
 def _check_labels(item: Item, parts: Mapping[str, Sequence[Example]]) -> None:
-    """Raise InvalidArgument for a single label, and for a label without examples for training."""
+    """Raise InvalidArgument if there is only one label, or if a label has no training example."""
     counts = Counter(example.answer for part in parts.values() for example in part)
     if len(counts) < 2:
         raise InvalidArgument(

@@ -22,11 +22,15 @@ from typing import Any, Protocol
 from vlora.generation.spec import Item, PackingOptions, Spec
 
 NEAR_ERRORS = 2.0
-"""A score nearly reaches its goal if it misses it by at most this number of standard errors."""
+"""A score counts as near its goal if it is below the goal by at most this number of standard
+errors.
+"""
 
 
 HOPELESS_ERRORS = 5.0
-"""Two items conflict if a score misses its goal by more than this number of standard errors."""
+"""Two items conflict if an attempt to join them left a score below its goal by more than this
+number of standard errors.
+"""
 
 
 @dataclass(frozen=True)
@@ -52,7 +56,7 @@ class Attempt:
     version: number of the attempt.
     scores: accuracy of each item on the validation split.
     steps: number of training steps.
-    seconds: time that they took.
+    seconds: time of these steps.
     """
 
     version: int

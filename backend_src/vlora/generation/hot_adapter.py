@@ -2,8 +2,8 @@
 
 The work of LoRA for one row is proportional to the sum of rank · (d_in + d_out) over the matrices
 that the adapter changes. Merging the hot adapter saves its own work. But all other adapters become
-delta adapters, which must also subtract the hot one. So every other request needs that much work in
-addition.
+delta adapters, which must also subtract the hot one. This adds the hot adapter's work to every
+other request.
 """
 
 from __future__ import annotations

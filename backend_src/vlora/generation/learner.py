@@ -46,7 +46,7 @@ MERGE_DENSITY = 0.5
 
 @dataclass(frozen=True)
 class Row:
-    """One example as token ids. label: class of its vision task head; None for the LM head."""
+    """One example as token ids. `label`: class of a vision task head, None for the LM head."""
 
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
@@ -87,7 +87,8 @@ class Base:
     ) -> None:
         """Load the checkpoint onto `device`, with at most `cache_mib` MiB of cached features.
 
-        fast_attention: use fused attention also on a CPU, where its bf16 gradient is slow.
+        fast_attention: whether to use fused attention on a CPU, too, where its bf16 gradient is
+            slow.
         """
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)

@@ -11,7 +11,7 @@ import torch
 from vlora.atmm.types import LoraPair
 
 EXACT_SIDE = 1024
-"""Maximum smaller side of a matrix that is decomposed fully, which takes about a second.
+"""Maximum length of the smaller side of a matrix that is decomposed fully, in about a second.
 
 Larger matrices are decomposed by random projection, which takes as long as a few products.
 """

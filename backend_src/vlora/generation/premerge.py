@@ -3,8 +3,8 @@
 This follows equations 1 to 5 of the paper "Plug-and-Play Multi-LoRA Support Layer for vLLM". The
 fused weights are W + B_hot A_hot. Any other adapter is called cold. Its delta adapter, cold minus
 hot, has B = [B_cold, -B_hot] and A = [A_cold; A_hot]. A matrix that only the cold adapter changes
-keeps its A and B. One that only the hot adapter changes gets -B_hot A_hot. The results are a
-Hugging Face checkpoint and PEFT folders, so any server can use them.
+keeps its A and B. A matrix that only the hot adapter changes gets the change -B_hot A_hot. The
+results are a Hugging Face checkpoint and PEFT folders, so any server can use them.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def fuse_checkpoint(
 
     target: new folder. Its files have the same names and metadata as those of the source.
     hot: A and B of the hot adapter.
-    exact: store fused weights in fp32 and declare fp32 in config.json. Otherwise they are rounded
-        to the type in which the source stores them.
+    exact: whether to store fused weights in fp32 and declare fp32 in config.json. If False, they
+        are rounded to the type in which the source stores them.
     progress: called with the name of each weights file before it is read.
 
     Returns the number of fused matrices, and `Report.rounding`.
@@ -214,7 +214,7 @@ def premerge(
     exact: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Write `out/model`, `out/adapters` and `out/premerge.json`.
+    """Write `out/model`, `out/adapters` and `out/premerge.json`; return a report.
 
     The folder `out` appears when everything has been written. An interrupted run leaves nothing.
 

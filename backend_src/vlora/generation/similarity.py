@@ -26,7 +26,7 @@ BUCKETS = 1 << 16
 def similarities(
     base: Base, training: Training, items: Sequence[Item], splits: Mapping[str, Splits], seed: int
 ) -> dict[str, dict[str, float]]:
-    """Return the cosine of the gradients of every two items: result[name of one][name of other]."""
+    """Return the cosine of the gradients of each two items, as result[item][other item]."""
     learner = Learner(base, training, (), seed)
     try:
         sketches = {item.name: _sketch(learner, item, splits[item.name], seed) for item in items}

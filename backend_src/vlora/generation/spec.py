@@ -86,8 +86,8 @@ class Item(StrictModel):
 
     name: name of the item.
     task: task of its requests.
-    images: folder of the images. Without `conversations` and `teacher`, it has one folder of images
-        per label.
+    images: folder of the images. Without `conversations` and `teacher`, the folder must have one
+        subfolder of images per label.
     conversations: LLaVA conversations as JSON or JSONL about these images.
     teacher: model that labels the images.
     truth: JSON object with the right answer by image file, to measure the teacher.

@@ -13,7 +13,7 @@ import yaml
 from vlora.errors import InvalidArgument
 
 MAX_VALUES = 100_000
-"""Maximum number of values, where the values behind an alias count each time that it is used."""
+"""Maximum number of values. The values behind an alias count each time that the alias is used."""
 
 
 def load_yaml(content: bytes, what: str) -> Any:

@@ -9,14 +9,16 @@ from dataclasses import dataclass
 class TimeLeft:
     """Estimates the remaining time from the time per step and the steps per item.
 
-    Only what this process has trained counts, so the estimate also holds for a run that continues.
-    Before the first item is packed, an item is assumed to take `max_steps` steps.
+    The estimate uses only steps that this process has trained, so it also holds for a run that was
+    killed and continued. Before the first item is packed, an item is assumed to take `max_steps`
+    steps.
 
     items: number of items that are not packed yet.
     max_steps: maximum number of steps of an attempt.
     now: present time in seconds.
     packed: number of items that this process has packed.
-    steps, seconds: number of steps that this process has trained, and their time.
+    steps: number of steps that this process has trained.
+    seconds: time of these steps.
     step, limit: present and maximum step of the present attempt.
     steps_of_item: number of steps that the present item has taken in all of its attempts.
     """

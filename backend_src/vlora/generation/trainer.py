@@ -86,7 +86,10 @@ class PeftTrainer:
         return sum(own.get(other, 0.0) for other in others) / len(others)
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
-        """Train as `fusion.Trainer` describes, until all promises are kept or progress ends."""
+        """Train as `fusion.Trainer.train` describes.
+
+        Training ends when all promises are kept, or when the scores no longer improve.
+        """
         started = time.monotonic()
         training = self._spec.training
         items = [self._spec.item(name) for name in (onto.items if onto else ())] + [item]
@@ -105,8 +108,8 @@ class PeftTrainer:
         return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
     def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
-        """Merge two adapters by PEFT's `add_weighted_adapter`, with weight 1 each, and evaluate the
-        result.
+        """Merge two adapters as `fusion.Trainer.merge` describes, by PEFT's `add_weighted_adapter`
+        with weight 1 each.
 
         train: whether to train the merged weights on all items if a promise is broken.
         """

@@ -22,7 +22,7 @@ def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -
 
 
 def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: float) -> LoraPair:
-    """Return A and B for the original base, for a LoRA whose initialization changed the base.
+    """Return A and B that fit the unchanged base, for a LoRA whose initialization changed the base.
 
     pair: A and B of that LoRA, for the changed base.
     weight: W [d_out, d_in] fp32 of the unchanged base.

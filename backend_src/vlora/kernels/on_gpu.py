@@ -36,7 +36,15 @@ def draws() -> Any:
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return x weightᵀ + bias in the dtype of x, computed in the dtype of the weight."""
+    """Return x weightᵀ + bias, [T, d_out], in the dtype of x.
+
+    The product is computed in the dtype of the weight.
+
+    x: [T, d_in].
+    weight: [d_out, d_in].
+    bias: [d_out], or None.
+    out: [T, d_out] for the result; allocated if None.
+    """
     rows = x.to(weight.dtype)
     bias = None if bias is None else bias.to(weight.dtype)
     if out is None or out.dtype != weight.dtype:

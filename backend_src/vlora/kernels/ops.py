@@ -21,13 +21,13 @@ from vlora.kernels import on_gpu, reference
 Epilogue = Callable[[int, int, int, int, int], None]
 """Function that adds to a product in place.
 
-It is called with the address of the product, its row stride in elements, the address of x, its row
-stride in elements, and the number of rows.
+Its arguments are: address of the product, row stride of the product in elements, address of x, row
+stride of x in elements, and number of rows.
 """
 
 
 class Matrix:
-    """A weight with its bias, which are checked once for all steps that use them.
+    """A weight with its bias. Both are checked once, for all steps that use them.
 
     weight: [d_out, d_in], contiguous, fp32 or bf16, or fp16 on a GPU.
     bias: [d_out] fp32, or None.
@@ -322,5 +322,5 @@ def alloc_out(out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
 
 
 def copy_out(result: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return `result`, copied into `out` unless that is None."""
+    """Return `result`, or `out` with its values if `out` is given."""
     return result if out is None else alloc_out(out, *result.shape).copy_(result)

@@ -93,7 +93,7 @@ def _squared_error(
 
 
 def _rounded(grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Return the nearest values for scales and zeros."""
+    """Return the int4 values that represent the weights best with these scales and zeros."""
     return (grouped / _divisor(scales)).add_(zeros[..., None]).round_().clamp_(0, 15)
 
 
@@ -104,10 +104,10 @@ def _slopes(values: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
 
 
 def _storable(zeros: torch.Tensor) -> torch.Tensor:
-    """Round zeros to the nearest values that can be stored."""
+    """Return the nearest zeros that can be stored."""
     return (zeros * ZERO_STEPS).round_().clamp_(-64, 191) / ZERO_STEPS
 
 
 def _divisor(scales: torch.Tensor) -> torch.Tensor:
-    """Return scales to divide by, with 1 for groups of zeros."""
+    """Return the scales as divisors, [rows, groups, 1], with 1 in place of 0."""
     return torch.where(scales == 0, 1.0, scales)[..., None]

@@ -21,7 +21,7 @@ GROUPS = (32, 64, 128)
 """Supported numbers of adjacent values per scale. None stands for one scale per output."""
 
 WHOLE_ROW = 62
-"""Base-2 logarithm of a group size; this value makes the kernels treat a whole row as one group."""
+"""Value that the kernels take as base-2 logarithm of the group size if a whole row is one group."""
 
 SYMMETRIC_ZERO = 8
 """Zero of all groups of an int4 matrix that stores no zeros."""
@@ -261,12 +261,12 @@ def _one_of_groups() -> str:
 
 
 class QuantizedMatrix(Matrix):
-    """A quantized weight with its bias, which are checked once for all steps that use them.
+    """A quantized weight with its bias. Both are checked once, for all steps that use them.
 
     bias: [d_out] fp32, or None.
 
     In a product with more than a few rows, weights of dtype bf16 are dequantized to bf16, and x is
-    rounded as for `Matrix`.
+    rounded as in a product with a bf16 `Matrix`.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:

@@ -22,7 +22,7 @@ doubles each time.
 """
 
 STOP_SECONDS = 5.0
-"""Seconds that the gateway gets to end. It is stopped after the server, so it has no requests."""
+"""Seconds that the gateway gets to end. The server is stopped before, so no request is running."""
 
 
 class GatewayProcess:
@@ -85,7 +85,7 @@ class GatewayProcess:
             process.wait()
 
     def _watch(self, command: list[str]) -> None:
-        """Restart the process whenever it ends, until the block is left."""
+        """Restart the process whenever it ends, until the context is left."""
         wait = FIRST_WAIT_SECONDS
         while self._process is not None:
             status = self._process.wait()

@@ -2,12 +2,12 @@
 
 Triton reports itself as live and ready even after a model's process has ended, so only a request
 can detect this. The request goes to `video_analytics` without an image, and passes through all four
-model processes. A healthy server does not answer it in three cases:
+model processes. A healthy server does not answer this request in three cases:
 
 - The server is still starting and has not opened a port. On the same machine, a file that `vlora
   serve` creates shows this.
-- The server has a long queue and does not answer within the deadline. A hung server does not answer
-  either, but the numbers of forward passes and of encoded images in its metrics do not grow.
+- The server has a long queue and does not answer within the deadline. The counts of forward passes
+  or encoded images in its metrics then grow; those of a hung server do not.
 - The server is draining, or its queue is full. The error that it sends says so.
 
 Kubernetes runs the probe every few seconds. So this module imports neither torch nor numpy, and
@@ -122,7 +122,7 @@ def probe(
     metrics_port: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Finding:
-    """Probe the gRPC server at `address` (host:port) within `deadline` seconds.
+    """Return the health of the gRPC server at `address` (host:port), within `deadline` seconds.
 
     metrics_port: port of the metrics on the same host. Without it, a server that does not answer in
         time counts as dead, even if it is working on a long queue.

@@ -28,7 +28,7 @@ KILL_SECONDS = 5.0
 def start_tied(
     command: list[str], environment: Mapping[str, str], log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that ends together with this one, in a new session.
+    """Start a process that ends together with this one, in a new session; return it.
 
     log: file for its output; None to use this process's output.
 

@@ -122,6 +122,12 @@ def run_folder(root: Path | None = None) -> Iterator[Path]:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def clear_dead_runs(root: Path) -> None:
+    """Remove everything that dead runs in this folder of runs have left behind."""
+    with _locked(root / "lock"):
+        _clear_dead(root)
+
+
 def _clear_dead(root: Path) -> None:
     for folder in root.iterdir():
         if TOKEN.fullmatch(folder.name):

@@ -1,8 +1,9 @@
 """Starts, watches, drains and ends a Triton server with our model repository.
 
-`TritonServer` is a context manager. `vlora serve`, the tests and the benchmarks use it. A server is
-ready when it reports each model of the repository as ready, one by one: Triton ignores a model
-whose `config.pbtxt` has an unknown field, and only logs this.
+`TritonServer` is a context manager. `vlora serve`, the tests and the benchmarks use it. A server
+counts as ready when it reports every model of the repository as ready. Triton's own report about
+the whole server does not suffice: Triton ignores a model whose `config.pbtxt` has an unknown field,
+and only logs this.
 
 **Invariant:** all started processes are ended, including those of the models, which can outlive a
 crashed server. This object ends them. If this process is killed, the kernel (`tether.py`) ends the
@@ -35,6 +36,7 @@ from vlora.launcher.exposure import (
     listen_arguments,
     reachable_host,
 )
+from vlora.launcher.guard import guarded
 from vlora.launcher.model_processes import describe_loading, model_processes
 from vlora.launcher.options import STANDARD_OUTPUT, ServerOptions, default_repository
 from vlora.launcher.ports import choose_ports
@@ -164,6 +166,7 @@ class TritonServer:
     def start(self) -> None:
         """Start the process, without waiting until it is ready."""
         self._folder = self._stack.enter_context(run_folder())
+        self._stack.enter_context(guarded(self._folder))
         self.log = self.options.log or (
             kept_log(self.options.http_port)
             if self.options.keep_log

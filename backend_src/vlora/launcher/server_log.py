@@ -33,7 +33,7 @@ _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 
 
 def create(path: Path) -> IO[bytes]:
-    """Create the log's folder and file, and open the file for writing. An existing file is emptied.
+    """Create the log's folder and file, and return the file, open for writing and empty.
 
     A symbolic link is refused, because in a shared folder another user may have created it. Raises
     ServerError with the path and the reason.

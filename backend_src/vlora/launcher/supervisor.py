@@ -25,12 +25,13 @@ WATCH_SECONDS = 0.5
 class RestartPolicy:
     """Conditions and delays for restarting a server that has failed.
 
-    A failure is quick if it occurs within `quick_seconds` after the start. Quick failures one after
-    another form a row; any other failure begins a new row.
+    A failure is quick if it occurs within `quick_seconds` after the start. Successive quick
+    failures form a series; any other failure begins a new series.
 
-    max_failures: number of failures in a row after which the server is not restarted.
+    max_failures: number of failures in a series after which the server is not restarted.
     quick_seconds: see above.
-    first_wait: seconds before the first restart of a row. Each further restart waits twice as long.
+    first_wait: seconds before the first restart of a series. Each further restart waits twice as
+        long.
     max_wait: maximum of these waits in seconds.
     """
 
@@ -40,7 +41,9 @@ class RestartPolicy:
     max_wait: float = 30.0
 
     def wait(self, failures: int) -> float:
-        """Return the seconds to wait before restarting after this number of failures in a row."""
+        """Return the seconds to wait before restarting after this number of failures in a
+        series.
+        """
         return min(self.first_wait * 2.0 ** (failures - 1), self.max_wait)
 
 

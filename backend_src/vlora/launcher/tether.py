@@ -1,9 +1,9 @@
 """`python tether.py PARENT PROGRAM …`: becomes PROGRAM, which the kernel ends when PARENT ends.
 
-A process must itself ask the kernel to be ended with its parent. Between a fork and `exec`, it is
-not safe to run Python code that does so, so this script does it. It runs without site packages. The
-request does not extend to child processes, so the server's models watch the server themselves
-(`lifeline.py`).
+Only a process itself can ask the kernel to end it together with its parent. Running Python code for
+this between `fork` and `exec` would not be safe, so this script asks and then executes PROGRAM. The
+script runs without site packages. The kernel does not end child processes of PROGRAM, so the
+server's models watch the server themselves (`lifeline.py`).
 """
 
 import ctypes

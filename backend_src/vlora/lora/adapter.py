@@ -50,15 +50,15 @@ class AdapterInfo:
     """Description of an adapter for users.
 
     digest: SHA-256 of all weights except the head's; "" until the weights are read.
-    ranks: ranks that occur among the matrices of the language model that the adapter changes.
+    ranks: different ranks of the matrices that the adapter changes in the language model.
     targets: names of the changed matrices within a layer, such as `q_proj`.
     tasks: tasks that its `vlora.json` declares.
     accuracy: accuracy by task, as its `vlora.json` declares.
     head_labels: labels of its vision task head; () without a head.
     head_tasks: tasks that the head answers.
     skills: used to choose an adapter for requests that name none (`lora/routing.py`).
-    invocation: token ids of an activated LoRA, which changes only the tokens from their last
-        occurrence in the prompt on; () for an adapter that changes all tokens.
+    invocation: token ids that activate an activated LoRA. It changes only the tokens from the last
+        occurrence of these ids in the prompt on. () for an adapter that changes all tokens.
     vision_ranks: ranks of the adapter's LoRA on linear layers of the vision tower and the
         connector.
     """
@@ -180,9 +180,9 @@ class AdapterFiles:
 
 
 def read_adapter(name: str, folder: Path, description: AdapterDescription, hidden: int) -> Adapter:
-    """Read the weights of an adapter whose files have been checked.
+    """Return an adapter whose files have been checked, with its weights.
 
-    description: result of that check. The weights file must not have changed since.
+    description: result of the check. The weights file must not have changed since.
     hidden: width of the model.
 
     Raises the same errors as `AdapterFiles.read`.

@@ -49,7 +49,7 @@ def find_folders(
     names: name → folder of further adapters, which take precedence over subfolders with the same
         name. The folders are relative to the root, as in the vLLM backend's `multi_lora.json`, or
         absolute if there is no root.
-    quiet: do not log names that are defined twice.
+    quiet: whether to omit the log message about names that are defined twice.
     """
     present = () if root is None else folders_in(root)
     return _named(root, present, names, quiet=quiet)
@@ -69,7 +69,9 @@ def _named(
 
 
 class FolderFinder:
-    """Returns the result of `find_folders`, as the same object as long as it does not change."""
+    """Callable that returns the result of `find_folders`: the same object until the result
+    changes.
+    """
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root

@@ -14,7 +14,9 @@ from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
 
 FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj")}
-"""Targets of each fused layer, in the order of its rows. They have equal sizes."""
+"""Targets of each fused layer, in the order of the layer's rows. All targets of a layer have the
+same size.
+"""
 
 T = TypeVar("T")
 

@@ -17,8 +17,8 @@ class HostTier:
     """Host copies of adapters.
 
     A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
-    exceeded. It is true while the adapter is resident or being packed, and while a started request
-    uses this version, which the folder may no longer contain.
+    exceeded. This property is true while the adapter is resident or being packed. It is also true
+    while a started request uses this version, since the folder may no longer contain it.
     """
 
     def __init__(self, budget: int | None) -> None:

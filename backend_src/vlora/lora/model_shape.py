@@ -44,7 +44,9 @@ def vision_path(path: str) -> str | None:
 class ModelShape:
     """Shapes and module paths of the served model that an adapter has to fit.
 
-    layers, hidden, vocabulary: number of layers, width, and number of tokens of the decoder.
+    layers: number of layers of the decoder.
+    hidden: width of the decoder.
+    vocabulary: number of tokens of the decoder.
     shapes: target → (d_out, d_in), the same in every layer.
     prefix: prefix of `layers` in the module paths of the served model.
     lm_head: returns the weight of the base model's LM head; called only for an adapter that has a

@@ -66,8 +66,7 @@ class PeftConfig:
     weights file spells it, then in the served model. All methods raise InvalidArgument for a
     pattern that is invalid or takes too long.
 
-    invocation: token ids of an activated LoRA, which changes only the tokens from their last
-        occurrence in the prompt on; () for an adapter that changes all tokens.
+    invocation: as in `AdapterInfo`.
     """
 
     rank: int

@@ -140,8 +140,10 @@ class Router:
         return name
 
     def _fit(self, asked: frozenset[str], skill: Skill) -> float:
-        """Return how well a skill fits, from 0 to 1: the weighted share of the question's words
-        that are words of the skill.
+        """Return how well a skill fits a question, from 0 to 1.
+
+        The result is the share of the question's words that are words of the skill, where rare
+        words have a larger weight.
 
         asked: words of the question.
         """

@@ -35,7 +35,7 @@ class Region:
     """Location of one matrix or of one fused group in the slab.
 
     offset: number of elements before it.
-    rows, columns: its shape.
+    rows, columns: shape of the matrix or group.
     """
 
     offset: int
@@ -102,7 +102,7 @@ class WeightSlab:
     def reserve(self) -> torch.Tensor:
         """Return another slab with this layout, full of zeros.
 
-        The system provides its memory only as it is written.
+        The operating system provides its memory only when it is written.
         """
         return self.device.zeros(self.elements, dtype=self.dtype)
 

@@ -41,8 +41,9 @@ class Slots:
         self._released: set[int] = set()
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
-        """Return the group of these matrices, which share their input. The group has their A and B
-        by slot.
+        """Return the group of these matrices, which share their input.
+
+        The group holds A and B of each matrix by slot.
         """
         key = tuple(matrices)
         if key not in self._groups:

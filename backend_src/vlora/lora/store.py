@@ -73,7 +73,12 @@ class AdapterStore:
         )
         self._results = Results(lambda: self.on_change())
         self._loads = AdapterLoads(
-            self._tiers, self._results, model.hidden, lambda: self.clock(), self._give_up
+            self._tiers,
+            self._results,
+            model.hidden,
+            lambda: self.clock(),
+            self._give_up,
+            packs_inline=device.in_host_memory,
         )
         self._reader = FolderReader(
             model,
@@ -233,7 +238,7 @@ class AdapterStore:
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
         """Return the group of these matrices, which must share their input.
 
-        It holds A and B of every resident adapter, by slot.
+        The group holds A and B of every resident adapter, by slot.
         """
         return self._tiers.slots.group(matrices)
 

@@ -149,8 +149,8 @@ class Switcher:
     def merged_bytes(self) -> int:
         """Bytes that merged weights take.
 
-        These are whole huge pages of each group that a known adapter changes. A device that commits
-        memory at once needs a whole slab.
+        Only groups that a known adapter changes are counted, in whole huge pages. A device that
+        commits memory at once needs a whole slab.
         """
         if self._merging != "out_of_place" or isinstance(self.stored, QuantizedSlab):
             return 0

@@ -147,7 +147,7 @@ class AdapterTiers:
         self.count(packs=1)
 
     def undo(self, handle: AdapterHandle) -> None:
-        """Return an adapter to the state before a load or a packing that failed."""
+        """Reset an adapter to its state before a load or a packing that failed."""
         if handle.state is AdapterState.LOADING:
             handle.load_later()
         else:

@@ -71,7 +71,7 @@ def is_transient(error: BaseException) -> bool:
 def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
     """Return `error` as an InvalidArgument that names the adapter.
 
-    If it is not an InvalidArgument already, it is logged with its traceback.
+    An error of any other type than InvalidArgument is logged with its traceback.
     """
     if isinstance(error, InvalidArgument) and not isinstance(error, OutOfMemory):
         return error

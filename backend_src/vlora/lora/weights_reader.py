@@ -2,7 +2,7 @@
 
 A thread that releases the GIL must wait to get it back while the engine is busy. So a load makes a
 few calls for the whole file instead of some per matrix (decision 50). The reader is made when the
-file is checked. It handles no names, configs or patterns.
+file is checked. This module handles no names, configs or patterns.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Layout:
     """Tensors of a safetensors file, in their order in the file. There are no gaps between them.
 
     start: number of bytes in the file before the first tensor.
-    header: Python's `hash` of these bytes, which shows whether the file has changed. It is valid in
-        this process only.
+    header: Python's `hash` of these bytes, which shows whether the file has changed. The hash is
+        valid in this process only.
     keys: key of each tensor.
     types: type of each tensor, a key of FLOATS.
     sizes: number of elements of each tensor.
@@ -110,11 +110,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Destinations in memory for the bytes of a file.
+    """Plan of where in memory to write the bytes of a file.
 
-    targets: (start, end) in bytes of each tensor, in the file's order. Tensors that end after the
-        last run are not read.
-    runs: (dtype, start, end) in bytes of contiguous wanted tensors that have the same dtype.
+    The wanted tensors come first in memory. Tensors after them are not read.
+
+    targets: range (start, end) of each tensor in memory, in bytes, in the order of the file.
+    runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.
     """
 
     targets: tuple[tuple[int, int], ...]

@@ -23,7 +23,7 @@ C_COMPILERS = ("gcc", "clang")
 
 MAX_LOADS = 16
 """Maximum number of loads under way, which bounds the pinned memory that they need. An adapter has
-a load for each group of projections, so these are the loads of four layers.
+one load per group of projections, and a layer has four groups.
 """
 
 
@@ -114,7 +114,7 @@ class CudaDevice(Device):
         return Load(copies, lambda: torch.cuda.current_stream(self.torch_device).wait_event(event))
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Record `work` as a CUDA graph.
+        """Return `work` as a CUDA graph.
 
         All graphs share one pool for the tensors that their work allocates. So such a tensor must
         not be read after the work.
@@ -124,11 +124,14 @@ class CudaDevice(Device):
             # cuBLAS still has memory there. This graph is never replayed, and keeps the pool.
             self._graph_pool = torch.cuda.graph_pool_handle()
             self._first_graph = self._captured(lambda: torch.zeros(1, device=self.torch_device))
-        torch.cuda.empty_cache()
-        before, _ = torch.cuda.mem_get_info(self.torch_device)
+        before = self._graph_bytes()
         graph = self._captured(work)
-        after, _ = torch.cuda.mem_get_info(self.torch_device)
-        return Graph(graph.replay, max(0, before - after))
+        return Graph(graph.replay, self._graph_bytes() - before)
+
+    def _graph_bytes(self) -> int:
+        """Return the size in bytes of the pool of graphs. Only captures allocate memory in it."""
+        segments = torch.cuda.memory_snapshot(self._graph_pool)  # type: ignore[no-untyped-call]
+        return sum(segment["total_size"] for segment in segments)
 
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)
@@ -140,12 +143,13 @@ class CudaDevice(Device):
             ):
                 work()
         except BaseException:
-            # After an invalid capture, torch's allocators wait for its end forever. That of the
-            # device would never again use memory that two streams have used. The call fails if the
-            # capture has ended properly.
+            # After an invalid capture, torch's allocators wait for its end forever. The device's
+            # allocator would never again use memory that two streams have used. The call fails if
+            # the capture has ended properly.
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(self.torch_device.index, self._graph_pool)
-            # That of pinned memory keeps a pointer to the graph, and cannot use the pool again.
+            # The allocator of pinned memory keeps a pointer to the graph, and cannot use the pool
+            # again.
             self._invalid_graphs.append(graph)
             self._graph_pool = self._first_graph = None
             raise

@@ -32,7 +32,8 @@ class Graph:
     """Recorded work of a device.
 
     replay: runs the work again, on the same memory.
-    nbytes: size in bytes of the device memory that the graph takes.
+    nbytes: size in bytes of the device memory that the tensors of the graph take, beyond what they
+        share with earlier graphs.
     """
 
     replay: Callable[[], None]
@@ -125,7 +126,8 @@ class Device(ABC):
 
         into: memory of the device that receives the copies, uint8; allocated if None. Calls with
             the same `into` and the same shapes and dtypes return tensors at the same addresses.
-            Raises ValueError if it is too small.
+
+        Raises ValueError if `into` is too small.
         """
 
     @abstractmethod
@@ -134,15 +136,15 @@ class Device(ABC):
 
         tensors: at least one.
 
-        Any thread may call this; it may wait until an earlier load has ended. The device copies
-        while it computes, in the order of the calls. A copy may be released at any time; its memory
-        is used again only when the device has finished the work that was launched before. Raises
-        OutOfMemory if the device has too little memory.
+        Any thread may call this. The call may wait until an earlier load has ended. The device
+        copies while it computes, in the order of the calls. A copy may be released at any time: its
+        memory is used again only when the device has finished the work that was launched before the
+        release. Raises OutOfMemory if the device has too little memory.
         """
 
     @abstractmethod
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Record the device's part of `work` without executing it.
+        """Return a recording of the device's part of `work`, which is not executed.
 
         `work` must have run once before. It must not wait for the device or read host memory.
         Raises RuntimeError if it cannot be recorded.
@@ -150,7 +152,9 @@ class Device(ABC):
 
     @abstractmethod
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        """Queue a copy of tensors to host memory that starts once the device has computed them."""
+        """Return copies of tensors in host memory. Copying starts once the device has computed the
+        tensors.
+        """
 
     @abstractmethod
     def seal(self, tensor: torch.Tensor) -> None:
@@ -220,9 +224,10 @@ def require_dtype(device: Device, dtype: torch.dtype) -> None:
 
 
 def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> None:
-    """Raise OutOfMemory, with all figures, unless the parts fit the memory that a device has left.
+    """Raise OutOfMemory unless the parts fit the memory that a device has left. The message lists
+    the size of each part.
 
-    A device that commits memory lazily is not checked.
+    A device for which `commits_lazily` is true is not checked.
 
     parts: description of each part → its size in bytes.
     advice: imperative that says which options to change.

@@ -14,8 +14,8 @@ and an outdated version of an adapter that no started request uses.
 4. Of blocks that are released together, the later ones in the sequence go first, so that the
 remaining blocks are still a prefix.
 5. To make room for an adapter, the pool first looks for contiguous pages without adapters. If there
-are none, it evicts all adapters in one window of pages. It chooses the window in which the most
-recent use of an adapter is the oldest (`memory/windows.py`).
+are none, it evicts all adapters in one window of pages. The pool chooses the window whose most
+recently used adapter was used longest ago (`memory/windows.py`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Evictor(Protocol):
 
     @property
     def holds_runs(self) -> bool:
-        """True if its items are adapters, each in a run of contiguous pages."""
+        """True if the items are adapters, each in a run of contiguous pages."""
         ...
 
     def evictable_pages(self, enough: int) -> int:

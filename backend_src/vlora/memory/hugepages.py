@@ -1,7 +1,7 @@
 """Memory in huge pages, for data that each step reads completely.
 
-A core reads memory in huge pages 1.5 times as fast as memory in pages of 4 KiB, which needs far
-more page table walks.
+A core reads memory in huge pages 1.5 times as fast as memory in pages of 4 KiB, because small pages
+need far more page table walks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ PAGE = 2 << 20
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Return a tensor of zeros whose memory begins at the start of a huge page.
 
-    The kernel uses huge pages if it has them. The system provides the memory only as it is written.
+    The kernel uses huge pages if it has them. The operating system provides the memory only when it
+    is written.
     """
     count = math.prod(shape)
     size = count * dtype.itemsize

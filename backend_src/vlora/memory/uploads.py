@@ -25,7 +25,9 @@ def upload(
 ) -> list[torch.Tensor]:
     """Copy tensors from host memory to the device `to` in one transfer. Return the copies.
 
-    into: as in `Device.upload`. Raises ValueError if it is too small.
+    into: as in `Device.upload`.
+
+    Raises ValueError if `into` is too small.
     """
     sizes = (packed_bytes([tensor]) for tensor in tensors)
     *starts, size = itertools.accumulate(sizes, initial=0)

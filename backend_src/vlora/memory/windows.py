@@ -26,11 +26,11 @@ def gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
 def runs_to_evict(
     total: int, busy: Sequence[range], idle: Sequence[range], count: int
 ) -> list[range] | None:
-    """Return the idle runs to evict so that some `count` contiguous pages contain no run.
+    """Return the idle runs to evict so that the pool has `count` contiguous pages without a run.
 
-    The runs to evict are those in one window of `count` pages. The window is chosen so that the
-    most recent use of any of its runs is the oldest possible. Of equal windows, the one with the
-    fewest pages to evict is chosen. The list is empty if some window already contains no run.
+    The runs to evict are those in one window of `count` pages. The window is the one whose most
+    recently used run was used longest ago. Of equal windows, the one with the fewest pages to evict
+    is chosen. The list is empty if some window already contains no run.
 
     total: number of pages of the pool.
     busy: runs that stay.

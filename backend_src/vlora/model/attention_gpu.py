@@ -15,13 +15,15 @@ from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
 SPLIT_POSITIONS = 512
-"""Minimum number of positions of each part when a context is split among several GPU programs."""
+"""Minimum number of positions in each part of a context that is split among GPU programs (instances
+of a kernel that run in parallel).
+"""
 
 MAX_SPLITS = 32
 """Maximum number of parts into which a context is split."""
 
 PROGRAMS = 264
-"""Number of GPU programs that a decode should have: twice the number of an H100's multiprocessors.
+"""Number of GPU programs that the decode kernel should start: two per multiprocessor of an H100.
 
 Contexts are split into parts to reach this number.
 """
@@ -95,7 +97,8 @@ class GpuPlan:
     ) -> torch.Tensor:
         """Compute `AttentionPlan.attend`. All rows have the dtype of the weights.
 
-        A step of decoding rows needs one launch, which leaves `qkv` unchanged.
+        If every chunk has one row, one kernel launch computes everything and leaves `qkv`
+        unchanged.
         """
         kv_cache, launches = self._kv_cache, on_gpu.launches()
         dim = kv_cache.head_dim
@@ -117,7 +120,8 @@ class GpuPlan:
         return out
 
     def _slots(self, chunk: Chunk) -> list[int]:
-        """Return the location of each row's keys in the cache: page · block + offset.
+        """Return the position of each row's keys in the cache, counted in tokens: page · block +
+        offset.
 
         Raises ValueError if the chunk's pages do not cover it or are not in the cache.
         """

@@ -156,8 +156,8 @@ class ChoiceMatcher:
         budget: number of tokens left for the answer, including this one. A token is excluded if no
             choice could then be completed within the budget.
 
-        The result is not empty until the answer is `finished`, if the budget of the first token was
-        at least `required_tokens`.
+        If the budget of the first token was at least `required_tokens`, the result is never empty
+        before the answer is `finished`.
         """
         tokens, needed_after = self._set.following(self._low, self._high, self._done)
         allowed = tokens[needed_after < budget]

@@ -45,7 +45,7 @@ class Chunk(NamedTuple):
 
     @property
     def last_row(self) -> int:
-        """Row of the chunk's last position in the step."""
+        """Row of the step that computes the chunk's last position."""
         return self.row + self.length - 1
 
     @property

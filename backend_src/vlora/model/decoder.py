@@ -73,7 +73,7 @@ class Decoder:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the memory that steps reuse; they change when it grows."""
+        """Addresses of the memory that steps reuse. They change when this memory is reallocated."""
         return *self._workspace.addresses, *self._rotary.addresses
 
     def reserve(self, rows: int, positions: int) -> None:

@@ -30,9 +30,11 @@ FRAMES_PER_SECOND = 24.0
 class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
-    layers, hidden: number of layers, and width of the residual stream.
-    heads, kv_heads, head_dim: numbers of query heads and of key and value heads, and width of a
-        head.
+    layers: number of layers.
+    hidden: width of the residual stream.
+    heads: number of query heads.
+    kv_heads: number of heads of keys, and of heads of values.
+    head_dim: width of a head.
     intermediate: width of the MLP.
     vocabulary: number of tokens with an embedding.
     norm_eps: epsilon of the RMS norms.
@@ -151,7 +153,7 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
 
 
 def load_config(folder: Path) -> DecoderConfig:
-    """Read the decoder's architecture from a checkpoint folder.
+    """Return the decoder's architecture in a checkpoint folder.
 
     Raises InvalidArgument for a folder without a checkpoint and for an unsupported checkpoint.
     """

@@ -1,7 +1,7 @@
 """Sampling of a step's tokens on a GPU, with random numbers from the host.
 
-A draw is (row of the logits; top-k, below 1 for all tokens; temperature; min-p; top-p; random
-number).
+A draw is a tuple: row of the logits, top-k (below 1 for all tokens), temperature, min-p, top-p, and
+random number in [0, 1).
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ Draw = tuple[int, int, float, float, float, float]
 
 
 def draw_parameters(draws: Sequence[Draw]) -> list[torch.Tensor]:
-    """Return the parameters of draws as `draw_placed` takes them, in host memory."""
+    """Return the parameters of draws in the form that `draw_placed` takes.
+
+    The result is one tensor per parameter, each [draws], in host memory.
+    """
     if not draws:
         return []
     rows, top_ks, temperatures, min_ps, top_ps, uniforms = zip(*draws, strict=True)
@@ -28,11 +31,18 @@ def draw_parameters(draws: Sequence[Draw]) -> list[torch.Tensor]:
 
 
 def draw_placed(logits: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the drawn tokens. Logits, parameters and result are on the same device."""
+    """Return the drawn tokens, [draws].
+
+    logits: [rows, vocabulary] fp32, on the GPU.
+    parameters: result of `draw_parameters`, copied to the GPU.
+    """
     tokens: torch.Tensor = on_gpu.draws().draw(logits, on_gpu.draws().Draws(*parameters))
     return tokens
 
 
 def draw_on_gpu(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
-    """Return the drawn tokens. The parameters of all draws are copied in one transfer."""
+    """Return the drawn tokens, [draws]. The parameters of all draws are copied in one transfer.
+
+    logits: [rows, vocabulary] fp32, on the GPU.
+    """
     return draw_placed(logits, upload(draw_parameters(draws), logits.device))

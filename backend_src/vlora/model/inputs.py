@@ -121,7 +121,9 @@ class PromptReader:
         return Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
 
     def _by_level(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split the columns of features into those for the embedding and those for the levels."""
+        """Return the columns of features for the embedding, and those for the levels (None without
+        levels).
+        """
         if not self._config.image_levels:
             return features, None
         parts = features.view(len(features), -1, self._config.hidden).transpose(0, 1).contiguous()

@@ -68,7 +68,7 @@ def load_weights(
     quantization: Format | None = None,
     device: Device = HOST,
 ) -> DecoderWeights:
-    """Read the folder's safetensors files, and store matrices as `dtype` on `device`.
+    """Return the weights in the folder's safetensors files, with matrices as `dtype` on `device`.
 
     quantization: format of the target matrices. If None, they are stored as `dtype`, too.
 
@@ -159,7 +159,9 @@ def adapter_shape(
 
 
 def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
-    """Read the LM head alone, [vocabulary, hidden] fp32. Raises the errors of `load_weights`."""
+    """Return the LM head in a folder, [vocabulary, hidden] fp32. Raises the errors of
+    `load_weights`.
+    """
     names = config.names
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
     file, key = stored[names.embedding if config.tied else names.lm_head]
@@ -302,7 +304,7 @@ def find_weights(
 
 
 def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts]:
-    """Return functions that read the parts of each quantized matrix, by the part's name."""
+    """Return, for each quantized matrix, functions that read its parts, by the name of the part."""
     matrices = {
         config.names.matrix(layer, target): (layer, target)
         for layer in range(config.layers)

@@ -85,7 +85,7 @@ class RotaryTable:
         return self._table.cosines.data_ptr(), self._table.sines.data_ptr()
 
     def reserve(self, count: int) -> None:
-        """Compute the table of positions below `count` at least."""
+        """Compute the table for at least the positions below `count`."""
         if count > len(self._table.cosines):
             self._table = self._compute(1 << (count - 1).bit_length())
 

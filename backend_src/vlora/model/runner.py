@@ -35,7 +35,8 @@ class StepResult:
 
     logits: [rows, vocabulary] fp32, one row per chunk that does not use a head.
     heads: one [classes] fp32 tensor per chunk that uses a vision task head, before softmax.
-    captured: whether the step's graph was captured, which takes longer than the step.
+    captured: whether a graph was captured during the step. Capturing takes longer than the step
+        itself.
     """
 
     logits: torch.Tensor
@@ -99,7 +100,8 @@ class Runner:
 
         chunks: chunks in the order of their rows. If they are sorted by `ids.order_of`, the number
             of segments is the smallest possible, which is fastest.
-        parts: further parts of the step, whose inputs are uploaded with those of the forward pass.
+        parts: other parts of the step, such as sampling. Their inputs are uploaded to the device in
+            the same transfer as those of the forward pass.
         """
         if self._graphs is not None:
             before = self._graphs.counters.captured

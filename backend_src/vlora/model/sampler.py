@@ -37,7 +37,7 @@ Usually, only a few hundred of 152k tokens are above such a threshold, and only 
 """
 
 MIN_FP32_TEMPERATURE = 1e-30
-"""Minimum temperature by which fp32 logits are divided. It always draws the largest logit."""
+"""Minimum temperature by which fp32 logits are divided. At it, a draw returns the largest logit."""
 
 SUM_TOLERANCE = 1e-9
 """Upper bound of the relative difference between sums of the same weights in different orders."""
@@ -45,7 +45,7 @@ SUM_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class Draw:
-    """A drawn token. `logprobs` contains it and the alternatives, or is None if not requested."""
+    """A drawn token, with the log probabilities of it and its alternatives if requested."""
 
     token: int
     logprobs: tuple[TokenLogprob, ...] | None
@@ -60,7 +60,7 @@ class Uniforms:
     """
 
     def __init__(self, seed: int) -> None:
-        """Create the generator. seed: in [0, 2**64)."""
+        """Create the generator from a seed in [0, 2**64)."""
         self._seed = seed
         self._generator: np.random.Philox | None = None
         self._first = 0
@@ -128,7 +128,7 @@ class TokenSampler:
         budget: int,
         mask: BoolArray | None = None,
     ) -> Draw:
-        """Draw the token that follows `prompt` and `output`.
+        """Draw and return the token that follows `prompt` and `output`.
 
         logits: [vocabulary] fp32 of that position.
         budget: number of tokens left for the answer.
@@ -195,7 +195,7 @@ def draw_rows(
 ) -> list[int]:
     """Draw the tokens of several requests in one call, as `draw` does for each.
 
-    As sums are in fp32, about one draw in millions returns the token next to the right one.
+    About one draw in millions returns a neighbour of the right token, because sums are in fp32.
 
     logits: [T, vocabulary] fp32, contiguous. A logit of minus infinity is never drawn.
     rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The
@@ -262,7 +262,7 @@ def _largest(values: FloatArray, count: int) -> IndexArray:
 
 
 def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
-    """Return exp((scores - maximum) / temperature), [vocabulary] float64. scores: fp32."""
+    """Return exp((scores - maximum) / temperature), [vocabulary] float64, of fp32 scores."""
     wide = torch.from_numpy(scores).double()
     weights: DoubleArray = wide.sub_(wide.max()).div_(temperature).exp_().numpy()
     return weights
@@ -271,7 +271,7 @@ def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     """Return the distribution after temperature, min-p, top-k and top-p, [vocabulary] float64.
 
-    This function is the reference of `draw` and sorts all tokens. scores: [vocabulary] fp32.
+    This function is the reference implementation of `draw`. It sorts all tokens.
     """
     weights = weights_of(scores, params.temperature)
     # Whether the exponential returns subnormal numbers or zero depends on the CPU.
@@ -290,7 +290,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
 def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
     """Return the token that `uniform`, in [0, 1), selects from `probabilities(scores, params)`.
 
-    The result is exactly that of the full distribution, although fewer tokens are sorted.
+    Fewer tokens are sorted than in `probabilities`, but the result is exactly the same.
     """
     weights = weights_of(scores, params.temperature)
     candidates = np.flatnonzero(weights >= max(params.min_p, sys.float_info.min))
@@ -310,7 +310,7 @@ def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
 def _nucleus(
     weights: DoubleArray, candidates: IndexArray, total: np.float64, top_p: float
 ) -> IndexArray:
-    """Return the top-p set in ascending order: the smallest with a share `top_p` of `total`."""
+    """Return the top-p set, ascending: the fewest candidates with at least `top_p` · `total`."""
     values = weights[candidates]
     large_values = values
     for floor in WEIGHT_FLOORS:

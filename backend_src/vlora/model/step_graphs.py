@@ -66,7 +66,7 @@ class GraphKey(NamedTuple):
     merged: indices of the weights that are read from the merged slab (see `Active.merged_groups`).
     lora: limits of the number and length of the layers' segments (see `SegmentBounds`); None if no
         layer applies an adapter.
-    lm_head: the same for the LM head; None if it applies no adapter.
+    lm_head: limits of the LM head's segments; None if it applies no adapter.
     """
 
     shape: DecodeShape
@@ -86,7 +86,7 @@ class GraphCounters:
     captured: number of graphs that were captured.
     discarded: number of graphs that were discarded.
     replayed: number of steps that a graph has computed.
-    seconds: time that capturing took.
+    seconds: time that all captures took together.
     nbytes: device memory that the existing graphs took when they were captured.
     """
 
@@ -223,8 +223,9 @@ class StepGraphs:
     def _may_apply_adapters(self, chunks: Sequence[Chunk]) -> bool:
         """Return whether the step may have segments of adapters.
 
-        It has them if a row's adapter is not merged, if the merged adapter must be subtracted from
-        other rows, or if an adapter changes the LM head, into which nothing is merged.
+        The step has such segments if a row's adapter is not merged, if the merged adapter must be
+        subtracted from other rows, or if an adapter changes the LM head, into which nothing is
+        merged.
         """
         live = self._switcher.live
         return any(chunk.slot != live for chunk in chunks) or (
@@ -250,7 +251,7 @@ class StepGraphs:
         )
 
     def _discard_outdated(self, key: GraphKey) -> None:
-        """Discard the graphs whose buffers or adapter tables have been reallocated since."""
+        """Discard the graphs whose buffers or adapter tables were reallocated after the capture."""
         if self._memory != (memory := self._decoder.addresses):
             self._memory = memory
             self._discard([*self._graphs])
@@ -274,10 +275,12 @@ class StepGraphs:
             self._device, step.inputs, step.attention, *parts, into=inputs
         )
         its_placed = iter(placed)
-        segments, lm_head_segments = (
-            Segments() if part is None else part.captured(next(its_placed))
-            for part in (step.lora, step.lm_head)
-        )
+        segments = lm_head_segments = Segments()
+        if self._layout is not None:
+            segments, lm_head_segments = (
+                Segments() if part is None else part.captured(next(its_placed), self._layout)
+                for part in (step.lora, step.lm_head)
+            )
         out = self._output()[: len(tokens)]
 
         def work() -> None:

@@ -17,7 +17,9 @@ Spec = Mapping[str, Any]
 """Part of the content of a `tokenizer.json`."""
 
 NFC_SHRINKAGE = 4
-"""Maximum ratio of a text's bytes to those of its NFC form. ASCII text keeps its length."""
+"""Maximum size of a text in bytes divided by the size of its NFC form. ASCII text keeps its
+length.
+"""
 
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
 """Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".

@@ -49,7 +49,7 @@ _CHAT = (
 
 
 class _Converter(TikTokenConverter):  # type: ignore[misc]
-    """transformers' converter of tiktoken files, without its need for the package tiktoken."""
+    """transformers' converter of tiktoken files, changed to work without the package tiktoken."""
 
     @staticmethod
     def load_tiktoken_bpe(tiktoken_url: str) -> dict[bytes, int]:

@@ -1,8 +1,8 @@
 """Memory for the intermediate results of a forward pass, which every layer and step reuses.
 
 Without this reuse, tensors of some megabytes would be returned to the system when they are freed.
-Each page of the next tensors would then cause a page fault, which took a third of the time of a
-prefill of 1024 rows.
+Each page of the next tensors would then cause a page fault. These faults took a third of the time
+of a prefill of 1024 rows.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class StepBuffers:
     for the last time before the next one in the same memory is written.
 
     qkv: queries, keys and values.
-    gate_up: both inputs of the MLP's gate.
+    gate_up: outputs of the MLP's gate and up projections.
     normed: input of a projection, after the norm.
     attended: result of attention.
     gated: input of the MLP's last projection.

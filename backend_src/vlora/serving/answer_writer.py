@@ -17,14 +17,14 @@ from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
 
 MIN_LOGPROB = -9999.0
-"""Value that replaces minus infinity, which JSON lacks. vLLM's server uses the same one."""
+"""Value that replaces minus infinity, which JSON lacks. vLLM's server uses the same value."""
 
 
 class AnswerWriter:
     """Converts the outputs of one request to its responses.
 
     If the request streams, every output becomes a response with the new text and tokens. Outputs
-    within `interval` seconds after a response are sent together with a later one. If the request
+    within `interval` seconds after a response are sent together with a later output. If the request
     does not stream, there is one response with the complete answer, at the last output.
     """
 

@@ -76,9 +76,9 @@ class ArrivalStamps:
     def read(self, tensors: Tensors) -> float:
         """Return the arrival of a request in seconds of CLOCK_MONOTONIC.
 
-        It is the arrival in the request's stamp. Without a stamp, or with one that is too old or
-        was used before, it is the present time. Raises InvalidArgument for a stamp that this server
-        did not make.
+        The arrival is in the request's stamp. If the stamp is missing, too old or was used before,
+        the result is the present time. Raises InvalidArgument for a stamp that this server did not
+        make.
         """
         now = self._clock()
         stamp = Inputs(tensors).blob(ARRIVAL_INPUT, _BYTES)

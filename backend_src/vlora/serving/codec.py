@@ -135,7 +135,7 @@ def read_call(
     limits: Limits,
     arrival: float,
 ) -> Call:
-    """Read a request and check every field that can be checked without the engine.
+    """Return a request after checking every field that can be checked without the engine.
 
     arrival: time at which the request reached the first model, in seconds of CLOCK_MONOTONIC.
 
@@ -187,8 +187,8 @@ def read_sampling(
 ) -> Mapping[str, Any]:
     """Return the sampling parameters of a request, unparsed, by key.
 
-    They are in the input `sampling_parameters`. If it is missing, the request's parameters are used
-    instead. Raises InvalidArgument.
+    The input `sampling_parameters` contains them. If this input is missing, the request's
+    parameters are used instead. Raises InvalidArgument.
     """
     content = inputs.blob("sampling_parameters", limits.max_json_bytes)
     if content is not None:
@@ -283,7 +283,7 @@ class Prepared:
 def prepare(
     call: Call, request_id: str, info: AdapterInfo | None, template: ChatTemplate
 ) -> Prepared:
-    """Choose the task, render the prompt and parse the sampling parameters.
+    """Choose the task, render the prompt and parse the sampling parameters; return the request.
 
     info: description of the adapter that the request uses; None for the base model.
 

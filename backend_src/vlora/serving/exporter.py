@@ -28,7 +28,9 @@ MAX_LORA_SERIES = 128
 """Maximum number of series of `vllm:lora_requests_info`."""
 
 MAX_LORA_TEXT = 256 * 1024
-"""Maximum number of characters in the labels of these series. Above it, all of them are removed."""
+"""Maximum number of characters in the labels of these series. If the number is higher, all of the
+series are removed.
+"""
 
 MAX_OBSERVED = 65536
 """Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
@@ -40,7 +42,9 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.
 """Upper bounds in seconds of the histogram buckets for the time per output token."""
 
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
-"""Values of the label `kv_cache_block_type`, each with the field of `EngineStats` behind it."""
+"""Values of the label `kv_cache_block_type`, each with the field of `EngineStats` that it
+exports.
+"""
 
 
 class EngineExporter(Exporter):
@@ -219,10 +223,10 @@ def _one_two_five(limit: int) -> list[float]:
 class _LoraInfo:
     """The metric `vllm:lora_requests_info`, whose labels name the adapters of the present requests.
 
-    Its value is the time of the last update. Readers use the series with the latest time. Every
-    combination of adapters is a new label set, and the server removes label sets only together with
-    their family. So the family is replaced when it has MAX_LORA_SERIES series, or more than
-    MAX_LORA_TEXT characters in their labels.
+    The value of a series is the time of its last update. Readers use the series with the latest
+    time. Every combination of adapters is a new label set, and the server removes label sets only
+    together with their family. So the family is replaced when it has MAX_LORA_SERIES series, or
+    more than MAX_LORA_TEXT characters in their labels.
     """
 
     NAME = "vllm:lora_requests_info"

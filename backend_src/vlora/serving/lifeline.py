@@ -26,7 +26,10 @@ class Lifeline:
     """Watches the server on its own thread, from construction until `close`.
 
     **Invariant:** if the server ends, this process ends shortly afterwards, even in the middle of
-    its work. It then unlinks the shared memory that a killed server leaves behind.
+    its work. Before that, the process unlinks the shared memory that a killed server leaves behind.
+
+    The thread cannot act while another thread holds the interpreter's lock, as Triton does while it
+    waits for the answer to a metric's new value. `launcher/guard.py` ends such a process.
     """
 
     def __init__(self, model: str) -> None:

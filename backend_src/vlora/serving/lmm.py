@@ -1,9 +1,9 @@
 """The `lmm` model without Triton: passes requests to the engine and its outputs to the clients.
 
 `handle` reads a request, submits it to the engine and returns. If the request has images, a long
-prompt or a structure, a pool thread encodes the images and submits it. The engine's response thread
-calls the request's sink with each output, and the sink sends the response. A watcher thread asks
-every live responder whether its client has disconnected.
+prompt or a structure, a pool thread encodes the images and submits the request instead. The
+engine's response thread calls the request's sink with each output, and the sink sends the response.
+A watcher thread asks every live responder whether its client has disconnected.
 
 This module does not depend on Triton or on how an answer is computed.
 """
@@ -64,7 +64,7 @@ milliseconds.
 STRUCTURED_THREADS = 16
 """Number of threads for requests whose structure is compiled, which may take seconds.
 
-Other requests do not use these threads, so they do not wait for a compilation.
+Other requests do not use these threads, so no other request waits for a compilation.
 """
 
 Encode = Callable[[Tensors, str], ImageFeatures]
@@ -111,9 +111,9 @@ class LmmService:
     """Answers `lmm` requests with an engine.
 
     The service owns the responders of live requests: a responder is in `_live` from `handle` until
-    its final response, and at no other time. A request that is also in `waiting` is finished by the
-    thread that removes it from there: the pool thread that continues with it, or the thread that
-    ends it earlier.
+    its final response, and at no other time. While a request is also in `waiting`, several threads
+    may try to take it: the pool thread that continues with it, and threads that end it early. The
+    thread that removes the request from `waiting` continues with it or ends it.
 
     pool: threads that call `encode`, which blocks, and submit long prompts. The engine has admitted
         the requests that wait for a thread, so they count as part of its queue.

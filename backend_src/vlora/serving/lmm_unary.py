@@ -3,8 +3,9 @@
 It exists because `lmm` is a decoupled model, which can send any number of responses. Unary gRPC and
 ensembles with one response cannot call such a model.
 
-Each call of `lmm` has an id, by which it is cancelled when the client disconnects. It is the id
-from the client if that has the 16 characters that a cancellation requires, otherwise a new id.
+Each call of `lmm` has an id, by which the call is cancelled when the client disconnects. If the
+client's id has at least 16 characters, as a cancellation requires, the call has this id, otherwise
+a new one.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class _Relayed:
     """A request that has no response yet.
 
     inner_id: id of the call of `lmm`.
-    inner: inputs of that call, until it is made.
+    inner: inputs of that call, kept until the call is made.
     arrival: arrival of the request, in seconds of CLOCK_MONOTONIC.
     cancelled: whether `lmm` was asked to cancel the call because the client has disconnected.
     """

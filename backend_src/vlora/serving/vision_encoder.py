@@ -85,7 +85,7 @@ class RequestDecoder(Protocol):
 class _Queued:
     """A request in the queue.
 
-    key: key of the request in this model.
+    key: key by which this model knows the request.
     adapter: name of the request's adapter; None for the base model.
     """
 

@@ -94,7 +94,8 @@ class WaitingRequests:
     def end_client(self, client_id: str, reason: VLoraError) -> list[str]:
         """End the requests with a client id; return their keys.
 
-        An id of fewer than MIN_STOPPABLE_ID characters ends nothing: others may have the same.
+        An id of fewer than MIN_STOPPABLE_ID characters ends nothing: other requests may have the
+        same id.
         """
         if len(client_id) < MIN_STOPPABLE_ID:
             return []

@@ -136,7 +136,8 @@ class Grammar:
 
     process: id of its process.
     compile_seconds: processor time of compiling it.
-    seconds, masks: processor time and number of the masks computed so far.
+    seconds: processor time of all masks computed so far.
+    masks: number of these masks.
     counters: totals of all grammars. The engine's thread updates the totals about answers.
     max_answer_seconds: maximum processor time of the masks of one answer.
     vocabulary: number of tokens of a mask.
@@ -172,9 +173,9 @@ class Grammar:
     # -- compiling ---------------------------------------------------------------------------
 
     def start(self, structure: Structure, seconds: float, memory: int) -> None:
-        """Send the text to compile to the process.
+        """Send a structure to the process, which then compiles it.
 
-        seconds: maximum processor time of compiling it.
+        seconds: maximum processor time of compiling.
         memory: maximum memory of the process in bytes.
         """
         text = json.dumps([structure.kind, structure.text]).encode()

@@ -17,8 +17,8 @@ COMPILED, MASK, STOPPED, REFUSED = b"K", b"M", b"S", b"R"
 """Kinds of replies. After `STOPPED`, the answer is complete and no token may follow."""
 
 REQUEST = struct.Struct("<cIq")
-"""Request: kind, number of the matcher, and a token. For `COMPILE`, 0 and the text's
-size in bytes.
+"""Request: kind, number of the matcher, and a token. For `COMPILE`, the two numbers are 0 and the
+    text's size in bytes.
 """
 
 REPLY = struct.Struct("<cId")

@@ -123,7 +123,7 @@ class VisionAdapters:
         self._folders = {as_text(name): found for name, found in folders.items()}
 
     def _describe(self, name: str, folder: Path, stamp: Stamp) -> _Described:
-        """Check the files of an adapter.
+        """Check the files of an adapter, and return the result.
 
         Errors in the files are stored in the result. Any other error is raised, so that the next
         request tries again.

@@ -5,8 +5,9 @@ replaced, and the request gets an error. A limited number of requests is decoded
 each needs a permit. So that a long request does not delay others, it exchanges its regular permit
 for one for long requests, and its decoder later gets a lower priority.
 
-**Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`. Those
-of one request may come in addition; `max_request_megapixels` limits them.
+**Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`. One
+request at a time may exceed this limit, so that every request can finish; `max_request_megapixels`
+limits the pixels of that request.
 """
 
 from __future__ import annotations
@@ -219,7 +220,7 @@ class ImageDecoder:
         owner: object,
         check: Callable[[], None],
     ) -> list[DecodedImage]:
-        """Decode the elements of a request in one process."""
+        """Return the decoded images of a request, whose elements are decoded in one process."""
         if not request.elements:
             return []
 

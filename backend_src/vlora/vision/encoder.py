@@ -69,9 +69,8 @@ class VisionEncoder:
         """Load the tower from a checkpoint folder.
 
         threads: number of threads of torch, which is set for the whole process.
-        dtype: type in which the matrices of linear layers are stored: float32 or bfloat16. float16,
-            if the device has it, also stores them in float32, because their values may exceed the
-            range of float16.
+        dtype: type in which the matrices of linear layers are stored. For float16, which needs a
+            GPU, they are stored in float32, because their values may exceed the range of float16.
         device: device on which the tower computes.
 
         Raises InvalidArgument unless the folder has a tower of a supported family with all its
@@ -105,7 +104,7 @@ class VisionEncoder:
                 output_loading_info=True,
                 use_safetensors=True,
                 local_files_only=True,
-                ignore_mismatched_sizes=True,  # They are refused below, by name.
+                ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
             )
         except OSError as error:  # Several files without an index, for example.
             raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error

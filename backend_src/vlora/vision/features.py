@@ -35,8 +35,8 @@ TARGET_BATCH_SECONDS = 0.05
 MAX_CALL_SECONDS = 1.0
 """Target maximum duration of one call of the tower, in seconds.
 
-It must be shorter than the deadline of a probe. Images are counted when a call ends, and a probe
-reports that the encoder hangs if no images are counted within the deadline.
+The target must be shorter than the deadline of a health probe. Images are counted when a call ends.
+If no images are counted within the deadline, the probe reports that the encoder hangs.
 """
 
 

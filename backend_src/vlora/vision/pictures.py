@@ -68,7 +68,7 @@ def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterat
 
 
 def load_rgb(image: Image.Image, name: str) -> ByteArray:
-    """Decode the current picture to uint8 [height, width, 3], upright and contiguous.
+    """Return the pixels of the current picture, uint8 [height, width, 3], upright and contiguous.
 
     Raises InvalidArgument, and MemoryError if the process has no memory left.
     """
@@ -87,7 +87,7 @@ def check_size(data: bytes, name: str, limit: int) -> None:
 
 @contextmanager
 def _pillow_errors(name: str) -> Iterator[None]:
-    """Convert Pillow's errors to InvalidArgument.
+    """Convert Pillow's errors within the context to InvalidArgument.
 
     Pillow may raise an exception of almost any type for a hostile file.
     """
@@ -188,7 +188,7 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def _scale(image: Image.Image) -> ByteArray:
-    """Scale 16-bit gray to uint8 [h, w]. Pixels of the transparent value, if there is one, become
+    """Return 16-bit gray as uint8 [h, w]. If the file names a transparent value, its pixels become
     white.
     """
     values = np.asarray(image).astype(np.uint32)

@@ -172,7 +172,8 @@ def _pictures(
 ) -> list[dict[str, Any]]:
     """Return the `images` or the `frames` of a result: the objects in each, with indices from 0.
 
-    objects, is_video: objects in each picture of the request, and whether it is a frame.
+    objects: objects in each picture of the request.
+    is_video: whether each picture is a frame.
     frames: whether to return the frames instead of the images.
     """
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]

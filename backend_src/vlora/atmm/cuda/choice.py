@@ -1,8 +1,8 @@
 """Choice of the kernels for a shape, from a table or by a cost estimate.
 
-This is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are strings that this
-module makes. The numeric keys of the CPU's tables are not used, because they need the compiled CPU
-core, which may be missing. This module handles tiles and shapes and does not import torch.
+The table is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are strings that
+this module makes. The numeric keys of the CPU's tables are not used, because they need the compiled
+CPU core, which may be missing. This module handles tiles and shapes and does not import torch.
 
 There are two kinds of kernels. Tile kernels use tensor cores on tiles of at least 16 rows. Row
 kernels compute a few rows each. Both compute x Aᵀ first ("shrink") and multiply it by Bᵀ afterwards
@@ -31,7 +31,9 @@ tile kernels four. For 32 rows, the row kernels read B eight times. The addition
 take as long as the three launches that are saved (at rank 64, for gate and up of a 7B model).
 """
 PAIR_OF_ROWS = 2
-"""Maximum number of rows of a segment for row kernels whose blocks compute one row at a time."""
+"""Maximum number of rows per segment at which a block of the row kernels computes one row instead
+of four.
+"""
 RANKS_PER_BLOCK = 16
 """Number of ranks per block in the shrink of the row kernels (kRanksPerBlock in csrc/atmm/cuda)."""
 MIN_DEPTH = 512
@@ -242,7 +244,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, library: Library) -> Table:
-        """Read a table from a JSON file. Entries with tiles that the library lacks are skipped.
+        """Return the table in a JSON file. Entries with tiles that the library lacks are skipped.
 
         Raises ValueError for an unsupported version.
         """

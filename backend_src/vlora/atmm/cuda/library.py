@@ -25,7 +25,7 @@ FUSED_SEGMENTS = 1024
 """Maximum number of segments for which the row kernels need only one launch."""
 HEADER_BYTES = 32 + 4 * FUSED_SEGMENTS
 """Size of a workspace's header in bytes. The header contains a fault code and counters. The caller
-sets it to zero.
+sets the header to zero.
 """
 RANK_STEP = 8
 """Multiple to which ranks are padded with zero rows, since tensor cores read 16 bytes at a time."""
@@ -136,10 +136,11 @@ STRUCTURES = (
 class LoadedTile:
     """A tile configuration that the loaded library contains.
 
-    index: its number in the C interface.
+    index: number of the tile in the C interface.
     kind: "shrink" or "expand".
     dtype: type of the operands.
-    block, warp: rows, columns and depth of the tile of a block and of a warp.
+    block: (rows, columns, depth) of the tile of a block.
+    warp: (rows, columns, depth) of the tile of a warp.
     stages: number of stages of the pipeline that loads operands.
     threads: number of threads of a block.
     shared_bytes: shared memory of a block in bytes.
@@ -167,7 +168,7 @@ class CudaError(RuntimeError):
 
 
 class Library:
-    """The loaded library.
+    """The loaded CUDA library of the LoRA operator.
 
     Raises OSError if it cannot be loaded, and CudaError if its interface has another version.
     """

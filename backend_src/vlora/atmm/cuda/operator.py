@@ -39,12 +39,13 @@ EMULATED_MULTIPROCESSORS = 4
 class DeviceFault(RuntimeError):
     """Raised if a kernel has detected an invalid segment or adapter, which it skips.
 
-    It is raised by the next `Operator.check`, not by the call that launched the kernel.
+    The next `Operator.check` raises the error, not the call that launched the kernel.
     """
 
 
 class Operator:
-    """The operator of one library on one device, or in host memory for the emulation.
+    """The LoRA operator on one device, with the kernels of one library. The emulation uses host
+    memory.
 
     Construction warms up the kernels. All calls share one workspace, so streams that run
     concurrently need one operator each.
@@ -93,8 +94,9 @@ class Operator:
     def group(self, group: LoraGroup | HeadGroup, *, update: bool = True) -> DeviceGroup:
         """Return the group's adapters on this device.
 
-        update: first update the slots whose content has changed since the last call. In a capture
-            it must be False, because the graph would contain copies of another thread's adapters.
+        update: whether to first update the slots whose content has changed since the last call.
+            Must be False in a capture: the graph would otherwise contain copies of another thread's
+            adapters.
         """
         on_device = self._groups.get(group)
         if on_device is None:
@@ -122,8 +124,10 @@ class Operator:
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
     ) -> KernelChoice:
-        """Return the kernels for a call. The device's table names them. `built_in` chooses them if
-        the table has no entry for the shape, or one with tensor cores that the call cannot use.
+        """Return the kernels for a call.
+
+        The device's table names them. If the table has no entry for the shape, or if the call
+        cannot use the tensor cores that the entry needs, `built_in` chooses the kernels.
         """
         tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(

@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
 
     slot: slot of the adapter, or BASE.
     arrival: seconds on the engine's clock.
-    wait: total seconds in which the request was ready but not in a step. Never reset.
+    wait: total seconds in which the request was ready but not in a step; never reset.
     missing: number of known tokens whose keys and values are still to be computed.
     context: number of tokens that are computed already.
     remaining: maximum number of tokens that the answer may still get.
@@ -74,8 +74,8 @@ class Costs(Protocol):
     """Predicted times that policies use, in seconds."""
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
-        """Return the predicted time of a step for each request, as if the step computed only the
-        missing tokens of that request.
+        """Return one predicted time per request: that of a step which computes only the missing
+        tokens of this request.
 
         live: slot of the adapter in the active weights, or BASE.
         """

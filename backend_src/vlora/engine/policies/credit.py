@@ -20,13 +20,14 @@ class CreditConfig:
     max_batch: MaxBS, the maximum number of requests in a step.
     theta_min: lower bound of θ in seconds. θ is the credit above which a request is starved.
     theta_factor: θ is at least this multiple of the median wait. In the paper, θ is a constant.
-        Under overload, all requests exceed it, so every step is unmerged.
+        Under overload, all requests would exceed a constant, and every step would be unmerged.
     max_wait: upper bound of θ in seconds. It bounds the waits, because a request that has waited
         this long is always starved.
-    compare_to_ready: in both tests of line 5, compare the count with half of min(MaxBS, |R|)
-        instead of half of MaxBS. With MaxBS, nothing is ever merged at low load.
-    exclude_own_starved: in the first test, do not count starved requests of the candidate adapter,
-        since they need no deLoRA.
+    compare_to_ready: in both tests of line 5, compare the number of requests with half of
+        min(MaxBS, |R|) instead of half of MaxBS. R is the set of requests that could be computed.
+        With MaxBS, nothing is ever merged at low load.
+    exclude_own_starved: in the first test of line 5, do not count starved requests of the candidate
+        adapter, since they need no deLoRA.
     ties_keep_live: among adapters with equally many requests, choose the live one.
     base_is_candidate: let the base model be the candidate. It has no weights to merge.
     sort_by_credit: sort starved requests by falling credit instead of by arrival.

@@ -39,10 +39,10 @@ policy benchmark, the values from 2 to 8 performed equally, and smaller ones wor
 """
 SHARED_STEPS = 0.5
 """Expected number of decode steps that a new request shares with the present requests, divided by
-the number for answers of maximum length.
+the number that it would share if all answers had maximum length.
 """
 MAX_REFUSALS = 64
-"""Number of rejected prompts after which no others are considered."""
+"""Number of rejected prompts after which a step considers no further prompts."""
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
 """Sizes, in tokens, of the prefill chunks that are compared with a chunk of the whole rest of the
 prompt. Smaller chunks gain less than their additional steps cost (decision 43).
@@ -128,7 +128,7 @@ class Predictive:
     def _add_prompts(
         self, prompts: list[Candidate], work: _RemainingWork, step: _PlannedStep
     ) -> None:
-        """Add the prompts that raise the gain per second. They are tried by priority, then work."""
+        """Add the prompts that raise the gain per second, tried by priority, then by work."""
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
         for r in prompts:
@@ -215,8 +215,8 @@ class _PlannedStep:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request if the step has a free row. Return False, without
-        taking it, if the step does not read its adapter yet.
+        """Take one row of a decoding request, if a row is free. Return False, and take nothing, if
+        the step does not read the request's adapter yet.
         """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
@@ -287,10 +287,8 @@ class _PlannedStep:
     def _sharing_gain(self, r: Candidate, rate: float) -> float:
         """Return the gain of decoding together with the other requests instead of after them.
 
-        This holds only if the step computes all missing tokens. Each later decode step that the
-        request shares saves the fixed cost of a step. Decoding requests gain nothing.
-
-        rate: as in `_rate_with`.
+        Each later decode step that the request shares saves the fixed cost of a step. The caller
+        counts the gain only if the step computes all missing tokens. rate: as in `_rate_with`.
         """
         if r.missing == 1:
             return 0.0
@@ -301,9 +299,9 @@ class _PlannedStep:
     def _adapter_seconds(self, slot: int, *, shared: bool) -> tuple[float, float]:
         """Return the seconds that the adapters of a request in this slot add: (fixed, per row).
 
-        The fixed part is the time to read the adapters that are not in `_read`, plus that of the
-        operator's calls if `_read` is empty. If `shared`, each time is divided among the requests
-        that cause it.
+        The fixed part is the time to read the adapters that are not in `_read`, plus the time of
+        the operator's calls if `_read` is empty. If `shared`, each time is divided among the
+        requests that cause it.
         """
         applied = self._adapters_of(slot)
         fixed = per_row = 0.0
@@ -337,7 +335,7 @@ def _gain_of(r: Candidate, rows: int) -> float:
 
 
 def _weight(r: Candidate) -> float:
-    """Return the weight of the request. It doubles each time that `priority` falls by one."""
+    """Return the weight of the request: twice as much for each unit of lower `priority`."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
 
 

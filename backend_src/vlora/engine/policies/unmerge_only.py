@@ -13,8 +13,8 @@ from vlora.ids import BASE
 class UnmergeOnly:
     """Computes requests in order of arrival within each priority, and never merges an adapter.
 
-    Within a priority, requests that hold pages come before waiting ones, even before older ones
-    whose adapter was loaded later.
+    Within a priority, requests that hold pages come before all waiting requests, even before older
+    ones. (An older request may still wait because its adapter was loaded later.)
 
     max_batch: maximum number of requests in a step.
     max_wait: seconds of waiting after which a request goes first, whatever its priority (decision

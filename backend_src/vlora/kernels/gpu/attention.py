@@ -44,8 +44,8 @@ def _load_rotated(
     head, heads_mask, norm, cosines, sines, eps, NORM: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Load heads from the addresses `head`, normalize them if NORM, rotate them, and return them in
-    their dtype.
+    """Load heads from the addresses `head`, normalize them if NORM is set, rotate them, and return
+    them in the type in which they are stored.
     """
     dtype = head.dtype.element_ty
     columns = tl.arange(0, COLUMNS)
@@ -72,7 +72,8 @@ def _combine(
 ):
     """Combine the results of all splits for the heads numbered `head`; write them to `target`.
 
-    `heads` and `in_query` are masks.
+    heads: mask of the heads that exist.
+    in_query: mask of the elements [heads, columns] that exist.
     """
     columns = tl.arange(0, in_query.shape[1])
     largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)

@@ -67,7 +67,12 @@ class Draws:
 
 
 def draw(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
-    """Return the drawn tokens, [draws] int64, on the device. `sampler.draw_rows` defines them."""
+    """Return the drawn tokens, [draws] int64, on the device.
+
+    Semantics: those of `sampler.draw_rows`.
+
+    logits: [rows, vocabulary] fp32.
+    """
     count, width = len(draws.rows), logits.shape[1]
     drawn = torch.empty(count, dtype=torch.int64, device=logits.device)
     if not count:

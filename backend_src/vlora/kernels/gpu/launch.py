@@ -149,6 +149,7 @@ def rotate(
 ) -> None:
     """Rotate the queries in place, and write the rotated keys and the values to their pages.
 
+    qkv: [T, (heads + 2 · kv heads) · dim].
     keys, values: [pages, kv heads, tokens per page, ≥ dim].
     slots: [T], page · tokens per page + position in the page; a negative one writes nothing.
     """
@@ -179,7 +180,7 @@ class DecodeRows:
 
     rows: [n] row of the step.
     ends: [n] number of positions; 0 for a padding row, whose attention is zero.
-    tables: [n, pages].
+    tables: [n, pages], pages of each row's context.
     counters: [n · kv heads], zeros between launches; not read if contexts are not split.
     splits: number of parts into which each context is divided.
     """
@@ -214,7 +215,7 @@ def decode(
     dim: int,
     rotation: Rotation | None = None,
 ) -> None:
-    """Write the attention of these rows to `out`, [T, heads · dim].
+    """Write the attention of the rows in `contexts` to `out`, [T, heads · dim].
 
     rotation: None if the queries are rotated and the pages have the keys and values of the rows.
         Otherwise the kernel rotates the rows, which stay unchanged, and writes to the pages.
@@ -314,7 +315,8 @@ def prefill(
 
 
 def _stages(dtype: torch.dtype, columns: int) -> int:
-    """Return the number of tiles of keys in flight; fewer for wide heads, which fill shared
-    memory.
+    """Return how many tiles of keys the attention kernels load ahead (Triton's `num_stages`).
+
+    Wide heads get fewer, because their tiles fill the shared memory.
     """
     return 2 if dtype.itemsize * columns > 128 else 3

@@ -123,8 +123,8 @@ def compact_kernel(
 ):
     """Write the candidates of a chunk, in the order of their tokens, after those of earlier chunks.
 
-    The floor is the largest one for which the candidates include all tokens that top-k can leave
-    (without top-k, all that top-p can leave).
+    The floor is the largest one for which the candidates include all tokens that top-k can leave.
+    Without top-k, top-p decides instead.
 
     weights_out, tokens_out: [draws, width] fp32 and int32.
     found: [draws] number of candidates.
@@ -181,10 +181,11 @@ def _count_and_mass(weights, found, least, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept(weights, columns, count, low, equals):
-    """Return the weights of a block of candidates, flags of those to keep, and how many equal
-    `low`.
+    """Return three results for a block of candidates: their weights, flags of the candidates to
+    keep, and the number of weights that equal `low`.
 
-    low: bits of the smallest kept weight. equals: maximum number of such weights to keep.
+    low: bits of the smallest kept weight.
+    equals: maximum number of weights equal to `low` to keep.
     """
     w = tl.load(weights + columns, mask=columns < count, other=0.0)
     bits = w.to(tl.int32, bitcast=True)
