@@ -144,11 +144,11 @@ def _ratio(a: int, b: int) -> float:
 
 
 def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
-    """Return one tile for each block: the one whose warps load least from shared memory.
+    """Return one tile for each block shape: the tile whose warps load least from shared memory.
 
-    Of tiles that differ only in their stages, the one with the most stages is returned for depth 32
-    and the one with the fewest for depth 64, because a deeper tile fills its pipeline with fewer
-    stages.
+    If the warp shape is also equal, the number of stages decides. For depth 32, the tile with the
+    most stages is returned. For depth 64, the tile with the fewest stages is returned: each of its
+    stages holds more of the depth, so fewer stages fill the pipeline.
     """
     best: dict[tuple[int, int, int], list[CudaTile]] = {}
     for tile in found:
