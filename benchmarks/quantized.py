@@ -154,7 +154,7 @@ def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
 
     from benchmarks.dtypes import DTYPES
     from vlora.kernels.ops import Matrix
-    from vlora.kernels.quantized import QuantizedMatrix, allocate
+    from vlora.kernels.quantized import QuantizedMatrix, allocate, arrange
     from vlora.memory import hugepages
 
     form = _format(kind)
@@ -173,7 +173,7 @@ def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
         stored.scales.uniform_(0.001, 0.002)
         if stored.zeros is not None:
             stored.zeros.random_(-64, 64)
-        made.append(QuantizedMatrix(stored))
+        made.append(QuantizedMatrix(arrange(stored)))
     return made
 
 

@@ -19,7 +19,7 @@ from benchmarks.benchmark import Benchmark
 from benchmarks.registry import REGISTRY
 
 SAVE_INTERVAL_SECONDS = 5.0
-"""Minimum time between two saves of a benchmark that can be resumed."""
+"""Minimum time between two saves of a benchmark that saves its rows."""
 WIDE_COLUMNS = 150
 """Width of the tables if the output is not a terminal."""
 
@@ -101,13 +101,13 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
                 path, machine | benchmark.meta(), benchmark.rows, benchmark.summarize()
             )
 
-    interrupted, last_save = False, started
+    interrupted, last_save = False, started - SAVE_INTERVAL_SECONDS
     with Progress(console=console, transient=True) as progress:
         task = progress.add_task("preparing", total=None)
 
         def show(text: str) -> None:
             progress.update(task, description=text)
-            if benchmark.resumable and not console.is_terminal:
+            if benchmark.saves_rows and not console.is_terminal:
                 console.print(f"{time.monotonic() - started:5.0f} s  {text}")
 
         benchmark.status = show
@@ -117,7 +117,8 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
             for cell in cells:
                 for row in benchmark.run(cell):
                     benchmark.rows.append(row)
-                    if benchmark.resumable and time.monotonic() - last_save > SAVE_INTERVAL_SECONDS:
+                    due = time.monotonic() - last_save >= SAVE_INTERVAL_SECONDS
+                    if benchmark.saves_rows and due:
                         save()
                         last_save = time.monotonic()
                 progress.advance(task)

@@ -49,14 +49,16 @@ def split_cores(
 ) -> Split:
     """Return the number of threads of engine and encoder on `cores` cores.
 
-    engine, encoder: number of threads from the options, which is returned unchanged; or "auto".
+    engine, encoder: "auto", or a number of threads from the options, which is returned unchanged.
     by_quota: whether a quota limits `cores`.
 
-    With "auto", the encoder gets a part of the cores, at least one, and the engine gets all cores.
-    The engine's threads take work in small pieces. While the encoder uses a core, the engine
-    therefore loses only that core's share of the speed (decision 33). Under a quota, the engine
-    gets only the remaining cores. With more threads, the two processes would use up the quota early
-    and stop until the end of its period.
+    With "auto", the encoder gets one thread per CORES_PER_ENCODER_THREAD cores, at least one. The
+    engine gets as many threads as there are cores. Its threads take work in small pieces, so a core
+    that the encoder uses costs the engine only that core's share of the speed (decision 33).
+
+    With a quota, the engine gets one thread for each core that the encoder leaves, at least one.
+    With more threads, the two processes would use up the quota before the end of its period, and
+    then stop until the next period.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores

@@ -34,6 +34,7 @@ class EngineBenchmark(Benchmark[Job]):
     """Token latency of concurrent requests, compared with their roofline, with gRPC and PEFT."""
 
     name = "engine"
+    saves_rows = True
     bars: ClassVar[Mapping[str, Bar]] = {
         **{
             f"{kind}_{adapters}": at_most(1.45)

@@ -107,13 +107,15 @@ class InProcess:
         params = SamplingParams(temperature=0.0, max_tokens=OUTPUT, ignore_eos=True)
         first: dict[str, float] = {}
         end: dict[str, float] = {}
+        errors: list[Exception] = []
         finished = threading.Semaphore(0)
 
         def sink(request_id: str, output: Output) -> None:
             now = time.perf_counter()
             first.setdefault(request_id, now)
             if output.finished:
-                assert output.error is None, output.error
+                if output.error is not None:
+                    errors.append(output.error)
                 end[request_id] = now
                 finished.release()
 
@@ -129,6 +131,8 @@ class InProcess:
                 )
             for _ in ids:
                 finished.acquire()
+        if errors:
+            raise errors[0]
         images_count = sum(request.image is not None for request in requests)
         tower = tower_work(images_count, self._checkpoint.sizes) if images_count else None
         return (

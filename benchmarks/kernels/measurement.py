@@ -27,14 +27,15 @@ MULTIPLY_ROUNDS = 100_000
 
 @dataclass(frozen=True)
 class Effort:
-    """Numbers of samples and calls that decide how long a measurement takes.
+    """Settings that decide how long a measurement takes.
 
-    rounds: number of times that all operators of a cell are measured in turn.
+    rounds: number of rounds. In a round, each operator of a cell is measured once.
     budget: seconds per operator in a cell.
-    stability_rounds, stability_warm_ups: number of counted calls, and of uncounted calls before
-        them, per operator in the latency stability test (100 and 10 in figure 18 of the paper).
-    all_in_fp32: on a CPU without bf16 instructions, bf16 cells also measure baselines on fp32
-        weights: all of them if True, and those in POSSIBLY_FASTEST if False.
+    stability_rounds: number of measured calls per operator in the test of latency stability (100 in
+        figure 18 of the paper).
+    stability_warm_ups: number of calls before the measured calls (10 in figure 18).
+    all_in_fp32: used for bf16 cells on a CPU without bf16 instructions. There, baselines are also
+        measured with fp32 weights: all baselines if True, only those in POSSIBLY_FASTEST if False.
     """
 
     rounds: int

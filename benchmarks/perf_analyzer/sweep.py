@@ -26,7 +26,7 @@ from pathlib import Path
 from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
 from benchmarks.perf_analyzer.inputs import BASE, MODELS, write_inputs
 from clients.common import DEFAULT_URL, ClientError, connect, run_main
-from clients.video_analytics import quantile
+from clients.stream_log import quantile
 
 STREAMING = {"visual_retrieval", "lmm"}
 ENCODER_REQUESTS = "vlora:encoder_requests_total"

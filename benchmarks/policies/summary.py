@@ -1,4 +1,7 @@
-"""Summary of the policies benchmark: latency ratios on the same traces, measured and simulated."""
+"""Summary of the policies benchmark: the latency of a policy divided by that of another one.
+
+Both latencies of a ratio are from the same trace, and both were measured or both simulated.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from benchmarks.policies.published_operators import OPERATORS
 from benchmarks.timing import rounded_mean
 
 OURS, FCFS = "predictive", "unmerge_only"
-"""Our policy, and the baseline: first come, first served, without merging."""
+"""The evaluated policy, and the baseline: first come, first served, without merging."""
 BASELINES = (FCFS, "merge_only", "dlora")
 
 ResultRow = Mapping[str, Any]
@@ -21,11 +24,12 @@ Setting = dict[str, Any]
 
 
 def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
-    """Return mean and largest ratios of our policy's latency to that of other policies.
+    """Return the summary's figures by key.
 
-    Below 1, our policy is faster. The summary also has the errors of the predictions, and upper
-    bounds of the gain. Keys with "level" use the latencies of `_on_one_machine`. Figures that were
-    not measured are None.
+    Most figures are the latency of OURS divided by that of another policy. Below 1, OURS is faster.
+    "worst" in a key stands for the largest such ratio of all settings. "level" stands for latencies
+    from `_on_one_machine`. Other figures are errors of predictions and upper bounds of the gain. A
+    figure that was not measured is None.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -54,11 +58,11 @@ def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
 
 
 def gains_by_setting(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
-    """Return a row per setting: the cost of adapters, the largest possible gain, and actual gains.
+    """Return one row per setting. It has the setting and these figures.
 
     adapter_share: share of a step's time due to adapters.
     most: latency if adapters cost nothing, divided by the latency with their cost.
-    Latencies of policies are divided by that of first come, first served.
+    name of a policy: its latency divided by that of FCFS.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -99,12 +103,12 @@ def _summary_of_predictions(
 def _on_one_machine(
     measured: Sequence[ResultRow], again: Sequence[ResultRow]
 ) -> list[dict[str, Any]]:
-    """Return the measured rows as if the machine had been equally fast throughout.
+    """Return the measured rows, with latencies as if the machine's speed had not changed.
 
     The speed of a shared machine may change by half within a minute. The cost model follows these
-    changes. So each trace is simulated twice: with the cost model at the time of the measurement,
-    and with that at the end of the run. The measured latency is multiplied by the second simulated
-    latency divided by the first.
+    changes. So each trace is simulated twice: with the cost model from the time of the measurement,
+    and with the cost model from the end of the run. The corrected latency is the measured latency ·
+    the second simulated latency / the first simulated latency.
     """
     simulated_again = {(row["policy"], _trace(row)): row["token_latency_ms"] for row in again}
     keys = [(row, (row["policy"], _trace(row))) for row in measured if row["simulated_ms"]]
@@ -121,7 +125,9 @@ def _on_one_machine(
 
 
 def _worst_vs_best(rows: Sequence[ResultRow], settings: Iterable[Setting]) -> float | None:
-    """Return the largest ratio of our latency to that of the best baseline in the same setting."""
+    """Return the largest ratio, over all settings, of the latency of OURS to that of the best
+    baseline.
+    """
     return _largest(
         _mean(_ratios(rows, name, **setting)) for setting in settings for name in BASELINES
     )

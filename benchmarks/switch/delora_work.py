@@ -1,11 +1,16 @@
 """LoRA's time in a step in mixture mode (deLoRA), divided by that in unmerged mode (figure 20).
 
-In each step, `starved` requests use other adapters than the live one. In unmerged mode all rows go
-through their own adapter. In mixture mode only the starved rows do, and the live adapter, which is
-merged, is subtracted from them. Both modes call the operator once per group of matrices.
+In each step, `starved` requests use other adapters than the live one.
 
-The times are compared with predictions from flops and bytes. One prediction takes the rate at which
-the operator multiplies this many rows from warm caches. The other takes the peak.
+- Unmerged mode: the operator adds to each row the adapter of its request.
+- Mixture mode: the live adapter is merged into the weights. The operator computes only the rows of
+  starved requests. To these rows it adds the request's adapter, and it subtracts the live adapter.
+
+In both modes, the operator is called once per group of projections.
+
+The measured times are compared with two predictions from flops and bytes. The first prediction uses
+the speed at which the operator multiplies this many rows when the adapter is in the caches. The
+second prediction uses the CPU's peak.
 """
 
 from __future__ import annotations
@@ -40,8 +45,9 @@ loads the adapter into the caches, from which all others read it."""
 class DeloraResult:
     """Seconds that LoRA takes in one step, by mode.
 
-    predicted: prediction with flops at the measured rate of the operator.
-    by_peak: prediction with flops at the peak.
+    timings: measured.
+    predicted: predicted from the operator's measured speed.
+    by_peak: predicted from the CPU's peak.
     """
 
     phase: str
@@ -53,7 +59,7 @@ class DeloraResult:
 
     @property
     def ratio(self) -> float:
-        """Mixture mode's time divided by unmerged mode's: the median over rounds of this ratio."""
+        """Time in mixture mode divided by time in unmerged mode: median of the rounds' ratios."""
         mixture, unmerged = (self.timings[name].samples for name in (MIXTURE, UNMERGED))
         return median(m / u for m, u in zip(mixture, unmerged, strict=True))
 
@@ -126,9 +132,10 @@ def measure(
 
 
 def summarize(results: Sequence[DeloraResult]) -> dict[str, Any]:
-    """Return the measured ratios, and the largest error of each prediction in each phase.
+    """Return the measured ratios and, for each phase, the largest error of the predicted ratios.
 
-    The predictions use the operator's measured rate and the CPU's peak.
+    The keys that end with `_by_peak` have the errors of predictions from the CPU's peak. The other
+    errors are those of predictions from the operator's measured speed.
     """
     summary: dict[str, Any] = {}
     for result in results:
@@ -220,7 +227,7 @@ def _predict(
 
 
 def _elements(group: LoraGroup, slot: int) -> int:
-    """Return the number of elements of an adapter's factors in one layer group."""
+    """Return the number of elements of an adapter's factors in one group of projections."""
     pairs = [column[slot] for column in group.pairs]
     return sum(
         pair.rank * (group.d_in + d_out)

@@ -12,9 +12,13 @@ def body(isa: Isa) -> str:
     """Return the function that fills the table of kernels of an instruction set."""
     has_pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
     pairs = "{pack_pairs, gemv_pairs}" if has_pairs else "{nullptr, nullptr}"
+    panels = "{}, {}"
+    if isa is kernels.AVX2:
+        panels = "{pack_panels, gemv_panels}, {widen_panels<float>, widen_panels<uint16_t>}"
     return (
         "Kernels table() {\n"
-        f"  return {{{{pack, gemv}}, {pairs}, kMaxRows, {{widen<float>, widen<uint16_t>}}}};\n}}\n"
+        f"  return {{{{pack, gemv}}, {pairs}, kMaxRows, {{widen<float>, widen<uint16_t>}},\n"
+        f"          {panels}}};\n}}\n"
     )
 
 
@@ -24,5 +28,7 @@ def units(build: Path) -> list[Unit]:
     for isa in ISAS:
         unpack = isa.registers.replace("runtime/register_", "quantized/unpack_")
         headers = (unpack, "quantized/gemv_quantized.h")
+        if isa is kernels.AVX2:
+            headers = (*headers, "quantized/panels_avx2.h")
         all_units.append(kernels.unit(build, "quantized", "vectors", isa, headers, body(isa)))
     return [*all_units, kernels.table(build, "quantized", "quantized/quantized.h")]

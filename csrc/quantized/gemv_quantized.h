@@ -13,9 +13,6 @@ constexpr int kMaxRows = 16;
 constexpr int64_t kRowsAtOnce = 4;
 // Bytes that each stream is prefetched ahead, into L1.
 constexpr int64_t kPrefetchBytes = 1024;
-// Maximum number of rows of x for which it takes fewer instructions to multiply the sums of a group
-// by its scale than its weights.
-constexpr int kSummedRows = 2;
 // Rows of a stream whose scales and zeros are prefetched ahead.
 constexpr int64_t kScaleRowsAhead = 2;
 // Number of registers that hold the weights of the smallest group. They always share a scale.
@@ -39,11 +36,11 @@ void pack_tiles(const Product& p, void* to) {
       auto* out = static_cast<typename P::X*>(to) + begin * depth + (t - begin) * P::kStep;
       int64_t k = 0;
       for (; k + P::kStep <= p.w.k; k += P::kStep, out += (end - begin) * P::kStep)
-        P::pack(x + k, k, out);
+        P::pack(x + k, out);
       for (; k < depth; k += P::kStep, out += (end - begin) * P::kStep) {
         float last[P::kStep] = {};
         for (int64_t i = 0; k + i < p.w.k && i < P::kStep; ++i) last[i] = x[k + i];
-        P::pack(last, k, out);
+        P::pack(last, out);
       }
     }
   }
@@ -55,9 +52,8 @@ template <class P, int N, int T>
 VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const float* zero_terms,
                             int64_t row, int64_t gap, int64_t t0) {
   constexpr int kSteps = int(kMinGroup) / P::kStep;
-  constexpr bool kSumsGroups = P::kInPlace && T <= kSummedRows;
   // Each addition waits for the one before it: few sums are divided into two.
-  constexpr int kChains = N * T <= kStreams && !P::kInPlace ? 2 : 1;
+  constexpr int kChains = N * T <= kStreams ? 2 : 1;
   const Weight& w = p.w;
   const int64_t row_bytes = w.row_bytes(), groups = w.groups();
   const uint8_t* values[N];
@@ -95,45 +91,18 @@ VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const floa
 #pragma GCC unroll 4
         for (int n = 0; n < N; ++n) scales[n] = P::scales(w, first_scale[n] + group);
       }
-      R group_sums[N][T];
-      if constexpr (kSumsGroups) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n)
-#pragma GCC unroll 8
-          for (int t = 0; t < T; ++t) group_sums[n][t] = R::zero();
-      }
 #pragma GCC unroll 8
       for (int i = 0; i < kSteps; ++i) {
         const int step = part * kSteps + i;
-        if constexpr (P::kInPlace) {
-          typename P::Value weights[N];
-#pragma GCC unroll 4
-          for (int n = 0; n < N; ++n)
-            weights[n] = P::template weights<!kSumsGroups>(block[n], scales[n], step);
+        typename P::Value xs[T];
 #pragma GCC unroll 8
-          for (int t = 0; t < T; ++t, x += P::kStep) {
-            const typename P::Value xs = P::load_x(x);
+        for (int t = 0; t < T; ++t, x += P::kStep) xs[t] = P::load_x(x);
 #pragma GCC unroll 4
-            for (int n = 0; n < N; ++n)
-              P::add(kSumsGroups ? group_sums[n][t] : sums[0][n][t], weights[n], xs);
-          }
-        } else {
-          typename P::Value xs[T];
+        for (int n = 0; n < N; ++n) {
+          const typename P::Value weights = P::weights(block[n], scales[n], step);
 #pragma GCC unroll 8
-          for (int t = 0; t < T; ++t, x += P::kStep) xs[t] = P::load_x(x);
-#pragma GCC unroll 4
-          for (int n = 0; n < N; ++n) {
-            const typename P::Value weights = P::weights(block[n], scales[n], step);
-#pragma GCC unroll 8
-            for (int t = 0; t < T; ++t) P::add(sums[step % kChains][n][t], weights, xs[t]);
-          }
+          for (int t = 0; t < T; ++t) P::add(sums[step % kChains][n][t], weights, xs[t]);
         }
-      }
-      if constexpr (kSumsGroups) {
-#pragma GCC unroll 4
-        for (int n = 0; n < N; ++n)
-#pragma GCC unroll 8
-          for (int t = 0; t < T; ++t) sums[0][n][t].add_product(group_sums[n][t], scales[n]);
       }
     }
   }
@@ -185,7 +154,7 @@ void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end
   const auto* const x = static_cast<const typename P::X*>(packed);
   const int64_t depth = p.w.blocks() * kBlock;
   const float* const zero_terms =
-      has_zero_terms(p.w) ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
+      p.w.zeros ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
   for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
     const int64_t t0 = tile_begin<P>(p.rows, tile), t1 = tile_begin<P>(p.rows, tile + 1);
     for (int64_t row = begin; row < end; ++row)
@@ -244,13 +213,12 @@ void widen(const Weight& w, int64_t from, int64_t to, void* out) {
 
 inline void pack(const Product& p, void* to) {
   if (p.w.bits == 8) return pack_tiles<Int8<true>>(p, to);
-  pack_tiles<GemvInt4>(p, to);
-  if (has_zero_terms(p.w))
-    pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
+  pack_tiles<Int4<false>>(p, to);
+  if (p.w.zeros) pack_zero_terms(p, static_cast<float*>(to) + p.rows * p.w.blocks() * kBlock);
 }
 
 inline void gemv(const Product& p, const void* x, int64_t from, int64_t to) {
-  if (p.w.bits == 4) return gemv_of<GemvInt4>(p, x, from, to);
+  if (p.w.bits == 4) return gemv_of<Int4<false>>(p, x, from, to);
   if (p.w.group_shift == Weight::kWholeRow) return gemv_of<Int8<false>>(p, x, from, to);
   gemv_of<Int8<true>>(p, x, from, to);
 }

@@ -1,6 +1,8 @@
 #include "quantized/quantized.h"
 
 #include <algorithm>
+#include <stdexcept>
+#include <string>
 
 #include "runtime/machine.h"
 #include "runtime/scratch.h"
@@ -48,18 +50,33 @@ gemm::Product widened_product(const Product& p, Dtype dtype, const void* w, int6
           p.bias ? p.bias + from : nullptr};
 }
 
+const Gemv& gemv_for(const Product& p, Dtype dtype, const Kernels& here) {
+  if (p.w.panels) return here.panels;
+  const Gemv& pairs = kernels(runtime::vector_isa(dtype)).pairs;
+  return dtype == Dtype::kBf16 && p.rows > 1 && pairs.run ? pairs : here.fp32;
+}
+
 }  // namespace
+
+bool prefers_panels() {
+  return kernels(runtime::vector_isa(Dtype::kFp32)).panels.run != nullptr;
+}
 
 void multiply(const Product& p, Dtype dtype, int threads) {
   if (p.rows <= 0 || p.w.n <= 0) return;
-  const Kernels& here = kernels(runtime::vector_isa(Dtype::kFp32));
+  const runtime::Isa isa = runtime::vector_isa(Dtype::kFp32);
+  const Kernels& here = kernels(isa);
+  if (p.w.panels && !here.panels.run)
+    throw std::invalid_argument("weights in panels, which '" + std::string(name_of(isa)) +
+                                "' cannot multiply; only avx2 can");
   if (p.rows <= here.max_gemv_rows) {
-    const Gemv& pairs = kernels(runtime::vector_isa(dtype)).pairs;
-    const Gemv& gemv = dtype == Dtype::kBf16 && p.rows > 1 && pairs.run ? pairs : here.fp32;
-    const int64_t rows = p.w.n / gemm::kStreams;
-    const int64_t row_bytes = gemm::kStreams * p.w.row_bytes();
+    const Gemv& gemv = gemv_for(p, dtype, here);
+    const int64_t together = p.w.panels ? kPanelRows : gemm::kStreams;
+    const int64_t rows = p.w.n / together, row_bytes = together * p.w.row_bytes();
     const int64_t share = ceil_div(rows, int64_t(threads) * 8);
-    const int64_t each = std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes));
+    const int64_t least = p.w.panels ? kPanelsAtOnce : 1;
+    const int64_t each =
+        ceil_div(std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes)), least) * least;
     static thread_local runtime::LargeScratch scratch;
     float* const x = scratch.get(gemv_scratch(p));
     gemv.pack(p, x);
@@ -68,7 +85,7 @@ void multiply(const Product& p, Dtype dtype, int threads) {
   }
   const gemm::Kernels& products = gemm::kernels(runtime::vector_isa(dtype));
   const gemm::AmxGemm* const amx = gemm::amx_gemm_for(dtype);
-  const auto widen = here.widen[int(dtype)];
+  const auto widen = (p.w.panels ? here.widen_panels : here.widen)[int(dtype)];
   const int64_t row_bytes = p.w.k * int64_t(size_of(dtype));
   if (p.rows < kMinSharedRows) {
     const int64_t fitting = runtime::machine().l2 / 2 / row_bytes / kRowStep * kRowStep;

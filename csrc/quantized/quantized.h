@@ -12,6 +12,10 @@ namespace vlora::quantized {
 constexpr int64_t kBlock = 64;
 // Smallest number of values that share a scale.
 constexpr int64_t kMinGroup = 32;
+// Rows of W in a panel of int4 weights.
+constexpr int64_t kPanelRows = 8;
+// Panels that a gemv multiplies together.
+constexpr int64_t kPanelsAtOnce = 4;
 
 // The zero of int4 without stored zeros, and the unit of stored ones.
 constexpr float kMiddle = 8, kZeroStep = 0.125f;
@@ -21,6 +25,12 @@ constexpr float kMiddle = 8, kZeroStep = 0.125f;
 // int8: `values` holds signed bytes in order; there are no zeros.
 // int4: a block is 16 words of 16 bits. Bits 4j to 4j + 3 of word i are value 16 j + i. A zero is
 // stored as its distance from 8, in eighths. Without `zeros`, every zero is 8.
+//
+// int4 in panels: kPanelRows adjacent rows lie together, so that one register has values of all of
+// them. 32 values of a row, which share a scale, are 16 bytes: byte i has value i in its low bits
+// and value 16 + i in its high bits. A panel has the first 4 bytes of each of its rows, then the
+// next 4 bytes of each, and so on. It has the first scale of each row, then the next of each, and
+// so on, and its zeros in the same order. The number of rows is a multiple of kPanelRows.
 struct Weight {
   int bits;               // 8 or 4
   const uint8_t* values;  // [n, row_bytes()]
@@ -28,6 +38,7 @@ struct Weight {
   const int8_t* zeros;    // [n, groups()], or null
   int64_t n, k;
   int group_shift;  // logarithm of the values that share a scale; kWholeRow: all of a row
+  bool panels;      // for the kernels that have `Kernels::panels`
 
   static constexpr int kWholeRow = 62;
   float zero(int64_t index) const { return kMiddle + kZeroStep * float(zeros[index]); }
@@ -49,16 +60,17 @@ struct Product {
 
 // A gemv of few rows of x.
 struct Gemv {
-  // Packs x: rows * depth in whole blocks, in fp32 or bf16. If W is multiplied as if it had other
-  // zeros, the zero terms of the groups of x follow (zeros.h).
+  // Packs x: rows * depth in whole blocks, in fp32 or bf16. If W has zeros, the zero terms of the
+  // groups of x follow (zeros.h). For W in panels, see panels_avx2.h.
   void (*pack)(const Product&, void* to);
   // Multiplies rows [from, to) of each of gemm::kStreams streams of W with packed x; the last piece
-  // also multiplies the rows that no stream has.
+  // also multiplies the rows that no stream has. For W in panels, multiplies panels [from, to).
   void (*run)(const Product&, const void* x, int64_t from, int64_t to);
 };
 
 // Returns the number of floats that `Gemv::pack` needs.
 inline int64_t gemv_scratch(const Product& p) {
+  if (p.w.panels) return p.rows * p.w.blocks() * (kBlock / kMinGroup) * (kMinGroup + 2);
   const int64_t sums = p.w.bits == 4 ? ceil_div(p.w.groups(), int64_t(kLanes)) * kLanes : 0;
   return p.rows * (p.w.blocks() * kBlock + sums);
 }
@@ -70,12 +82,22 @@ struct Kernels {
   int max_gemv_rows;  // of x
   // Writes rows [from, to) of W to `out` as fp32 or bf16, k values apart.
   void (*widen[kDtypes])(const Weight&, int64_t from, int64_t to, void* out);
+  // The same for W in panels; null if the instruction set multiplies rows only. Whole panels are
+  // converted.
+  Gemv panels;
+  void (*widen_panels[kDtypes])(const Weight&, int64_t from, int64_t to, void* out);
 };
 const Kernels& kernels(runtime::Isa isa);
 
+// Returns whether int4 weights should be stored in panels for the instruction set in use.
+bool prefers_panels();
+
 // dtype: the type in which weights and x are multiplied. For bf16, converted weights are rounded to
 // bf16, and so is x where the CPU multiplies pairs of bf16 fast. A single row, which memory limits,
-// is always in fp32.
+// is always in fp32, and so are few rows with W in panels.
+//
+// Throws std::invalid_argument if W is in panels, but the instruction set in use multiplies rows
+// only.
 void multiply(const Product& product, Dtype dtype, int threads);
 
 }  // namespace vlora::quantized

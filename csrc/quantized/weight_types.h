@@ -14,9 +14,7 @@ constexpr bool kManyRegisters = R::kWidth == 16;  // 32 registers instead of 16
 // Types for each kind of weight. Value: registers with kStep weights, or with as many values of x.
 // X: type of packed values of x. Block: stored weights of a block. Scales: data of a group from
 // which `weights` computes weights. kTileRows: maximum number of rows of x in a tile.
-// streams(rows): rows of W in a tile, limited by the registers for sums and factors. kInPlace:
-// whether `weights` multiplies by the scale only if asked to, so that the sums of a group can be
-// multiplied instead.
+// streams(rows): rows of W in a tile, limited by the registers for sums and factors.
 
 // Weights and x are fp32.
 struct Fp32Values {
@@ -27,8 +25,7 @@ struct Fp32Values {
   static VLORA_INLINE void add(R& sum, const R& weights, const R& x) {
     sum.add_product(weights, x);
   }
-  static VLORA_INLINE void pack(const float* x, int64_t, float* to) { R::load(x).store(to); }
-  static constexpr bool kInPlace = false;
+  static VLORA_INLINE void pack(const float* x, float* to) { R::load(x).store(to); }
 };
 
 // Int4 whose zeros are all 8, or int4 in which each group has its own zero. A gemv multiplies as if
@@ -49,50 +46,6 @@ struct Int4 : Fp32Values {
     return block.weights(scales, step);
   }
 };
-
-#ifdef VLORA_HAS_NIBBLES_IN_PLACE
-// Int4 whose values stay in their place in a word. A gemv multiplies as if all zeros were 0.
-struct Int4InPlace {
-  struct Value {
-    R even, odd;
-  };
-  using X = float;
-  using Block = NibblesInPlace;
-  using Scales = R;
-  static constexpr int kStep = 2 * R::kWidth;
-  static constexpr int kBlockBytes = int(kBlock) / 2;
-  static constexpr bool kGrouped = true;
-  static constexpr bool kInPlace = true;
-  static constexpr int kTileRows = 4;
-  static constexpr int streams(int rows) { return rows <= 1 ? kStreams : 2; }
-  static VLORA_INLINE Value load_x(const float* x) {
-    return {R::load(x), R::load(x + R::kWidth)};
-  }
-  static VLORA_INLINE void add(R& sum, const Value& weights, const Value& x) {
-    sum.add_product(weights.even, x.even);
-    sum.add_product(weights.odd, x.odd);
-  }
-  static VLORA_INLINE void pack(const float* x, int64_t k, float* to) {
-    const int step = int(k % kBlock) / kStep;
-    for (int odd = 0; odd < 2; ++odd)
-      for (int i = 0; i < R::kWidth; ++i)
-        to[odd * R::kWidth + i] = x[2 * i + odd] * NibblesInPlace::place(step, odd);
-  }
-  static VLORA_INLINE Scales scales(const Weight& w, int64_t index) {
-    return R::all(w.scales[index]);
-  }
-  static VLORA_INLINE Block load(const uint8_t* p) { return NibblesInPlace::load(p); }
-  template <bool scaled>
-  static VLORA_INLINE Value weights(const Block& block, const Scales& scales, int step) {
-    const R even = block.values(step, 0), odd = block.values(step, 1);
-    if constexpr (scaled) return {even * scales, odd * scales};
-    return {even, odd};
-  }
-};
-using GemvInt4 = Int4InPlace;
-#else
-using GemvInt4 = Int4<false>;
-#endif
 
 // Int8 with several scales in a row, or with one, by which sums are multiplied in the end.
 template <bool grouped>
@@ -124,10 +77,9 @@ struct PairValues {
   static VLORA_INLINE void add(R& sum, const Value& weights, const Value& x) {
     sum.add_pairs(weights, x);
   }
-  static VLORA_INLINE void pack(const float* x, int64_t, uint16_t* to) {
+  static VLORA_INLINE void pack(const float* x, uint16_t* to) {
     R::store_two(R::load(x), R::load(x + R::kWidth), to);
   }
-  static constexpr bool kInPlace = false;
 };
 
 struct PairsOfInt4 : PairValues {

@@ -1,5 +1,5 @@
-// Correction of a product for the zeros of int4 groups. The kernels multiply as if every zero were 8,
-// or 0 if values stay in their place. Included after the instruction set's unpack header.
+// Correction of a product for the zeros of int4 groups. The kernels multiply as if every zero were
+// 8. Included after the instruction set's unpack header.
 #pragma once
 
 #include <algorithm>
@@ -7,17 +7,6 @@
 #include "quantized/quantized.h"
 
 namespace vlora::quantized::VLORA_ISA {
-
-#ifdef VLORA_HAS_NIBBLES_IN_PLACE
-constexpr float kAssumedZero = 0;
-#else
-constexpr float kAssumedZero = kMiddle;
-#endif
-
-// Returns whether the sums of a product must be corrected for the zeros of W.
-inline bool has_zero_terms(const Weight& w) {
-  return w.bits == 4 && (w.zeros != nullptr || kAssumedZero != kMiddle);
-}
 
 // Number of floats between the zero terms of rows of x.
 inline int64_t zero_terms_stride(const Weight& w) { return ceil_div(w.groups(), kLanes) * kLanes; }
@@ -47,8 +36,8 @@ VLORA_INLINE void add_zeros(const Weight& w, int64_t first_scale, const float* t
   const int64_t groups = w.groups(), stride = zero_terms_stride(w);
   for (int64_t group = 0; group < groups; group += R::kWidth) {
     const int count = int(std::min<int64_t>(groups - group, R::kWidth));
-    const int8_t* const zeros = w.zeros ? w.zeros + first_scale + group : nullptr;
-    const R factors = scaled_zeros(w.scales + first_scale + group, zeros, count);
+    const int64_t at = first_scale + group;
+    const R factors = scaled_zeros(w.scales + at, w.zeros + at, count);
 #pragma GCC unroll 8
     for (int t = 0; t < T; ++t) sums[t].add_product(factors, R::load(terms + t * stride + group));
   }

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib.util import find_spec
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from tests.support.device_tensors import DEVICE, OnDevice, separate_devices, unseparated
 from tests.support.recorded_work import POISON, Record
 from vlora import backends
 from vlora.memory.device import Device, Graph, Load, PageLayout, Readback
-from vlora.memory.uploads import upload
+from vlora.memory.uploads import packed_bytes, upload
 
 GRAPH_BYTES = 1000
 """Memory that a graph of the fake device claims to take."""
@@ -24,6 +27,9 @@ GRAPH_BYTES = 1000
 
 class FakeDevice(Device):
     """A device of CPU tensors with the pages, row type and uploads of a GPU.
+
+    The memory of a released tensor contains NaN and is not used again. So work that still reads it
+    gives a wrong result.
 
     events: "upload" for each copy of a step's inputs, "read" when results begin to be copied
         back, and "wait" when the engine waits for them.
@@ -49,6 +55,8 @@ class FakeDevice(Device):
         self.loads = self.loaded = 0
         self._loading: deque[Callable[[], object]] = deque()
         """Copies of the loads under way, in the order of the stream of loads."""
+        self._memory: list[np.ndarray] = []
+        """All memory that was ever allocated."""
         self._lock = threading.Lock()
         self.threads = {threading.get_ident()}
         """Threads of which this is the current device."""
@@ -60,8 +68,18 @@ class FakeDevice(Device):
         assert threading.get_ident() in self.threads, "another device is this thread's current one"
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        zeros = self._allocate(math.prod(shape) * dtype.itemsize).zero_().view(dtype).view(shape)
+        return zeros.as_subclass(OnDevice)
+
+    def _allocate(self, size: int) -> torch.Tensor:
+        """Return `size` bytes that contain NaN. They do so again once no tensor uses them."""
         self._check_thread()
-        return torch.zeros(shape, dtype=dtype, device=DEVICE)
+        memory = torch.full((size,), POISON, dtype=torch.uint8).numpy()
+        self._memory.append(memory)
+        # Every tensor that uses the memory keeps this view of it.
+        view = memory.view()
+        weakref.finalize(view, memory.fill, POISON).atexit = False
+        return torch.from_numpy(view)
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
@@ -71,18 +89,20 @@ class FakeDevice(Device):
     ) -> list[torch.Tensor]:
         self._check_thread()
         self.events.append("upload")
-        return upload(tensors, self.torch_device, into)
+        if into is None:
+            into = self._allocate(packed_bytes(tensors))
+        return [copy.as_subclass(OnDevice) for copy in upload(tensors, self.torch_device, into)]
 
     def load(self, tensors: Sequence[torch.Tensor]) -> Load:
-        copies = [torch.empty_like(tensor) for tensor in tensors]
-        sources = [tensor.clone() for tensor in tensors]
+        self.make_current()  # Any thread may load, as on a GPU.
+        packed = self._allocate(packed_bytes(tensors))
+        copies = upload(tensors, self.torch_device, packed)
+        source = packed.clone()
+        packed.fill_(POISON)
 
         def copy() -> None:
-            for target, source in zip(copies, sources, strict=True):
-                target.copy_(source)
+            packed.copy_(source)
 
-        for target in copies:
-            target.view(torch.uint8).fill_(POISON)
         with self._lock:
             self.loads += 1
             number = self.loads
@@ -95,7 +115,7 @@ class FakeDevice(Device):
                     self._loading.popleft()()
                     self.loaded += 1
 
-        return Load([target.as_subclass(OnDevice) for target in copies], wait)
+        return Load([one.as_subclass(OnDevice) for one in copies], wait)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """Return a graph that executes the work again.

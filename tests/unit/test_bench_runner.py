@@ -225,6 +225,25 @@ def test_an_interrupted_run_reports_and_keeps_its_rows(
     assert "≥ 3" in output
 
 
+class SavingBenchmark(CountingBenchmark):
+    """A benchmark whose second cell checks that the row of the first one has been written."""
+
+    saves_rows = True
+    out: Path
+
+    def run(self, cell: int) -> Iterator[Row]:
+        if cell == 1:
+            assert json.loads(self.out.read_text())["rows"] == [{"cell": 0}]
+        yield from super().run(cell)
+
+
+def test_a_run_that_is_killed_keeps_its_rows(tmp_path: Path) -> None:
+    benchmark = SavingBenchmark(quick=False, grid=GRIDS / "kernels.json")
+    benchmark.out = tmp_path / "out.json"
+    run(benchmark, benchmark.out)
+    assert len(benchmark.rows) == 2
+
+
 def result_of(samples: dict[str, tuple[float, ...]]) -> KernelResult:
     cell = KernelCell("decode", 1, 1, 8, 8, "distinct", False, "fp32")
     roofline = Roofline(lambda dtype, seconds: 1.0, lambda size, seconds: 1.0)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks.perf_analyzer import inputs, sweep
-from clients import video_analytics
+from clients import stream_log
 from clients.common import ClientError
 from tests.support.fake_triton import FakeTriton
 from tools.demo import show
@@ -19,8 +19,8 @@ BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
 def test_quantiles_use_the_nearest_rank(share, expected):
-    assert video_analytics.quantile(range(1, 11), share) == expected
-    assert video_analytics.quantile([], share) == 0
+    assert stream_log.quantile(range(1, 11), share) == expected
+    assert stream_log.quantile([], share) == 0
 
 
 @pytest.mark.parametrize("model", inputs.MODELS)

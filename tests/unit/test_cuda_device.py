@@ -98,6 +98,8 @@ class FakeCuda:
         self.stream = "main"
         self.events: list[FakeEvent] = []
         self.calls: list[tuple[object, ...]] = []
+        self.segments: dict[str, list[int]] = {"pool": [3]}
+        """Sizes of the segments of memory of each pool of graphs."""
         functions = {
             "set_device": lambda device: self.calls.append(("device", device.index)),
             "set_per_process_memory_fraction": lambda share, index: self.calls.append(
@@ -106,6 +108,7 @@ class FakeCuda:
             "mem_get_info": lambda device: (self.free, self.total),
             "memory_reserved": lambda device: self.reserved,
             "memory_allocated": lambda device: self.allocated,
+            "memory_snapshot": lambda pool: [{"total_size": n} for n in self.segments[pool]],
             "graph_pool_handle": lambda: self.calls.append(("pool",)) or "pool",
             "CUDAGraph": Mock,
             "graph": self._graph,
@@ -115,7 +118,6 @@ class FakeCuda:
             "Event": lambda: FakeEvent(self),
             "stream": self._stream,
             "set_stream": lambda stream: setattr(self, "stream", stream.name),
-            "empty_cache": lambda: None,
         }
         for name, function in functions.items():
             monkeypatch.setattr(torch.cuda, name, function)
@@ -190,7 +192,8 @@ def test_graphs_share_a_pool_that_outlives_them(monkeypatch: pytest.MonkeyPatch)
     def work() -> None:
         assert cuda.stream == "of the capture"
         allocated.append(cuda.free)
-        cuda.free -= 7
+        cuda.segments["pool"].append(7)
+        cuda.free -= 7 + 20  # Another thread loads an adapter meanwhile.
 
     graph = gpu.capture(work)
     assert graph.nbytes == 7

@@ -10,16 +10,20 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.support.atmm_problems import emulation
+from vlora.atmm import groups
 from vlora.atmm.cuda import library as c
 from vlora.atmm.cuda import operator as operators
+from vlora.atmm.cuda.choice import KernelChoice, Table
 from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.cuda.operator import MergedParts, Operator
-from vlora.atmm.cuda.tables import DeviceGroup
+from vlora.atmm.cuda.tables import NO_ADAPTER, DeviceGroup
+from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 
 NAME = "NVIDIA H100 80GB HBM3"
@@ -92,6 +96,49 @@ def test_a_workspace_does_not_grow_in_a_capture(operator: Operator, cuda: FakeCu
     assert len(operator.workspaces) == 2
 
 
+@pytest.mark.parametrize("group", [LoraGroup(8, [4]), HeadGroup(8)], ids=["LoRA", "head"])
+def test_a_group_has_a_new_version_before_other_threads_see_that_there_is_one(
+    monkeypatch: pytest.MonkeyPatch, group: LoraGroup | HeadGroup
+) -> None:
+    """Otherwise a step could compare its copy with the old version, and take it for the latest."""
+    seen: list[tuple[int, int]] = []
+    monkeypatch.setattr(groups, "_publish", lambda version: seen.append((group.version, version)))
+    group.append([None] if isinstance(group, LoraGroup) else None)
+    ((version, latest),) = seen
+    assert version == latest
+
+
+def test_all_changed_slots_are_copied_from_one_pinned_buffer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pinned: list[bool] = []
+    tensor = torch.tensor
+
+    def make(values: object, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        pinned.append(pin_memory)
+        return tensor(values, **options)
+
+    monkeypatch.setattr(torch, "tensor", make)
+    monkeypatch.setattr(torch.Tensor, "to", lambda tensor, *arguments, **options: tensor)
+    group = DeviceGroup(64, [40, 24, 8], torch.float32, torch.device("cuda", 0))
+    group.ready()
+    tables = [table.data_ptr() for table in group.tables]
+    pairs = [LoraPair(torch.zeros(8 * rank, 64), torch.zeros(40, 8 * rank)) for rank in (1, 2)]
+    for slot in range(5):
+        group.put(slot, [pairs[slot % 2], None, pairs[0]])
+    pinned.clear()
+    group.ready()
+    assert pinned == [True]
+    assert [table.data_ptr() for table in group.tables] == tables
+    for table, rows in zip(group.tables, group._rows, strict=True):
+        assert table[:5].tolist() == [list(row) for row in rows]
+        assert table[5:].tolist() == [list(NO_ADAPTER)] * (len(table) - 5)
+    assert group.tables[0][:5, 2].tolist() == [8, 16, 8, 16, 8]
+    pinned.clear()
+    group.ready()
+    assert pinned == []
+
+
 @pytest.fixture
 def no_operators() -> Iterator[None]:
     operators._on_device.cache_clear()
@@ -154,3 +201,15 @@ def test_a_library_with_another_interface_is_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(c, "VERSION", c.VERSION + 1)
     with pytest.raises(CudaError, match=f"has interface version {c.VERSION - 1}, not {c.VERSION}"):
         Library(path)
+
+
+def test_wrong_configurations_tiles_and_segments_are_refused() -> None:
+    library = emulation()
+    for name in ("columns b1 s1", "rows b1", "a b; up to 4 rows b1 s1"):
+        with pytest.raises(ValueError, match="is not a configuration of ATMM for CUDA"):
+            KernelChoice.parse(name)
+    with pytest.raises(ValueError, match="has no shrink tile 1x1 for bf16"):
+        KernelChoice(shrink="1x1", expand="1x1").on(library, "bf16")
+    assert len(Table({"a key": KernelChoice()})) == 1
+    with pytest.raises(ValueError, match="segment"):
+        library.arrange([(0, 1, 0, 5)])

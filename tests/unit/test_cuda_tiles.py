@@ -42,6 +42,13 @@ def test_tiles_without_a_valid_epilogue_are_pruned() -> None:
     assert why_not(PUNICA, "expand") == "no valid epilogue"
 
 
+def test_expands_of_depth_64_keep_registers_for_their_addresses() -> None:
+    whole, half = (CudaTile((64, 128, 64), (rows, 64, 64), 2) for rows in (64, 32))
+    assert why_not(whole, "expand") == "too many registers for this depth"
+    assert why_not(half, "expand") is None
+    assert why_not(CudaTile((64, 128, 64), (64, 64, 64), 3), "shrink") is None
+
+
 def test_both_configurations_of_the_paper_are_legal() -> None:
     assert why_not(CudaTile((64, 32, 32), (32, 32, 32), 3), "expand") is None
     assert why_not(CudaTile((64, 64, 64), (32, 64, 64), 2), "expand") is None

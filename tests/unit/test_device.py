@@ -6,11 +6,13 @@ import json
 import re
 import threading
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.config import Options, load_options
@@ -190,6 +192,26 @@ def test_without_memory_for_merged_weights_no_adapter_is_merged(
         engine = Engine(options)
     assert not engine.switcher.can_merge(engine.adapters.slot("all-r8"))
     assert "no adapter is merged: too little is left" in caplog.text
+
+
+def test_whether_pages_are_finite_is_read_at_once() -> None:
+    """Each number that the host reads from a GPU is a wait, and so is each copy to the host."""
+    cache = KVCache(4, 2, 5, 2, 24)
+    reads: list[str] = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):  # type: ignore[no-untyped-def]
+            reads.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    cache.cache[2, 1, 0, 0, 0, 3] = torch.nan
+    with Reads():
+        assert cache.is_finite([0, 1, 3])
+        assert not cache.is_finite([1, 2])
+        assert cache.is_finite([])
+    assert reads.count("_local_scalar_dense") == 0
+    assert reads.count("aminmax") == 5
+    assert reads.count("stack") == 2
 
 
 def test_pages_of_a_gpu_are_rows() -> None:

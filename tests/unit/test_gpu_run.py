@@ -19,10 +19,10 @@ from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import KernelCell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
-from tools.gpu import exercise, kernels, switch, work
+from tools.gpu import exercise, kernels, switch
 from tools.gpu.__main__ import BOXES, MINUTES, environment
 from tools.gpu.report import archive, summary, write_figures
-from tools.gpu.stages import ROOT, Lacking, Runner, Stage
+from tools.gpu.stages import ROOT, Runner, Stage
 from tools.gpu.work import STAGES
 from tools.tile_search import command, cuda_search
 from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
@@ -283,33 +283,6 @@ def test_the_page_of_figures_is_made_from_the_stages_results(tmp_path: Path) -> 
     assert "# ATMM on Some GPU" in text
     assert "Copy 4.00 TB/s" in text
     assert "| m r8 | 1 | 2 | 2 | 2 | 2 |" in text
-
-
-def test_a_benchmark_that_lacks_a_package_says_which(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Let the benchmark be a program that imports a missing package, then one that succeeds."""
-    program = "import vlora_has_no_such_package"
-
-    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
-        commands.append(command)
-        return subprocess_run([sys.executable, "-c", program], **options)
-
-    commands: list[list[str]] = []
-    subprocess_run = subprocess.run
-    monkeypatch.setattr(work.subprocess, "run", run)
-    monkeypatch.setattr(work, "_torch", lambda: torch)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 2)
-    with pytest.raises(Lacking, match="no vlora_has_no_such_package, which the benchmark 'step'"):
-        work.bench_step(tmp_path)
-    program = "raise SystemExit(7)"
-    with pytest.raises(SystemExit, match="ended with status 7"):
-        work.bench_engine(tmp_path)
-    program = ""
-    (tmp_path / "bench_step.json").write_text('{"summary": {"decode_bf16": 0.5, "python": null}}')
-    assert work.bench_step(tmp_path) == "decode_bf16 0.5"
-    assert commands[0][3:7] == ["step", "--quick", "--device", "cuda:2"]
-    assert "--no-served" in commands[1]
 
 
 def test_decoding_steps_need_only_torch_and_numpy(tmp_path: Path) -> None:

@@ -41,9 +41,9 @@ GROUPS = 3
 """Number of query heads that share a KV head."""
 SILENCING = 1.0
 OPENING = 4.0
-"""Constants of `start_from_readouts`. SILENCING says how strongly "no object here" suppresses other
-readouts. OPENING is added to the bias of these readouts, so that they pass where there is an
-object.
+"""Constants of `start_from_readouts`. SILENCING says how strongly the readout "no object here"
+suppresses the readouts of objects. OPENING is added to the bias of the readouts of objects, so that
+they pass where there is an object.
 """
 
 
@@ -98,13 +98,15 @@ def _repeat_row(rng: np.random.Generator) -> Row:
 
 
 def start_from_readouts(model: LlavaForConditionalGeneration, heads: DenseHeads) -> None:
-    """Initialise the connector from the dense heads' weights, and balance the decoder's inputs.
+    """Initialise the connector from the dense heads, and reduce the decoder's initial weights.
 
-    The connector's first layer becomes the linear layer that predicts the dense labels (its outputs
-    are the readouts), normalised and scaled so that colour, shape and position have equal
-    magnitude. In raw features, silhouettes dominate, and the decoder would learn colours slowly. In
-    patches without an object, the readout "no object here" suppresses the readouts that are
-    meaningful only for objects.
+    The outputs of the layer that predicts the dense labels are called readouts. The connector's
+    first layer is set to that layer, with the heads' normalisation as part of its weights. Colour,
+    shape and position have equal magnitude in the readouts. In the tower's features, silhouettes
+    dominate, so the decoder would learn colours slowly from them.
+
+    Some readouts are meaningful only for objects. In a patch without an object, the readout "no
+    object here" suppresses them.
     """
     connector = model.model.multi_modal_projector
     with torch.no_grad():

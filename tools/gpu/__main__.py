@@ -1,8 +1,7 @@
 """`make gpu` = `python3 -m tools.gpu [--out DIR] [--minutes 9]`, from the root of a source tree.
 
-An interrupted stage keeps its results so far, except a benchmark, which writes them at its end.
-After each stage, DIR/figures is written: a table, the figures as JSON, and the tile table to
-commit.
+An interrupted stage keeps its results so far. After each stage, DIR/figures is written: a table,
+the figures as JSON, and the tile table to commit.
 `--archive FILE.tar.gz` also writes an archive of DIR, for a machine that returns few files.
 """
 

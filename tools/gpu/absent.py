@@ -1,7 +1,7 @@
-"""Modules in place of packages that a machine lacks, for the parts of vlora that do not use them.
+"""Placeholders for missing packages, so that modules which import the packages can be loaded.
 
-The decoder's modules also read checkpoints and adapters, and so import packages for that. Steps of
-a random model need none of these packages.
+The decoder's modules import some packages only to read checkpoints and adapters. A step of a random
+model uses none of these packages, so it can run on a machine that lacks them.
 """
 
 from __future__ import annotations

@@ -199,7 +199,10 @@ def run(
     limits: GpuLimits,
     seconds: float,
 ) -> Iterator[GpuKernelResult]:
-    """Yield the results of the cells, and stop before a cell that would take too long."""
+    """Yield the results of the cells, for at most about `seconds` in total.
+
+    The iterator ends before a cell for which the time left would probably not suffice.
+    """
     end, longest = time.monotonic() + seconds, 0.0
     for cell in cells:
         started = time.monotonic()

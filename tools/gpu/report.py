@@ -46,7 +46,7 @@ def write_figures(out: Path) -> int:
 
 
 def archive(out: Path, to: Path) -> None:
-    """Replace the archive `to` (tar.gz) by one of all results and logs in `out`."""
+    """Write all results and logs in `out` to the archive `to` (tar.gz), replacing an older one."""
     to.parent.mkdir(parents=True, exist_ok=True)
     draft = to.with_name(f"{to.name}.draft")
     with tarfile.open(draft, "w:gz") as file:

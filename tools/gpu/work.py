@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tools.gpu.absent import replace_absent
+from tools.gpu.benchmark_run import run_benchmark
 from tools.gpu.pytest_run import run_tests
 from tools.gpu.report import read, report, write
 from tools.gpu.stages import ROOT, Lacking, seconds_given
@@ -248,25 +249,10 @@ def bench_engine(out: Path) -> str:
 
 
 def _benchmark(out: Path, name: str, *options: str) -> str:
-    """Run a part of a benchmark's grid, which writes its figures to bench_NAME.json.
-
-    The benchmark generates a checkpoint and runs the engine, which need more packages than torch.
-    """
-    torch = _torch()
-    device = f"cuda:{torch.cuda.current_device()}"
-    result = out / f"bench_{name}.json"
-    command = [sys.executable, "-m", "benchmarks", name, "--quick", "--device", device, *options]
-    command += ["--root", str(CHECKPOINTS), "--json", str(result)]
-    done = subprocess.run(
-        command, cwd=ROOT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    print(done.stdout)
-    if missing := re.search(r"ModuleNotFoundError: No module named '([\w.]+)'", done.stdout):
-        raise Lacking(f"this Python has no {missing[1]}, which the benchmark '{name}' needs")
-    if done.returncode:
-        raise SystemExit(f"the benchmark ended with status {done.returncode}")
-    summary = {key: value for key, value in read(result)["summary"].items() if value is not None}
-    return ", ".join(f"{key} {value}" for key, value in summary.items())
+    """Run a part of a benchmark's grid on the current GPU."""
+    device = f"cuda:{_torch().cuda.current_device()}"
+    options = ("--device", device, "--root", str(CHECKPOINTS), *options)
+    return run_benchmark(out / f"bench_{name}.json", name, options)
 
 
 def switch(out: Path) -> str:

@@ -218,14 +218,18 @@ def choose(hot: Profile, cold: Profile) -> str:
 
 @dataclass(frozen=True)
 class Duel:
-    """Seconds of two configurations measured alternately, so that disturbances affect both."""
+    """Seconds of two configurations measured alternately, so that disturbances affect both.
+
+    ours: samples of the configuration that the search found.
+    others: samples of the configuration that it is compared with.
+    """
 
     ours: tuple[float, ...]
     others: tuple[float, ...]
 
     @property
     def log_ratios(self) -> list[float]:
-        """Logarithm of our time divided by the other time, for each pair of samples."""
+        """log(ours / others) for each pair of samples; negative where `ours` is faster."""
         return [math.log(a / b) for a, b in zip(self.ours, self.others, strict=True)]
 
     @property
@@ -236,7 +240,10 @@ class Duel:
 
 
 def wins(hot: Duel, cold: Duel) -> bool:
-    """Return whether our configuration is faster, in the two duels together, by more than noise."""
+    """Return whether the found configuration (`ours`) is faster than the other one.
+
+    The gain is the sum of the gains in both duels. It must exceed the noise of both.
+    """
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)
 

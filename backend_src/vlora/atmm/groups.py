@@ -17,7 +17,15 @@ import torch
 
 from vlora import backends, native
 from vlora.atmm.cuda.library import padded_rank
-from vlora.atmm.types import DTYPES, ON_GPU, HeadMatrix, LoraPair, Segment, Segments
+from vlora.atmm.types import (
+    DTYPES,
+    ON_GPU,
+    CapturedSegments,
+    HeadMatrix,
+    LoraPair,
+    Segment,
+    Segments,
+)
 
 _versions = itertools.count(1)
 _latest = 0
@@ -28,11 +36,12 @@ def latest_version() -> int:
     return _latest
 
 
-def _publish(version: int) -> int:
-    """Set the latest version, and return it."""
+def _publish(version: int) -> None:
+    """Set the latest version. The group must have it already, because another thread may compare
+    its copy of the group as soon as it sees the latest version.
+    """
     global _latest
     _latest = version
-    return version
 
 
 Wait = Callable[[], object]
@@ -185,7 +194,8 @@ class LoraGroup:
             self._idle.discard(slot)
             self.ever_used = True
         self.versions[slot : slot + 1] = [next(_versions)]
-        self.version = _publish(self.versions[slot])
+        self.version = self.versions[slot]
+        _publish(self.version)
 
     def rounded(self, pair: LoraPair | None) -> LoraPair | None:
         """Return a pair in the group's dtype, without a copy if it already has this dtype."""
@@ -194,11 +204,11 @@ class LoraGroup:
     def has(self, segments: Segments) -> bool:
         """Return whether any of the segments uses a pair in this group.
 
-        A captured graph can be replayed with other slots. So for captured segments, the result is
-        whether the group has ever had a pair.
+        A captured graph can be replayed with other slots. So captured segments use each group that
+        had a pair when the capture was prepared.
         """
-        if segments.captured:
-            return self.ever_used
+        if isinstance(segments, CapturedSegments):
+            return self in segments.groups
         return not segments.slots <= self._idle
 
     def clear(self, slot: int) -> None:
@@ -301,7 +311,8 @@ class HeadGroup:
         self.pending.set(slot, wait)
         self.heads[slot : slot + 1] = [head]
         self.versions[slot : slot + 1] = [next(_versions)]
-        self.version = _publish(self.versions[slot])
+        self.version = self.versions[slot]
+        _publish(self.version)
 
     @cached_property
     def native(self) -> Any:

@@ -47,23 +47,23 @@ def apply(
     threads: int | None = None,
     backend: Backend | None = None,
 ) -> None:
-    """Add low-rank products to rows of y, in place, for all projections of a group.
+    """Add the low-rank products of all projections of a group to rows of y, in place.
 
-    Semantics: the columns of y are the outputs of the group, one after another. For every segment
-    (start, length, slot, sign), with rows R = start … start+length−1, and every output o with
-    (A, B) = group.pairs[o][slot]:  y[R, columns of o] += sign · (x[R] Aᵀ) Bᵀ.
+    Semantics: let R = start … start+length−1 be the rows of a segment (start, length, slot, sign).
+    For every segment, and every projection p of the group with (A, B) = group.pairs[p][slot]:
+        y[R, columns of p] += sign · (x[R] Aᵀ) Bᵀ
 
-    Rows without a segment are unchanged. A pair that is None is skipped, since the adapter does not
-    target that matrix. Ranks may differ. A value that is not finite affects only the rows of its
-    segment. Segments may overlap: in mixture mode, a row's own adapter is added to it and the
-    merged adapter is subtracted.
+    Projections whose pair is None are skipped. The pairs' ranks may differ. Rows without a segment
+    are unchanged. A row may be in two segments: one adds the row's adapter, the other subtracts the
+    live adapter. A value that is not finite affects only the rows of its segment.
 
-    Sums are computed in fp32, and y is rounded only to its own type. If the CPU has instructions
-    for pairs of bf16 (AVX-512 or AMX), fp32 values of x and x Aᵀ are rounded to bf16 for these
-    instructions. On CUDA, x, x Aᵀ and the term that is added to y are rounded to the group's dtype.
+    Sums are fp32, and only the new value of y is rounded to the type of y. Two kinds of devices
+    also round other values. CPUs with instructions for pairs of bf16 (AVX-512 or AMX) round fp32
+    values of x and x Aᵀ to bf16 for these instructions. On CUDA, x, x Aᵀ and the term that is added
+    to y are rounded to the group's dtype.
 
-    y: [T, sum of d_out]; x: [T, d_in]. Both are of the group's dtype, or both fp32. Rows may be
-        strided, columns must be contiguous.
+    y: [T, sum of d_out], the outputs of one projection after another; x: [T, d_in]. Both are of the
+        group's dtype, or both fp32. Rows may be strided, columns must be contiguous.
     config: index into `configs("apply", dtype)`, instead of the choice from the table.
     threads: number of threads; torch's by default. 1 runs on the calling thread.
 
@@ -151,9 +151,10 @@ class BoundedSegments:
     bounds: SegmentBounds
     tensor: torch.Tensor
 
-    def captured(self, on_device: torch.Tensor) -> CapturedSegments:
-        """Return segments for a call that is captured. Replays read them from `on_device`."""
+    def captured(self, on_device: torch.Tensor, layout: GroupLayout) -> CapturedSegments:
+        """Return segments to capture with the groups of `layout`. Replays read `on_device`."""
         segments = CapturedSegments(self.segments)
+        segments.groups = frozenset(layout.parts)
         segments.prepared[operator.current()] = self.bounds.on(on_device)
         return segments
 
@@ -163,11 +164,11 @@ class GroupLayout:
     """Properties of groups that are fixed when a graph captures calls of the operator.
 
     version: latest version of any group when this layout was last compared with the groups.
-    parts: for each group, addresses of its tables, maximum rank, and whether it was ever used.
+    parts: addresses of the tables and maximum rank of each group that has had a pair.
     """
 
     version: int
-    parts: tuple[object, ...]
+    parts: dict[LoraGroup, tuple[int, ...]]
 
 
 def captures(device: torch.device) -> bool:
@@ -190,7 +191,7 @@ def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> Grou
     if known is not None and known.version == version:
         return known
     on_device = operator.current()
-    parts = tuple((on_device.group(group).layout, group.ever_used) for group in groups)
+    parts = {group: on_device.group(group).layout for group in groups if group.ever_used}
     if known is not None and known.parts == parts:
         known.version = version
         return known

@@ -63,13 +63,17 @@ class Segments(tuple[Segment, ...]):
 
 
 class CapturedSegments(Segments):
-    """Segments of a call that is captured in a graph.
+    """Segments of calls that are captured in a graph.
 
     The object lists the segments of the captured step. A replay reads its own segments from device
     memory.
+
+    groups: groups of weights that the graph applies. Another thread may set the first pair of a
+        group at any time, so the graph must not depend on what the groups contain at the capture.
     """
 
     captured = True
+    groups: frozenset[object]
 
 
 class LoraPair(NamedTuple):

@@ -53,14 +53,15 @@ class AdapterSize(NamedTuple):
 class Profile:
     """Measured times for one machine, model and dtype, in seconds.
 
-    products: (rows, seconds) by ascending rows, for a step with this many rows, no adapter, no
-        context and one answer.
-    head: number of weights in the LM head, divided by the number of all other weights.
-    answer: additional time per answer. The time of the LM head itself is a part of `products`; its
-        share follows from `head`.
+    products: pairs (rows, seconds), ordered by rows: the time of a step with this many rows, one
+        answer, no adapter and no context. It includes the LM head for one answer.
+    head: number of weights in the LM head, divided by the number of all other weights. It gives the
+        share of the LM head in the time of one row.
+    answer: time per answer in addition to the LM head.
     position: time to read the keys and values of one position.
-    pair: time per pair of a row and a position that it attends to.
-    lora_calls: fixed time of a step with any adapter, for one call per group of matrices.
+    pair: time per pair of a row and a position to which the row attends.
+    lora_calls: time of the operator's calls in a step, without reading or applying adapters. There
+        is one call per group of projections if any adapter is applied.
     adapter_element: time to read one element of an adapter in a step.
     adapter_element_row: time to apply one element of an adapter to one row.
     merge: (fixed time, time per multiplication of B·A) of adding an adapter to the weights or of

@@ -1,17 +1,17 @@
 """HTTP connections with additions to uvicorn: limits, cancellation, ignored upgrades, and errors.
 
-Limits: a request's head, which is everything before the body, has a maximum size and a time limit,
-and the number of a body's chunks is limited. The application sees a request only after its head,
-and the parser copies the received part of a header again with every network read. So without
-limits, one client could use up memory and processor time.
+Limits: the head of a request is everything before its body. Its size and the time to receive it are
+limited, and so is the number of chunks of a body. Without these limits, one client could use up
+memory and processor time: the application cannot refuse a request before the head is complete, and
+with every network read, the parser copies what it has of a header again.
 
-Cancellation: a client may send requests before earlier ones are answered (pipelining), and uvicorn
-answers them one after another. If the connection is lost, uvicorn notifies only the last request.
-This module notifies all of them.
+Cancellation: a client may send several requests without waiting for answers (pipelining). uvicorn
+answers these requests one after another. If the connection is lost, uvicorn notifies only the last
+request. This module notifies all of them.
 
-Ignored upgrades: a client may offer to switch to another protocol in its first request, as Java's
-client does (`Upgrade: h2c`). The parser then stops before the body. A server may ignore the offer,
-so such a request is parsed again without it.
+Ignored upgrades: the first request of a client may offer a switch to another protocol. For example,
+Java's client sends `Upgrade: h2c`. A server may ignore the offer, but the parser stops before the
+body of such a request. This module therefore parses the request again without the offer.
 
 Errors: a request that is not valid HTTP is answered with an error in the form of the API.
 """

@@ -1,4 +1,4 @@
-"""Optimization in one attempt: precision, learning rate, and the average of the weights."""
+"""Precision, learning rate and weight average of one training attempt."""
 
 from __future__ import annotations
 

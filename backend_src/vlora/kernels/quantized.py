@@ -6,12 +6,12 @@ and one zero (a multiple of 1/8). Products sum in fp32, and x is never quantized
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from vlora import native
-from vlora.kernels import reference
+from vlora.kernels import panels, reference
 from vlora.kernels.ops import Matrix
 
 BLOCK = 64
@@ -85,6 +85,8 @@ class QuantizedWeight:
     dtype: type in which products with many rows are computed, fp32 or bf16.
     order: [d_in] int64, index of the input to which each stored value belongs; None if they are
         stored in the order of the inputs.
+    panels: whether int4 is stored in panels (kernels/panels.py). The shapes of the tensors are the
+        same, but their elements are in another order.
     """
 
     format: Format
@@ -94,6 +96,7 @@ class QuantizedWeight:
     depth: int
     dtype: torch.dtype
     order: torch.Tensor | None = None
+    panels: bool = False
 
     def __post_init__(self) -> None:
         rows, groups = len(self.values), self.format.groups(self.depth)
@@ -125,7 +128,8 @@ class QuantizedWeight:
         return self.format.matrix_bytes(*self.shape)
 
     def rows(self, first: int, count: int) -> QuantizedWeight:
-        """Return a view of adjacent rows."""
+        """Return a view of adjacent rows. The matrix must not be in panels."""
+        assert not self.panels
         part = slice(first, first + count)
         return QuantizedWeight(
             self.format,
@@ -143,7 +147,10 @@ class QuantizedWeight:
         values: [d_out, d_in] integers in stored order, −128 … 127 for int8 and 0 … 15 for int4.
         scales, zeros: [d_out, at most `groups`]. Only groups that consist of padding may be
             missing. Zeros are multiples of 1/ZERO_STEPS from −8 to 23.
+
+        The matrix must not be in panels yet.
         """
+        assert not self.panels
         self.values.copy_(pack(values, self.format.bits))
         self.scales.zero_()[:, : scales.shape[1]].copy_(scales)
         if self.zeros is not None:
@@ -196,12 +203,34 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack((low, high), dim=-1).view(rows, -1)
 
 
+def arrange(weight: QuantizedWeight) -> QuantizedWeight:
+    """Store a matrix in the layout that its kernels read fastest. Return the rearranged matrix.
+
+    The memory of the matrix is reused. On CPUs that have AVX2 but not AVX-512, this puts int4 into
+    panels. A matrix whose number of rows is not a multiple of `panels.PANEL_ROWS` is not changed.
+    """
+    fits = weight.format.bits == 4 and len(weight.values) % panels.PANEL_ROWS == 0
+    if weight.panels or not fits or not panels.are_preferred():
+        return weight
+    panels.interleave(weight.values, weight.scales, weight.zeros)
+    return replace(weight, panels=True)
+
+
+def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return the same matrix without panels. It is a copy if `weight` has panels."""
+    if not weight.panels:
+        return weight
+    values, scales, zeros = panels.separate(weight.values, weight.scales, weight.zeros)
+    return replace(weight, values=values, scales=scales, zeros=zeros, panels=False)
+
+
 def unpack(weight: QuantizedWeight) -> torch.Tensor:
     """Return the integers of a matrix, [d_out, d_in] int32.
 
     Its columns are in the stored order, which may differ from the order of the inputs (see
     `QuantizedWeight.order`).
     """
+    weight = in_rows(weight)
     rows, depth = weight.shape
     if weight.format.bits == 8:
         return weight.values.view(torch.int8)[:, :depth].int()
@@ -212,6 +241,7 @@ def unpack(weight: QuantizedWeight) -> torch.Tensor:
 
 def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     """Return the matrix in fp32, [d_out, d_in], with its columns in the order of the inputs."""
+    weight = in_rows(weight)
     rows, depth = weight.shape
     group = weight.format.group or depth
     zeros: torch.Tensor | int = 0 if weight.format.bits == 8 else SYMMETRIC_ZERO
@@ -252,6 +282,7 @@ class QuantizedMatrix(Matrix):
             rows,
             depth,
             WHOLE_ROW if group is None else group.bit_length() - 1,
+            weight.panels,
             0 if bias is None else bias.data_ptr(),
             weight.dtype == torch.bfloat16,
         )

@@ -2,9 +2,9 @@
 
 The process waits until no process holds the lock of the run's folder. If the folder is still there,
 the run was killed. The guard then ends the run's server and models, and removes their shared memory
-and the folder. It is needed because a model may be unable to end itself: Triton's Python backend
-holds the interpreter's lock while it waits for the server's answer to a new value of a metric. A
-killed server never answers.
+and the folder. The guard is needed because a model may be unable to end itself: Triton's Python
+backend holds the interpreter's lock while it sends a metric's new value to the server and waits for
+the reply. A server that was killed never replies.
 """
 
 from __future__ import annotations

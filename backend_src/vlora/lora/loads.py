@@ -31,7 +31,8 @@ INLINE_PACK_BYTES = 4 << 20
 """Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread.
 
 On the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
-this wait would delay the requests by some steps (decision 57).
+this wait would delay the requests by some steps (decision 57). It does not apply to a GPU, where
+packing may wait for earlier loads.
 """
 
 
@@ -45,6 +46,7 @@ class AdapterLoads:
         hidden: int,
         clock: Callable[[], float],
         on_failure: Callable[[AdapterHandle, InvalidArgument, bool], None],
+        packs_inline: bool,
     ) -> None:
         """Start the workers.
 
@@ -52,12 +54,14 @@ class AdapterLoads:
         clock: returns seconds.
         on_failure: called with an adapter that cannot be loaded or packed, the error, and whether
             the cause lies outside its files.
+        packs_inline: whether `advance` packs small adapters on the engine's thread.
         """
         self._tiers = tiers
         self._workers = Workers(results)
         self._hidden = hidden
         self._clock = clock
         self._on_failure = on_failure
+        self._packs_inline = packs_inline
         self._inline_bytes_left = 0
 
     @property
@@ -104,8 +108,8 @@ class AdapterLoads:
                 # A newer adapter must not take the pages that an older one waits for.
                 elif handle.state is AdapterState.IN_MEMORY and blocked is None:
                     if self._tiers.reserve(handle, running):
-                        size = self._tiers.packed_bytes(handle)
-                        self.pack(handle, between_steps=size <= self._inline_bytes_left)
+                        is_small = self._tiers.packed_bytes(handle) <= self._inline_bytes_left
+                        self.pack(handle, between_steps=is_small and self._packs_inline)
                     else:
                         blocked = handle
             self._tiers.residents.needed.add(handle)

@@ -47,16 +47,16 @@ class ModelShape:
     layers: number of layers of the decoder.
     hidden: width of the decoder.
     vocabulary: number of tokens of the decoder.
-    shapes: target → (d_out, d_in), the same in every layer.
-    prefix: prefix of `layers` in the module paths of the served model.
-    lm_head: returns the weight of the base model's LM head; called only for an adapter that has a
-        copy of it.
-    other_modules: returns the paths of all modules outside the decoder; called only for an adapter
-        that names a module which the decoder does not have.
-    vision: returns (d_out, d_in) of each linear layer of the vision tower and the connector, by its
-        `vision_path`; called only for an adapter that changes such a layer.
-    modules: path within a layer → target or key of FUSED, for modules whose path is not the usual
-        one.
+    shapes: (d_out, d_in) by target. All layers have the same shapes.
+    prefix: text before `layers` in the module paths of the served model.
+    lm_head: function that returns the weight of the base model's LM head. It is called only for an
+        adapter that has a copy of this weight.
+    other_modules: function that returns the paths of all modules outside the decoder. It is called
+        only for an adapter that names a module which the decoder does not have.
+    vision: function that returns (d_out, d_in) of each linear layer of the vision tower and the
+        connector, by `vision_path`. It is called only for an adapter that changes such a layer.
+    modules: target, or key of FUSED, by path within a layer. Only modules with unusual paths are
+        listed.
     """
 
     layers: int

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from vlora.kernels.quantized import Format, QuantizedWeight, allocate
+from vlora.kernels.quantized import Format, QuantizedWeight, allocate, arrange
 from vlora.lora.slab import GROUPS, digest
 from vlora.memory.device import HOST
 
@@ -77,6 +77,13 @@ class QuantizedSlab:
         """
         index = layer * len(GROUPS) + group
         self._views[index] = replace(self._views[index], order=order)
+
+    def arrange(self) -> None:
+        """Rearrange the matrices, which must be complete, for the kernels that read them.
+
+        Earlier views must not be used any more, and `target` cannot be called.
+        """
+        self._views = [arrange(view) for view in self._views]
 
     def seal(self) -> None:
         """Make the slab read-only. Raise OSError if that fails."""

@@ -47,7 +47,10 @@ class Residents:
         handle.unpack()
 
     def retire(self, handle: AdapterHandle) -> None:
-        """Mark a resident version whose name now refers to another version."""
+        """Evict this version before all others as soon as no request that has started uses it.
+
+        Call it when the adapter's name refers to another version.
+        """
         self._retired.add(handle)
 
     @property

@@ -73,7 +73,12 @@ class AdapterStore:
         )
         self._results = Results(lambda: self.on_change())
         self._loads = AdapterLoads(
-            self._tiers, self._results, model.hidden, lambda: self.clock(), self._give_up
+            self._tiers,
+            self._results,
+            model.hidden,
+            lambda: self.clock(),
+            self._give_up,
+            packs_inline=device.in_host_memory,
         )
         self._reader = FolderReader(
             model,

@@ -124,11 +124,14 @@ class CudaDevice(Device):
             # cuBLAS still has memory there. This graph is never replayed, and keeps the pool.
             self._graph_pool = torch.cuda.graph_pool_handle()
             self._first_graph = self._captured(lambda: torch.zeros(1, device=self.torch_device))
-        torch.cuda.empty_cache()
-        before, _ = torch.cuda.mem_get_info(self.torch_device)
+        before = self._graph_bytes()
         graph = self._captured(work)
-        after, _ = torch.cuda.mem_get_info(self.torch_device)
-        return Graph(graph.replay, max(0, before - after))
+        return Graph(graph.replay, self._graph_bytes() - before)
+
+    def _graph_bytes(self) -> int:
+        """Return the size in bytes of the pool of graphs. Only captures allocate memory in it."""
+        segments = torch.cuda.memory_snapshot(self._graph_pool)  # type: ignore[no-untyped-call]
+        return sum(segment["total_size"] for segment in segments)
 
     def _captured(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.torch_device)

@@ -32,7 +32,8 @@ class Graph:
     """Recorded work of a device.
 
     replay: runs the work again, on the same memory.
-    nbytes: size in bytes of the device memory that the graph takes.
+    nbytes: size in bytes of the device memory that the tensors of the graph take, beyond what they
+        share with earlier graphs.
     """
 
     replay: Callable[[], None]

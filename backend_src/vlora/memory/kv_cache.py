@@ -78,9 +78,10 @@ class KVCache:
         Only the last layer is read, because a value that is not finite spreads from any layer to
         all later layers of its position.
         """
-        # Pages are read one by one, because gathering them first would take longer.
-        ranges = (torch.aminmax(self.cache[page, -1]) for page in pages)
-        return all(math.isfinite(low) and math.isfinite(high) for low, high in ranges)
+        # Pages are read one by one, because gathering them first would take longer. All results are
+        # copied to the host at once, because each copy from a GPU waits for it.
+        extremes = [value for page in pages for value in torch.aminmax(self.cache[page, -1])]
+        return not extremes or all(map(math.isfinite, torch.stack(extremes).tolist()))
 
     def clear(self, pages: range) -> None:
         """Set the contiguous pages of an evicted adapter to zero.

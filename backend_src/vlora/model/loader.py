@@ -110,8 +110,10 @@ def load_weights(
                 elif name in matrices and config.quantization is None:
                     part = _part(_read(opened, file, key), name, names.stored(key))
                     _store(matrices[name], part, f"{file} holds '{key}'")
-    if config.quantization is not None and isinstance(slab, QuantizedSlab):
-        read_quantized(quantized_parts(folder, config), config.quantization, slab)
+    if isinstance(slab, QuantizedSlab):
+        if config.quantization is not None:
+            read_quantized(quantized_parts(folder, config), config.quantization, slab)
+        slab.arrange()
     if config.tied and names.lm_head in stored:
         _warn_of_stale_head(tensors[names.embedding], *stored[names.lm_head])
     frequencies, scale = load_rope_frequencies(folder)

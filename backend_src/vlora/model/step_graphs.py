@@ -275,10 +275,12 @@ class StepGraphs:
             self._device, step.inputs, step.attention, *parts, into=inputs
         )
         its_placed = iter(placed)
-        segments, lm_head_segments = (
-            Segments() if part is None else part.captured(next(its_placed))
-            for part in (step.lora, step.lm_head)
-        )
+        segments = lm_head_segments = Segments()
+        if self._layout is not None:
+            segments, lm_head_segments = (
+                Segments() if part is None else part.captured(next(its_placed), self._layout)
+                for part in (step.lora, step.lm_head)
+            )
         out = self._output()[: len(tokens)]
 
         def work() -> None:

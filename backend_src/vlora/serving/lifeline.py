@@ -28,8 +28,9 @@ class Lifeline:
     **Invariant:** if the server ends, this process ends shortly afterwards, even in the middle of
     its work. Before that, the process unlinks the shared memory that a killed server leaves behind.
 
-    The thread cannot act while another thread holds the interpreter's lock, as Triton does while it
-    waits for the answer to a metric's new value. `launcher/guard.py` ends such a process.
+    The thread cannot act while another thread holds the interpreter's lock. Triton's Python backend
+    holds the lock while it sends a metric's new value to the server and waits for the reply. A
+    server that was killed never replies. `launcher/guard.py` then ends this process.
     """
 
     def __init__(self, model: str) -> None:

@@ -1,9 +1,9 @@
 """The `lmm` model without Triton: passes requests to the engine and its outputs to the clients.
 
-`handle` reads a request, submits it to the engine and returns. If the request has images, a long
-prompt or a structure, a pool thread encodes the images and submits the request instead. The
-engine's response thread calls the request's sink with each output, and the sink sends the response.
-A watcher thread asks every live responder whether its client has disconnected.
+`handle` reads a request, submits it to the engine and returns. For a request with images, a long
+prompt or a structure, a pool thread encodes the images and submits the request. The engine's
+response thread passes each output to `_answer`, which sends the response. A watcher thread checks
+whether the clients of live requests have disconnected.
 
 This module does not depend on Triton or on how an answer is computed.
 """
@@ -110,20 +110,23 @@ class _Encoding:
 class LmmService:
     """Answers `lmm` requests with an engine.
 
-    The service owns the responders of live requests: a responder is in `_live` from `handle` until
-    its final response, and at no other time. While a request is also in `waiting`, several threads
-    may try to take it: the pool thread that continues with it, and threads that end it early. The
-    thread that removes the request from `waiting` continues with it or ends it.
+    The service owns the responders of live requests. A responder is in `_live` from `handle` until
+    its final response.
 
-    pool: threads that call `encode`, which blocks, and submit long prompts. The engine has admitted
-        the requests that wait for a thread, so they count as part of its queue.
+    Before a pool thread submits a request, it removes the request from `waiting`. Other threads may
+    remove the request earlier, to end it. Only the thread that removed the request may submit or
+    end it.
+
+    encode: returns the features of a request's images. The call blocks.
+    pool: threads that call `encode` and submit long prompts. Requests that wait for a thread have
+        been admitted, so they count as part of the engine's queue.
     stamps: reads the arrival time of a request, and makes arrival stamps for the encoder.
     waiting: requests that wait for a pool thread, or whose images are being encoded.
-    observe: returns the observer for a new request.
+    observe: returns a function that is called with every output of a new request.
     cancel_elsewhere: passes the id of a cancelled request to `lmm_unary` and `vision_encoder`, in
         which the request may still be queued. The call blocks, and may raise any error.
     routes: whether to choose an adapter for requests that name none.
-    describe: returns the answer to a request with `describe`.
+    describe: returns the answer to a request with the input `describe`.
     """
 
     def __init__(

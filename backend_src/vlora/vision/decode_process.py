@@ -56,14 +56,20 @@ class DecodeProcess:
         self._connection = connection
 
     def begin(self, limits: Limits) -> None:
-        """Begin a request. From now on, the limits of processor time and memory apply."""
+        """Tell the process that a request begins.
+
+        The limits of processor time and memory apply from now on.
+        """
         data = protocol.LIMITS.pack(
             limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
         )
         self._send(protocol.BEGIN, b"", data)
 
     def end(self) -> None:
-        """End a request. Processor time is not counted until the next one."""
+        """Tell the process that the request has no more elements.
+
+        Its processor time is not counted until the next request begins.
+        """
         self._send(protocol.END, b"", b"")
 
     def decode(

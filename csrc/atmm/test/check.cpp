@@ -15,6 +15,7 @@
 #include "atmm/kernels.h"
 #include "check_attention.h"
 #include "check_operator.h"
+#include "check_quantized.h"
 #include "runtime/dispatch.h"
 #include "runtime/kernel_scope.h"
 #include "runtime/large_pages.h"
@@ -116,6 +117,7 @@ int main(int argc, char** argv) {
           check_attention(runtime::Isa(i));
           check_product(runtime::Isa(i));
           check_elementwise(runtime::Isa(i));
+          check_quantized(runtime::Isa(i));
         }
     };
     std::thread(run).join();  // the leak check fails if the thread does not free its scratch

@@ -6,6 +6,7 @@ not wait for its adapters computes with NaN.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.support.fake_device import FakeDevice, fake_gpu
 from tests.support.gpu_engines import small_options
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.groups import PendingCopies
+from vlora.atmm.types import LoraPair
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import OutOfMemory
@@ -126,6 +128,51 @@ def test_a_capture_contains_no_copies_of_adapters_that_another_thread_loads(
     assert device.graph_events == ["capture", "replay"]
 
 
+@pytest.mark.usefixtures("cuda_operator")
+def test_a_group_that_is_first_used_during_a_capture_is_not_part_of_the_graph(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Let another thread load the first adapter of the MLPs after a capture has been prepared.
+
+    Neither the step before the capture nor the tables of the groups know it.
+    """
+    asked = _ask("attention-r4", tokens=4)
+    (options.adapters / "all-r8").unlink()
+    expected = answers(Engine(options), asked)
+    capture, apply, calls = FakeDevice.capture, Library.apply, []
+
+    def disturbed(device: FakeDevice, work: Callable[[], object]) -> Graph:
+        for group in unused if not calls else ():
+            group.append([_zeros(device, group.d_in, d_out) for d_out in group.d_outs])
+        calls.append(0)
+        graph = capture(device, work)
+        calls.append(0)
+        return graph
+
+    def counting(*arguments: Any) -> None:
+        if calls:
+            calls[-1] += 1
+        apply(*arguments)
+
+    with fake_gpu():
+        engine = Engine(options)
+        groups = engine._runner._decoder.lora_groups
+        unused = [group for group in groups if not group.ever_used]
+        assert 0 < len(unused) < len(groups)
+        monkeypatch.setattr(FakeDevice, "capture", disturbed)
+        monkeypatch.setattr(Library, "apply", counting)
+        assert answers(engine, asked) == expected
+    # The second graph replaces the first and applies all groups.
+    assert calls[0] == len(groups) - len(unused)
+    assert calls[2] == len(groups)
+    assert (engine._runner.graphs.captured, engine._runner.graphs.discarded) == (2, 1)
+
+
+def _zeros(device: FakeDevice, d_in: int, d_out: int) -> LoraPair:
+    shapes = ((8, d_in), (d_out, 8))
+    return LoraPair(*(device.zeros(*shape, dtype=torch.float32) for shape in shapes))
+
+
 def test_the_reference_operator_waits_too(options: Options) -> None:
     expected = answers(Engine(options), _ask("attention-r4"))
     with fake_gpu() as device:
@@ -164,6 +211,27 @@ def test_an_adapter_may_be_evicted_while_it_is_copied(options: Options) -> None:
         assert [one.name for one in engine.adapters.resident.values()] == ["attention-r4"]
         assert answers(engine, _ask("all-r8")) == expected[0]
         assert engine.stats().adapter_evictions == 2
+
+
+@pytest.mark.usefixtures("cuda_operator")
+def test_small_adapters_are_not_loaded_on_the_engines_thread(
+    options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load may wait for earlier ones, and meanwhile other requests would not be served."""
+    load, threads = FakeDevice.load, set[int]()
+
+    def noting(device: FakeDevice, tensors: Sequence[torch.Tensor]) -> Load:
+        threads.add(threading.get_ident())
+        return load(device, tensors)
+
+    monkeypatch.setattr(FakeDevice, "load", noting)
+    with fake_gpu():
+        engine = Engine(_with_pool_for_one(options))
+        for name in NAMES:
+            answers(engine, _ask(name))
+        assert engine.stats().adapter_evictions > 0
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def _with_pool_for_one(options: Options) -> Options:

@@ -6,13 +6,11 @@ anything with other arguments than were captured.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.support.engine_client import answers, request
 from tests.support.fake_device import GRAPH_BYTES, FakeDevice, fake_gpu
@@ -21,7 +19,6 @@ from tests.support.modes import drive
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.ids import BASE
-from vlora.memory.device import HOST
 from vlora.model import step_graphs
 from vlora.model.rotary import RotaryTable
 from vlora.request import Request
@@ -223,55 +220,6 @@ def test_memory_that_grows_replaces_the_graphs(
     assert engine.stats().graphs_captured == 1 + engine._runner.graphs.discarded > 1
 
 
-def test_the_fake_device_refuses_a_graph_that_has_become_stale() -> None:
-    with fake_gpu() as device:
-        memory = [torch.zeros(3)]
-        graph = device.capture(lambda: memory[0].add_(1))
-        graph.replay()
-        memory.append(memory.pop().clone())
-        memory.insert(0, torch.zeros(3))
-        with pytest.raises(AssertionError, match="which has changed"):
-            graph.replay()
-        with pytest.raises(AssertionError, match="a graph cannot contain '_local_scalar_dense'"):
-            device.capture(lambda: memory[0].sum().item())
-    with pytest.raises(RuntimeError, match="CPU cannot be captured"):
-        HOST.capture(lambda: None)
-
-
-def test_a_capture_on_the_fake_device_has_no_effect_and_leaves_no_results() -> None:
-    """A capture executes no work, and its temporary tensors hold NaN after each replay."""
-    with fake_gpu() as device:
-        memory, results = torch.zeros(3), []
-        graph = device.capture(lambda: results.append(memory.add_(1).mul(2)))
-        assert memory.tolist() == [0, 0, 0]
-        graph.replay()
-        assert memory.tolist() == [1, 1, 1]
-        assert len(results) == 2
-        assert all(result.isnan().all() for result in results)
-
-
-def test_tensors_of_the_fake_device_cannot_be_mixed_with_those_of_the_host() -> None:
-    with fake_gpu() as device:
-        ours, host = device.zeros(3, dtype=torch.float32), torch.ones(3)
-        assert ours.device == device.torch_device != host.device
-        for mixed in (
-            lambda: ours + host,
-            lambda: torch.cat([ours.mul(2), host]),
-            lambda: torch.equal(host, ours.view(3)),
-            lambda: host[torch.zeros(1, dtype=torch.int64, device=ours.device)],
-        ):
-            with pytest.raises(RuntimeError, match="to be on the same device"):
-                mixed()
-        with pytest.raises(TypeError, match="to numpy"):
-            ours.numpy()
-        ours.copy_(host)
-        (uploaded,) = device.upload([host])
-        assert (uploaded + ours + 1).cpu().numpy().tolist() == [3, 3, 3]
-        assert (ours.cpu() + host).tolist() == (ours.to("cpu") + host).tolist() == [2, 2, 2]
-        assert (host.to(ours.device) + torch.empty(3, device=ours.device).fill_(1)).sum() == 6
-    assert (ours + host).tolist() == [2, 2, 2]
-
-
 @pytest.mark.usefixtures("cuda_operator")
 def test_the_loops_thread_computes_on_the_engines_device(options: Options) -> None:
     asked = _requests("all-r8", None, tokens=8)
@@ -280,18 +228,6 @@ def test_the_loops_thread_computes_on_the_engines_device(options: Options) -> No
         tokens = answers_of_loop(Engine(options), asked)
         assert tokens == {name: tokens for name, (tokens, _) in expected.items()}
         assert "replay" in device.graph_events
-        errors: list[BaseException] = []
-
-        def allocate() -> None:
-            try:
-                device.zeros(1, dtype=torch.float32)
-            except AssertionError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=allocate)
-        thread.start()
-        thread.join()
-        assert len(errors) == 1, "the fake device tells threads apart"
 
 
 def test_rows_and_pages_are_padded_to_few_sizes() -> None:

@@ -19,7 +19,7 @@ from tests.support.gpu_engines import (
 from vlora.atmm import op
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.memory.cuda_device import CudaDevice
+from vlora.memory.cuda_device import MAX_LOADS, CudaDevice
 from vlora.memory.device import Load
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.images import DecodedImage
@@ -105,16 +105,69 @@ def test_work_that_cannot_be_captured_leaves_the_stream_as_it_was() -> None:
     assert torch.cuda.memory_reserved() <= held + (128 << 20)
 
 
-def test_adapters_are_loaded_from_another_thread_while_the_gpu_computes() -> None:
+def _sleep_before_loads(gpu: CudaDevice) -> None:
+    """Let the stream of loads wait for about 0.1 s before its next copy."""
+    with torch.cuda.stream(gpu._load_stream):
+        torch.cuda._sleep(200_000_000)
+
+
+def _prepare_memory_of_loads(gpu: CudaDevice, sources: list[torch.Tensor], count: int) -> None:
+    """Let `count` loads allocate nothing, and find NaN in their memory until they are copied."""
+    pinned = [gpu.load(sources) for _ in range(count)]
+    torch.cuda.synchronize()
+    del pinned
+    torch.cuda.empty_cache()
+    size = count * sum(source.numel() for source in sources)
+    with torch.cuda.stream(gpu._load_stream):
+        held = torch.full((size,), torch.nan, device="cuda")
+    torch.cuda.synchronize()
+    del held
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_work_that_waits_for_a_late_load_finds_its_copy(waits: bool) -> None:
+    """Delay each copy. Without `wait`, the same work must find NaN, so this test can fail."""
     gpu = CudaDevice(0)
-    sources = [[torch.randn(512, 1024), torch.randn(1024, 512)] for _ in range(40)]
+    sources = [torch.randn(256, 1024), torch.randn(512, 256)]
+    # The first product loads a kernel, which takes long.
+    torch.mm(*(torch.zeros_like(source, device="cuda") for source in reversed(sources)))
+    _prepare_memory_of_loads(gpu, sources, MAX_LOADS // 2)
+    loads: list[Load] = []
+    products: list[torch.Tensor] = []
+    for _ in range(MAX_LOADS // 2):
+        _sleep_before_loads(gpu)
+        loads.append(gpu.load(sources))
+        if waits:
+            loads[-1].wait()
+        a, b = loads[-1].tensors
+        products.append(b @ a)
+    for product in products:
+        if waits:
+            expected = sources[1] @ sources[0]
+            torch.testing.assert_close(product.cpu(), expected, rtol=1e-3, atol=1e-2)
+        else:
+            assert product.isnan().all()
+
+
+def test_adapters_are_loaded_from_another_thread_while_the_gpu_computes() -> None:
+    """Start more loads than may be under way, each of them late."""
+    gpu = CudaDevice(0)
+    sources = [[torch.randn(512, 1024), torch.randn(1024, 512)] for _ in range(2 * MAX_LOADS)]
     side = torch.randn(4096, 4096, device="cuda")
     loads: list[Load] = []
+
+    def load_all() -> None:
+        for tensors in sources:
+            gpu.make_current()
+            _sleep_before_loads(gpu)
+            loads.append(gpu.load(tensors))
+
     for _ in range(50):
         side = torch.mm(side, side).clamp_(-1, 1)
-    thread = threading.Thread(target=lambda: loads.extend(map(gpu.load, sources)))
+    thread = threading.Thread(target=load_all)
     thread.start()
     thread.join()
+    assert not gpu._loads[-1].query(), "the last loads are still under way"
     for load, tensors in zip(loads, sources, strict=True):
         load.wait()
         a, b = load.tensors

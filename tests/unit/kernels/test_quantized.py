@@ -11,16 +11,16 @@ import torch
 from benchmarks.machine import is_compiled
 from vlora import native
 from vlora.backends import Backend
-from vlora.kernels import quantize as quantize_module
-from vlora.kernels import quantized
-from vlora.kernels.quantize import quantize
+from vlora.kernels import panels, quantized
 from vlora.kernels.quantized import (
     ZERO_STEPS,
     Format,
     QuantizedMatrix,
     QuantizedWeight,
     allocate,
+    arrange,
     dequantize,
+    in_rows,
     unpack,
 )
 
@@ -30,7 +30,7 @@ FORMATS = [
     Format(8, 128),
     *(Format(4, group, zeros) for group, zeros in ((32, True), (64, False), (128, True))),
 ]
-SHAPES = ((1, 1), (50, 100), (131, 257))
+SHAPES = ((1, 1), (50, 100), (131, 257), (8, 31), (48, 832))
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +52,17 @@ def random_weight(
     return weight
 
 
+def arranged(weight: QuantizedWeight, backend: Backend) -> QuantizedWeight:
+    """Return a copy of a matrix in the layout of the backend's kernels."""
+    copy = replace(
+        weight,
+        values=weight.values.clone(),
+        scales=weight.scales.clone(),
+        zeros=None if weight.zeros is None else weight.zeros.clone(),
+    )
+    return copy if backend == "reference" else arrange(copy)
+
+
 def check(
     weight: QuantizedWeight,
     all_rows: Sequence[int],
@@ -60,9 +71,10 @@ def check(
 ) -> None:
     """Compare products with those of the dequantized matrix in double precision."""
     matrix = dequantize(weight).double()
+    multiplied = QuantizedMatrix(arranged(weight, backend), bias)
     for rows in all_rows:
         x = torch.randn(rows, weight.depth)
-        product = QuantizedMatrix(weight, bias)(x, backend=backend)
+        product = multiplied(x, backend=backend)
         expected = x.double() @ matrix.T + (0 if bias is None else bias.double())
         allowed = torch.full_like(expected, 2e-5)
         if weight.dtype == torch.bfloat16 and backend != "reference":
@@ -98,7 +110,7 @@ def test_large_matrices_are_multiplied_in_pieces(backend: Backend, form: Format)
 def test_rows_may_be_strided_and_inputs_reordered(backend: Backend, form: Format) -> None:
     wide = torch.randn(20, 300)
     for rows in (3, 20):
-        weight = random_weight(form, 33, 100)
+        weight = random_weight(form, 32, 100)
         ordered = QuantizedWeight(
             form,
             weight.values,
@@ -109,14 +121,107 @@ def test_rows_may_be_strided_and_inputs_reordered(backend: Backend, form: Format
             order=torch.randperm(100),
         )
         x = wide[:rows, 17:117]
-        for each in (weight, ordered):
+        for each in (weight, arranged(weight, backend), ordered):
             product = QuantizedMatrix(each)(x, backend=backend)
             torch.testing.assert_close(product, x @ dequantize(each).T, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 4], ids=lambda form: form.name)
+def test_any_few_rows_are_multiplied_in_either_layout(
+    backend: Backend, form: Format, dtype: torch.dtype
+) -> None:
+    """Numbers of outputs that fill panels, and one that does not; depths that end in any group."""
+    for width, depth in ((24, 95), (72, 600), (40, 2100), (27, 600)):
+        weight = random_weight(form, width, depth, dtype)
+        check(weight, range(1, 18), backend, torch.randn(width))
+        matrix = arranged(weight, backend)
+        expected = backend != "reference" and panels.are_preferred() and width % 8 == 0
+        assert matrix.panels == expected
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 40])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, rows: int) -> None:
+    """Errors are relative to the sum of absolute products, for values of mixed magnitudes."""
+    depth = 608
+    weight = random_weight(form, 32, depth)
+    # In some outputs, inputs that are far larger than the others of their group have the weight 0.
+    values, large = unpack(weight), torch.arange(5, depth, 32)
+    values[:8, large] = values[:8, large + 3] = 8 if form.bits == 4 else 0
+    zeros = torch.randint(-64, 192, weight.scales.shape) / ZERO_STEPS
+    zeros[:8] = 8
+    weight.fill(values, weight.scales.clone(), zeros if form.zeros else None)
+    matrix = QuantizedMatrix(arranged(weight, backend))
+    exact = dequantize(weight).double()
+    x = torch.randn(rows, depth)
+    mixed = x * 10 ** torch.linspace(-8, 8, depth)[torch.randperm(depth)]
+    outliers = x.clone()
+    outliers[:, large] *= 1e4
+    two_outliers = outliers.clone()
+    two_outliers[:, large + 3] *= 1e7
+    for each in (x, mixed, outliers, two_outliers, x * 1e-18, outliers * 1e18):
+        expected = each.double() @ exact.T
+        sizes = each.abs().double() @ exact.abs().T
+        error = (matrix(each.float(), backend=backend) - expected).abs()
+        assert (error <= 2**-19 * sizes).all()
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_spoils_its_row_only(
+    backend: Backend, form: Format, bad: float
+) -> None:
+    matrix = QuantizedMatrix(arranged(random_weight(form, 24, 300), backend))
+    x = torch.randn(5, 300)
+    expected = matrix(x, backend=backend)
+    x[3, 290] = bad
+    product = matrix(x, backend=backend)
+    assert not product[3].isfinite().any()
+    others = [0, 1, 2, 4]
+    assert torch.equal(product[others], expected[others])
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+def test_rows_of_zeros_and_of_tiny_and_huge_values_are_multiplied(
+    backend: Backend, form: Format
+) -> None:
+    weight = random_weight(form, 16, 100)
+    matrix = QuantizedMatrix(arranged(weight, backend))
+    x = torch.tensor([0.0, 1e-20, 1e-38, 1e-42, 1e20, 1e35])[:, None].expand(6, 100).contiguous()
+    product = matrix(x, backend=backend)
+    sizes = x.abs().double() @ dequantize(weight).abs().double().T
+    error = (product - x.double() @ dequantize(weight).double().T).abs()
+    assert (error <= 1e-6 * sizes + 1e-33).all()
+
+
+@pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 4], ids=lambda form: form.name)
+def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(form: Format) -> None:
+    for width, depth in ((8, 1), (40, 130), (400, 6000)):
+        weight = random_weight(form, width, depth)
+        copy = arranged(weight, "reference")
+        panels.interleave(copy.values, copy.scales, copy.zeros)
+        copy = replace(copy, panels=True)
+        assert not torch.equal(copy.values, weight.values)
+        assert torch.equal(unpack(copy), unpack(weight))
+        assert torch.equal(dequantize(copy), dequantize(weight))
+        assert torch.equal(in_rows(copy).values, weight.values)
+
+
+def test_other_instruction_sets_refuse_panels(backend: Backend) -> None:
+    weight = replace(random_weight(Format(4, 32), 16, 64), panels=True)
+    x = torch.zeros(3, 64)
+    if backend == "reference" or panels.are_preferred():
+        assert QuantizedMatrix(weight)(x, backend=backend).isfinite().all()
+        return
+    with pytest.raises(ValueError, match=r"weights in panels, .* only avx2"):
+        QuantizedMatrix(weight)(x, backend=backend)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 11, 70])
 def test_a_gated_product_is_the_gate_of_the_product(backend: Backend, rows: int) -> None:
-    matrix = QuantizedMatrix(random_weight(Format(4, 32), 96, 130), torch.randn(96))
+    weight = random_weight(Format(4, 32), 96, 130)
+    matrix = QuantizedMatrix(arranged(weight, backend), torch.randn(96))
     x = torch.randn(rows, 130)
     gates, ups = matrix(x, backend="reference").chunk(2, dim=1)
     expected = torch.nn.functional.silu(gates) * ups
@@ -129,88 +234,9 @@ def test_no_memory_after_rows_of_x_is_read(backend: Backend, form: Format) -> No
         memory = torch.full((rows * 37 + 64,), float("nan"))
         x = memory[: rows * 37].view(rows, 37)
         x.copy_(torch.randn(rows, 37))
-        assert QuantizedMatrix(random_weight(form, 11, 37))(x, backend=backend).isfinite().all()
-
-
-@pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 8], ids=lambda form: form.name)
-def test_no_group_of_int8_has_a_larger_error_than_by_its_largest_value(form: Format) -> None:
-    for depth in (30, 64, 100, 576):
-        matrix = torch.randn(20, depth)
-        matrix[3] = 0
-        weight = allocate(form, 20, depth, torch.float32)
-        quantize(matrix, weight)
-        restored = dequantize(weight)
-        assert (restored[3] == 0).all()
-        group = form.group or depth
-        for start in range(0, depth, group):
-            part = matrix[:, start : start + group]
-            step = part.abs().amax(dim=1, keepdim=True).clamp_min(1e-9) / 127
-            plain = (part / step).round() * step - part
-            error = restored[:, start : start + group] - part
-            assert (error.norm(dim=1) <= 1.0001 * plain.norm(dim=1)).all()
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-@pytest.mark.parametrize("shift", [0.0, 0.5, -3.0])
-def test_int4_has_a_smaller_error_than_rounding_between_the_extremes(
-    group: int, shift: float
-) -> None:
-    """Each group of a matrix that is quantized in several parts, compared in double precision."""
-    rows, depth = 300, 5 * 128
-    matrix = torch.randn(rows, depth, generator=torch.Generator().manual_seed(1)) + shift
-    weight = allocate(Format(4, group, zeros=True), rows, depth, torch.float32)
-    quantize(matrix, weight)
-    grouped = matrix.double().view(rows, -1, group)
-    low = grouped.amin(dim=2, keepdim=True).clamp_max(0)
-    step = (grouped.amax(dim=2, keepdim=True).clamp_min(0) - low) / 15
-    plain = ((grouped - low) / step).round() * step + low - grouped
-    error = dequantize(weight).double().view(rows, -1, group) - grouped
-    assert (error.norm(dim=2) <= 1.1 * plain.norm(dim=2)).all()
-    assert error.norm() <= 0.99 * plain.norm()
-
-
-@pytest.mark.parametrize("group", [32, 64, 128])
-def test_no_group_of_int4_has_a_larger_error_than_fitted_from_its_extremes(
-    group: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    matrix = torch.randn(200, 4 * group, generator=torch.Generator().manual_seed(2))
-    errors = []
-    for ranges in (quantize_module.RANGES, (1.0,)):
-        monkeypatch.setattr(quantize_module, "RANGES", ranges)
-        weight = allocate(Format(4, group, zeros=True), *matrix.shape, torch.float32)
-        quantize(matrix, weight)
-        errors.append((dequantize(weight) - matrix).view(-1, group).norm(dim=1))
-    best, from_extremes = errors
-    assert (best <= 1.0001 * from_extremes).all()
-    assert best.norm() < 0.99 * from_extremes.norm()
-
-
-@pytest.mark.parametrize("group", [32, 128])
-def test_int4_represents_groups_of_zeros_and_of_one_value(group: int) -> None:
-    matrix = torch.tensor([0.0, 0.25, -7.0, 1e-30])[:, None].expand(4, 200)
-    weight = allocate(Format(4, group, zeros=True), 4, 200, torch.float32)
-    quantize(matrix, weight)
-    torch.testing.assert_close(dequantize(weight), matrix, rtol=1e-6, atol=0)
-
-
-def test_quantizing_int4_again_changes_nothing() -> None:
-    weight = random_weight(Format(4, 64, zeros=True), 16, 128)
-    values = unpack(weight)
-    values[:, (0, 64)], values[:, (1, 65)] = 0, 15
-    zeros = torch.randint(0, 15 * ZERO_STEPS, weight.scales.shape) / ZERO_STEPS
-    weight.fill(values, weight.scales.clone(), zeros)
-    again = allocate(weight.format, 16, 128, torch.float32)
-    quantize(dequantize(weight), again)
-    assert torch.equal(unpack(again), values)
-    assert weight.zeros is not None
-    assert again.zeros is not None
-    assert torch.equal(again.zeros, weight.zeros)
-    torch.testing.assert_close(again.scales, weight.scales, rtol=1e-5, atol=0)
-
-
-def test_int4_without_zeros_is_not_quantized() -> None:
-    with pytest.raises(ValueError, match="int4 needs zeros"):
-        quantize(torch.ones(4, 64), allocate(Format(4, 32), 4, 64, torch.float32))
+        for width in (8, 11):
+            matrix = QuantizedMatrix(arranged(random_weight(form, width, 37), backend))
+            assert matrix(x, backend=backend).isfinite().all()
 
 
 @pytest.mark.parametrize(
@@ -238,3 +264,4 @@ def test_the_layout_has_the_same_constants_in_python_and_in_the_kernels() -> Non
     assert (module.BLOCK, module.WHOLE_ROW) == (quantized.BLOCK, quantized.WHOLE_ROW)
     assert module.MIDDLE == quantized.SYMMETRIC_ZERO
     assert module.ZERO_STEP == 1 / ZERO_STEPS
+    assert module.PANEL_ROWS == panels.PANEL_ROWS

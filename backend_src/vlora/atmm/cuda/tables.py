@@ -54,6 +54,8 @@ class DeviceGroup:
         """Version of each copied slot, as in the `versions` of the group that it was copied from.
         """
         self.tables: list[torch.Tensor] = []
+        self._table = torch.empty(0, dtype=torch.int64)
+        """Memory of all tables, [outputs, capacity, 3]."""
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
         self._keep_all = keep
         self._keep: dict[int, list[torch.Tensor]] = {}
@@ -96,23 +98,24 @@ class DeviceGroup:
 
     def ready(self) -> None:
         """Update the tables on the device. Call this before a call of the library or a capture."""
-        if self.tables and self.slots <= self.capacity:
+        if not self.tables or self.slots > self.capacity:
+            while self.capacity < self.slots:
+                self.capacity *= 2
+            missing = [NO_ADAPTER] * (self.capacity - self.slots)
+            # The previous tables are freed only after the kernels that were launched with them.
+            self._table = self._copied([[*rows, *missing] for rows in self._rows])
+            self.tables = list(self._table.unbind())
+        elif changed := sorted(self._changed):
             # Update the tables in place, since a captured graph reads them.
-            for slot in sorted(self._changed):
-                for table, rows in zip(self.tables, self._rows, strict=True):
-                    row = torch.tensor(rows[slot], pin_memory=self.device.type == "cuda")
-                    table[slot].copy_(row, non_blocking=True)
-            self._changed.clear()
-            return
+            rows = [[(slot, *rows[slot]) for slot in changed] for rows in self._rows]
+            entries = self._copied(rows)
+            self._table.index_copy_(1, entries[0, :, 0], entries[:, :, 1:])
         self._changed.clear()
-        while self.capacity < self.slots:
-            self.capacity *= 2
-        missing = [NO_ADAPTER] * (self.capacity - self.slots)
-        # The previous tables are freed only after the kernels that were launched with them.
-        self.tables = [
-            torch.tensor([*rows, *missing], dtype=torch.int64, device=self.device)
-            for rows in self._rows
-        ]
+
+    def _copied(self, values: Sequence[Sequence[tuple[int, ...]]]) -> torch.Tensor:
+        """Return numbers as an int64 tensor on the device, which one transfer copies there."""
+        pinned = torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
+        return pinned.to(self.device, non_blocking=True)
 
     def _store(
         self, slot: int, given: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]

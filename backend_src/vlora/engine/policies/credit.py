@@ -17,20 +17,24 @@ from vlora.ids import BASE
 class CreditConfig:
     """Constants of Algorithm 1, and one switch for each of our changes to it (decision 41).
 
+    A request whose credit is above θ is starved. The candidate is the adapter that may be merged:
+    the one with the most requests. R is the set of requests that could be computed. Line 5 merges
+    the candidate if fewer than half of MaxBS requests are starved, and more than half of MaxBS
+    requests use the candidate.
+
     max_batch: MaxBS, the maximum number of requests in a step.
-    theta_min: lower bound of θ in seconds. θ is the credit above which a request is starved.
-    theta_factor: θ is at least this multiple of the median wait. In the paper, θ is a constant.
-        Under overload, all requests would exceed a constant, and every step would be unmerged.
-    max_wait: upper bound of θ in seconds. It bounds the waits, because a request that has waited
-        this long is always starved.
-    compare_to_ready: in both tests of line 5, compare the number of requests with half of
-        min(MaxBS, |R|) instead of half of MaxBS. R is the set of requests that could be computed.
-        With MaxBS, nothing is ever merged at low load.
-    exclude_own_starved: in the first test of line 5, do not count starved requests of the candidate
-        adapter, since they need no deLoRA.
-    ties_keep_live: among adapters with equally many requests, choose the live one.
-    base_is_candidate: let the base model be the candidate. It has no weights to merge.
-    sort_by_credit: sort starved requests by falling credit instead of by arrival.
+    theta_min: lower bound of θ in seconds. In the paper, θ is this constant.
+    theta_factor: θ is at least theta_factor · median wait. With a constant θ, all requests would be
+        starved under overload, and every step would be unmerged.
+    max_wait: upper bound of θ in seconds. A request that has waited this long is always starved, so
+        waits are bounded.
+    compare_to_ready: in line 5, replace MaxBS by min(MaxBS, |R|). With MaxBS, nothing would ever be
+        merged at low load.
+    exclude_own_starved: in line 5, do not count starved requests that use the candidate. If the
+        candidate is merged, they need no deLoRA.
+    ties_keep_live: if the live adapter is among those with the most requests, it is the candidate.
+    base_is_candidate: also consider the base model, for which no weights need to be merged.
+    sort_by_credit: order starved requests by falling credit instead of by arrival.
     """
 
     max_batch: int

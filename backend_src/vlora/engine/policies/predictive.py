@@ -1,12 +1,14 @@
 """The policy that maximizes the predicted gain per second of a step, and merges an adapter if that
 saves time.
 
-It goes beyond the paper (decision 43). The gain of a step is a sum over its requests: the share of
-the request's total work that the step completes. Requests that are decoding continue if the step
-reads their adapter, because one more row costs little. A prompt delays all other requests while it
-is computed. An adapter that the step does not read yet costs the time to read it, which all
-requests with that adapter share. Therefore, prompts and new adapters are added only if they raise
-the gain per second. Prompts with the least remaining work are tried first.
+It goes beyond the paper (decision 43). A request's part of the gain is the share of its total work
+that the step completes. The gain of a step is the sum of these parts.
+
+- A decoding request is added if the step reads its adapter anyway, because a row costs little.
+- Any other decoding request causes its adapter to be read. It is added only if it raises the gain
+  per second.
+- A prompt delays all requests of the step. It is added only if it raises the gain per second.
+  Prompts with the least remaining work are tried first.
 """
 
 from __future__ import annotations
@@ -186,9 +188,9 @@ class _RemainingWork:
 class _PlannedStep:
     """A step to which requests are added one by one.
 
-    A request is added if that raises the step's gain (see the module's docstring) per predicted
-    second. For this decision, the time to read an adapter is divided among all requests with that
-    adapter, so that the first of them does not bear all of it.
+    `consider` adds a request only if that raises the step's gain per predicted second. The module's
+    docstring defines the gain. For this decision, the time to read an adapter is divided by the
+    number of requests that use the adapter. Otherwise the first of them would bear all of it.
     """
 
     def __init__(

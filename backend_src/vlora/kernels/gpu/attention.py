@@ -133,19 +133,21 @@ def decode_kernel(
     ROTATE: tl.constexpr,
     NORM: tl.constexpr,
 ):
-    """Compute the attention of the query heads of one row that share a key head, over one part of
-    the row's context.
+    """Compute attention for one row, one KV head and one part of the row's context.
 
-    The parts of a context have equal lengths, which are multiples of TILE; only the last may be
-    shorter. With one part, the result is written to `out`. With several, each normalized result is
-    written to `partial`, and the base-2 logarithm of its sum of exponentials to `log_sums`. The
-    program that completes the last part combines the results of all parts, and resets the counter
-    of its row and key head to 0. A row whose `end` is 0 has no context.
+    The program handles all query heads that share the KV head. The context is divided into SPLITS
+    parts of equal length, a multiple of TILE. The last parts may be shorter or empty. A row whose
+    `end` is 0 has no context.
 
-    With ROTATE, `query` has rows before rotation: query heads, key heads, value heads. The program
-    normalizes and rotates the query and key heads that it needs. The program of the last position
-    writes the row's key and value to their page; no program reads them from there. With NORM, query
-    and key heads are replaced by their RMS norms before they are rotated.
+    If SPLITS is 1, the program writes the result to `out`. Otherwise each program writes its
+    normalized result to `partial`, and the base-2 logarithm of its sum of exponentials to
+    `log_sums`. Then it increments the counter of the row and KV head. The program that finishes
+    last combines the results of all parts in `out`, and resets the counter to 0.
+
+    With ROTATE, a row of `query` has query heads, key heads and value heads, which are not rotated
+    yet. The program rotates the query heads. The program whose part contains the row's own position
+    also rotates the row's key, and writes the key and the value to their page. No other program of
+    the launch reads them. With NORM, RMS norm is applied to query and key heads before rotation.
     """
     number = tl.program_id(0)
     kv_head = tl.program_id(1)

@@ -1,10 +1,11 @@
 """GPU kernels that draw tokens without sorting the vocabulary; `model/sampler.py` defines the
 draws.
 
-Each program reads one chunk of a row. The weights of a row are exp((logit - maximum) / temperature)
-in fp32, and their sums are fp64. Only tokens whose weight is above a floor are candidates. The
-floor is chosen so that the candidates include every token that top-k and top-p leave. These tokens
-are found by bisection, and one of them is drawn with a random number from the host.
+The weight of a token is exp((logit - maximum of the row) / temperature) in fp32. Sums of weights
+are fp64. The kernels that read logits handle one chunk of a row per program. The candidates of a
+row are the tokens whose weight is at least a floor. The floor is so low that the candidates include
+every token that top-k and top-p leave. `pick_kernel` finds these tokens by bisection, and draws one
+of them with a random number from the host.
 """
 
 import triton
@@ -23,9 +24,7 @@ TINY = tl.constexpr(1.17549435e-38)
 
 @triton.jit
 def _weights(logits, largest, temperature, min_p):
-    """Return the weights of logits. Weights below `min_p`, and those of minus infinity,
-    become 0.
-    """
+    """Return the weights of logits. Weights below `min_p` and weights below TINY become 0."""
     weights = tl.exp((logits - largest) / temperature)
     return tl.where(weights < tl.maximum(min_p, TINY), 0.0, weights)
 
@@ -81,7 +80,7 @@ def chunk_mass_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Count and add up the weights of a chunk that are above each floor.
+    """Count and add up, for each floor, the weights of a chunk that are at least the floor.
 
     counts, masses: [draws, chunks, FLOORS] int32 and fp64.
     """
@@ -121,10 +120,11 @@ def compact_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Write the candidates of a chunk, in the order of their tokens, after those of earlier chunks.
+    """Write the candidates of one chunk of a row to the row's list of candidates.
 
-    The floor is the largest one for which the candidates include all tokens that top-k can leave.
-    Without top-k, top-p decides instead.
+    The list has the tokens of all chunks in ascending order. Of the FLOORS floors, the row uses the
+    largest one above which all tokens remain that top-k can leave. A row without top-k uses the
+    largest floor above which all tokens remain that top-p can leave.
 
     weights_out, tokens_out: [draws, width] fp32 and int32.
     found: [draws] number of candidates.
@@ -207,11 +207,14 @@ def pick_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """Draw one candidate in proportion to its weight, among those that top-k and top-p leave.
+    """Apply top-k and top-p to the candidates of a row, and draw one of the remaining tokens.
 
-    If several tokens have the smallest weight of the top-p set and not all of them are needed, the
-    set contains those with the smallest ids. Top-k keeps all weights that equal the k-th. Bisection
-    uses the bits of the weights, since positive fp32 numbers have the same order as their bits.
+    The probability of a token is proportional to its weight. Top-k keeps all tokens whose weight
+    equals the k-th largest. Of the tokens that have the smallest weight in the top-p set, top-p
+    keeps only as many as it needs, those with the smallest ids.
+
+    Bisection finds the smallest weight to keep. It searches the bits of the weights as integers,
+    because positive fp32 numbers have the same order as their bits.
     """
     number = tl.program_id(0).to(tl.int64)
     weights += number * width

@@ -55,22 +55,26 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
 
 @dataclass(frozen=True)
 class VisionFamily:
-    """One vision architecture. The callables take transformers' configuration of the checkpoint.
+    """One vision architecture.
 
-    image_text: text for one image in a prompt, with the image token once.
+    image_text: text that stands for one image in a prompt. It contains the image token once.
     part: class of the model without its decoder; `from_pretrained` loads its weights.
     config_keys: keys of the configuration that affect image features.
-    grid: (config, processor, image) → (height, width) of an image's features in patches of the
+
+    The other attributes are functions. `config` is transformers' configuration of the checkpoint,
+    and `processor` is the image processor.
+
+    grid: (config, processor, image) → (height, width) of the image's features, in patches of the
         tower.
     features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
-    with_views: (clip settings, images of one request) → the same images with their views set (see
-        `DecodedImage.view`).
+    with_views: (clip settings, images of one request) → the images with `DecodedImage.view` set.
     preprocess: (processor, image) → pixels.
-    clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor; {} if
-        frames are prepared by the settings of the image processor.
-    load_processor: (checkpoint, config) → image processor. By default it is the checkpoint's own.
-    clip_text: number of frames → text for a clip in a prompt, with the image token once for each
-        row of the clip's layout; None if frames are separate images in a prompt.
+    clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor. {} if
+        frames of a clip are prepared like images.
+    load_processor: (checkpoint, config) → processor. By default, the checkpoint's own.
+    clip_text: (number of frames) → text that stands for a clip in a prompt. It contains the image
+        token once for each row of the clip in `ImageFeatures.layout`. The attribute is None if
+        prompts represent the frames as separate images.
     """
 
     model_type: str

@@ -1,0 +1,66 @@
+"""Int4 matrices in panels, the layout that is fastest with AVX2 (csrc/quantized/quantized.h).
+
+A panel has PANEL_ROWS adjacent rows, whose values, scales and zeros are interleaved. The functions
+here only move data. They do not know what it means.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from vlora import native
+
+PANEL_ROWS = 8
+"""Number of rows in a panel."""
+
+BYTES_AT_ONCE = 1 << 20
+"""Number of bytes of values that are interleaved together."""
+
+HALF_BLOCK = 16
+"""Number of bytes of a block that belong to its first 32 values, and to its last 32."""
+
+
+def are_preferred() -> bool:
+    """Return whether the kernels of the instruction set in use read int4 in panels."""
+    try:
+        return bool(native.kernels().quantized.prefers_panels())
+    except ImportError:
+        return False
+
+
+def interleave(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
+    """Rearrange the rows of a matrix into panels, in place.
+
+    values: [rows, row_bytes] uint8. The number of rows is a multiple of PANEL_ROWS.
+    scales, zeros: [rows, groups]; `zeros` may be None.
+    """
+    rows, row_bytes = values.shape
+    some = max(1, BYTES_AT_ONCE // (PANEL_ROWS * row_bytes)) * PANEL_ROWS
+    for first in range(0, rows, some):
+        part = values[first : first + some]
+        # The bytes of a block belong to its first and to its last values in turn.
+        halves = part.view(-1, HALF_BLOCK, 2).mT.contiguous().view(torch.int32)
+        part.view(torch.int32).copy_(_interleaved(halves.view(len(part), -1)))
+    for each in (scales, zeros):
+        if each is not None:
+            each.copy_(_interleaved(each))
+
+
+def separate(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return copies in rows of what `interleave` has rearranged."""
+    halves = _separated(values.view(torch.int32)).view(torch.uint8)
+    return (
+        halves.view(-1, 2, HALF_BLOCK).mT.contiguous().view(values.shape),
+        _separated(scales),
+        None if zeros is None else _separated(zeros),
+    )
+
+
+def _interleaved(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(-1, PANEL_ROWS, rows.shape[1]).mT.contiguous().view(rows.shape)
+
+
+def _separated(panels: torch.Tensor) -> torch.Tensor:
+    return panels.view(-1, panels.shape[1], PANEL_ROWS).mT.contiguous().view(panels.shape)

@@ -1,0 +1,136 @@
+// Checks of products with int8 and int4 weights against double precision.
+#include "check_quantized.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <vector>
+
+#include "quantized/quantized.h"
+#include "random_values.h"
+
+using namespace vlora;
+
+namespace {
+
+// A random matrix. Every buffer is exactly as large as its contents.
+struct Matrix {
+  quantized::Weight w;
+  std::vector<uint8_t> values;
+  std::vector<float> scales;
+  std::vector<int8_t> zeros;
+
+  explicit Matrix(bool panels) {
+    w.bits = panels ? 4 : any_of<int>({4, 8});
+    w.n = panels ? quantized::kPanelRows * draw(1, 10) : draw(1, 40);
+    w.k = any_of<int64_t>({draw(1, 64), draw(1, 300), 512, draw(513, 1100)});
+    w.group_shift = any_of<int>({5, 6, 7});
+    w.panels = panels;
+    if (w.bits == 8 && draw(0, 1)) w.group_shift = quantized::Weight::kWholeRow;
+    for (int64_t i = w.n * w.row_bytes(); i > 0; --i) values.push_back(uint8_t(draw(0, 255)));
+    for (int64_t i = w.n * w.groups(); i > 0; --i) {
+      scales.push_back(float(draw(10, 20)) / (w.bits == 4 ? 160 : 2560));
+      zeros.push_back(int8_t(draw(-64, 120)));
+    }
+    values.shrink_to_fit(), scales.shrink_to_fit(), zeros.shrink_to_fit();
+    w.values = values.data(), w.scales = scales.data();
+    w.zeros = w.bits == 4 && draw(0, 1) ? zeros.data() : nullptr;
+  }
+
+  double at(int64_t n, int64_t k) const {
+    const int64_t group = k >> w.group_shift;
+    if (w.panels) {
+      const int64_t panel = n / quantized::kPanelRows, row = n % quantized::kPanelRows;
+      const uint8_t* const first = values.data() + panel * quantized::kPanelRows * w.row_bytes();
+      const int64_t byte = k % 16, word = k / 32 * 4 + byte / 4;
+      const int both = first[(word * quantized::kPanelRows + row) * 4 + byte % 4];
+      return weight(k % 32 < 16 ? both & 15 : both >> 4,
+                    (panel * w.groups() + group) * quantized::kPanelRows + row);
+    }
+    const uint8_t* const row = values.data() + n * w.row_bytes();
+    const int64_t of_row = n * w.groups() + group;
+    if (w.bits == 8) return double(w.scales[of_row]) * int8_t(row[k]);
+    const int64_t in_block = k % quantized::kBlock, nibble = in_block / 16;
+    const int byte = row[k / quantized::kBlock * 32 + in_block % 16 * 2 + nibble / 2];
+    return weight(byte >> nibble % 2 * 4 & 15, of_row);
+  }
+
+ private:
+  double weight(int value, int64_t group) const {
+    return double(w.scales[group]) * (value - (w.zeros ? w.zero(group) : quantized::kMiddle));
+  }
+};
+
+void compare(const char* what, double actual, double expected, double tolerance) {
+  if (std::abs(actual - expected) <= tolerance) return;
+  std::printf("%s: %g instead of %g\n", what, actual, expected);
+  std::exit(1);
+}
+
+// Compares products by a gemv. error: its largest error relative to the sum of absolute products.
+void check_gemv(const quantized::Kernels& kernels, const quantized::Gemv& gemv,
+                const Matrix& matrix, double error) {
+  const quantized::Weight& w = matrix.w;
+  const int64_t rows = draw(1, kernels.max_gemv_rows), x_stride = w.k + draw(0, 3),
+                y_stride = w.n + draw(0, 3),
+                pieces = w.n / (w.panels ? quantized::kPanelRows : gemm::kStreams);
+  Values x(Dtype::kFp32, (rows - 1) * x_stride + w.k, 1), bias(Dtype::kFp32, w.n, 1);
+  auto* const x_values = reinterpret_cast<float*>(x.bytes.get());
+  // The products of a large value with its weight and with its zero may cancel.
+  for (int64_t outliers = w.zeros ? 0 : draw(0, 5); w.panels && outliers > 0; --outliers)
+    x_values[draw(0, int64_t(x.count) - 1)] *= 1e4f;
+  std::vector<float> y(size_t((rows - 1) * y_stride + w.n));
+  const bool biased = draw(0, 1);
+  const quantized::Product p{w,
+                             x_values,
+                             rows,
+                             x_stride,
+                             y.data(),
+                             y_stride,
+                             biased ? reinterpret_cast<const float*>(bias.bytes.get()) : nullptr};
+  const std::unique_ptr<float[]> packed(new float[size_t(quantized::gemv_scratch(p))]);
+  gemv.pack(p, packed.get());
+  const int64_t middle = draw(0, pieces);
+  if (middle > 0 && middle < pieces) gemv.run(p, packed.get(), 0, middle);
+  gemv.run(p, packed.get(), middle < pieces ? middle : 0, pieces);
+  for (int64_t t = 0; t < rows; ++t)
+    for (int64_t n = 0; n < w.n; ++n) {
+      double expected = biased ? bias[n] : 0, sizes = 1;
+      for (int64_t k = 0; k < w.k; ++k) {
+        const double product = matrix.at(n, k) * x_values[t * x_stride + k];
+        expected += product, sizes += std::abs(product);
+      }
+      compare("gemv", y[size_t(t * y_stride + n)], expected, error * sizes);
+    }
+}
+
+void check_widening(const quantized::Kernels& kernels, const Matrix& matrix) {
+  const Dtype dtype = Dtype(draw(0, 1));
+  const int64_t step = matrix.w.panels ? quantized::kPanelRows : 1, all = matrix.w.n / step,
+                first = draw(0, all - 1), from = step * first, to = step * draw(first + 1, all);
+  const Values wide(dtype, (to - from) * matrix.w.k, 0);
+  const auto widen = matrix.w.panels ? kernels.widen_panels : kernels.widen;
+  widen[int(dtype)](matrix.w, from, to, wide.bytes.get());
+  for (int64_t n = from; n < to; ++n)
+    for (int64_t k = 0; k < matrix.w.k; ++k) {
+      const double expected = matrix.at(n, k);
+      compare("widened weight", wide[(n - from) * matrix.w.k + k], expected,
+              std::abs(expected) * std::ldexp(1, dtype == Dtype::kFp32 ? -22 : -8) + 1e-6);
+    }
+}
+
+}  // namespace
+
+void check_quantized(runtime::Isa isa) {
+  const quantized::Kernels& kernels = quantized::kernels(isa);
+  if (!kernels.fp32.run) return;  // AMX multiplies widened weights only
+  const Matrix rows(false);
+  check_gemv(kernels, kernels.fp32, rows, 2e-6);
+  if (kernels.pairs.run) check_gemv(kernels, kernels.pairs, rows, 2e-2);
+  check_widening(kernels, rows);
+  if (!kernels.panels.run) return;
+  const Matrix panels(true);
+  check_gemv(kernels, kernels.panels, panels, 2e-6);
+  check_widening(kernels, panels);
+}
