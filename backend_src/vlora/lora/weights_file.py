@@ -108,7 +108,7 @@ class WeightsFile:
         return tensor
 
     def equals(self, key: str, expected: torch.Tensor) -> bool:
-        """Return whether a tensor equals `expected` after it is rounded to the dtype of `expected`.
+        """Return whether a stored tensor, rounded to the dtype of `expected`, equals `expected`.
 
         Raises InvalidArgument if a tensor of the file is not floating-point, or if the file cannot
         be read.

@@ -9,7 +9,7 @@ A page has one of four owners:
 - ADAPTER: it is part of an adapter.
 
 KV pages are allocated from the end of the region. Adapters need contiguous pages, called a run, and
-are allocated from its start. So the two do not fragment each other.
+are allocated from the start of the region. So the two do not fragment each other.
 
 The pool only counts pages. `memory/kv_cache.py` holds their memory, and `memory/eviction.py`
 describes the order of eviction.
