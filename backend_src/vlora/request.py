@@ -199,7 +199,7 @@ class HeadScores:
 class Timings(NamedTuple):
     """Seconds from a request's arrival at the server's first model to each event.
 
-    queued: until the request was first scheduled.
+    queued: until the request was first scheduled; the same as `total` before.
     first_token: until its first token; 0 before.
     total: until this output.
     """

@@ -49,7 +49,8 @@ MAX_ADAPTER_BYTES = 4 * 1024**3
 class AdapterInfo:
     """Description of an adapter for users.
 
-    digest: SHA-256 of all weights except the head's; "" until the weights are read.
+    digest: SHA-256 of all weights except the head's, and of `invocation`; "" until the weights are
+        read.
     ranks: ranks of the matrices that the adapter changes in the language model, ascending, each
         rank once.
     targets: names of the changed matrices within a layer, such as `q_proj`.

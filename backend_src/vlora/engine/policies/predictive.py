@@ -217,8 +217,8 @@ class _PlannedStep:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request, if a row is free. Return False, and take nothing, if
-        the step does not read the request's adapter yet.
+        """Take one row of a decoding request if a row is free, and return True. Return False, and
+        take nothing, if the step does not read the request's adapters yet.
         """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
