@@ -199,7 +199,7 @@ class HeadScores:
 class Timings(NamedTuple):
     """Seconds from a request's arrival at the server's first model to each event.
 
-    queued: until the request was first scheduled; the same as `total` before.
+    queued: until the request was first scheduled; until then, the same as `total`.
     first_token: until its first token; 0 before.
     total: until this output.
     """

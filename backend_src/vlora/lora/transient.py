@@ -71,7 +71,7 @@ def is_transient(error: BaseException) -> bool:
 def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
     """Return `error` as an InvalidArgument that names the adapter.
 
-    An OutOfMemory, and any error that is no InvalidArgument, is logged with its traceback.
+    An OutOfMemory, and any error that is not an InvalidArgument, is logged with its traceback.
     """
     if isinstance(error, InvalidArgument) and not isinstance(error, OutOfMemory):
         return error

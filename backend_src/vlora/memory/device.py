@@ -146,7 +146,7 @@ class Device(ABC):
     def capture(self, work: Callable[[], object]) -> Graph:
         """Call `work`, and return a recording of what it launches on the device.
 
-        The device does not execute it during this call. `work` must have run once before. It must
+        The device does not execute the recording yet. `work` must have run once before. It must
         not wait for the device or read host memory. Raises RuntimeError if recording fails.
         """
 

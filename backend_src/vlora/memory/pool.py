@@ -184,7 +184,7 @@ class PagePool:
         moved.
 
         Returns None, and evicts nothing, if eviction cannot free enough pages, or if the adapters
-        in use leave no `count` contiguous pages.
+        in use leave no window of `count` contiguous pages.
         """
         if count < 1:
             raise ValueError(f"a run has {count} pages; it needs at least one")

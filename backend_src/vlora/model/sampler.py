@@ -195,7 +195,7 @@ def draw_rows(
 ) -> list[int]:
     """Draw the tokens of several requests in one call, as the function `draw` does for each.
 
-    About one draw in millions returns the token next to the right one, since weights are fp32.
+    About one draw in millions returns the previous or next candidate, since weights are fp32.
 
     logits: [T, vocabulary] fp32, contiguous. A logit of minus infinity is never drawn.
     rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The

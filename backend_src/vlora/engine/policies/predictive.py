@@ -337,7 +337,7 @@ def _gain_of(r: Candidate, rows: int) -> float:
 
 
 def _weight(r: Candidate) -> float:
-    """Return the weight of the request, 2 ** −`priority`, where −8 ≤ `priority` ≤ 8."""
+    """Return the weight of the request, 2 ** −`priority`, with `priority` limited to −8 … 8."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
 
 
