@@ -157,7 +157,7 @@ class SyntheticSteps:
         self.max_rows = max_rows
 
     def step(self, slots: Sequence[int], rows: int, context: int) -> float:
-        """Compute a step once, then time it up to REPEATS times. Return the least seconds.
+        """Warm up, then time a step up to REPEATS times. Return the shortest time in seconds.
 
         Other processes can only make a step slower, so the shortest time is the most accurate.
 
