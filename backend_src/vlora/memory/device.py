@@ -144,10 +144,10 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Return a recording of the device's part of `work`, which is not executed.
+        """Call `work`, and return a recording of what it launches on the device.
 
-        `work` must have run once before. It must not wait for the device or read host memory.
-        Raises RuntimeError if it cannot be recorded.
+        The device does not execute the recording yet. `work` must have run once before. It must
+        not wait for the device or read host memory. Raises RuntimeError if recording fails.
         """
 
     @abstractmethod
