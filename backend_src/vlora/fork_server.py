@@ -68,7 +68,7 @@ class ForkServer:
         self._start()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Fork a process, and return its process id and our end of its socket.
+        """Fork a process, and return its process id and the caller's end of its socket.
 
         Raises ConnectionError if this object is closed or the fork server cannot be started.
         """

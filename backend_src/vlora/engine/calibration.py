@@ -262,8 +262,8 @@ class Calibration:
     def _add_attention(self, profile: Profile) -> Profile:
         """Return the profile with its fields `position`, `pair` and `answer` measured.
 
-        The steps differ only in their context. The steps that measured `products` contain attention
-        as well, so the time of attention is subtracted from `products`.
+        Each pair of steps differs only in the context. The steps that measured `products` include
+        attention, so the time of attention is subtracted from `products`.
         """
         steps = self.steps
         largest = profile.products[-1][0]

@@ -170,7 +170,7 @@ class Engine:
     # -- stepping ----------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Compute one step, and return the new output of every request that has one.
+        """Compute one step, and return the new outputs of all requests.
 
         A fault in the forward pass ends the requests of the step. A fault in the answer of one row
         ends its request. Both are reported in the requests' last outputs. If this method raises,

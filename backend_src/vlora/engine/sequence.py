@@ -38,7 +38,7 @@ class Sequence:
     tokens: ids of the known tokens, first those of the prompt.
     prompt_length: number of tokens of the prompt.
     computed: number of tokens whose keys and values are in `table`.
-    cached: number of tokens taken from the prefix cache when the sequence last began.
+    cached: number of tokens that the last call of `begin` took from the prefix cache.
     arrival: seconds on the engine's clock; set when the request is queued.
     started: whether the sequence was ever in a step.
     preemptions: number of times that the sequence has lost its pages.

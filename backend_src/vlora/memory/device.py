@@ -54,7 +54,7 @@ class Load:
 
 
 class Readback:
-    """Copies of tensors in host memory that may not be complete yet.
+    """Copies of a device's tensors to host memory, which may still be under way.
 
     waited: seconds that `get` has waited for them.
     """
@@ -152,8 +152,9 @@ class Device(ABC):
 
     @abstractmethod
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        """Return copies of tensors in host memory. Copying starts once the device has computed the
-        tensors.
+        """Begin to copy tensors of the device to host memory. Return the copies.
+
+        The call does not wait. Copying starts once the device has computed the tensors.
         """
 
     @abstractmethod

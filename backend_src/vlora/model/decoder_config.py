@@ -76,8 +76,8 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Width of a row of image features: those for the embedding, then those that are added to
-        the output of each of the first `image_levels` layers.
+        """Width of a row of image features: `hidden` values for the embedding, then `hidden` values
+        to add to the output of each of the first `image_levels` layers.
         """
         return self.hidden * (1 + self.image_levels)
 

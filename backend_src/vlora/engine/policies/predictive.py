@@ -190,7 +190,7 @@ class _PlannedStep:
 
     `consider` adds a request only if that raises the step's gain per predicted second. The module's
     docstring defines the gain. For this decision, the time to read an adapter is divided by the
-    number of requests that use the adapter. Otherwise the first of them would bear all of it.
+    number of requests that use the adapter. Otherwise the first request would bear the whole time.
     """
 
     def __init__(

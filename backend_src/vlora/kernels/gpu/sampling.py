@@ -210,8 +210,9 @@ def pick_kernel(
     """Apply top-k and top-p to the candidates of a row, and draw one of the remaining tokens.
 
     The probability of a token is proportional to its weight. Top-k keeps all tokens whose weight
-    equals the k-th largest. Of the tokens that have the smallest weight in the top-p set, top-p
-    keeps only as many as it needs, those with the smallest ids.
+    is at least the k-th largest, even if these are more than k. Of the tokens that have the
+    smallest weight in the top-p set, top-p keeps only as many as it needs, those with the smallest
+    ids.
 
     Bisection finds the smallest weight to keep. It searches the bits of the weights as integers,
     because positive fp32 numbers have the same order as their bits.
