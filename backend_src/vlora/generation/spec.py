@@ -191,7 +191,7 @@ class PackingOptions(StrictModel):
     merge: method by which adapters are merged at the end. Two adapters are merged only if all their
         items still reach their goals.
     merge_training: whether merged weights that break a promise are trained on the items of both
-        adapters, unless an earlier attempt shows that these are too different.
+        adapters, unless an earlier attempt shows that the items are too different.
     """
 
     order: Literal["given", "random", "gradient"] = "gradient"

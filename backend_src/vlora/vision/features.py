@@ -63,7 +63,7 @@ class EncodedImages:
         h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
     digests: keys of the images in the cache, in hex, one per image, in order.
-    adapter_version: version of the adapter whose vision part was used; "" if it has none.
+    adapter_version: version of the adapter that was applied to the tower; "" if none was.
     """
 
     features: FloatArray
