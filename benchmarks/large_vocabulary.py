@@ -80,7 +80,7 @@ def grammars_of(tokenizer: Any, rows: int, limits: Limits) -> Grammars:
 
 
 def settle(matcher: Matcher) -> None:
-    """Wait for a matcher's next mask, or for its end."""
+    """Wait until a matcher's next mask has arrived, or no mask will come."""
     while not matcher.ready:
         if (file := matcher.grammar.file) is not None:
             ready = select.select([file], [], [], REPLY_SECONDS)[0]

@@ -152,8 +152,9 @@ class PremergeBenchmark(Benchmark[Cell]):
         return self._models[dtype]
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest ratio of any storage type if all requests, and if none, use the hot
-        adapter.
+        """Return the largest ratio of all storage types, for two shares of the hot adapter.
+
+        If a key ends in `hot`, all requests use the hot adapter. If it ends in `cold`, none does.
         """
 
         def worst(step: str, share: float) -> float | None:

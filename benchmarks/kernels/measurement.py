@@ -113,7 +113,7 @@ class KernelResult:
 
     @property
     def share_of_limit(self) -> float:
-        """Roofline divided by the measured time; 1 is best."""
+        """Fraction of the roofline: the roofline divided by the measured time."""
         return self.limit / self.atmm.median
 
     def as_row(self) -> dict[str, Any]:

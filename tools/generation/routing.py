@@ -65,7 +65,8 @@ def skills_of(adapter: str, questions: list[Item], folder: Path = ADAPTERS) -> l
 def measure(count: int) -> Iterator[Choices]:
     """Yield the choices for each domain of the demo.
 
-    count: number of questions per domain that are asked, and that skills are made from.
+    count: number of questions per domain that are asked. The skills are made from as many other
+        questions.
     """
     learned = [one for domain in ADAPTER_DOMAINS for one in items(domain, count, start=count)]
     names = {one.adapter for one in learned if one.adapter is not None}

@@ -51,8 +51,8 @@ MAX_CALLS = 64
 class Shape:
     """Shape of a call: `segments` segments of `rows` rows, each with its own adapter of one rank.
 
-    A merge has rows = d_out and one segment. Shapes are sorted so that those that share adapters
-    are adjacent.
+    A merge has rows = d_out and one segment per matrix. Shapes are sorted so that those that share
+    adapters are adjacent.
     """
 
     operation: Operation
@@ -132,7 +132,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Profile:
-    """Median seconds of each configuration. One that was dropped early has few samples."""
+    """Median seconds of each configuration. A configuration that was dropped has few samples."""
 
     seconds: Mapping[str, float]
     finalists: tuple[str, ...]
@@ -242,7 +242,7 @@ class Duel:
 def wins(hot: Duel, cold: Duel) -> bool:
     """Return whether the found configuration (`ours`) is faster than the other one.
 
-    The gain is the sum of the gains in both duels. It must exceed the noise of both.
+    The sum of both gains must exceed the root of the sum of the squares of both noises.
     """
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)
