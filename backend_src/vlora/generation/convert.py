@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from vlora.atmm.types import LoraPair
 from vlora.atomic_file import new_folder
+from vlora.errors import InvalidArgument
 from vlora.generation import peft_methods
 from vlora.generation.adapter_source import Tensors, base_of, open_tensors
 from vlora.generation.base_weights import BaseWeights
@@ -179,6 +180,8 @@ def convert(
     """
     name = source.absolute().name
     invalid = ErrorFactory(name)
+    if not source.is_dir():
+        raise InvalidArgument(f"no adapter folder at {source}")
     if (source / OUTSIDE_LORA).exists():
         raise invalid.in_file(OUTSIDE_LORA)("holds weights that no LoRA can express")
     config = read_json(source / CONFIG, invalid)
