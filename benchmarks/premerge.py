@@ -133,7 +133,10 @@ class PremergeBenchmark(Benchmark[Cell]):
             }
 
     def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
-        """Return engines of the base and the premerged checkpoint. Release those of other types."""
+        """Return engines of the base and of the premerged checkpoint.
+
+        Release the engines of other types.
+        """
         from benchmarks import llava
         from benchmarks.synthetic_model import SyntheticModel
 

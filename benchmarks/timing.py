@@ -16,8 +16,9 @@ MIN_SAMPLES = 3
 WARM_CALLS = 3
 """Number of calls before a warm sample. A last-level victim cache needs several passes to fill."""
 LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
-"""Duration of a call from which one warm call is enough, and duration from which none is needed.
-Such a call moves many times the size of the caches, so its first misses take little of its time."""
+"""Minimum duration of a call before which one warm call is enough, and of a call before which no
+warm call is needed. Such a call moves many times the size of the caches, so its first misses take
+little of its time."""
 
 
 @dataclass(frozen=True)

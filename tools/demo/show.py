@@ -151,7 +151,7 @@ def is_right(expected: str, text: str) -> bool:
 
 @contextmanager
 def server_at(url: str, console: Console) -> Iterator[Any]:
-    """Yield a client of the server at `url`, or of one that runs while the context is open."""
+    """Yield a client of the server at `url`, or of a new one until the context ends."""
     with ExitStack() as stack:
         try:
             client = connect(url, "video_analytics")
