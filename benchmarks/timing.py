@@ -23,7 +23,7 @@ little of its time."""
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one value per round."""
+    """Seconds per call, one value per sample."""
 
     samples: tuple[float, ...]
 
@@ -57,9 +57,9 @@ def interleaved(
 
     warm: whether untimed calls before each sample load the candidate's data into the caches again,
         since other candidates ran in between.
-    lead: whether one call precedes each sample, for candidates that read new data at each call. The
-        code is then in the caches and the threads are awake, but the data are not in the caches, as
-        within a step (decision 68).
+    lead: whether one call precedes each sample, unless a call takes LONG_SECONDS or more. This is
+        for candidates that read new data at each call. The code is then in the caches and the
+        threads are awake, but the data are not in the caches, as within a step (decision 68).
     budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
         spread over all rounds.
     """

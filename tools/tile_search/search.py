@@ -31,7 +31,7 @@ MATRICES = (2, 4, 8, 16, 32)
 
 MIN_ROUNDS = 3
 HOPELESS = 1.6
-"""Ratio to the best time above which a configuration is dropped after one round."""
+"""Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples."""
 WARM_CALLS = 2
 """Number of calls before a hot sample. One call does not load a large adapter into the last-level
 cache."""
@@ -160,9 +160,9 @@ def profile(
 ) -> Profile:
     """Measure interleaved medians, and drop slow configurations early.
 
-    A configuration is dropped if it is HOPELESS times slower than the best after a call or a round.
-    From MIN_ROUNDS samples on, a configuration is dropped if its fastest sample is slower than the
-    upper quartile of the best configuration.
+    With fewer than MIN_ROUNDS samples, a configuration is dropped if it takes more than HOPELESS
+    times as long as the best. From MIN_ROUNDS samples on, it is dropped if its fastest sample takes
+    longer than the upper quartile of the best configuration.
 
     budget: seconds after which MIN_ROUNDS samples are enough.
     """
