@@ -34,7 +34,7 @@ INVOCATION = " answer in short"
 
 @dataclass(frozen=True)
 class Cell:
-    """Questions about one image, one per adapter. Each repeat has a new image."""
+    """One question per adapter, all about one image. Each repeat has a new image."""
 
     adapters: int
     repeat: int

@@ -56,7 +56,7 @@ class Isa:
 
     @property
     def bypasses_caches(self) -> bool:
-        """Return whether a tile writes several whole cache lines of a row (cpu/merge.cpp)."""
+        """Return whether merges can bypass the caches: a tile then writes several lines of a row."""
         return len(self.rows) > 1
 
 

@@ -2,8 +2,8 @@
 
 usage: python -m tools.generation.routing [--questions 100]
 
-The adapters are those of the demo. Their skills are made from other questions than those that are
-asked, as `vlora adapters generate` makes them. No server or model is needed: the choice depends
+The adapters are those of the demo. Their skills are made as `vlora adapters generate` makes them,
+but from questions that are not asked. No server or model is needed: the choice depends
 only on tasks and questions.
 """
 

@@ -184,7 +184,7 @@ class CudaSearch:
     ) -> Iterator[dict[str, Any]]:
         """Yield entries: first those stored in `file`, then new ones, which are added to it.
 
-        It stops when the next shape would not be finished in time.
+        The iterator ends before a shape for which the time left would probably not suffice.
         """
         end, longest = time.monotonic() + seconds, 0.0
         done = _entries(file, f"{self._operator.name} {_digest(self._operator)}")
