@@ -56,7 +56,10 @@ class Isa:
 
     @property
     def bypasses_caches(self) -> bool:
-        """Return whether merges can bypass the caches: a tile then writes several lines of a row."""
+        """Return whether merges can bypass the caches: a tile writes several whole lines of a row.
+
+        See cpu/merge.cpp.
+        """
         return len(self.rows) > 1
 
 
