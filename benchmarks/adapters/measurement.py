@@ -229,8 +229,9 @@ class ManyAdapters:
     ) -> list[AdaptersResult]:
         """Measure the same requests on two engines, which take turns in running first.
 
-        In each round, the second engine's figures are divided by the first's. The second result
-        also has the medians of these ratios.
+        In each round, the figures of the engine with `settings[1]` are divided by those of the
+        engine with `settings[0]`. The result for `settings[1]` also has the medians of these
+        ratios.
         """
         drivers = [Driver(Engine(self.options(root, **options))) for _, root, options in settings]
         outcomes: list[list[Outcome]] = [[] for _ in settings]
