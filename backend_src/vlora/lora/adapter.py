@@ -248,8 +248,9 @@ def _check_invocation(
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
     """Raise InvalidArgument if an adapter with a vision part has an invocation or skills.
 
-    Images are encoded before the engine reads the prompt. But an activated LoRA must not change an
-    image before its invocation, and skills choose an adapter only after the images were encoded.
+    Images are encoded before the engine reads the prompt. But an activated LoRA must not change
+    images that stand before its invocation tokens. With skills (`lora/routing.py`), the server
+    chooses the adapters of requests that name none, but only after the images were encoded.
     """
     if config.invocation:
         raise invalid.in_file("adapter_config.json")(
