@@ -34,7 +34,7 @@ INVOCATION = " answer in short"
 
 @dataclass(frozen=True)
 class Cell:
-    """Questions about one image, one per adapter. Each repeat has a new image."""
+    """One question per adapter, all about one image. Each repeat has a new image."""
 
     adapters: int
     repeat: int
@@ -121,7 +121,10 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
         return float(median(row[key] for row in rows))
 
     def summarize(self) -> dict[str, Any]:
-        """Return ratios of activated to ordinary adapters, for the largest number of adapters."""
+        """Return times and computed tokens, each divided by that with ordinary adapters.
+
+        The figures are those of the largest number of adapters.
+        """
         most = max(row["adapters"] for row in self.rows)
 
         def ratio(key: str) -> float:

@@ -146,7 +146,7 @@ class Benchmark(ABC, Generic[CellT]):
         return []
 
     def close(self) -> None:
-        """Release the resources that cells share. The runner calls it once, even after an error."""
+        """Release the resources that cells share. The runner calls this once, even after errors."""
 
 
 def parse_types(text: str, *, quantized: bool = False) -> list[str]:

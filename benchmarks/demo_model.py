@@ -18,7 +18,7 @@ from benchmarks.benchmark import (
 
 
 class DemoModelBenchmark(Benchmark[CellT]):
-    """Benchmark of one checkpoint. Its grid file is `grids/NAME.json`; NAME is the benchmark's."""
+    """Benchmark of one checkpoint. The grid file is `grids/`, its name, and `.json`."""
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from vlora.kernels.quantized import Format
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 ENGINE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
-"""Names of the same types in the engine's options."""
+"""Names of the types of DTYPES in the engine's options."""
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ def grammars_of(tokenizer: Any, rows: int, limits: Limits) -> Grammars:
 
 
 def settle(matcher: Matcher) -> None:
-    """Wait for a matcher's next mask, or for its end."""
+    """Wait until a matcher's next mask has arrived, or no mask will come."""
     while not matcher.ready:
         if (file := matcher.grammar.file) is not None:
             ready = select.select([file], [], [], REPLY_SECONDS)[0]
@@ -91,9 +91,10 @@ def settle(matcher: Matcher) -> None:
 def measure(
     grammars: Grammars, structure: Mapping[str, Any], answers: int, tokens: int, seed: int = 0
 ) -> Row:
-    """Compile a structure, then draw answers whose tokens the structure allows.
+    """Compile a structure, then choose random answers that the structure allows.
 
-    Return processor times of compiling and of masks, and the private memory of the process.
+    Return processor times of compiling and of masks, and the private memory of the grammar's
+    process.
     """
     import numpy as np
     import psutil

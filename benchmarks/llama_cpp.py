@@ -176,7 +176,7 @@ def silence() -> None:
 
 @cache
 def _ignored_messages() -> Any:
-    """Return a callback that ignores messages. The cache keeps it alive for llama.cpp."""
+    """Return a callback that ignores messages. `cache` keeps the callback alive."""
     llama_cpp = _llama_cpp()
     return llama_cpp.llama_log_callback(lambda level, text, data: None)
 

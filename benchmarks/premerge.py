@@ -133,7 +133,10 @@ class PremergeBenchmark(Benchmark[Cell]):
             }
 
     def _pair(self, dtype: str) -> tuple[SyntheticModel, SyntheticModel]:
-        """Return engines of the base and the premerged checkpoint. Release those of other types."""
+        """Return engines of the base and of the premerged checkpoint.
+
+        Release the engines of other types.
+        """
         from benchmarks import llava
         from benchmarks.synthetic_model import SyntheticModel
 
@@ -152,8 +155,9 @@ class PremergeBenchmark(Benchmark[Cell]):
         return self._models[dtype]
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest ratio of any storage type if all requests, and if none, use the hot
-        adapter.
+        """Return the largest ratio of all storage types, for two shares of the hot adapter.
+
+        If a key ends in `hot`, all requests use the hot adapter. If it ends in `cold`, none does.
         """
 
         def worst(step: str, share: float) -> float | None:

@@ -82,9 +82,10 @@ class Roofline:
         cold_rate: float | None = None,
         peak: float | None = None,
     ) -> float:
-        """Return the limit in seconds for work of `flops` that moves `parts` of (bytes, cold).
+        """Return the limit in seconds for work that takes `flops` and moves `parts`.
 
-        All parts that are not cold share the caches and form one working set.
+        parts: for each part, its number of bytes and whether it is cold. All parts that are not
+            cold share the caches and form one working set.
         cold_rate: rate of memory in bytes/s, timed in the same rounds as the work.
         peak: flop/s, timed in the same rounds as the work.
         """

@@ -144,7 +144,7 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
 
 
 def _resume(benchmark: Benchmark[Any], path: Path, meta: dict[str, Any], console: Console) -> None:
-    """Take over the rows of the earlier run that wrote `path`.
+    """Continue the earlier run that wrote `path`, with those of its rows that are still valid.
 
     Raise typer.BadParameter if that run had other conditions.
     """

@@ -35,8 +35,8 @@ class SyntheticModel:
     dtype: key of MODEL_TYPES.
     kv_tokens: number of positions that its pages must hold.
     max_rows: maximum number of rows in a step.
-    text: function of a number of tokens and a prompt's number that returns the prompt. If None, the
-        checkpoint must be a generated one, and its own prompts are used.
+    text: function that takes a number of tokens and the number of a prompt, and returns the prompt.
+        If None, the checkpoint must be a generated one, and the prompts of `llava` are used.
     device: as in the engine's options.
     """
 

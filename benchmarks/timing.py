@@ -16,13 +16,14 @@ MIN_SAMPLES = 3
 WARM_CALLS = 3
 """Number of calls before a warm sample. A last-level victim cache needs several passes to fill."""
 LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
-"""Duration of a call from which one warm call is enough, and duration from which none is needed.
-Such a call moves many times the size of the caches, so its first misses take little of its time."""
+"""Minimum duration of a call before which one warm call is enough, and of a call before which no
+warm call is needed. Such a call moves many times the size of the caches, so its first misses take
+little of its time."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds per call, one value per round."""
+    """Seconds per call, one value per sample."""
 
     samples: tuple[float, ...]
 
@@ -56,9 +57,9 @@ def interleaved(
 
     warm: whether untimed calls before each sample load the candidate's data into the caches again,
         since other candidates ran in between.
-    lead: whether one call precedes each sample, for candidates that read new data at each call. The
-        code is then in the caches and the threads are awake, but the data are not in the caches, as
-        within a step (decision 68).
+    lead: whether one call precedes each sample, unless a call takes LONG_SECONDS or more. This is
+        for candidates that read new data at each call. The code is then in the caches and the
+        threads are awake, but the data are not in the caches, as within a step (decision 68).
     budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
         spread over all rounds.
     """

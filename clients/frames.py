@@ -20,7 +20,7 @@ from clients.common import ClientError
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 GRID = 4
-"""Number of frames of a second that are kept for each frame of the chunk."""
+"""Number of frames kept of each second of a video, divided by the number of frames of a chunk."""
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 

@@ -127,8 +127,8 @@ class Analysis:
         """Play every stream to its end, or until an error that the user can correct.
 
         A refusal before the first answer counts as such an error, because all requests have the
-        same adapter and task. Shared memory is released only after the last request that may read
-        it has ended.
+        same adapter and task. The shared memory is removed when all requests that may read it have
+        ended, or after DRAIN_SECONDS.
         """
         try:
             async with asyncio.TaskGroup() as streams:

@@ -34,8 +34,8 @@ def apply_umask(folder: Path) -> None:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder next to `out`. At the end it is renamed to `out`; after an error it
-    is removed.
+    """Yield a temporary folder next to `out`. When the context ends, rename the folder to `out`, or
+    remove it if the context raised an error.
 
     Raises InvalidArgument if `out` exists or the folder cannot be made.
     """

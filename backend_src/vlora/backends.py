@@ -40,8 +40,9 @@ def backend_of(
 
     On the CPU, the backend is "cpu" if the kernels were compiled. On a GPU, it is "gpu" for the
     kernels of a step, and "cuda" for the LoRA operator if its library can be used. In all other
-    cases, the backend is "reference", and a warning is logged once. The environment variable of the
-    component overrides every choice but "gpu".
+    cases, the backend is "reference", and a warning is logged once. If the environment variable of
+    the component is set, its value is the backend: on the CPU, and on a GPU instead of "cuda", but
+    not instead of "gpu".
 
     device: a torch device type.
     start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
@@ -60,7 +61,8 @@ def backend_of(
 def override(component: Component, backend: Backend | None) -> Iterator[None]:
     """Use `backend` for `component` on the CPU within the context. It is meant for tests.
 
-    If `backend` is None, the backend is chosen again.
+    If `backend` is None, the first use within the context chooses the backend again. After the
+    context, the previous choice is valid again.
     """
     key = (component, "cpu")
     before = _chosen.pop(key, None)

@@ -91,7 +91,7 @@ class Capacity:
 
     @property
     def configured_bytes(self) -> int:
-        """Size in bytes of an engine with these options, once it has used all of its memory."""
+        """Size in bytes of an engine with these options: all parts, and the configured pages."""
         return self.fixed_bytes + self.configured_pages * self.page_bytes
 
     @property
@@ -145,8 +145,8 @@ def plan(
 
     names: name → folder of adapters, as `config.load_adapter_names` returns them.
     memory_bytes: available memory.
-    process_bytes: memory of interpreter, libraries and tokenizer, which is subtracted from it.
-    layout: order of keys and values in a page, which is that of the engine's device.
+    process_bytes: memory of interpreter, libraries and tokenizer, a part of `memory_bytes`.
+    layout: order of keys and values in a page, as the engine's device stores them.
 
     Raises InvalidArgument for an unsupported model.
     """
@@ -227,7 +227,7 @@ def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int
     The budget limits the copies of adapters that are not resident. Resident adapters always have a
     copy, because merging needs it.
 
-    pages: number of pages of the pool for adapters.
+    pages: number of the pool's pages that are meant for adapters.
     budget: the option `adapter_host_bytes`.
     """
     resident = 0

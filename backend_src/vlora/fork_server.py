@@ -26,7 +26,9 @@ PR_SET_PDEATHSIG = 1
 
 FORK, STOP = b"F", b"K"
 COMMAND = struct.Struct("<ci")
-"""Command to the fork server: kind and process id. FORK carries the new process's socket."""
+"""Command to the fork server: kind (FORK or STOP), and id of the process to stop. The socket of the
+new process is sent along with FORK.
+"""
 
 ANSWER = struct.Struct("<i")
 """Answer of the fork server: the id of the new process, or an exit code as in `subprocess`."""
@@ -66,7 +68,7 @@ class ForkServer:
         self._start()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Fork a process, and return its process id and our end of its socket.
+        """Fork a process, and return its process id and the caller's end of its socket.
 
         Raises ConnectionError if this object is closed or the fork server cannot be started.
         """
@@ -79,9 +81,9 @@ class ForkServer:
             raise
 
     def stop(self, process: int) -> int | None:
-        """End a process and return its exit code as in `subprocess`; None if it is unknown.
+        """End a process. Return its exit code as in `subprocess`; None if the code is unknown.
 
-        A process that had already ended keeps its own exit code.
+        If the process had ended before, the result is the exit code with which it ended.
         """
         try:
             return self._ask(STOP, process, [])
@@ -150,7 +152,7 @@ def given_data() -> bytes:
 
 
 def serve(run: Callable[[socket.socket], object]) -> None:
-    """Fork a process for each command, until the other side closes the socket.
+    """Fork or stop a process for each command, until the other side closes the socket.
 
     run: called in each forked process with its socket. The process ends when it returns.
     """

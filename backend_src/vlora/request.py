@@ -110,7 +110,7 @@ class ImageFeatures:
 class Freshness:
     """Arrival, deadline and stream of a request, which decide until when its answer is useful.
 
-    arrival: time at which the request reached the first of our models, in seconds of
+    arrival: time at which the request reached the server's first model, in seconds of
         `time.monotonic`.
     deadline_ms, stream_id, supersede: see `SamplingParams`.
     """
@@ -165,7 +165,7 @@ class Request:
     def freshness(self, arrival: float) -> Freshness:
         """Return the request's freshness.
 
-        arrival: time of arrival in seconds on the caller's clock, which the result uses.
+        arrival: time of arrival in seconds. The times of the result are on the clock of this time.
         """
         params = self.sampling
         return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
@@ -199,7 +199,7 @@ class HeadScores:
 class Timings(NamedTuple):
     """Seconds from a request's arrival at the server's first model to each event.
 
-    queued: until the request was first scheduled.
+    queued: until the request was first scheduled; until then, the same as `total`.
     first_token: until its first token; 0 before.
     total: until this output.
     """
@@ -227,7 +227,8 @@ class Output(NamedTuple):
         complete choice, or vision task head) or "length" (`max_tokens` reached).
     error: error that ended the request, or None.
     num_input_tokens, num_output_tokens: number of tokens of the prompt, and of the answer so far.
-    num_cached_tokens: number of prompt tokens from the prefix cache when the request last began.
+    num_cached_tokens: number of prompt tokens that were taken from the prefix cache when the
+        request got its present pages. A request gets new pages after a preemption.
     head: scores of the vision task head, or None.
     adapter, adapter_digest: name and digest of the request's adapter, or None.
     timings: see `Timings`.
@@ -258,8 +259,8 @@ class Output(NamedTuple):
     def merge(self, later: Output) -> Output:
         """Return one output with the text and tokens of this output followed by those of `later`.
 
-        All other values are those of `later`, the next output of the same request, which must have
-        no error.
+        All other values are those of `later`, which is the next output of the same request. `later`
+        must have no error.
         """
         logprobs = later.logprobs
         if self.logprobs is not None:

@@ -28,7 +28,8 @@ COLUMNS = {
 }
 """Headers of the table's columns, by their key in a row."""
 TIERS = ("pool_hits", "host_hits", "misses")
-"""Keys of the shares of requests whose adapter was in the page pool, in host memory, on disk."""
+"""Keys of three shares of the requests: those whose adapter was in the page pool, those whose
+adapter was in host memory, and those whose adapter was on disk."""
 
 
 class AdaptersBenchmark(DemoModelBenchmark[str]):

@@ -66,7 +66,7 @@ class ManyAdapters:
     def options(self, root: Path, **options: Any) -> Options:
         """Return options with a KV cache just large enough for the concurrent requests.
 
-        The memory for adapters is added to that of the cache.
+        The engine adds the memory for adapters (`adapter_pool_bytes`) to that of the cache.
         """
         length = self._grid["prompt"] + self._grid["output"] + BLOCK
         sequences = max(options.get("max_num_seqs", 0), self._grid["sequences"])
@@ -138,7 +138,8 @@ class ManyAdapters:
         """Measure steps with a growing number of adapters, and compare them with a prediction.
 
         The prediction is the time of the step with the fewest adapters, plus the time to read the
-        bytes of the others. `over_predicted` is the measured time divided by this prediction.
+        bytes of the further adapters. `over_predicted` is the measured time divided by this
+        prediction.
         """
         batch = max(self._grid["distinct"])
         root = self.link_folders("distinct", self.names[:batch])
@@ -228,8 +229,9 @@ class ManyAdapters:
     ) -> list[AdaptersResult]:
         """Measure the same requests on two engines, which take turns in running first.
 
-        In each round, the second engine's figures are divided by the first's. The second result
-        also has the medians of these ratios.
+        In each round, the figures of the engine with `settings[1]` are divided by those of the
+        engine with `settings[0]`. The result for `settings[1]` also has the medians of these
+        ratios.
         """
         drivers = [Driver(Engine(self.options(root, **options))) for _, root, options in settings]
         outcomes: list[list[Outcome]] = [[] for _ in settings]

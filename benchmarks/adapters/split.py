@@ -49,7 +49,9 @@ class SplitPool(PagePool):
         return count <= free + sum(e.evictable_pages(count) for e in self._side(runs=False))
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether an adapter of `count` adjacent pages fits below the wall.
+        """Return whether `count` pages for an adapter are free or can be evicted.
+
+        The pages may not be adjacent. Then `allocate_run` returns None.
 
         kv_pages: ignored, because keys and values use the other side of the wall.
         """
@@ -72,7 +74,7 @@ class SplitPool(PagePool):
         return self._take_run(first, count)
 
     def _side(self, *, runs: bool) -> list[Evictor]:
-        """Return the evictors of adapters, whose pages are runs, or those of keys and values."""
+        """Return the evictors of adapters if `runs`, otherwise those of keys and values."""
         return [evictor for evictor in self.evictors if evictor.holds_runs == runs]
 
     def check_integrity(self) -> None:

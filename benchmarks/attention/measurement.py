@@ -79,7 +79,7 @@ class AttentionCell:
 
     @property
     def flops(self) -> int:
-        """Floating-point operations of both matrix products, without masked pairs."""
+        """Floating-point operations of both matrix products. Masked positions do not count."""
         pairs = sum(rows * start + rows * (rows + 1) // 2 for rows, start in self.chunks)
         return 4 * pairs * self.heads * self.dim
 
@@ -120,7 +120,7 @@ class AttentionResult:
 
     @property
     def share_of_limit(self) -> float:
-        """Roofline divided by the measured time; 1 is best."""
+        """Fraction of the roofline: the roofline divided by the measured time."""
         return self.limit / self.timings[KERNEL].median
 
     def as_row(self) -> dict[str, Any]:

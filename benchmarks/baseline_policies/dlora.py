@@ -144,10 +144,11 @@ class DLora:
             self._steps += 1
 
     def _adjust(self) -> None:
-        """Adjust the merging thresholds to what both modes served since the last change of mode.
+        """Adjust the merging thresholds before a change of mode.
 
-        If the present mode served more requests per second than the other mode would have, the
-        thresholds approach each other. If it served fewer, they separate.
+        Since the last change, the policy has counted the requests that each mode served or would
+        have served. If the mode that ends has the higher number per second, the thresholds approach
+        each other. If it has the lower number, they separate.
         """
         merged_time = self._merged_step * self._steps
         unmerged_time = self._unmerged_step * self._steps

@@ -31,7 +31,7 @@ Job = tuple["Load", str] | None
 
 
 class EngineBenchmark(Benchmark[Job]):
-    """Token latency of concurrent requests, compared with their roofline, with gRPC and PEFT."""
+    """Token latency of concurrent requests, compared with the roofline, gRPC and PEFT."""
 
     name = "engine"
     saves_rows = True

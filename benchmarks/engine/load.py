@@ -1,6 +1,7 @@
 """The loads of the engine benchmark: concurrent requests, and the times of their tokens.
 
-This module depends neither on the engine nor on the server, since both run the same loads.
+This module depends neither on the engine nor on the server, since the loads are the same for
+both.
 """
 
 from __future__ import annotations

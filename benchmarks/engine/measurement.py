@@ -149,7 +149,11 @@ class EnginePair:
 
 
 def summarize(results: Sequence[EngineResult]) -> dict[str, Any]:
-    """Return the latency of each load divided by its floor, and mean ratios to gRPC and PEFT."""
+    """Return the latency of each load divided by its floor, and two mean ratios.
+
+    `served_over_engine` is the latency over gRPC divided by that in process. `vs_peft_mixed` is the
+    latency in process divided by PEFT's.
+    """
     summary: dict[str, Any] = {}
     by_load = {(result.load.kind, result.load.adapters): result for result in results}
     for kind in KINDS:

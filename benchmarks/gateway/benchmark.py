@@ -213,10 +213,10 @@ class GatewayBenchmark(Benchmark[Cell]):
         return connections
 
     def summarize(self) -> dict[str, Any]:
-        """Return each model's largest latency figures, and the figures of connections.
+        """Return each model's latency figures, and the figures of connections.
 
-        Token latency is that at the highest concurrency, time to first token that of a single
-        request. Of the kinds of requests, the one with the largest figure counts.
+        Token latency is measured at the highest concurrency. Time to first token is measured with a
+        single request. Each figure is the largest one of all kinds of requests.
         """
         highest = max(self._grid["concurrency"])
 

@@ -56,7 +56,11 @@ class InstantServer:
 
 
 class Answers:
-    """Handler that answers a question with `OUTPUT` tokens and `describe` with a description."""
+    """Handler of requests.
+
+    The answer to a question has `OUTPUT` tokens. The answer to a request with the input `describe`
+    is a description of the server.
+    """
 
     async def stream(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
         """Answer the requests of one stream."""

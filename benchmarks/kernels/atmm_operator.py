@@ -53,9 +53,9 @@ class StaticTile(Atmm):
 def static_tiles(dtype: str) -> list[LoraOperator]:
     """Return the candidates for the best single static tile.
 
-    They are the tiles that the table names most often, some that stream adapters and some that
-    block them, and the built-in choices. A tile outside this list can be better. The speed-up over
-    these candidates is therefore an upper bound of the gain of adaptive choice.
+    They are the tiles that the tables name most often, two that compute the whole depth at a time
+    and two with a depth block, and the built-in choices. A tile outside this list can be better.
+    The speed-up over these candidates is therefore an upper bound of the gain of adaptive choice.
     """
     if not is_compiled():
         return []

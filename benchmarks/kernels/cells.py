@@ -24,6 +24,7 @@ REGIMES = ("decode", "prefill")
 class KernelCell:
     """One shape: `requests` requests of `rows` rows each.
 
+    regime: "decode" or "prefill".
     width: d_in and d_out, which are equal.
     rank: a number, or "mixed" to cycle through MIXED_RANKS.
     popularity: "identical" (all requests use adapter 0), "distinct" (each request has its own) or

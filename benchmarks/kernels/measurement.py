@@ -82,7 +82,7 @@ class KernelResult:
         return min(baselines, key=lambda name: baselines[name].median)
 
     def speed_up(self, name: str) -> float | None:
-        """Return the speed-up of ATMM over an operator, or None if that was left out."""
+        """Return the speed-up of ATMM over an operator, or None if the operator was left out."""
         return self.timings[name].median / self.atmm.median if name in self.timings else None
 
     @property
@@ -113,7 +113,7 @@ class KernelResult:
 
     @property
     def share_of_limit(self) -> float:
-        """Roofline divided by the measured time; 1 is best."""
+        """Fraction of the roofline: the roofline divided by the measured time."""
         return self.limit / self.atmm.median
 
     def as_row(self) -> dict[str, Any]:

@@ -69,8 +69,9 @@ def _mean_speed_up(results: Sequence[KernelResult], name: str) -> float | None:
 
 
 def _over_best_static(results: Sequence[KernelResult]) -> tuple[float | None, str | None]:
-    """Return ATMM's speed-up over the best static tile of all hot cells, and that tile's name.
+    """Return ATMM's mean speed-up over the best static tile in hot cells, and that tile's name.
 
+    The best tile is the one that gives the smallest mean, not the best tile of each cell.
     Only the candidates of `static_tiles` are timed, so the speed-up is an upper bound of the gain
     of adaptive choice.
     """

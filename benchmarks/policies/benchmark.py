@@ -236,8 +236,8 @@ class PoliciesBenchmark(Benchmark[Job]):
     def _simulate_again(self, job: Job) -> Iterator[Row]:
         """Simulate a measured trace with the cost model that the engine has at the end of the run.
 
-        The time limit of the run is ignored, since a seed takes only a second or two. The first
-        call removes the rows of this kind that an earlier run wrote.
+        The time limit of the run is ignored, since a simulation takes only a second or two. The
+        first call removes the rows of this kind that an earlier run wrote.
         """
         from benchmarks.policies.grid import MEASURED, SIMULATED_AGAIN
         from benchmarks.policies.summary import FCFS, OURS

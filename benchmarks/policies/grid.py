@@ -89,8 +89,9 @@ class PolicyGrid:
         return cls(load_grid_values(path, quick=quick))
 
     def cells(self) -> Iterator[PolicyCell]:
-        """Yield the cells to measure, seed by seed, so that an early end leaves complete seeds.
+        """Yield the cells to measure, one seed after another.
 
+        If the run ends early, the seeds before the current one are complete.
         The order of the policies rotates from cell to cell.
         """
         values = self.values

@@ -28,8 +28,8 @@ def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
 
     Most figures are the latency of OURS divided by that of another policy. Below 1, OURS is faster.
     "worst" in a key stands for the largest such ratio of all settings. "level" stands for latencies
-    from `_on_one_machine`. Other figures are errors of predictions and upper bounds of the gain. A
-    figure that was not measured is None.
+    from `_on_one_machine`. Other figures are errors of predictions, and upper bounds of what
+    merging can gain. A figure that was not measured is None.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)

@@ -93,7 +93,7 @@ def draw_figures(rows: Sequence[ResultRow], folder: Path) -> list[Path]:
 def _draw_bars(rows: Sequence[ResultRow], axis: str, path: Path) -> Path | None:
     """Draw the average token latency by policy over the values of one key of the rows.
 
-    Only traces that all policies have run count. Return the file, or None without such traces.
+    Traces that some policy has not run are left out. Return the file, or None if no trace remains.
     """
     from matplotlib import pyplot
 

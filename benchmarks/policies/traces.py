@@ -50,7 +50,8 @@ class TracedRequest:
 class Workload:
     """Distribution of requests.
 
-    scale: factor of the paper's prompt lengths and, for "retrieval", of its answer lengths.
+    scale: number by which the paper's prompt lengths are multiplied and, for "retrieval", also its
+        answer lengths.
     """
 
     application: Application

@@ -32,7 +32,10 @@ def slow_down(step: Callable[[], None], *, rounds: int, budget: float) -> float:
 
 @contextmanager
 def _spinning_process(core: int) -> Iterator[Callable[[], AbstractContextManager[None]]]:
-    """Start a stopped process on `core`, and yield a context in which it runs."""
+    """Start a spinning process on `core` and pause it.
+
+    Yield a function that returns a context. The process runs while the context is open.
+    """
     process = subprocess.Popen([sys.executable, "-c", _SPIN, str(core)], stdout=subprocess.PIPE)
 
     @contextmanager

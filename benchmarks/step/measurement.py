@@ -122,7 +122,7 @@ class StepResult:
         return self.cell.work(adapters).seconds(self.peak, self.rate)
 
     def share_of_limit(self, adapters: int = 0) -> float:
-        """Return the roofline divided by the measured time; 1 is best."""
+        """Return the fraction of the roofline: the roofline divided by the measured time."""
         return self.limit(adapters) / self.timings[adapters].median
 
     def cost(self, adapters: int) -> float:
@@ -202,7 +202,9 @@ def measure(
     *,
     on_gpu: bool = False,
 ) -> StepResult:
-    """Measure the step for each number of adapters. Steps with equal requests are interleaved.
+    """Measure the step for each number of adapters.
+
+    Steps with the same number of requests are interleaved.
 
     on_gpu: whether a GPU computes the steps, whose parts are then not timed.
     """

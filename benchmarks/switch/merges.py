@@ -97,12 +97,12 @@ class MergeResult:
 
     @property
     def share_of_limit(self) -> float:
-        """Roofline divided by the measured time; 1 is best."""
+        """Fraction of the roofline: the roofline divided by the measured time."""
         return self.limit / self.timings[ATMM].median
 
     @property
     def vs_addmm(self) -> float | None:
-        """Time of torch's addmm divided by ours, or None if it was left out."""
+        """Time of torch's addmm divided by that of ATMM, or None if addmm was left out."""
         if ADDMM not in self.timings:
             return None
         return self.timings[ADDMM].median / self.timings[ATMM].median

@@ -38,8 +38,8 @@ class Isa:
     fallback: str | None = None
     """Instruction set whose kernels are used for the other parts."""
     small_blocks: str | None = None
-    """Instruction set whose kernels are used instead for small blocks of rows, on CPUs where
-    products of bf16 pairs are slow. The part "small_blocks" replaces some of these kernels."""
+    """Instruction set whose kernels compute small blocks of rows, on CPUs where products of bf16
+    pairs are slow. If `parts` has "small_blocks", that part replaces some of these kernels."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,10 @@ class Isa:
 
     @property
     def bypasses_caches(self) -> bool:
-        """Return whether a tile writes several whole cache lines of a row (cpu/merge.cpp)."""
+        """Return whether merges can bypass the caches: a tile writes several whole lines of a row.
+
+        See cpu/merge.cpp.
+        """
         return len(self.rows) > 1
 
 
@@ -79,7 +82,8 @@ SMALL_BLOCK_ROWS = range(2, 7)
 CHAINS = (1, 2, 4, 8)
 """Possible numbers of partial sums over the depth. They are powers of two, to be added in pairs."""
 REDUCED_ROWS = (9, 3, 2, 2)
-"""Maximum rows with 1, 2, … panels in reduced builds: all kinds of tile, one above DIRECT_ROWS."""
+"""Maximum rows with 1, 2, … panels in reduced builds. All kinds of tile remain, also one with more
+than DIRECT_ROWS rows."""
 
 
 def chains(isa: Isa, rows: int, panels: int) -> int:

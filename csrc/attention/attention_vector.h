@@ -12,8 +12,8 @@ constexpr int64_t kMaxAhead = 8, kAheadBytes = 8192;
 // prefetches each panel as its own stream, which gives more bandwidth than one stream or software
 // prefetch.
 constexpr int64_t kStreams = 4;
-// Number of queries in a tile of values that are read in this way. It is small, so that the
-// registers hold more columns of a row.
+// Number of queries in a tile, if the panels of values are read in rotation. It is small, so that
+// the registers hold more columns of a row.
 constexpr int kStreamQueries = kFullLines ? 4 : 2;
 
 // Computes attention of a piece. Its queries are ordered by head of keys and values, then by row.

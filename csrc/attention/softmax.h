@@ -13,8 +13,8 @@ using namespace vlora::runtime::VLORA_ISA;
 // rescaling the sums. Weights stay below e to this power.
 constexpr float kMaxSlack = 8;
 // Scores with a smaller exponent get the weight of this exponent, which is almost nothing. The
-// remainder of a weight without the upper half of its bits is then still a normal number.
-// Arithmetic with subnormal numbers would take a hundred times as long.
+// remainder of a weight without the upper half of its bits is then still a normal number. Kernels
+// treat subnormal numbers as zero, so a subnormal remainder would be lost.
 constexpr float kMinExponent = -60;
 // Floats between the scores of two queries.
 constexpr int64_t kScoreStride = kBlockPanels * kLanes;

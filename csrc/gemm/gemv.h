@@ -112,7 +112,7 @@ struct PairsGemv {
 #endif
 
 // Multiplies N rows of W, the first being `row` and each `gap` rows after the one before, with T
-// rows of x, from t0 on. The first rows of x prefetch W.
+// rows of x, from t0 on. The tile with t0 = 0 prefetches W.
 template <class P, int N, int T>
 VLORA_INLINE void gemv_tile(const Product& p, int64_t row, int64_t gap, const typename P::X* x,
                             ptrdiff_t stride, int64_t t0) {

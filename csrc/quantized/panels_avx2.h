@@ -21,8 +21,8 @@ constexpr int64_t kGroupBytes = kPanelRows * kGroup / 2;
 constexpr int64_t kMaxTileRows = 4;
 // Groups that each panel is prefetched ahead, into L1.
 constexpr int64_t kGroupsAhead = 4;
-// With one row of x, kMiddle is subtracted from each value of a group if its largest value times
-// this exceeds the sum of all.
+// With one row of x, kMiddle is subtracted from each value of W in a group if this number times the
+// largest |x| of the group exceeds the sum of all |x| of the group.
 constexpr float kLargestShare = 4;
 
 // Value j of a word of a panel, which has 4 bits, is read in its place: it is masked, kMiddle is
@@ -58,8 +58,9 @@ inline int64_t groups_of(const Weight& w) { return w.blocks() * (kBlock / kGroup
 // has two numbers for each group and row: minus the sum of the values in units of kZeroStep, and
 // the number of units that the products lack because kMiddle was not subtracted.
 //
-// With one row, kMiddle is subtracted from each value only in groups with a large value: there, the
-// rounding error of its product with kMiddle would be large compared with the other products.
+// With one row, kMiddle is subtracted from each value of W only in groups in which one value of x
+// is large: the rounding error of its product with kMiddle would be large compared with the other
+// products.
 inline void pack_panels(const Product& p, void* to) {
   const int64_t groups = groups_of(p.w);
   auto* out = static_cast<float*>(to);

@@ -47,9 +47,9 @@ const Microbenchmarks& microbenchmarks(Isa isa);
 // once, in a millisecond.
 double core_peak(Isa isa, Dtype dtype);
 
-// Returns the flop/s that `threads` threads reach together in a loop on registers. It is the
-// fastest loop that the instruction set in use has for the type. If products of bf16 pairs are
-// slower than widening to fp32, it is the loop of fp32.
+// Returns the flop/s that `threads` threads reach together in a loop on registers. The loop
+// is the fastest that the instruction set in use has for the type. If products of bf16 pairs are
+// slower than widening to fp32, that is the loop of fp32.
 double peak(Dtype dtype, double seconds, int threads);
 // Returns the bytes/s at which `threads` threads together read a working set of `bytes`, each its
 // own part.

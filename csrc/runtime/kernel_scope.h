@@ -5,8 +5,8 @@ namespace vlora::runtime {
 
 // Scope of kernels: while it exists, its thread rounds to nearest and treats subnormal numbers as
 // zeros (FTZ and DAZ). A result thus does not depend on the thread that computes it, or on the
-// caller's mode. Some CPUs take over a hundred cycles for each subnormal number. The softmax
-// produces many of them: weights far below the largest one.
+// caller's mode. Without these modes, some CPUs take over a hundred cycles for an operation with a
+// subnormal number.
 //
 // When it ends, even through an exception, the caller's mode is restored, and tile registers that
 // the thread has configured are released. Every thread of a region has one (threads.h). The caller

@@ -8,9 +8,9 @@
 namespace vlora::runtime {
 
 // Allocates at least `bytes`, aligned to a cache line, in a region for which the system is asked
-// for large pages. If it refuses, the pages are ordinary ones. Allocations of several owners share
-// a region, which is unmapped when the last of them is released. Any thread may call it. Throws
-// std::bad_alloc.
+// for large pages. If the system refuses, the pages are ordinary ones. Allocations of several
+// owners share a region, which is unmapped when the last of them is released. Any thread may call
+// this function. Throws std::bad_alloc.
 std::shared_ptr<char> in_large_pages(size_t bytes);
 
 // Bytes of all regions, and of the allocations in them; used by tests.

@@ -34,7 +34,7 @@ struct TileProduct {
 };
 
 struct TileUnit {
-  // Configures the tile registers, which the thread's KernelScope releases.
+  // Computes the product. Configures the tile registers, which the thread's KernelScope releases.
   void (*multiply)(const TileProduct&);
 };
 

@@ -138,7 +138,10 @@ def _accuracy(entry: Mapping[str, Any]) -> float:
 
 
 def _compare_with_card(url: str, card: Mapping[str, Any]) -> None:
-    """Measure the server on the card's items. Exit with 1 if a domain is over half a point off."""
+    """Ask the server the questions with which the model card was measured.
+
+    Exit with 1 if the accuracy of a domain differs from the card's by more than half a point.
+    """
     table, far = Table("domain", "items", "server", "card"), []
     asked = [item for domain in DOMAINS for item in items(domain, card[domain]["n"])]
     answers = iter(ask_all(url, asked))

@@ -56,7 +56,10 @@ class Recipe:
 
     @property
     def target_regex(self) -> str:
-        """Regular expression of decoder layers. Layers of the tower have the same suffixes."""
+        """Regular expression of the names of the adapted decoder layers.
+
+        The suffixes alone would match layers of the tower, too.
+        """
         suffixes = "|".join(target.replace(".", r"\.") for target in self.targets)
         decoder = rf".*language_model\.layers\.\d+\.({suffixes})"
         return rf"({decoder}|lm_head)" if self.with_lm_head else decoder

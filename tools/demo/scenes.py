@@ -18,7 +18,7 @@ SUPERSAMPLING = 2
 DARK = 0.55
 """Factor of an object's colour in the dark parts of its texture."""
 SHADE = 50.0
-"""Largest change of a surface's colour by its pattern, of 255."""
+"""Largest change of a surface's colour by its pattern, on the scale 0 to 255."""
 Pixels = NDArray[np.uint8]
 
 

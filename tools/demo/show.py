@@ -1,9 +1,9 @@
 """Show answers to all six tasks, each by the adapter for it, from a real server.
 
 The script sends the samples of `tools/demo/samples` over gRPC: questions and captions to the
-streaming ensemble, all others to the structured one. It prints a table and draws every answer to
-`out/`: boxes on images, frames of clips, and one sheet of all. It uses the server at --url if one
-answers there. Otherwise it starts a server of its own.
+ensemble `visual_retrieval`, all others to `video_analytics`. It prints a table and draws every
+answer to `out/`: boxes on images, frames of clips, and one sheet of all. It uses the server at
+--url if one answers there. Otherwise it starts a server of its own.
 
 usage: python -m tools.demo.show
 """
@@ -139,7 +139,7 @@ def ask(client: Any, sample: Sample) -> Answer:
 
 
 def is_right(expected: str, text: str) -> bool:
-    """Return whether the words are equal and each box overlaps its expected box by half."""
+    """Return whether words and number of boxes are equal, and boxes have IoU >= 0.5."""
     wanted, given = parse_boxes(expected, GRID), parse_boxes(text, GRID)
     if not wanted:
         return text == expected
@@ -151,7 +151,7 @@ def is_right(expected: str, text: str) -> bool:
 
 @contextmanager
 def server_at(url: str, console: Console) -> Iterator[Any]:
-    """Yield a client of the server at `url`, or of one that runs while the context is open."""
+    """Yield a client of the server at `url`, or of a new one until the context ends."""
     with ExitStack() as stack:
         try:
             client = connect(url, "video_analytics")

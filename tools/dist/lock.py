@@ -32,7 +32,7 @@ HEADER = "# Written by `make lock`; install with `pip install --require-hashes -
 class Lock:
     """A lock file under docker/, and the image whose packages it lists.
 
-    project: whether the package's own dependencies are included, with `extras`.
+    project: whether the dependencies of vlora and of its extras `extras` are included.
     others: further requirements.
     python, glibc: versions in the image.
     cpu: whether torch is the CPU build.
@@ -57,7 +57,8 @@ def build_requirements() -> list[str]:
 
 
 SERVING = ("gateway", "structured")
-"""Extras of the package that each image includes, in addition to its own server."""
+"""Extras of vlora in both images. The CPU image also has the extra `server`. The GPU image is based
+on an image that contains Triton."""
 
 LOCKS = (
     Lock("requirements.build.txt", (3, 11), (2, 36), False, others=tuple(build_requirements())),

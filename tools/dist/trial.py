@@ -41,7 +41,7 @@ def clean_environment(folder: Path) -> dict[str, str]:
 
 
 def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
-    """Run `command` and append its output to `log`. Raise TrialError with its end if it fails."""
+    """Run `command` and append its output to `log`. Raise TrialError if the command fails."""
     with log.open("ab") as file:
         file.write(f"$ {' '.join(map(str, command))}\n".encode())
         file.flush()

@@ -1,4 +1,4 @@
-"""Export knowledge items and generate adapters for the demo model from them.
+"""Export items (docs/generation.md) and generate adapters for the demo model from them.
 
 usage: python -m tools.generation [--quick] [--out DIR] [--paper] [--export-only]
 """

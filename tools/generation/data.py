@@ -1,4 +1,4 @@
-"""Knowledge items from installed packages and from the demo's own pictures.
+"""Items (docs/generation.md) from installed packages and from the demo's own pictures.
 
 Real data is read from installed packages and never downloaded:
 
@@ -41,7 +41,7 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Source:
-    """One knowledge item: how its pictures are exported, and its part of the specification.
+    """One item: how its pictures are exported, and its part of the specification.
 
     export: function that writes pictures into a folder, up to a given number.
     examples: maximum number of pictures.

@@ -2,9 +2,10 @@
 
 usage: python -m tools.generation.kills SPEC OUT [--times 10]
 
-All runs use the specification SPEC. The first is undisturbed. The others are killed by SIGKILL and
-restarted, `--times` times in all, and then run to their ends. The script exits with 1 unless all
-files of the adapters are equal.
+All runs use the specification SPEC. The first is undisturbed. Another run is killed by SIGKILL and
+started again, until there were `--times` kills. Then it runs to its end. If it ends before, a
+further run is killed in the same way. The script exits with 1 unless all files of the adapters are
+equal.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def contents(out: Path) -> dict[str, bytes]:
 
 
 def kill(spec: Path, out: Path, times: int, longest: float, rng: random.Random) -> int:
-    """Run to the end, killed up to `times` times. Return the number of kills.
+    """Run to the end, and kill the run up to `times` times meanwhile. Return the number of kills.
 
     longest: maximum time in seconds from a start to the next kill.
     """
@@ -65,7 +66,7 @@ def main(
     times: Annotated[int, typer.Option(help="Number of kills.", min=1)] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the moments of the kills.")] = 0,
 ) -> None:
-    """Compare the adapters of an undisturbed run with those of a run that is killed often."""
+    """Compare the adapters of an undisturbed run with those of runs that are killed."""
     out.mkdir(parents=True)
     started = time.monotonic()
     start(spec, out / "straight").wait()

@@ -2,8 +2,8 @@
 
 usage: python -m tools.generation.routing [--questions 100]
 
-The adapters are those of the demo. Their skills are made from other questions than those that are
-asked, as `vlora adapters generate` makes them. No server or model is needed: the choice depends
+The adapters are those of the demo. Their skills are made as `vlora adapters generate` makes them,
+but from questions that are not asked. No server or model is needed: the choice depends
 only on tasks and questions.
 """
 
@@ -65,7 +65,8 @@ def skills_of(adapter: str, questions: list[Item], folder: Path = ADAPTERS) -> l
 def measure(count: int) -> Iterator[Choices]:
     """Yield the choices for each domain of the demo.
 
-    count: number of questions per domain that are asked, and that skills are made from.
+    count: number of questions per domain that are asked. The skills are made from as many other
+        questions.
     """
     learned = [one for domain in ADAPTER_DOMAINS for one in items(domain, count, start=count)]
     names = {one.adapter for one in learned if one.adapter is not None}

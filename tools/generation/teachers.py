@@ -1,6 +1,6 @@
 """Pretrained teachers: OpenCV's face cascade and the text reader PP-OCR.
 
-Each takes a PIL image and returns the answer for its knowledge item. An image without an answer
+Each takes a PIL image and returns the answer for its item. An image without an answer
 (None) is left out.
 """
 

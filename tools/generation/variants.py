@@ -3,8 +3,11 @@
 usage: python -m tools.generation.variants OUT [--only NAME]...
 
 Each run differs in one setting from the run `default`. A run that was stopped continues if the
-script is started again. Runs that differ only in the merges at the end share their packing: they
-continue a copy of the run `merge-none`.
+script is started again.
+
+A run first trains items into adapters (docs/generation.md calls this packing), and then may merge
+adapters with each other. Runs that differ only in the second part continue a copy of the run
+`merge-none`.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from vlora.generation.run import STATE, generate
 from vlora.generation.spec import PAPER, PackingOptions, read_spec
 
 REQUIRED = {"digits": 0.35, "textures": 0.75, "glyphs": 0.55, "inspection": 0.85}
-"""Items of the runs and their promises. They need no package beyond those of the extra `train`."""
+"""Items of the runs, and the accuracy that each must reach. The items need no package beyond those
+of the extra `train`."""
 EXAMPLES = 400
 """Maximum number of pictures per item."""
 TRAINING = {"rank": 4, "batch_size": 8, "max_steps": 100, "evaluate_every": 25, "patience": 2}

@@ -37,7 +37,8 @@ BLOCK = 16
 REPEATS = 15
 KINDS = ("base", "adapters", "merged", "mixture")
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-"""Maximum difference of logits between both ways, relative to the largest."""
+"""Maximum difference of logits between a graph and single launches, relative to the largest
+logit."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2, torch.float32: 1e-4}
 def exercise(operator: Operator, tiles: int) -> int:
     """Call every kernel and compare it with float64. Return the number of calls.
 
-    tiles: maximum number of tile pairs per dtype.
+    tiles: maximum number of pairs of a shrink tile and an expand tile per type.
     """
     calls = 0
     for dtype in (torch.bfloat16, torch.float16, torch.float32):

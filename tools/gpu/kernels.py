@@ -44,7 +44,10 @@ TOLERANCE = 3e-2
 
 
 class Drawn(KernelCell):
-    """A cell that draws its slots only once: a second draw would use the default device."""
+    """A cell whose slots are drawn once, on the CPU.
+
+    `KernelCell.slots` draws the slots again at each access, on the default device.
+    """
 
     @cached_property
     def slots(self) -> tuple[int, ...]:  # type: ignore[override]
@@ -213,9 +216,10 @@ def run(
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return geometric means of speed-ups by regime. Those named `_eager` are timed call by call.
+    """Return geometric means of speed-ups for hot decode, cold decode and prefill.
 
-    PEFT's loop is measured call by call only. `limit` is the roofline divided by the measured time.
+    Those whose names end in `_eager` are timed call by call, the others as graphs. PEFT's loop is
+    measured call by call only. `limit` is the roofline divided by the measured time.
     """
     summary: dict[str, Any] = {"cells": len(rows)}
     for regime, chosen in (

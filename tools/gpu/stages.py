@@ -82,7 +82,7 @@ class Runner:
     ) -> dict[str, Outcome]:
         """Run all stages within `seconds`.
 
-        after: called after each stage. An error in it is reported and ends nothing.
+        after: called after each stage. An error in it is reported and does not stop the run.
 
         A stage may run longer than its own limit, as long as the limits of all later stages still
         fit into the remaining time.

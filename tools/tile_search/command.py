@@ -13,7 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 BUDGET, QUICK_BUDGET = 0.12, 0.02
-"""Seconds for profiling one shape, hot and cold each, after which MIN_ROUNDS samples suffice."""
+"""Seconds after which MIN_ROUNDS samples of a shape are enough. They count separately for hot and
+for cold adapters."""
 QUICK_RANKS, QUICK_SEGMENTS, QUICK_ROWS = (64,), (4,), 256
 STATE = Path("out") / "tile-search"
 

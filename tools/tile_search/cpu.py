@@ -26,7 +26,8 @@ PANELS_SHARE_OF_L2 = 0.5
 STREAMING_BLOCK = 8
 """Row block of the streaming kernels, which read an adapter once from memory into registers."""
 FEW_ROWS = 8
-"""Maximum number of rows at which reading adapters limits a call, so that blocking is no faster."""
+"""Maximum number of rows at which reading adapters limits a call, so that larger row blocks are no
+faster."""
 MANY_ROWS = 32
 """Minimum number of rows at which streaming reads each adapter four times or more."""
 SCRATCH_BYTES = 4

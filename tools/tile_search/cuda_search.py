@@ -45,7 +45,8 @@ MAX_ROWS = 8192
 ROWS_WORTH_ROW_KERNELS = 32
 """Maximum number of rows of a segment for which kernels without tensor cores are tried."""
 MAX_SHRINK_TILES = 6
-"""Number of shrink tiles to try, the cheapest first. Two fewer expand tiles are tried."""
+"""Maximum number of pairs of a shrink tile and a number of slices to try, the cheapest first. Two
+fewer expand tiles are tried."""
 COLD_BYTES = 256 << 20
 """Bytes of adapters that a cold profile rotates through: several times any L2."""
 MAX_LAYERS = 128
@@ -183,7 +184,7 @@ class CudaSearch:
     ) -> Iterator[dict[str, Any]]:
         """Yield entries: first those stored in `file`, then new ones, which are added to it.
 
-        It stops when the next shape would not be finished in time.
+        The iterator ends before a shape for which the time left would probably not suffice.
         """
         end, longest = time.monotonic() + seconds, 0.0
         done = _entries(file, f"{self._operator.name} {_digest(self._operator)}")

@@ -31,7 +31,7 @@ MATRICES = (2, 4, 8, 16, 32)
 
 MIN_ROUNDS = 3
 HOPELESS = 1.6
-"""Ratio to the best time above which a configuration is dropped after one round."""
+"""Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples."""
 WARM_CALLS = 2
 """Number of calls before a hot sample. One call does not load a large adapter into the last-level
 cache."""
@@ -51,8 +51,8 @@ MAX_CALLS = 64
 class Shape:
     """Shape of a call: `segments` segments of `rows` rows, each with its own adapter of one rank.
 
-    A merge has rows = d_out and one segment. Shapes are sorted so that those that share adapters
-    are adjacent.
+    A merge has rows = d_out and one segment per matrix. Shapes are sorted so that those that share
+    adapters are adjacent.
     """
 
     operation: Operation
@@ -132,7 +132,7 @@ class Space:
 
 @dataclass(frozen=True)
 class Profile:
-    """Median seconds of each configuration. One that was dropped early has few samples."""
+    """Median seconds of each configuration. A configuration that was dropped has few samples."""
 
     seconds: Mapping[str, float]
     finalists: tuple[str, ...]
@@ -160,9 +160,9 @@ def profile(
 ) -> Profile:
     """Measure interleaved medians, and drop slow configurations early.
 
-    A configuration is dropped if it is HOPELESS times slower than the best after a call or a round.
-    From MIN_ROUNDS samples on, a configuration is dropped if its fastest sample is slower than the
-    upper quartile of the best configuration.
+    With fewer than MIN_ROUNDS samples, a configuration is dropped if it takes more than HOPELESS
+    times as long as the best. From MIN_ROUNDS samples on, it is dropped if its fastest sample takes
+    longer than the upper quartile of the best configuration.
 
     budget: seconds after which MIN_ROUNDS samples are enough.
     """
@@ -242,7 +242,7 @@ class Duel:
 def wins(hot: Duel, cold: Duel) -> bool:
     """Return whether the found configuration (`ours`) is faster than the other one.
 
-    The gain is the sum of the gains in both duels. It must exceed the noise of both.
+    The sum of both gains must exceed the root of the sum of the squares of both noises.
     """
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)

@@ -245,8 +245,8 @@ def heads(
 
     x: [T, d_in] fp32.
 
-    Returns y: [T, maximum number of classes of a slot]. Raises ValueError for a wrong segment or x,
-    and for a slot without a head.
+    Returns y: [T, maximum number of classes of the segments' slots]. Raises ValueError for a wrong
+    segment or x, and for a slot without a head.
     """
     rows = x.shape[0]
     if x.dim() != 2 or x.shape[1] != group.d_in or x.dtype != torch.float32:
@@ -295,8 +295,8 @@ def merge(
     the same elements of out become W + sign · B A. The parts in `Merges.copied` are copied from
     base to out. Other elements are not written.
 
-    out, base: slabs [elements] of one dtype (fp32 or bf16). If `out is base`, the merge is in
-        place.
+    out, base: slabs [elements] of one dtype: fp32, bf16, or on a GPU fp16. If `out is base`, the
+        merge is in place.
     updates: A and B are fp32 and contiguous. Updates must not overlap. If the same updates are used
         several times, pass a `Merges`: any other sequence is converted at each call.
 

@@ -77,8 +77,9 @@ def check_adapters(
 def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     """Return a table with one adapter per row, which fits into 80 columns.
 
-    Targets are listed without `_proj`. `vision` stands for the vision tower and the connector. A
-    column with the invocation's token ids is added if there is an activated LoRA.
+    Targets are listed without `_proj`. `vision` stands for the vision tower and the connector. If
+    an adapter is an activated LoRA (`alora_invocation_tokens`), a column with the token ids of the
+    invocation is added.
     """
     infos = list(adapters)
     activated = any(info.invocation for info in infos)

@@ -28,10 +28,11 @@ def convert(
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
 
-    Pickles (.bin), copies of the base model's own weights, PiSSA and OLoRA are
-    converted exactly. DoRA, and other methods that change the weights of linear
-    layers, are approximated with rank --rank at most. The error is printed, and
-    nothing is written if it is above --max-error.
+    Pickles (.bin), PiSSA and OLoRA are converted exactly. If the folder contains
+    copies of the base model's own weights, they are left out. DoRA, and other
+    methods that change the weights of linear layers, are approximated with rank
+    --rank at most. The error is printed, and nothing is written if it is above
+    --max-error.
     """
     with report_errors():
         # Imported here because they import torch.

@@ -23,8 +23,9 @@ STATUS_SECONDS = 5.0
 
 
 class GenerationProgress:
-    """Shows the packed items, the present attempt and the time left. Its methods are the callbacks
-    of `vlora.generation.run.generate`.
+    """Shows how many items are no longer pending, the present attempt and the time left.
+
+    Its methods are the callbacks of `vlora.generation.run.generate`.
     """
 
     def __init__(self, spec: Spec, *, shown: bool) -> None:
@@ -79,7 +80,7 @@ class GenerationProgress:
             print_plain(f"{text}: {step}: {scores}; {self._left}")
 
     def decided(self, state: RunState) -> None:
-        """Show how many items are packed."""
+        """Show how many items are no longer pending, and the number of adapters."""
         self._adapters = len(state.adapters)
         self._left.pack(len(state.pending), time.monotonic())
         done = self._count - len(state.pending)

@@ -59,7 +59,7 @@ def premerge(
     Requests for an adapter get the same answers as before, up to rounding: each
     other adapter is stored minus the hot one, and the hot adapter's name becomes
     an adapter without effect. Requests that name no adapter now use the hot one.
-    To use the old checkpoint, a request names the new adapter `base`.
+    A request that names the new adapter `base` gets the old checkpoint's answer.
     """
     with report_errors():
         if (hot is None) == (requests is None):

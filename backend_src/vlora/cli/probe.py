@@ -53,10 +53,11 @@ def probe(
        within the deadline.
     2  The address is not HOST:PORT, or a TLS file cannot be read.
     3  The server runs but accepts no requests now: it is starting or
-       draining, or its queue is full (with --metrics-port, also if it
-       works for longer than the deadline).
+       draining, or its queue is full. With --metrics-port, also if no
+       answer came within the deadline but the metrics show progress.
 
-    A server that is starting is recognized only on its own machine.
+    A server that is starting is recognized only if the probe runs on the
+    server's machine.
     """
     from vlora.launcher.ports import MAX_PORT
     from vlora.launcher.probe import ADDRESS, Health, Tls

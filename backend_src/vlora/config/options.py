@@ -100,10 +100,10 @@ class Limits:
     """Maximum size in bytes of one adapter's weights, in float32."""
 
     max_choices: int = 256
-    """Maximum number of choices of a request."""
+    """Maximum number of texts in the sampling key `choices`, one of which is the answer."""
 
     max_choices_bytes: int = 16 * 1024
-    """Maximum size in bytes of all choices of a request."""
+    """Maximum size in bytes of all texts in the sampling key `choices`."""
 
     max_grammar_bytes: int = 64 * 1024
     """Maximum size in bytes of `structured_outputs`."""
@@ -162,9 +162,9 @@ class Options:
     quantization: str | None = None
     """Type to which the decoder's linear layers are quantized at load: "int8" or "int4".
 
-    int8 has a scale for each output, int4 one for `quantization_group_size` inputs of an output. A
-    checkpoint that is stored quantized needs no option. Adapters are never merged into quantized
-    weights.
+    int8 has one scale per output. int4 has one scale per `quantization_group_size` inputs of an
+    output. A checkpoint that is stored quantized needs no option. Adapters are never merged into
+    quantized weights.
     """
 
     quantization_group_size: int = 32

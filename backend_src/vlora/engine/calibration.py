@@ -40,7 +40,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 3
 """Maximum number of times that a step is measured."""
 MAX_STEP_SECONDS = 0.5
-"""Seconds of measuring one step after which the step is not repeated again."""
+"""Total seconds of the measurements of one step after which the step is not measured again."""
 BUDGET_SECONDS = 4.0
 """Seconds of measuring after which the remaining numbers in `ROWS` are skipped."""
 DECODE_REQUESTS = 16
@@ -157,7 +157,7 @@ class SyntheticSteps:
         self.max_rows = max_rows
 
     def step(self, slots: Sequence[int], rows: int, context: int) -> float:
-        """Compute a step up to REPEATS times and return the shortest time in seconds.
+        """Warm up, then time a step up to REPEATS times. Return the shortest time in seconds.
 
         Other processes can only make a step slower, so the shortest time is the most accurate.
 
@@ -182,7 +182,7 @@ class SyntheticSteps:
         """Merge the adapter in `slot` REPEATS times and return the shortest time in seconds.
 
         other: slot of another adapter to merge before each repeat, so that the merged weights of
-            `slot` are not reused; or `slot` itself, to time the preparation, too.
+            `slot` are not reused. If equal to `slot`, the time includes preparing the merge.
         """
         times = []
         for _ in range(REPEATS):
@@ -262,8 +262,8 @@ class Calibration:
     def _add_attention(self, profile: Profile) -> Profile:
         """Return the profile with its fields `position`, `pair` and `answer` measured.
 
-        The steps differ only in their context. The steps that measured `products` contain attention
-        as well, so the time of attention is subtracted from `products`.
+        Each pair of steps differs only in the context. The steps that measured `products` include
+        attention, so the time of attention is subtracted from `products`.
         """
         steps = self.steps
         largest = profile.products[-1][0]

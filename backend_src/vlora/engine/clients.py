@@ -54,8 +54,9 @@ class Clients:
     def admit(self, request_id: str, client_id: str) -> None:
         """Add a request that is being prepared.
 
-        Raises InvalidArgument if either id is in use, and Cancelled if the client has cancelled the
-        request already.
+        Raises InvalidArgument if the request id is in use, or a client id with at least
+        MIN_STOPPABLE_ID characters. Raises Cancelled if the client has cancelled the request
+        already.
         """
         if request_id in self._clients:
             raise InvalidArgument(f"the id '{request_id}' is in use by another request")
@@ -88,8 +89,8 @@ class Clients:
     def requests_to_cancel(self, client_id: str) -> list[str]:
         """Return the ids of the requests with this client id.
 
-        If there are none, the cancellation is stored, and a request that arrives later with this
-        client id is cancelled.
+        If there are none, and none has ended recently, the cancellation is stored for a while (see
+        `PendingCancels`). A request that arrives with this client id meanwhile is cancelled.
         """
         request_ids = sorted(self._by_client_id.get(client_id, ()))
         if not request_ids:

@@ -291,7 +291,9 @@ def applied_adapters(slot: int, live: int) -> set[int]:
 
 
 def rows_by_adapter(rows_of: Mapping[int, int], live: int) -> Mapping[int, int]:
-    """Return a dictionary from the slot of each applied adapter to the number of its rows.
+    """Return the number of rows to which the LoRA operator applies each adapter, by slot.
+
+    The live adapter counts for each row from which it is subtracted, not for rows that use it.
 
     rows_of: number of rows of the requests of each slot.
     """

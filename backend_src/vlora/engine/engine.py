@@ -100,11 +100,11 @@ class Engine:
         return self.admission.prepare(request)
 
     def add(self, state: RequestState, arrival: float) -> list[Output]:
-        """Queue a prepared request; return the last outputs of the requests that it supersedes.
+        """Queue a prepared request, and end the waiting requests of its stream that it supersedes.
 
         arrival: time of arrival in seconds.
 
-        These are older waiting requests of its stream. Raises ValueError if its id is in use.
+        Returns the last outputs of the ended requests. Raises ValueError if the new id is in use.
         """
         sequence = state.sequence
         if self._requests.get(sequence.id) is not None:
@@ -170,7 +170,7 @@ class Engine:
     # -- stepping ----------------------------------------------------------------------------
 
     def step(self) -> list[Output]:
-        """Compute one step, and return the new output of every request that has one.
+        """Compute one step, and return the new outputs of all requests.
 
         A fault in the forward pass ends the requests of the step. A fault in the answer of one row
         ends its request. Both are reported in the requests' last outputs. If this method raises,
@@ -277,8 +277,8 @@ class Engine:
     def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
         """Record the duration of a step.
 
-        started: end of the previous step, or the beginning of this one if the engine was idle; plus
-            the duration of this step's switch, which is recorded separately.
+        started: end of the previous step (beginning of this step if the engine was idle), plus the
+            duration of the switch. The switch is thus left out, as it is recorded separately.
         seconds: duration of its forward pass. The rest of the step is overhead.
         learn: whether the cost model may learn from the step.
         """
@@ -340,7 +340,7 @@ class Engine:
 
 
 def _row_output(state: RequestState, answer: Callable[[], Output], now: float) -> Output:
-    """Return the output of one row. An error in it ends its request, not the step."""
+    """Return the output of one row. If the row fails, return an output that ends its request."""
     try:
         return answer()
     except VLoraError as error:

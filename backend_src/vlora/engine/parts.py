@@ -167,8 +167,10 @@ def _limit_merging(
     adapters: AdapterStore,
     device: Device,
 ) -> None:
-    """Set the limit of memory for merged weights. Log a warning if it is too small for any
-    adapter. If the device commits memory at once, allocate the merged weights now.
+    """Set the limit of memory for merged weights.
+
+    If no adapter can be merged, log the reason. Otherwise, if the device commits memory at once and
+    the policy may merge, allocate the merged weights now.
     """
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:

@@ -49,7 +49,7 @@ class PendingCancels:
             _evict_oldest(self._pending)
 
     def take(self, client_id: str) -> bool:
-        """Remove the cancellation of a new request; return whether there was one, at most
+        """Remove the cancellation of a new request. Return True if there was one and it was at most
         PATIENCE_SECONDS old.
         """
         since = self._pending.pop(client_id, None)

@@ -31,7 +31,8 @@ class Mode(StrEnum):
 class StepPlan:
     """The decisions of one step.
 
-    chunks: one for each sequence in the step, in the order of `ids.order_of`.
+    chunks: one for each sequence in the step. Chunks of the live adapter come first, then those of
+        the base model, then all others by slot (`ids.order_of`).
     preempted: ids of the sequences that lost their pages to others.
     live: slot of the adapter that is merged into the active weights, or BASE.
     cached: number of tokens taken from the prefix cache by the sequences that begin in this step.

@@ -143,8 +143,8 @@ class Scheduler:
 
         These are all running sequences with tokens to compute, and the first waiting ones in each
         of the policy's orders. The number of waiting ones is limited, so that the work per step
-        does not grow with the queue. The limit is at least the number of free batch slots: so many
-        sequences can begin without a preemption.
+        does not grow with the queue. The limit is at least the number of free batch slots,
+        because this number of sequences can begin without a preemption.
         """
         count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
         waiting = self.queue.candidates(self.policy.orders, count, arrival_cutoff)

@@ -38,7 +38,7 @@ class Sequence:
     tokens: ids of the known tokens, first those of the prompt.
     prompt_length: number of tokens of the prompt.
     computed: number of tokens whose keys and values are in `table`.
-    cached: number of tokens taken from the prefix cache when the sequence last began.
+    cached: number of tokens that the last call of `begin` took from the prefix cache.
     arrival: seconds on the engine's clock; set when the request is queued.
     started: whether the sequence was ever in a step.
     preemptions: number of times that the sequence has lost its pages.
@@ -91,7 +91,7 @@ class Sequence:
         self._waited = 0.0
         """Value of `wait` when the sequence was last scheduled."""
         self._waiting_since: float | None = None
-        """Value of `waiting_since`, or None before the first step ended."""
+        """Value of `waiting_since` once the sequence was in a step; None before."""
 
     # -- adapter and pages -------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows, and add blocks that became full and can be shared to the prefix
-        cache.
+        """Count computed rows. Add to the prefix cache the blocks that became full, if they can be
+        shared.
 
         mode: weight mode of the rows (see `mode_of`).
         """
@@ -313,7 +313,7 @@ def scopes_of(adapter: AdapterHandle) -> list[str]:
     """Return the scopes of the prefix blocks that are computed with an adapter, one per weight
     mode.
 
-    A block is shared only between requests of its scope.
+    A scope is the part of a block's key that names the weights (see `BlockKey`).
     """
     return [_scope(adapter, mode) for mode in SHAREABLE_MODES]
 

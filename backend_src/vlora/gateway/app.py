@@ -144,7 +144,9 @@ class Gateway:
     async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
         """Return the response to a request.
 
-        A stream starts after its first piece, so an earlier error still sets the HTTP status."""
+        The response to a streaming request begins when its first piece has arrived. An error before
+        that still sets the HTTP status.
+        """
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = CompletionWriter(ask, id)
         sampling = ask.sampling

@@ -52,7 +52,7 @@ class Question:
 
     id: id by which it can be cancelled.
     text: text of the prompt.
-    task: task for `lmm`; None sends none.
+    task: task for `lmm`; None if the request has no input `task`.
     images, frames: encoded files.
     sampling: content of `sampling_parameters`.
     stream: whether the answer comes in pieces.
@@ -91,8 +91,8 @@ class Piece:
 class _Answers:
     """Reads the messages of one gRPC call, with a time limit for each message.
 
-    One timer serves all messages. When it fires, it either detects a timeout or restarts itself for
-    the current read, because a new timer for each message would be expensive.
+    One timer serves all messages, because a new timer for each message would be expensive. When the
+    timer fires, it either detects a timeout or restarts itself for the current read.
     """
 
     def __init__(self, call: Any, seconds: float) -> None:

@@ -1,7 +1,7 @@
 """Messages of a chat: their text, and the images and clips in them.
 
-A single message becomes the text of a task. Several messages become JSON, which the server renders
-with the checkpoint's chat template (task `chat`).
+If a chat has a single message, the request has the message's text and may have any task. Several
+messages become JSON, which the server renders with the checkpoint's chat template (task `chat`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 """Roles of OpenAI's messages, with the corresponding roles of chat templates."""
 
 DETAILS = ("auto", "low", "high", "original")
-"""Valid values of an image's `detail`. None has an effect, as the checkpoint's image processor
-determines the resolution.
+"""Valid values of an image's `detail`. They have no effect, because the checkpoint's image
+processor determines the resolution.
 """
 
 MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {

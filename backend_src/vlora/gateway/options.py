@@ -23,7 +23,8 @@ class GatewayOptions:
         HOST:PORT for a port other than the scheme's.
     cors_origins: origins of web pages that may use the gateway; none by default.
     metrics_url: URL of the server's metrics, which are appended to the gateway's own, or None.
-    max_body_bytes: maximum size of a request's body, and of all images fetched for it.
+    max_body_bytes: maximum size of a request's body. The images that are fetched for the request
+        may have the same size in total, in addition.
     max_held_bytes: maximum size in bytes of all request bodies in memory.
     max_fetch_bytes: maximum size of one fetched image.
     fetch_seconds: time limit for fetching one image.

@@ -29,7 +29,9 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""Content-Security-Policy. It allows only files of this gateway, and no text as markup or code."""
+"""Content-Security-Policy. It allows only files of this gateway. Scripts cannot insert text as
+markup or run it as code.
+"""
 
 HEADERS = {
     "content-security-policy": POLICY,

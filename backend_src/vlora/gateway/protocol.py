@@ -43,8 +43,10 @@ CHUNK_OVERHEAD = 8
 
 MAX_SMALL_CHUNKS = 4096
 MIN_CHUNK_BYTES = 1024
-"""Number of chunks of a body that may have any size, and minimum average size in bytes of further
-chunks. The number is limited because each chunk takes several calls of Python functions.
+"""Limits of the chunks of a body. MAX_SMALL_CHUNKS chunks may have any size. If there are more, the
+others must have MIN_CHUNK_BYTES bytes on average.
+
+The number is limited because each chunk takes several calls of Python functions.
 """
 
 MAX_WAITING = 16

@@ -97,7 +97,7 @@ class Ask:
     chat: whether it is a chat completion.
     model: the model's name in the request.
     conversation: text, images and clips. Their URLs are not fetched yet.
-    task: task for the server; None sends none.
+    task: task that is sent to the server; None if no task is sent.
     sampling: the server's `sampling_parameters`, without the adapter.
     stream: whether the answer is sent as a stream of events.
     include_usage: whether a stream ends with the numbers of tokens.

@@ -1,4 +1,4 @@
-"""Conversion of an adapter that cannot be served into a plain LoRA.
+"""Conversion to a plain LoRA, for adapters that the server cannot load.
 
 - A pickle becomes safetensors, and copies of the base model's own weights are dropped. This is
   exact.

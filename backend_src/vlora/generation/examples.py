@@ -56,8 +56,8 @@ def read_examples(
 ) -> list[Example]:
     """Return all examples of an item whose images can be read, in a fixed order.
 
-    label: the item's teacher, which returns the answer for an image, or None to leave the image
-        out.
+    label: returns the answer of the item's teacher for an image. If it returns None, the image is
+        left out. The argument is None for an item without a teacher.
     left_out: called with the reason for each image that cannot be read or on which the teacher
         fails.
 

@@ -7,8 +7,9 @@ adapter. If no promise is broken, the adapter gets the new weights. If a promise
 previous weights are restored, and a new adapter is trained with this item. `spec.PackingOptions`
 selects our additions.
 
-This module makes the decisions, and a `Trainer` trains and evaluates. States are immutable. So a
-run that is killed continues from the last saved state and makes the same decisions again.
+This module makes the decisions, and a `Trainer` trains and evaluates. A state is immutable, and the
+caller saves it after each decision. A run that was killed continues from the last saved state. It
+then makes the decisions that it would have made without the interruption.
 """
 
 from __future__ import annotations

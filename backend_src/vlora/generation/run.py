@@ -132,7 +132,7 @@ class _Journal:
     written: list[str] = field(default_factory=list)
 
     def read(self) -> RunState | None:
-        """Return the saved state with new items added to `pending`; None if there is none.
+        """Return the saved state with new items added to `pending`; None if no state was saved.
 
         Raises InvalidArgument if the saved run had other settings or an item has changed.
         """

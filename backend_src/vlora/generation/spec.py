@@ -23,7 +23,7 @@ TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction i
 METRICS = ("top1", "vqa_score", "f1_iou50", "chrf")
 TRAINED_MODEL_TYPE = "llava"
 BOX_TASKS = ("refer", "detect")
-"""Tasks whose answers are boxes. Only their accuracy is measured by f1_iou50."""
+"""Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it."""
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Share = Annotated[Float, Field(ge=0, le=1)]
@@ -86,8 +86,8 @@ class Item(StrictModel):
 
     name: name of the item.
     task: task of its requests.
-    images: folder of the images. Without `conversations` and `teacher`, the folder must have one
-        subfolder of images per label.
+    images: folder of the images. If neither `conversations` nor `teacher` is given, the folder must
+        have one subfolder of images per label.
     conversations: LLaVA conversations as JSON or JSONL about these images.
     teacher: model that labels the images.
     truth: JSON object with the right answer by image file, to measure the teacher.
@@ -191,7 +191,7 @@ class PackingOptions(StrictModel):
     merge: method by which adapters are merged at the end. Two adapters are merged only if all their
         items still reach their goals.
     merge_training: whether merged weights that break a promise are trained on the items of both
-        adapters, unless an earlier attempt shows that these are too different.
+        adapters, unless an earlier attempt shows that the items are too different.
     """
 
     order: Literal["given", "random", "gradient"] = "gradient"

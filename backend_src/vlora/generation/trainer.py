@@ -156,9 +156,9 @@ class PeftTrainer:
         adapter: number of the adapter whose weights are trained; None for a new adapter.
 
         An attempt that makes no progress for `patience` evaluations ends with a short decay of the
-        learning rate, which often raises the scores enough. An attempt with a new adapter uses all
-        steps, because it is the last attempt for its item. An attempt that nearly keeps its
-        promises at the end continues from its best weights, up to `restarts` times.
+        learning rate, which often raises the scores enough. An attempt with a new adapter is not
+        ended for this reason, because it is the last attempt for its item. An attempt that nearly
+        keeps its promises at the end continues from its best weights, up to `restarts` times.
         """
         training = self._spec.training
         weights = [weight for weight in learner.parameters() if weight.requires_grad]

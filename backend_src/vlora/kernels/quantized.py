@@ -265,8 +265,8 @@ class QuantizedMatrix(Matrix):
 
     bias: [d_out] fp32, or None.
 
-    In a product with more than a few rows, weights of dtype bf16 are dequantized to bf16, and x is
-    rounded as in a product with a bf16 `Matrix`.
+    In a product with more than a few rows, a weight whose `dtype` is bf16 is dequantized to bf16,
+    and x is rounded as in a product with a bf16 `Matrix`.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:

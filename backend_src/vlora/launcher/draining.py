@@ -1,9 +1,10 @@
 """Signals between a server that is stopping and its models, as files in the run's folder.
 
 Triton 2.51 has no such signals. It continues to pass requests to the models while it waits for idle
-connections to close. Each model that has requests to finish creates a file in `draining/`. To stop,
-`vlora serve` writes the file `drain`, which contains the deadline of all models in seconds of
-CLOCK_MONOTONIC, a clock that all processes share. A model removes its file when it has finished.
+connections to close. A model that must finish its requests when the server stops creates a file in
+`draining/` when it is loaded. To stop, `vlora serve` writes the file `drain`, which contains the
+deadline of all models in seconds of CLOCK_MONOTONIC, a clock that all processes share. The model
+removes its file when its requests have ended.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 
 
 def register(folder: Path, name: str) -> None:
-    """Report that a model has requests to finish, so that a stopping server waits for it.
+    """Register a model, so that the server, when it stops, waits until `deregister` is called.
 
     folder: folder of the run.
     name: name of the model's process, unique within the run.
@@ -24,7 +25,7 @@ def register(folder: Path, name: str) -> None:
 
 
 def deregister(folder: Path, name: str) -> None:
-    """Report that a model has finished. The server no longer waits for it."""
+    """Report that the requests of a model have ended. The server no longer waits for the model."""
     (folder / "draining" / name).unlink(missing_ok=True)
 
 
@@ -48,5 +49,5 @@ def seconds_left(folder: Path) -> float | None:
 
 
 def unfinished(folder: Path) -> list[str]:
-    """Return the names of the models that have requests to finish."""
+    """Return the names of the registered models for which the server must still wait."""
     return sorted(path.name for path in (folder / "draining").glob("*"))

@@ -22,13 +22,13 @@ import psutil
 from vlora.launcher import tether
 
 KILL_SECONDS = 5.0
-"""Seconds to wait for a killed process. It takes longer only if it hangs in the kernel."""
+"""Seconds to wait for a killed process. Only a process that hangs in the kernel takes longer."""
 
 
 def start_tied(
     command: list[str], environment: Mapping[str, str], log: IO[bytes] | None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that ends together with this one, in a new session; return it.
+    """Start a process in a new session, and return it. It ends when this process ends.
 
     log: file for its output; None to use this process's output.
 

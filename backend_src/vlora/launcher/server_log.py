@@ -52,9 +52,10 @@ def create(path: Path) -> IO[bytes]:
 
 
 def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the whole lines of the log from byte `start` on; "" if the log is not a file.
+    """Return the text of the log from byte `start` on; "" if the log is not a file.
 
-    limit: maximum number of bytes to read. If there are more, the end of the log is read.
+    limit: maximum number of bytes to read. If there are more, only the last `limit` bytes are read.
+        The text then begins after the first line break, because the first line may be incomplete.
     """
     if not path.is_file():
         return ""

@@ -49,8 +49,10 @@ MAX_ADAPTER_BYTES = 4 * 1024**3
 class AdapterInfo:
     """Description of an adapter for users.
 
-    digest: SHA-256 of all weights except the head's; "" until the weights are read.
-    ranks: different ranks of the matrices that the adapter changes in the language model.
+    digest: SHA-256 of all weights except the head's, and of `invocation`; "" until the weights are
+        read.
+    ranks: ranks of the matrices that the adapter changes in the language model, ascending, each
+        rank once.
     targets: names of the changed matrices within a layer, such as `q_proj`.
     tasks: tasks that its `vlora.json` declares.
     accuracy: accuracy by task, as its `vlora.json` declares.
@@ -60,7 +62,7 @@ class AdapterInfo:
     invocation: token ids that activate an activated LoRA. It changes only the tokens from the last
         occurrence of these ids in the prompt on. () for an adapter that changes all tokens.
     vision_ranks: ranks of the adapter's LoRA on linear layers of the vision tower and the
-        connector.
+        connector, ascending, each rank once.
     """
 
     name: str
@@ -246,8 +248,9 @@ def _check_invocation(
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
     """Raise InvalidArgument if an adapter with a vision part has an invocation or skills.
 
-    Images are encoded before the engine reads the prompt. But an activated LoRA must not change an
-    image before its invocation, and skills choose an adapter only after the images were encoded.
+    Images are encoded before the engine reads the prompt. But an activated LoRA must not change
+    images that stand before its invocation tokens. With skills (`lora/routing.py`), the server
+    chooses the adapters of requests that name none, but only after the images were encoded.
     """
     if config.invocation:
         raise invalid.in_file("adapter_config.json")(

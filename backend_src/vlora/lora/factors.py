@@ -91,7 +91,8 @@ def check_pair(
 ) -> tuple[int, float]:
     """Return the (rank, scale) of A and B of a matrix.
 
-    Raises InvalidArgument if one of them is missing or does not fit the matrix.
+    Raises InvalidArgument if A or B is missing or does not fit the matrix, or if `config` does not
+    target the module.
     """
     module, paths = pair.path, paths_of(matrix, model, pair.path)
     if pair.a is None or pair.b is None:

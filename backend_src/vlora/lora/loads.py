@@ -31,8 +31,8 @@ INLINE_PACK_BYTES = 4 << 20
 """Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread.
 
 On the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
-this wait would delay the requests by some steps (decision 57). It does not apply to a GPU, where
-packing may wait for earlier loads.
+this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all adapters
+are packed on the packer's thread, because packing may wait for earlier loads.
 """
 
 

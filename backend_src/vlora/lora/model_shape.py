@@ -98,7 +98,8 @@ def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) 
     file_path: path of the module as the adapter's file spells it, if known.
 
     With `file_path`, the result is this path and the path in the served model. Without it, the
-    result is the paths in all layouts.
+    result is the matrix's path in each layout of modules: LAYOUTS, or HEADS for the LM head. A
+    matrix of the vision tower or the connector has one path for all layouts.
     """
     layer, target = matrix
     if layer == VISION:

@@ -50,7 +50,7 @@ def suffixes(path: str) -> Iterator[str]:
 class PatternMatcher:
     """Matches the patterns of one adapter, within a budget of characters and seconds.
 
-    invalid: makes the error for a pattern that is not a regular expression, too long or too slow.
+    invalid: makes the error for a pattern that is too long, too slow, or not a regular expression.
     """
 
     def __init__(self, invalid: Callable[[str], Exception]) -> None:

@@ -29,8 +29,8 @@ CONVERTIBLE: dict[str, str] = {
     "use_dora": f"make it a plain LoRA with {CONVERT}",
     "modules_to_save": f"if they are the base model's own, {CONVERT} drops them",
 }
-"""Remedy that the error message names, by option. The options are the keys of REFUSED_WHEN_SET
-whose adapters can be converted.
+"""Remedy that the error message names, by option. The options are keys of REFUSED_WHEN_SET. An
+adapter with one of these options can be converted.
 """
 
 PLAIN = ("true", "false", "gaussian", "eva", "orthogonal", "mica")

@@ -47,9 +47,9 @@ class Residents:
         handle.unpack()
 
     def retire(self, handle: AdapterHandle) -> None:
-        """Evict this version before all others as soon as no request that has started uses it.
+        """Record that the adapter's name refers to another version than this one.
 
-        Call it when the adapter's name refers to another version.
+        Once no started request uses this version, it is first in the order of eviction.
         """
         self._retired.add(handle)
 

@@ -56,7 +56,10 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def usual_words(questions: Sequence[str]) -> list[str]:
-    """Return the most frequent words of the questions, at most MAX_WORDS, in alphabetical order."""
+    """Return the most frequent words of the questions, at most MAX_WORDS, in alphabetical order.
+
+    Words that less than MIN_SHARE of the questions contain are left out.
+    """
     counts = Counter(word for question in questions for word in words_of(question))
     least = MIN_SHARE * len(questions)
     ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))

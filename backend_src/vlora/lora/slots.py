@@ -125,16 +125,17 @@ class Slots:
         group.put(slot, placed, wait=load.wait)
 
     def clear(self, slot: int) -> None:
-        """Empty the slot, so that it can be assigned again."""
+        """Free the memory of a slot at once. The slot can be assigned again."""
         for group in self._groups.values():
             group.clear(slot)
         self.heads.put(slot, None)
         self._adapters[slot] = None
 
     def release(self, slot: int) -> None:
-        """Release a slot that nothing uses any more.
+        """Release a slot that nothing uses any more. The slot can be assigned again.
 
-        Its A and B stay in memory until `sweep`, or until another adapter takes the slot.
+        Unlike with `clear`, the slot's weights stay in memory. `sweep` frees them, or `pack`
+        replaces them by those of another adapter.
         """
         self._adapters[slot] = None
         self._released.add(slot)

@@ -97,7 +97,7 @@ class AdapterTiers:
     # -- transitions -----------------------------------------------------------------------------
 
     def keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Store weights that have been read. Evict other host copies if they do not fit."""
+        """Store weights that have been read. If they do not fit, evict other host copies."""
         evicted = self.host.evict_until_fits(handle.description.host_bytes)
         self.host.add(handle, adapter)
         self.count(host_evictions=evicted)
@@ -155,7 +155,7 @@ class AdapterTiers:
             handle.unpack()
 
     def fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
-        """Mark an adapter that could not be loaded or packed as failed."""
+        """Record why an adapter could not be loaded or packed, and release its slot and pages."""
         if handle.state is AdapterState.PACKING:
             self._release_pages(handle)
             self.host.remove(handle)
@@ -184,9 +184,9 @@ class AdapterTiers:
             self.pool.release_run(run)
 
     def retire(self, handle: AdapterHandle | None) -> None:
-        """Mark a version to which no name refers any more.
+        """Record that no name refers to a version any more, so that no new request can use it.
 
-        No new request can use it, and it is evicted first.
+        Once no started request uses the version, it is evicted before all others.
 
         handle: the version. With None, the method does nothing.
         """

@@ -52,8 +52,8 @@ def is_transient_errno(number: int) -> bool:
 def is_transient(error: BaseException) -> bool:
     """Return whether the cause of a failure lies outside the adapter's files.
 
-    The first error number in the chain of causes decides. An OSError without a number counts as
-    transient, because nothing shows that it will happen again.
+    The first error number in the chain of causes decides. A lack of memory is transient. So is an
+    OSError without a number, because nothing shows that it will happen again.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -71,7 +71,7 @@ def is_transient(error: BaseException) -> bool:
 def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
     """Return `error` as an InvalidArgument that names the adapter.
 
-    An error of any other type than InvalidArgument is logged with its traceback.
+    An OutOfMemory, and any error that is not an InvalidArgument, is logged with its traceback.
     """
     if isinstance(error, InvalidArgument) and not isinstance(error, OutOfMemory):
         return error

@@ -89,7 +89,10 @@ class WeightsFile:
             )
 
     def stored(self, key: str) -> torch.Tensor:
-        """Return the tensor as it is stored. Raise InvalidArgument if it is not floating-point."""
+        """Return the tensor as it is stored.
+
+        Raises InvalidArgument if it is not floating-point or cannot be read.
+        """
         self._require_float(key)
         try:
             tensor: torch.Tensor = self._opened.get_tensor(key)
@@ -100,7 +103,8 @@ class WeightsFile:
     def read(self, key: str) -> torch.Tensor:
         """Return the tensor in fp32, contiguous.
 
-        Raises InvalidArgument if it is not floating-point, or contains NaN or infinity.
+        Raises InvalidArgument if it is not floating-point, cannot be read, or contains NaN or
+        infinity.
         """
         tensor = self.stored(key).to(torch.float32).contiguous()
         if not bool(torch.isfinite(tensor).all()):
@@ -108,7 +112,7 @@ class WeightsFile:
         return tensor
 
     def equals(self, key: str, expected: torch.Tensor) -> bool:
-        """Return whether a tensor equals `expected` after it is rounded to the dtype of `expected`.
+        """Return whether a stored tensor, rounded to the dtype of `expected`, equals `expected`.
 
         Raises InvalidArgument if a tensor of the file is not floating-point, or if the file cannot
         be read.

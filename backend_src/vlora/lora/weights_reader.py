@@ -87,8 +87,8 @@ class Layout:
         return self.start + sum(self.sizes[i] * FLOATS[self.types[i]].itemsize for i in before)
 
     def read_plan(self, wanted: Sequence[int]) -> ReadPlan:
-        """Return a plan that puts the `wanted` tensors into memory in this order, followed by all
-        others.
+        """Return a plan that reads only the `wanted` tensors, and puts them into memory in this
+        order.
 
         wanted: indices of tensors.
         """
@@ -112,7 +112,8 @@ class Layout:
 class ReadPlan:
     """Plan of where in memory to write the bytes of a file.
 
-    The wanted tensors come first in memory. Tensors after them are not read.
+    The wanted tensors come first in memory. All other tensors have ranges after these, but are not
+    read.
 
     targets: range (start, end) of each tensor in memory, in bytes, in the order of the file.
     runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.

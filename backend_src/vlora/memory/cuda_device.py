@@ -116,8 +116,8 @@ class CudaDevice(Device):
     def capture(self, work: Callable[[], object]) -> Graph:
         """Return `work` as a CUDA graph.
 
-        All graphs share one pool for the tensors that their work allocates. So such a tensor must
-        not be read after the work.
+        All graphs share one pool for the tensors that their work allocates. So `work` itself may
+        read such a tensor, but nothing may read it afterwards.
         """
         if self._first_graph is None:
             # torch deletes a pool with its last graph, and cannot capture into it afterwards if

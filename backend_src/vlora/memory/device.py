@@ -54,7 +54,7 @@ class Load:
 
 
 class Readback:
-    """Copies of tensors in host memory that may not be complete yet.
+    """Copies of a device's tensors to host memory, which may still be under way.
 
     waited: seconds that `get` has waited for them.
     """
@@ -144,16 +144,17 @@ class Device(ABC):
 
     @abstractmethod
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Return a recording of the device's part of `work`, which is not executed.
+        """Call `work`, and return a recording of what it launches on the device.
 
-        `work` must have run once before. It must not wait for the device or read host memory.
-        Raises RuntimeError if it cannot be recorded.
+        The device does not execute the recording yet. `work` must have run once before. It must
+        not wait for the device or read host memory. Raises RuntimeError if recording fails.
         """
 
     @abstractmethod
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        """Return copies of tensors in host memory. Copying starts once the device has computed the
-        tensors.
+        """Begin to copy tensors of the device to host memory. Return the copies.
+
+        The call does not wait. Copying starts once the device has computed the tensors.
         """
 
     @abstractmethod

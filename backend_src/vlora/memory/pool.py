@@ -9,7 +9,7 @@ A page has one of four owners:
 - ADAPTER: it is part of an adapter.
 
 KV pages are allocated from the end of the region. Adapters need contiguous pages, called a run, and
-are allocated from its start. So the two do not fragment each other.
+are allocated from the start of the region. So the two do not fragment each other.
 
 The pool only counts pages. `memory/kv_cache.py` holds their memory, and `memory/eviction.py`
 describes the order of eviction.
@@ -117,8 +117,8 @@ class PagePool:
         return missing <= 0
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
-        """Return whether the pool has `count` pages for an adapter and `kv_pages` for keys and
-        values.
+        """Return whether `count` pages for an adapter and `kv_pages` for keys and values are free
+        or can be freed by eviction. Whether `count` contiguous pages can be freed is not checked.
         """
         return self.can_allocate(count + kv_pages)
 
@@ -183,7 +183,8 @@ class PagePool:
         """Return contiguous pages for an adapter. If free pages are scattered, keys and values are
         moved.
 
-        Returns None, and evicts nothing, if eviction cannot free enough pages.
+        Returns None, and evicts nothing, if eviction cannot free enough pages, or if the adapters
+        in use leave no window of `count` contiguous pages.
         """
         if count < 1:
             raise ValueError(f"a run has {count} pages; it needs at least one")

@@ -27,7 +27,8 @@ class BlockKey(NamedTuple):
 
     scope: digest of the adapter's weights ("" for the base model), followed by the weight mode if
         that changes keys and values.
-    content: digest of the tokens and image features of this block and of those before it.
+    content: digest of the tokens and image features of this block and of those before it. For a
+        block that an activated LoRA changes, the position where the LoRA starts follows.
     """
 
     scope: str

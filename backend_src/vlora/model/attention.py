@@ -111,12 +111,13 @@ class AttentionPlan:
 
         Semantics: softmax(q kᵀ / √dim) v over the positions of the row's sequence up to its own.
 
-        qkv: [T, (heads + 2 · kv_heads) · dim] fp32, contiguous, before rotation.
+        qkv: [T, (heads + 2 · kv_heads) · dim], contiguous, before rotation. It may be overwritten.
         rotary: angles by which queries and keys are rotated.
-        out: [T, heads · dim] fp32 to write the result to; allocated if None.
+        out: [T, heads · dim] to write the result to; allocated if None.
         head_norms: norms of query and key heads, computed before their rotation, or None.
 
-        Returns [T, heads · dim]. Raises ValueError if `qkv` does not fit the plan.
+        Returns [T, heads · dim]. On a CPU, all of these tensors are fp32. On a GPU, `qkv` and the
+        result have the dtype of the weights. Raises ValueError if `qkv` does not fit the plan.
         """
         kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():

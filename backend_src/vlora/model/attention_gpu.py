@@ -95,7 +95,7 @@ class GpuPlan:
         head_norms: HeadNorms | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute `AttentionPlan.attend`. All rows have the dtype of the weights.
+        """Compute `AttentionPlan.attend`. `qkv` and the result have the dtype of the weights.
 
         If every chunk has one row, one kernel launch computes everything and leaves `qkv`
         unchanged.

@@ -35,7 +35,7 @@ class ChoiceSet:
 
     spellings: sorted, so that spellings with a common prefix are adjacent.
     choices: choice that belongs to each spelling.
-    required_tokens: number of tokens that suffices to spell any of the choices.
+    required_tokens: number of tokens that suffices for each of the choices.
     """
 
     def __init__(self, choices: Sequence[str], vocabulary: Vocabulary) -> None:

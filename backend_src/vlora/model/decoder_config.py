@@ -46,7 +46,7 @@ class DecoderConfig:
     eos_tokens: ids of the end-of-text tokens.
     names: names of the weights in the checkpoint.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
-    image_merge: number of patches along each side of an image that become one token.
+    image_merge: number of patches on each side of the square that becomes one token.
     clip_interval: distance between two successive pairs of frames of a clip, in time positions.
     image_levels: number of layers, counted from the first, to whose outputs image features are
         added (DeepStack).
@@ -76,8 +76,8 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Width of a row of image features: those for the embedding, then those that are added to
-        the output of each of the first `image_levels` layers.
+        """Width of a row of image features: `hidden` values for the embedding, then `hidden` values
+        to add to the output of each of the first `image_levels` layers.
         """
         return self.hidden * (1 + self.image_levels)
 

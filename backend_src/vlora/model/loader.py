@@ -40,8 +40,8 @@ STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 class DecoderWeights:
     """Weights of the decoder. The target matrices are in the slab; all others are separate tensors.
 
-    Matrices are all fp32 or all bf16, but those in the slab may be quantized. Norms and biases are
-    fp32.
+    All matrices have the same type: fp32, bf16, or on a GPU fp16. Those in the slab may instead be
+    quantized. Norms and biases are fp32.
 
     embedding, lm_head: [vocabulary, hidden]; the same tensor if they are tied.
     final_norm: [hidden].

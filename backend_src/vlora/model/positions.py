@@ -21,7 +21,7 @@ Grid = tuple[int, int, int]
 def image_grids(images: ImageFeatures, merge: int) -> list[Grid]:
     """Return the grid of each image.
 
-    merge: number of patches along each side that become one token.
+    merge: number of patches on each side of the square that becomes one token.
 
     Raises InvalidArgument if the number of patches of an image does not fit its number of rows.
     """

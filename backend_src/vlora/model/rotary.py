@@ -52,7 +52,7 @@ class Rotary:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions up to a limit, which `extend` raises.
+    """Cosines and sines of all positions below a limit. `extend` increases the limit.
 
     The table saves time. Computing the cosines of a few rows in each step would take longer than
     the norms of a layer.

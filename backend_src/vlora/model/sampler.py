@@ -37,7 +37,7 @@ Usually, only a few hundred of 152k tokens are above such a threshold, and only 
 """
 
 MIN_FP32_TEMPERATURE = 1e-30
-"""Minimum temperature by which fp32 logits are divided. At it, a draw returns the largest logit."""
+"""Minimum temperature by which fp32 logits are divided. It gives the largest logit all weight."""
 
 SUM_TOLERANCE = 1e-9
 """Upper bound of the relative difference between sums of the same weights in different orders."""
@@ -193,9 +193,9 @@ def draw_rows(
     *,
     backend: Backend | None = None,
 ) -> list[int]:
-    """Draw the tokens of several requests in one call, as `draw` does for each.
+    """Draw the tokens of several requests in one call, as the function `draw` does for each.
 
-    About one draw in millions returns a neighbour of the right token, because sums are in fp32.
+    About one draw in millions returns the previous or next candidate, since weights are fp32.
 
     logits: [T, vocabulary] fp32, contiguous. A logit of minus infinity is never drawn.
     rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The

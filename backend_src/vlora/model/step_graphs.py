@@ -135,7 +135,7 @@ class _Step:
 
     @property
     def inputs(self) -> list[torch.Tensor]:
-        """Inputs in host memory, in the order of their upload; those of `attention` follow."""
+        """Inputs in host memory, in the order of their upload, without those of `attention`."""
         parts = (part for part in (self.lora, self.lm_head) if part is not None)
         return [self.tokens, *(part.tensor for part in parts)]
 
@@ -168,7 +168,7 @@ class StepGraphs:
         self._memory: tuple[int, ...] = ()
         """Addresses of the memory that all graphs use."""
         self._layout: op.GroupLayout | None = None
-        """Properties of the adapters' groups that graphs contain."""
+        """Layout of the adapters' groups for which the graphs were captured."""
         self._logits: torch.Tensor | None = None
         self._failed = False
         self.counters = GraphCounters()

@@ -18,7 +18,8 @@ class StepImages:
     rows are gathered, and are uploaded with the step's other inputs.
 
     ranges: the ranges in the form that `ops.embed` takes.
-    inputs: tensors to upload, in host memory: rows of the features, and the features.
+    inputs: tensors to upload, in host memory: the index of each row's feature, and the features;
+        [] on a CPU.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device) -> None:

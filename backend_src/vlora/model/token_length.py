@@ -17,8 +17,7 @@ Spec = Mapping[str, Any]
 """Part of the content of a `tokenizer.json`."""
 
 NFC_SHRINKAGE = 4
-"""Maximum size of a text in bytes divided by the size of its NFC form. ASCII text keeps its
-length.
+"""Maximum ratio of the bytes of a text to the bytes of its NFC form. ASCII text keeps its length.
 """
 
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
@@ -94,7 +93,7 @@ def _shrinkage(normalizer: Spec | None) -> float:
 def _flat(part: Spec | None, key: str) -> list[Spec]:
     """Return the steps of a normalizer or pre-tokenizer.
 
-    key: key of the list of steps if it is a sequence.
+    key: key of the list of steps in a part of type "Sequence".
     """
     if part is None:
         return []

@@ -58,7 +58,7 @@ INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters"
 """Inputs of every model that answers requests."""
 
 ADAPTER_VERSION = "image_adapter"
-"""Name of the tensor with the version of the adapter whose vision part made the features."""
+"""Name of the tensor with the version of the adapter that was applied to the vision tower."""
 
 FEATURE_INPUTS = ("image_features", "image_layout", "image_size", ADAPTER_VERSION)
 
@@ -337,8 +337,8 @@ def is_structured(call: Call) -> bool:
 def _task_of(call: Call, info: AdapterInfo | None) -> str:
     """Return the task of a request.
 
-    A request to `lmm` that names no task has the task "raw". A request to an ensemble that names
-    none, and any request with the task "auto", has the only task of its adapter, else DEFAULT_TASK.
+    If a request names no task, it has the task "raw" if it was sent to `lmm`, and "auto" otherwise.
+    "auto" stands for the adapter's task if the adapter has exactly one, else for DEFAULT_TASK.
     """
     if call.task is None and not call.ensemble:
         return "raw"

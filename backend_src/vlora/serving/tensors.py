@@ -37,7 +37,10 @@ class Inputs:
         return None if value is None else self.decode(name, as_bytes(value))
 
     def blob(self, name: str, limit: int) -> bytes | None:
-        """Return the bytes of a STRING[1], at most `limit` of them; None if it is missing."""
+        """Return the bytes of a STRING[1]; None if it is missing.
+
+        limit: maximum number of bytes. A longer tensor is invalid.
+        """
         value = self._one(name, "STRING")
         if value is None:
             return None

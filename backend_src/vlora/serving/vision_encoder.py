@@ -53,8 +53,9 @@ OUTPUTS = (
 )
 
 COLLECT_SECONDS = 0.025
-"""Maximum seconds after the arrival of the first request of a group for which the encoder waits for
-more requests, to encode them together (decision 67).
+"""Seconds during which the encoder waits for more requests, to encode them together (decision 67).
+
+The time counts from the arrival of the first request.
 """
 
 WATCH_SECONDS = 0.05
@@ -106,7 +107,8 @@ class VisionService:
     waiting: requests in the queue, until they are encoded.
     max_requests: maximum number of requests in the queue.
     before_answers: called before the answers of a part are sent.
-    part_of: returns the vision part of an adapter, or None; may raise a VLoraError.
+    part_of: returns an adapter's changes to the vision tower and the connector, or None. It may
+        raise a VLoraError.
     """
 
     def __init__(

@@ -3,9 +3,9 @@
 Requests with the same structure share a grammar. The processes are forked from a fork server that
 has loaded the tokenizer. The fork server is started by the first request that needs a grammar.
 
-A grammar is compiled on the thread of its request. At most PLACES grammars are compiled at the same
-time. If one takes long, the next one may begin, so that ordinary grammars do not wait for it. The
-number of grammars that take long is limited as well.
+The thread of a request waits until the grammar's process has compiled the grammar. At most PLACES
+grammars are compiled at the same time. If one takes long, the next one may begin, so that ordinary
+grammars do not wait for it. The number of grammars that take long is limited as well.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ POLL_SECONDS = 0.02
 """Interval in seconds of the check whether compiling a grammar takes long."""
 
 MAX_WAIT_SECONDS = 20.0
-"""Maximum time in seconds for compiling a grammar on a busy machine, from the start of
-compiling.
+"""Time limit in seconds for compiling a grammar, from the start of compiling.
+
+On a busy machine, it can be reached before the limit of processor time, `max_grammar_seconds`.
 """
 
 MAX_IDLE = 8

@@ -27,7 +27,7 @@ message follows.
 """
 
 LIMITS = struct.Struct("<dQ")
-"""Limits, which precede the text: processor seconds of one request, and bytes of memory."""
+"""Limits, which precede the text: processor seconds of each message, and bytes of memory."""
 
 PACKET_BYTES = 64 * 1024
 """Size of the packets in which a text is sent."""

@@ -25,8 +25,8 @@ STRUCTURE_KEYS: Mapping[str, str | None] = {
 }
 """vLLM's sampling keys for the structure of an answer, each with the kind of its value.
 
-The value of a key with None is an object whose only key is the kind, such as `{"regex": "a+"}`, or
-the text of such an object.
+None means that the value itself names the kind. It is an object whose only key is the kind, such as
+`{"regex": "a+"}`, or the text of such an object.
 """
 
 KINDS = ("json", "json_object", "regex", "grammar", "choice")

@@ -67,7 +67,10 @@ class Speller:
         self.tokens = [token or b"<%d>" % index for index, token in enumerate(tokens)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text that the grammar prescribes, in the tokenizer's spelling."""
+        """Return the tokens of a text that the grammar prescribes, chosen by the tokenizer.
+
+        If the tokenizer's tokens do not spell the text exactly, the longest tokens are chosen.
+        """
         data = text if isinstance(text, bytes) else text.encode()
         # Some tokenizers put a space before a text. After a prefix, they do not.
         for prefix in ("", "\x02"):

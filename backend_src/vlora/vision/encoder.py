@@ -53,8 +53,8 @@ class _InPlaceQuickGelu(torch.nn.Module):
 class VisionEncoder:
     """Vision tower and connector of one checkpoint folder.
 
-    hidden: width of a feature row, including the features for the outputs of the decoder's first
-        layers.
+    hidden: width of a feature row. In Qwen3-VL, it includes the columns that are added to the
+        outputs of the decoder's first layers.
     tower_digest: SHA-256 (hex) of the weights, the architecture and the preprocessing, which
         together with an image's pixels determine its features.
     """

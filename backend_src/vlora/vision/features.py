@@ -62,8 +62,8 @@ class EncodedImages:
     layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video, as in `ImageFeatures`.
         h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
-    digests: keys of the images in the cache, in hex, in the order of the rows.
-    adapter_version: version of the adapter whose vision part was used; "" if it has none.
+    digests: keys of the images in the cache, in hex, one per image, in order.
+    adapter_version: version of the adapter that was applied to the tower; "" if none was.
     """
 
     features: FloatArray

@@ -26,8 +26,8 @@ The checkpoint's chat template renders it.
 """
 
 AUTO_TASK = "auto"
-"""Task that stands for the adapter's task, or for the ensemble's default task if the adapter has
-none.
+"""Name that stands for the adapter's task if the adapter has exactly one, else for the ensembles'
+default task.
 
 The caller of `render` must replace it by that task.
 """
@@ -41,8 +41,8 @@ class TaskSpec:
 
     max_tokens: default of `max_tokens` for requests through an ensemble.
     instruction: text after the images. `{text}` in it stands for the request's text. If the
-        instruction has no `{text}`, the request's text, if any, replaces it. None: the request's
-        text is the whole prompt, without the chat template.
+        instruction has no `{text}`, a request with a text uses its text instead of the instruction.
+        None: the request's text is the whole prompt, without the chat template.
     required_text: description of the request's text if the task needs one; None if it is optional.
     separator: text between the images and the instruction.
     """

@@ -86,9 +86,9 @@ VLORA_INLINE void add_row(const float* sums, const T* in, T* out, V::Scalar sign
 
 // Merges up to 32 rows. The sums of two blocks go through scratch. They are added to W between the
 // products of the next two blocks, so that tile unit and vectors work at the same time. Two blocks
-// make two cache lines of a row, which memory accepts best as streaming stores: one block takes
-// 16.6 ms instead of 10.6 ms (two threads, rank 16, bf16). Four blocks would evict the factors from
-// L1.
+// make two cache lines of a row, which memory accepts best as streaming stores: with one block at a
+// time, a merge takes 16.6 ms instead of 10.6 ms (two threads, rank 16, bf16). Four blocks would
+// evict the factors from L1.
 template <class T, bool kStream>
 void merge_limbs(const LimbRows& p) {
   alignas(64) static thread_local float sums[2][kLimbGroup * kBlockFloats];

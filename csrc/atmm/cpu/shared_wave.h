@@ -102,7 +102,7 @@ class SharedWave {
   static int64_t rows(const Item& item) { return item.work->segment->length; }
   float* part(int thread) const { return parts_ + thread * part_floats_; }
 
-  // Returns the half cache lines in a step of a bundle: one for a narrow panel, two for each other.
+  // Returns the half cache lines in a step of a bundle: one for a narrow panel, two per wide panel.
   static int64_t half_lines(const Panels& a, int64_t bundle) {
     return a.first_of(bundle) == a.wide() ? 1 : 2 * (a.first_of(bundle + 1) - a.first_of(bundle));
   }
@@ -187,7 +187,7 @@ class SharedWave {
         low[row * kScratchStride + i] += part[row * kScratchStride + i];
   }
 
-  // Computes the part [from, to) of the second product's work. Its unit is a bundle of B per rank.
+  // Computes the part [from, to) of the second product's work. A bundle of B is `rank` units of it.
   void second_product(int64_t from, int64_t to) const {
     for (const Item& item : items_) {
       const Panels b = c_.b(pair(item), item.output);

@@ -51,8 +51,8 @@ struct Panels {
 // `step` is even.
 struct TileLoop {
   const TileKernel (*kernels)[kMaxTileRows];
-  // Kernels for the first of several register tiles of rows, which loads the panels into L2. They
-  // prefetch, or the pointer is null.
+  // Kernels with software prefetch for the first of several register tiles of rows, which loads the
+  // panels into L2. If null, `kernels` computes that tile, too.
   const TileKernel (*first_kernels)[kMaxTileRows];
   const int* kernel_rows;  // Kernels::max_rows
   int max_rows;            // upper bound of a register tile's rows

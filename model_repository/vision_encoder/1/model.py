@@ -1,4 +1,4 @@
-"""`vision_encoder` converts images and frames into features. It encodes each distinct image once.
+"""`vision_encoder` converts images and frames into features, which it caches by image content.
 
 `execute` queues requests and returns at once, so requests wait in our queue instead of Triton's.
 """

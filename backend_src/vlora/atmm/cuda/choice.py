@@ -26,9 +26,10 @@ kernels. With so few rows, at least half of a tile of 16 rows would be padding, 
 decides the time.
 """
 ONE_LAUNCH_ROWS = 32
-"""Maximum total number of rows of a call that uses only row kernels. Row kernels need one launch,
-tile kernels four. For 32 rows, the row kernels read B eight times. The additional reads from L2
-take as long as the three launches that are saved (at rank 64, for gate and up of a 7B model).
+"""Maximum number of rows of the longest segment in a call for which `built_in` chooses only row
+kernels, even if tensor cores can be used. Row kernels need one launch, tile kernels four. For 32
+rows, the row kernels read B eight times. The additional reads from L2 take as long as the three
+launches that are saved (at rank 64, for gate and up of a 7B model).
 """
 PAIR_OF_ROWS = 2
 """Maximum number of rows per segment at which a block of the row kernels computes one row instead

@@ -226,7 +226,8 @@ class Library:
         """Arrange segments (start, length, slot, sign) in waves, so that no two segments of a wave
         share a row.
 
-        Returns the segments that are not empty, wave by wave, and the end of each wave among them.
+        Returns an array that begins with the segments that are not empty, wave by wave, and for
+        each wave the index after its last segment.
         Raises ValueError if the library rejects the segments.
         """
         count = len(segments)

@@ -95,8 +95,8 @@ class Operator:
         """Return the group's adapters on this device.
 
         update: whether to first update the slots whose content has changed since the last call.
-            Must be False in a capture: the graph would otherwise contain copies of another thread's
-            adapters.
+            Must be False in a capture: the graph would otherwise contain the transfers of this
+            update.
         """
         on_device = self._groups.get(group)
         if on_device is None:

@@ -46,7 +46,7 @@ class DeviceSegments:
     """Segments in the form that the kernels read, arranged in waves.
 
     tensor: [segments, 4] int32: start, length, slot, sign. Kernels need it on the device.
-    ends: end of each wave among the segments.
+    ends: index after the last segment of each wave.
     shortest, longest: minimum and maximum length.
     """
 

@@ -190,7 +190,7 @@ class _PlannedStep:
 
     `consider` adds a request only if that raises the step's gain per predicted second. The module's
     docstring defines the gain. For this decision, the time to read an adapter is divided by the
-    number of requests that use the adapter. Otherwise the first of them would bear all of it.
+    number of requests that use the adapter. Otherwise the first request would bear the whole time.
     """
 
     def __init__(
@@ -217,8 +217,8 @@ class _PlannedStep:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request, if a row is free. Return False, and take nothing, if
-        the step does not read the request's adapter yet.
+        """Take one row of a decoding request if a row is free, and return True. Return False, and
+        take nothing, if the step does not read the request's adapters yet.
         """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
@@ -337,7 +337,7 @@ def _gain_of(r: Candidate, rows: int) -> float:
 
 
 def _weight(r: Candidate) -> float:
-    """Return the weight of the request: twice as much for each unit of lower `priority`."""
+    """Return the weight of the request, 2 ** −`priority`, with `priority` limited to −8 … 8."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
 
 

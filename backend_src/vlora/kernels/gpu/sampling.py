@@ -122,9 +122,9 @@ def compact_kernel(
 ):
     """Write the candidates of one chunk of a row to the row's list of candidates.
 
-    The list has the tokens of all chunks in ascending order. Of the FLOORS floors, the row uses the
-    largest one above which all tokens remain that top-k can leave. A row without top-k uses the
-    largest floor above which all tokens remain that top-p can leave.
+    The list has the tokens of all chunks in ascending order. All chunks of a row use the same
+    floor. With top-k, it is the largest of the FLOORS floors that excludes no token that top-k can
+    leave. Without top-k, it is the largest one that excludes no token that top-p can leave.
 
     weights_out, tokens_out: [draws, width] fp32 and int32.
     found: [draws] number of candidates.
@@ -210,8 +210,9 @@ def pick_kernel(
     """Apply top-k and top-p to the candidates of a row, and draw one of the remaining tokens.
 
     The probability of a token is proportional to its weight. Top-k keeps all tokens whose weight
-    equals the k-th largest. Of the tokens that have the smallest weight in the top-p set, top-p
-    keeps only as many as it needs, those with the smallest ids.
+    is at least the k-th largest, even if these are more than k. Of the tokens that have the
+    smallest weight in the top-p set, top-p keeps only as many as it needs, those with the smallest
+    ids.
 
     Bisection finds the smallest weight to keep. It searches the bits of the weights as integers,
     because positive fp32 numbers have the same order as their bits.

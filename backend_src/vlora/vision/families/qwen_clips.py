@@ -59,8 +59,9 @@ def _read(file: Path) -> Settings:
 
 
 def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames in Qwen2-VL and Qwen2.5-VL. The limits apply to each
-    frame.
+    """Return the (height, width) of frames in Qwen2-VL and Qwen2.5-VL.
+
+    The minimum and the maximum number of pixels in `clips` apply to each frame.
     """
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     if clips.get("cap_pixels_per_frame"):
@@ -72,7 +73,10 @@ def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -
 
 
 def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames in Qwen3-VL. The limits apply to the whole clip."""
+    """Return the (height, width) of frames in Qwen3-VL.
+
+    The minimum and the maximum number of pixels in `clips` apply to all frames together.
+    """
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     factor = _factor(clips)
     frames = max(frames, FRAMES_PER_PAIR)

@@ -103,8 +103,10 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
 
 
 def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return the features of each image. The columns for the input embeddings come first, followed
-    by those for each level of the decoder's first layers.
+    """Return the features of each image.
+
+    The columns for the input embeddings come first. They are followed by the columns for the output
+    of the decoder's first layer, then those for the second layer, and so on.
     """
     output = _encode(model, images)
     parts = zip(output.pooler_output, *output.deepstack_features, strict=True)

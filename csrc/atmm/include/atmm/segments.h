@@ -11,7 +11,7 @@
 namespace vlora::atmm {
 
 // Segments of one wave share no rows, and a wave starts after the previous one has ended. Segments
-// that overlap (an adapter's own and the live one's with sign -1) keep their order.
+// that overlap (of a row's own adapter, and of the live adapter with sign -1) keep their order.
 class SegmentList {
  public:
   explicit SegmentList(std::vector<Segment> segments) {
