@@ -6,6 +6,7 @@ from such tensors. An operation with a tensor on DEVICE and another one fails as
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,6 +20,9 @@ DEVICE = torch.device("cpu", 0)
 TRANSFERS = {torch.Tensor.copy_, torch.Tensor.cpu, torch.Tensor.to}
 """Operations that may copy between devices."""
 
+INTERPRETER = threading.RLock()
+"""Held while Triton's interpreter runs a kernel."""
+
 HOST_ONLY = {torch.Tensor.numpy, torch.Tensor.__array__}
 """Operations that fail on a GPU."""
 
@@ -27,6 +31,12 @@ class OnDevice(torch.Tensor):
     """A tensor on DEVICE."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Do not copy to DEVICE again, as torch does from "cpu" to "cpu:0"."""
+        if args and args[0] == DEVICE:
+            args = args[1:]
+        return super().to(*args, **kwargs) if args or kwargs else self
 
 
 class _Separation(TorchFunctionMode):
@@ -96,10 +106,14 @@ def separate_devices() -> Iterator[None]:
 
 
 def unseparated(run: Any) -> Any:
-    """Return a function that does what `run` does, without separating tensors."""
+    """Return a function that does what `run` does, without separating tensors.
+
+    One thread at a time calls `run`, because Triton's interpreter replaces functions of `tl` while
+    a kernel runs.
+    """
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with INTERPRETER, torch._C.DisableTorchFunction():
             return run(*args, **kwargs)
 
     return call
