@@ -26,7 +26,7 @@ STOP_SECONDS = 5.0
 
 
 class GatewayProcess:
-    """Runs `vlora gateway`, and restarts it whenever it ends, since it holds no state.
+    """Runs `vlora gateway`, and restarts it whenever it ends.
 
     It is a context manager. `start` starts the process, and leaving the block ends it.
 
