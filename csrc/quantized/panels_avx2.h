@@ -9,16 +9,17 @@
 #include <algorithm>
 #include <cmath>
 
-#include "quantized/quantized.h"
+#include "quantized/gemv_quantized.h"
 
 namespace vlora::quantized::VLORA_ISA {
 
 constexpr int kGroup = int(kMinGroup), kWords = 4, kWordValues = 8;
 // Bytes of a group of a panel.
 constexpr int64_t kGroupBytes = kPanelRows * kGroup / 2;
-// Maximum number of rows of x in a tile, which kPanelsAtOnce panels are multiplied with before the
-// next tile is read.
-constexpr int64_t kMaxTileRows = 4;
+// Tiles of x. kPanelsAtOnce panels are multiplied with a tile before the next tile is read.
+struct PanelTiles {
+  static constexpr int kTileRows = 4;
+};
 // Groups that each panel is prefetched ahead, into L1.
 constexpr int64_t kGroupsAhead = 4;
 // With one row of x, kMiddle is subtracted from each value of W in a group if this number times the
@@ -49,10 +50,15 @@ constexpr int bit_of_value(int j, bool subtract) {
   return j == kWordValues - 1 && !subtract ? 0 : 4 * j;
 }
 
-inline int64_t tiles_of(int64_t rows) { return ceil_div(rows, kMaxTileRows); }
-// Returns the first row of x in a tile. Rows are divided evenly into the fewest tiles.
-inline int64_t panel_tile_begin(int64_t rows, int64_t tile) { return rows * tile / tiles_of(rows); }
 inline int64_t groups_of(const Weight& w) { return w.blocks() * (kBlock / kGroup); }
+
+template <int kPanels, int T>
+VLORA_INLINE void set_to_zero(R (&sums)[kPanels][T]) {
+#pragma GCC unroll 4
+  for (int n = 0; n < kPanels; ++n)
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) sums[n][t] = R::zero();
+}
 
 // Packs x by tiles. A tile has, for each group and value of a word, the values of its rows. Then it
 // has two numbers for each group and row: minus the sum of the values in units of kZeroStep, and
@@ -64,9 +70,9 @@ inline int64_t groups_of(const Weight& w) { return w.blocks() * (kBlock / kGroup
 inline void pack_panels(const Product& p, void* to) {
   const int64_t groups = groups_of(p.w);
   auto* out = static_cast<float*>(to);
-  for (int64_t tile = 0; tile < tiles_of(p.rows); ++tile) {
-    const int64_t begin = panel_tile_begin(p.rows, tile),
-                  rows = panel_tile_begin(p.rows, tile + 1) - begin;
+  for (int64_t tile = 0; tile < ceil_div(p.rows, PanelTiles::kTileRows); ++tile) {
+    const int64_t begin = tile_begin<PanelTiles>(p.rows, tile),
+                  rows = tile_begin<PanelTiles>(p.rows, tile + 1) - begin;
     float* const terms = out + groups * kGroup * rows;
     for (int64_t t = 0; t < rows; ++t) {
       const float* const x = p.x + (begin + t) * p.x_stride;
@@ -151,23 +157,17 @@ void multiply_panels(const Product& p, const float* x, int64_t panel, int64_t t0
   const float* terms = x + groups * kGroup * T;
   const uint8_t* values = w.values + panel * panel_bytes;
   R totals[kPanels][T];
-#pragma GCC unroll 4
-  for (int n = 0; n < kPanels; ++n)
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) totals[n][t] = R::zero();
+  set_to_zero(totals);
   for (int64_t group = 0; group < groups; ++group) {
     R sums[kChains][kPanels][T];
 #pragma GCC unroll 2
-    for (int chain = 0; chain < kChains; ++chain)
-#pragma GCC unroll 4
-      for (int n = 0; n < kPanels; ++n)
-#pragma GCC unroll 8
-        for (int t = 0; t < T; ++t) sums[chain][n][t] = R::zero();
+    for (int chain = 0; chain < kChains; ++chain) set_to_zero(sums[chain]);
     // After the end of each panel follows the beginning of the panel kPanels further on.
     const bool ends = group + kGroupsAhead >= groups;
     const int64_t ahead = kGroupsAhead * kGroupBytes + (ends ? (kPanels - 1) * panel_bytes : 0);
-    if (T == 1 && terms[1] != 0)
-      add_group<T != 1>(values, panel_bytes, ahead, x, sums);
+    constexpr bool kSubtracts = T > 1;  // with one row, it depends on the group of x
+    if (!kSubtracts && terms[1] != 0)
+      add_group<kSubtracts>(values, panel_bytes, ahead, x, sums);
     else
       add_group<true>(values, panel_bytes, ahead, x, sums);
     const int64_t first = panel * panel_scales + kPanelRows * ((group * kGroup) >> w.group_shift);
@@ -219,10 +219,11 @@ void multiply_tile(const Product& p, const float* x, int64_t from, int64_t to, i
 inline void gemv_panels(const Product& p, const void* packed, int64_t from, int64_t to) {
   for (int64_t panel = from; panel < to; panel += kPanelsAtOnce) {
     const float* x = static_cast<const float*>(packed);
-    for (int64_t tile = 0; tile < tiles_of(p.rows); ++tile) {
-      const int64_t t0 = panel_tile_begin(p.rows, tile),
-                    rows = panel_tile_begin(p.rows, tile + 1) - t0;
-      multiply_tile<kMaxTileRows>(p, x, panel, std::min(to, panel + kPanelsAtOnce), t0, rows);
+    for (int64_t tile = 0; tile < ceil_div(p.rows, PanelTiles::kTileRows); ++tile) {
+      const int64_t t0 = tile_begin<PanelTiles>(p.rows, tile),
+                    rows = tile_begin<PanelTiles>(p.rows, tile + 1) - t0;
+      const int64_t last = std::min(to, panel + kPanelsAtOnce);
+      multiply_tile<PanelTiles::kTileRows>(p, x, panel, last, t0, rows);
       x += groups_of(p.w) * (kGroup + 2) * rows;
     }
   }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import psutil
 
 from vlora.launcher.processes import children, is_alive
@@ -12,11 +14,11 @@ def children_that_run(module: str) -> list[psutil.Process]:
 
     A zombie, which another test may have left, does not count.
     """
-    return [child for child in children(psutil.Process().pid) if _runs(child, module)]
+    return [child for child in children(os.getpid()) if _runs(child, module)]
 
 
 def _runs(process: psutil.Process, module: str) -> bool:
     try:
         return is_alive(process) and module in process.cmdline()
-    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+    except psutil.NoSuchProcess:
         return False

@@ -260,7 +260,9 @@ def _link(command: list[str], objects: list[Path], library: Path) -> None:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file only if its text changed, so that it is not compiled again; return its path."""
+    """Write a file, unless it already has this text and need not be compiled again. Return its
+    path.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

@@ -1,4 +1,4 @@
-"""Precision, learning rate and weight average of one training attempt."""
+"""Precision, learning rate and averaging of the weights in one training attempt."""
 
 from __future__ import annotations
 
