@@ -23,10 +23,10 @@ ACCUMULATORS_PER_THREAD = 128
 """Maximum number of a thread's 255 registers that are accumulators. The others hold double-buffered
 fragments and addresses (appendix A)."""
 
-ACCUMULATORS_OF_DEEP_EXPAND = 64
-"""Maximum number of accumulators of an expand of depth 64. Its loop over the depth is unrolled
-twice as far as that of depth 32. With 128 accumulators, nvcc 13.0 spilled up to 236 bytes per
-thread."""
+ACCUMULATORS_AT_DEPTH_64 = 64
+"""Maximum number of accumulators of a tile of depth 64. Its loop over the depth is unrolled twice as
+far as that of depth 32. With 128 accumulators, nvcc 13.0 spilled up to 236 bytes per thread of an
+expand, and up to 32 bytes per thread of a shrink."""
 
 ELEMENT_BYTES = 2
 ACCESS_ELEMENTS = 8
@@ -102,7 +102,7 @@ def why_not(tile: CudaTile, kind: str) -> str | None:
         return "too many warps"
     if tile.accumulators > ACCUMULATORS_PER_THREAD:
         return "too many registers"
-    if kind == "expand" and depth == 64 and tile.accumulators > ACCUMULATORS_OF_DEEP_EXPAND:
+    if depth == 64 and tile.accumulators > ACCUMULATORS_AT_DEPTH_64:
         return "too many registers for this depth"
     if tile.shared_bytes > SHARED_BYTES:
         return "it needs too much shared memory"
