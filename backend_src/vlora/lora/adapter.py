@@ -95,7 +95,8 @@ class AdapterDescription:
     """Everything that an adapter's files declare, known without reading the weights.
 
     info: description for users, without the digest.
-    ranks: rank of each matrix of the language model that it changes, in the order of the matrices.
+    ranks: rank of each matrix of the language model that it changes, in ascending order of the ids
+        of the matrices.
     host_bytes: size in bytes of the weights of these matrices and of the head, in fp32.
     reader: reads the weights of these matrices; None for a simulated adapter.
     vision: reads the weights of the vision tower and the connector; None if there are none.
@@ -220,7 +221,7 @@ def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
     """Raise InvalidArgument if weights are in a pickle, because loading one can run any code."""
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
         raise invalid.in_file(PICKLED)(
-            f"is a pickle, which is never read; make it {WEIGHTS} with {CONVERT}"
+            f"is a pickle, which is never read; convert it to {WEIGHTS} with {CONVERT}"
         )
     if (folder / OUTSIDE_LORA).exists():
         raise invalid.in_file(OUTSIDE_LORA)(

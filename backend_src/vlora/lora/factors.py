@@ -19,8 +19,8 @@ from vlora.lora.weights_reader import WeightsReader
 class PairKeys:
     """Keys of one matrix's A and B in the weights file.
 
-    path: path of the module, as the file spells it.
-    a, b: keys of the tensors; None until they are found.
+    path: path of the matrix's module, as the file spells it.
+    a, b: keys of A and B; None until they are found.
     """
 
     path: str
@@ -70,8 +70,8 @@ def _check_copy(
     if parsed.matrix != (-1, LM_HEAD):
         what = "embeddings" if parsed.matrix is None else "a whole weight"
         raise invalid(
-            f"holds '{key}', {what} besides the LoRA; if they are the base model's own,"
-            f" {CONVERT} drops them"
+            f"holds '{key}', {what} besides the LoRA; if the tensor equals that of the base model,"
+            f" {CONVERT} drops it"
         )
     expected = (model.vocabulary, model.hidden)
     if file.shapes[key] != expected or not file.equals(key, model.lm_head()):

@@ -72,8 +72,8 @@ class FolderReader:
         """Create a reader that has read no folder.
 
         max_bytes: maximum size of one adapter's weights in fp32.
-        allowed_bytes: returns the maximum total size in bytes of the weights to read. For an
-            adapter that would exceed it, only the declarations are read.
+        allowed_bytes: returns the maximum size in bytes of all weights that this reader has read
+            and will read. If an adapter's weights would exceed it, only the declarations are read.
         report: called with each result.
         clock: returns seconds.
         """
@@ -117,7 +117,7 @@ class FolderReader:
     def retry(self) -> None:
         """Retry the folders that could not be read for a cause outside their files.
 
-        A folder is read once its backoff is over. If its files have changed, `update` reads it
+        A folder is left out while its backoff lasts. If its files have changed, `update` reads it
         instead.
         """
         now = self._clock()

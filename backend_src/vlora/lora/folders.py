@@ -30,7 +30,8 @@ SETTLED_SECONDS = 1.0
 
 LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
 """Minimum seconds between two scans of the folders, and maximum share of a core that scanning
-takes.
+takes. If scans take so long that MAX_LOOK_SECONDS limits the pause between them, the share is
+larger.
 """
 
 MAX_LOOK_SECONDS = 1.5
@@ -216,9 +217,9 @@ class FolderWatch:
         """Create the watch; `start` starts its thread.
 
         find: returns the present folders by name.
-        changed: called with folder and stamp of all names whenever they change. A folder that is
-            still changing keeps the state that was last reported. A name that is missing was
-            removed.
+        changed: called when a folder was added or removed, or has changed and then settled. Its
+            argument has the folder and the stamp of every present name. A folder that is still
+            changing keeps the stamp that was last reported, and is missing if there is none.
         retry: called after each scan, to retry folders that could not be read.
         """
         self._find = find
@@ -274,7 +275,7 @@ class FolderWatch:
         return closed
 
     def look(self, now: float) -> None:
-        """Scan the folders once, and report the folders that have changed and then settled.
+        """Scan the folders once, and call `changed` if a folder has changed and then settled.
 
         now: seconds on the watch's clock.
         """

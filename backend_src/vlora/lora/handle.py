@@ -113,7 +113,7 @@ class AdapterHandle:
         self._enter(AdapterState.LOADING)
 
     def load_later(self) -> None:
-        """Mark the weights as only on disk, because reading them failed or was not necessary."""
+        """Mark the weights as only on disk, because reading them failed or they became obsolete."""
         self._enter(AdapterState.ON_DISK)
 
     def loaded(self, adapter: Adapter) -> None:

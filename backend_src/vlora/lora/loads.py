@@ -32,7 +32,7 @@ INLINE_PACK_BYTES = 4 << 20
 
 On the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
 this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all adapters
-are packed on the packer's thread, because packing may wait for earlier loads.
+are packed on the packer's thread, because packing may wait for earlier copies to the GPU.
 """
 
 
@@ -142,7 +142,8 @@ class AdapterLoads:
     def pack(self, handle: AdapterHandle, *, between_steps: bool) -> None:
         """Pack an adapter that has its slot and pages.
 
-        between_steps: pack it now on the engine's thread, instead of on the packer's thread.
+        between_steps: whether to pack it now, on the engine's thread. Otherwise, the packer's
+            thread packs it.
         """
         assert handle.slot is not None
         job = partial(self._tiers.write, handle.slot, handle.run)

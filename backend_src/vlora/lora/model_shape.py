@@ -34,7 +34,7 @@ _VISION_PATH = re.compile(
 def vision_path(path: str) -> str | None:
     """Return the path of a module of the vision tower or the connector; None for any other module.
 
-    The result is the same for all layouts of checkpoints and adapters.
+    A module has the same `vision_path` in all layouts of checkpoints and adapters.
     """
     match = _VISION_PATH.fullmatch(path)
     return f"{match[1]}.{match[2]}" if match else None

@@ -20,8 +20,8 @@ MAX_CHARACTERS = 16 * 1024
 MAX_CHARACTERS_TOGETHER = 64 * 1024
 """Maximum total length of all patterns of one adapter."""
 MAX_REPETITIONS = 1000
-"""Maximum product of all counted repetitions in a pattern, since nested ones multiply when
-compiled.
+"""Maximum product of all counted repetitions in a pattern. Their counts are multiplied because
+nested repetitions multiply the size of the compiled pattern.
 """
 SECONDS = 5.0
 """Maximum processor time in seconds for matching all patterns of one adapter.
@@ -99,8 +99,8 @@ class PatternMatcher:
         self._characters -= len(pattern)
         if len(pattern) > MAX_CHARACTERS or self._characters < 0:
             raise self._invalid(
-                f"has patterns of more than {MAX_CHARACTERS} characters"
-                f" ({MAX_CHARACTERS_TOGETHER} all together)"
+                f"has a pattern of more than {MAX_CHARACTERS} characters, or patterns of more than"
+                f" {MAX_CHARACTERS_TOGETHER} in total"
             )
         problem = _unlike_re(pattern) or _too_many(pattern)
         if problem:
@@ -115,8 +115,9 @@ class PatternMatcher:
 
 
 def _unlike_re(pattern: str) -> str | None:
-    """Return a construct of the pattern that `re` and `regex` interpret differently, or None.
+    """Return which construct of the pattern `re` and `regex` interpret differently, or None.
 
+    The result is the end of a sentence about the pattern, such as "has a set within a set".
     Patterns of module names need no such construct.
     """
     if "[[" in pattern or "[:" in pattern:
@@ -128,7 +129,10 @@ def _unlike_re(pattern: str) -> str | None:
 
 
 def _too_many(pattern: str) -> str | None:
-    """Return the reason why the pattern has too many repetitions, or None."""
+    """Return what is wrong with a pattern that has too many repetitions, or None.
+
+    The result is the end of a sentence about the pattern.
+    """
     product = 1
     for braces in _braces(pattern):
         highest = braces.split(",")[-1] or braces.split(",")[0]

@@ -72,8 +72,10 @@ class QuantizedSlab:
         return self._views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
 
     def set_order(self, layer: int, group: int, order: torch.Tensor) -> None:
-        """Set the order in which a group's matrix stores its inputs; see
-        `QuantizedWeight.order`.
+        """Set the order in which the columns of a group's matrix are stored.
+
+        group: index of the group in GROUPS.
+        order: as in `QuantizedWeight.order`.
         """
         index = layer * len(GROUPS) + group
         self._views[index] = replace(self._views[index], order=order)

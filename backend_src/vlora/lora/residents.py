@@ -49,7 +49,7 @@ class Residents:
     def retire(self, handle: AdapterHandle) -> None:
         """Record that the adapter's name refers to another version than this one.
 
-        Once no started request uses this version, it is first in the order of eviction.
+        As soon as no started request uses this version, it is first in the order of eviction.
         """
         self._retired.add(handle)
 
@@ -63,7 +63,7 @@ class Residents:
     def _idle(self) -> Iterator[AdapterHandle]:
         """Yield the adapters that may be evicted, the next one to evict first.
 
-        Adapters in use are skipped, so the time grows with the number of adapters in use.
+        The method skips adapters in use, so the time to the first result grows with their number.
         """
         yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
         for handle in self._order.oldest_first():

@@ -17,8 +17,9 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segmen
     A row of adapter a is in a segment +a (slot a, sign +1), unless a is the live adapter or the
     base. If another adapter is live, the row is also in a segment −live, since the merged adapter
     must be subtracted (§4.4.2). Contiguous rows with the same slot form one segment. One −live
-    segment covers all contiguous rows that need the subtraction, whatever their own adapters. So if
-    rows are sorted by `order_of`, each adapter has one segment. All positive segments come first.
+    segment covers all contiguous rows that need the subtraction, whatever their own adapters are.
+    So if rows are sorted by `order_of`, each adapter has one segment. All positive segments come
+    first.
     """
     added: list[Segment] = []
     subtracted: list[Segment] = []

@@ -89,8 +89,8 @@ class Slots:
         """Pack the slot's adapter into all groups, one after another in the order in which steps
         use them.
 
-        This may run on any thread, because no step uses the slot yet. If the CPU cannot write to
-        the device's memory, this only starts the copies, and steps wait for those that they use.
+        Any thread may call this, because no step uses the slot yet. If the CPU cannot write to the
+        device's memory, the call only starts the copies, and a step waits for those that it uses.
 
         address: address of the memory to write to. If None, the compiled core allocates memory.
         size: number of bytes at `address`.

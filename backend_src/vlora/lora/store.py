@@ -97,9 +97,11 @@ class AdapterStore:
         """Matrices that any adapter seen so far changes. The set is replaced when it grows."""
         self.clock: Callable[[], float] = time.monotonic
         self.on_change: Callable[[], None] = lambda: None
-        """Called after a result for `apply` was posted, on the thread that posted the result."""
+        """Function that is called after a result for `apply` was posted, on the thread that posted
+        the result.
+        """
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
-        """Called before a slot's adapter is evicted."""
+        """Function that is called with slot and handle before a resident adapter is evicted."""
 
     def load(self, folders: Mapping[str, Path], *, make_resident: bool = True) -> None:
         """Read each named folder, in order of name. A failure is an error of that adapter only.
@@ -107,8 +109,8 @@ class AdapterStore:
         Weights are read as long as they fit into the host budget. Of the other adapters, only the
         declarations are read.
 
-        make_resident: also pack each adapter into a slot, in memory that the compiled core
-            allocates. This is for use without a page pool.
+        make_resident: whether to also pack each adapter into a slot, in memory that the compiled
+            core allocates. Use it only without a page pool.
         """
         self.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
         self.apply()

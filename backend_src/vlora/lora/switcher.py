@@ -86,8 +86,7 @@ class Switcher:
     assignment.
 
     With "in_place", the method of the paper, no second slab is needed. But each merge changes the
-    base weights and must be undone, and the rounding of merging and undoing makes the base weights
-    drift.
+    base weights and must be undone. Both operations round, so the base weights drift.
     """
 
     def __init__(
@@ -120,9 +119,9 @@ class Switcher:
             slab.seal()
 
     def reserve(self) -> None:
-        """Allocate the memory of merged weights now, if they are merged out of place.
+        """Allocate the memory of merged weights now, if merging is out of place.
 
-        If the device has too little memory, log a warning and never merge an adapter.
+        If the device has too little memory, log a warning, and refuse to merge any adapter.
         """
         if self._merging != "out_of_place":
             return
@@ -147,10 +146,11 @@ class Switcher:
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes that merged weights take.
+        """Bytes that merged weights take in addition to the base weights.
 
-        Only groups that a known adapter changes are counted, in whole huge pages. A device that
-        commits memory at once needs a whole slab.
+        Only groups that a known adapter changes are counted, in whole huge pages. On a device that
+        commits memory when it is allocated, the size of a whole slab is counted if there is such a
+        group.
         """
         if self._merging != "out_of_place" or isinstance(self.stored, QuantizedSlab):
             return 0
@@ -205,11 +205,10 @@ class Switcher:
         return self.refusal(slot) is None
 
     def switch(self, slot: int) -> None:
-        """Merge the adapter in `slot` into the active weights, or return to the base model for
-        BASE.
+        """Activate weights in which the adapter in `slot` is merged, or the base weights for BASE.
 
-        If merging out of place fails, the base weights stay active. If merging in place fails, no
-        weights are active.
+        If the merge operator fails, the base weights are active afterwards if merging is out of
+        place, and no weights are active if it is in place.
 
         Raises ValueError if the switch is refused (see `refusal`).
         """

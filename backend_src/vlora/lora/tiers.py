@@ -186,7 +186,7 @@ class AdapterTiers:
     def retire(self, handle: AdapterHandle | None) -> None:
         """Record that no name refers to a version any more, so that no new request can use it.
 
-        Once no started request uses the version, it is evicted before all others.
+        As soon as no started request uses the version, it is the first to be evicted.
 
         handle: the version. With None, the method does nothing.
         """

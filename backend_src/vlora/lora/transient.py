@@ -37,8 +37,8 @@ FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 30.0
 """Wait before the second attempt, and its maximum. The wait doubles with each attempt."""
 
 MAX_ATTEMPTS = 5
-"""Number of attempts to load an adapter before its requests fail. All attempts take about four
-seconds.
+"""Number of attempts to load an adapter before its requests fail. The waits between the attempts
+take about four seconds in total.
 """
 
 _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")

@@ -67,7 +67,7 @@ class WeightsFile:
 
     @property
     def layout(self) -> Layout:
-        """Layout of the file, from which `WeightsReader` reads the weights.
+        """Layout of the file, by which `WeightsReader` finds the weights in the file.
 
         Raises InvalidArgument if a tensor does not have a supported floating-point type.
         """

@@ -110,10 +110,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """Plan of where in memory to write the bytes of a file.
+    """Ranges of memory into which the tensors of a file are read.
 
-    The wanted tensors come first in memory. All other tensors have ranges after these, but are not
-    read.
+    The ranges of the wanted tensors come first. All other tensors have ranges after these, but are
+    not read.
 
     targets: range (start, end) of each tensor in memory, in bytes, in the order of the file.
     runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.
@@ -206,10 +206,11 @@ class WeightsReader:
         return _READERS.setdefault(key, self)
 
     def read(self, path: Path, invalid: ErrorFactory) -> tuple[dict[MatrixId, LoraPair], str]:
-        """Return the pairs in fp32, with the scale folded into B, and their digest.
+        """Return (A and B by matrix, digest). A and B are fp32, with the scale folded into B.
 
-        The digest is the SHA-256 of matrices, shapes and values. The file is not read if there are
-        no matrices. Raises InvalidArgument if the file cannot be read or contains NaN or infinity.
+        The digest is the SHA-256 of the ids of the matrices, and of the shapes and values of A and
+        B. The file is not read if there are no matrices. Raises InvalidArgument if the file cannot
+        be read or contains NaN or infinity.
         """
         if not self.order:
             return {}, hashlib.sha256(self._declared).hexdigest()

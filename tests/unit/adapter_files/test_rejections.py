@@ -63,7 +63,7 @@ from vlora.lora.model_shape import ModelShape
         ({"alpha_pattern": ["q_proj"]}, "alpha_pattern = ['q_proj']"),
         ({"alpha_pattern": {f"a{i}": 8 for i in range(2001)}}, "2001 patterns"),
         ({"alpha_pattern": {"(" * 20_000: 8}}, "more than 16384 characters"),
-        ({"alpha_pattern": {f"{'a' * 16000}({i})": 8 for i in range(9)}}, "65536 all together"),
+        ({"alpha_pattern": {f"{'a' * 16000}({i})": 8 for i in range(9)}}, "65536 in total"),
         ({"alpha_pattern": {"(" * 3000 + ")" * 3000: 8}}, "is not a regular expression"),
         ({"alpha_pattern": {"(?:(?:(?:x{1,99}){1,99}){1,99})": 8}}, "repeats more than 1000 times"),
         ({"alpha_pattern": {"x{99999999999}": 8}}, "repeats more than 1000 times"),
