@@ -24,9 +24,9 @@ ACCUMULATORS_PER_THREAD = 128
 fragments and addresses (appendix A)."""
 
 ACCUMULATORS_AT_DEPTH_64 = 64
-"""Maximum number of accumulators of a tile of depth 64. Its loop over the depth is unrolled twice as
-far as that of depth 32. With 128 accumulators, nvcc 13.0 spilled up to 236 bytes per thread of an
-expand, and up to 32 bytes per thread of a shrink."""
+"""Maximum number of accumulators of a tile of depth 64. Its loop over the depth is unrolled twice
+as far as that of depth 32. With 128 accumulators, nvcc 13.0 spilled up to 236 bytes per thread of
+an expand, and up to 32 bytes per thread of a shrink."""
 
 ELEMENT_BYTES = 2
 ACCESS_ELEMENTS = 8

@@ -1,0 +1,63 @@
+"""Tests of tools/large_checkpoint with a small configuration."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
+
+from tools.large_checkpoint import checkpoint
+from tools.large_checkpoint.__main__ import CONTEXT, memory_mib, planned_mib
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a checkpoint whose weights are divided into several shards."""
+    folder = tmp_path_factory.mktemp("large") / "checkpoint"
+    text = LlamaConfig(
+        vocab_size=2048,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    vision = CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=4,
+    )
+    config = LlavaConfig(text_config=text, vision_config=vision, image_seq_length=16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "SHARD_BYTES", 1 << 18)
+        checkpoint.make(folder, config, lambda _: None)
+    return folder
+
+
+def test_shards_have_all_weights_that_transformers_expects(folder: Path) -> None:
+    assert len(list(folder.glob("*.safetensors"))) > 1
+    model, info = LlavaForConditionalGeneration.from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert model.dtype == torch.bfloat16
+    assert all(bool(weight.any()) for weight in model.parameters())
+
+
+def test_the_plan_grows_with_the_cache(folder: Path) -> None:
+    small, large = (
+        planned_mib(folder, {"dtype": "bfloat16", "kv_cache_tokens": tokens})
+        for tokens in (CONTEXT, 64 * CONTEXT)
+    )
+    # A token has keys and values of 64 numbers of 2 bytes in two layers.
+    assert large - small == pytest.approx(63 * CONTEXT * 2 * 2 * 64 * 2 / 2**20, rel=0.2)
+
+
+def test_the_peak_of_a_process_is_at_least_its_memory() -> None:
+    memory = memory_mib(os.getpid())
+    assert 0 < memory["resident"] <= memory["peak"]

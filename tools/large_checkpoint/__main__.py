@@ -1,0 +1,131 @@
+"""Make a checkpoint with the sizes of LLaVA-1.5-7B, serve it, and compare its memory with the plan.
+
+The weights are random bfloat16 numbers, so the answers mean nothing. The folder takes 14 GB, and
+serving it takes about 17 GiB of memory. With fewer layers, both are smaller.
+
+    python -m tools.large_checkpoint make FOLDER
+    python -m tools.large_checkpoint measure FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from tools.large_checkpoint import checkpoint
+
+MIB = 1 << 20
+SAMPLE = Path(__file__).parents[1] / "demo" / "samples" / "vqa.png"
+CONTEXT, ROWS, SEQUENCES = 2048, 512, 4
+"""Tokens of the KV cache and of the context; maximum numbers of rows and requests of a step."""
+WORDS = 480
+"""Words of a request without an image. SEQUENCES of them fill most of the KV cache."""
+
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@app.command()
+def make(
+    folder: Path,
+    layers: Annotated[int, typer.Option(min=1, help="Number of decoder layers.")] = 32,
+) -> None:
+    """Write the checkpoint into FOLDER."""
+    checkpoint.make(folder, checkpoint.configuration(layers), typer.echo)
+
+
+@app.command()
+def measure(
+    folder: Path,
+    quantization: Annotated[
+        str | None, typer.Option(help="Quantize the decoder: int8 or int4.")
+    ] = None,
+) -> None:
+    """Serve the checkpoint. Print the time until it is ready, and memory in MiB, as JSON.
+
+    The memory of each model's process is given after loading and after requests that filled the KV
+    cache, with its peaks. `planned` is the memory that `vlora capacity` predicts for `lmm`.
+    """
+    from vlora.launcher.options import ServerOptions
+    from vlora.launcher.server import TritonServer
+
+    options: dict[str, Any] = {
+        "dtype": "bfloat16",
+        "kv_cache_tokens": CONTEXT,
+        "max_model_len": CONTEXT,
+        "max_num_batched_tokens": ROWS,
+        "max_num_seqs": SEQUENCES,
+    }
+    if quantization is not None:
+        options["quantization"] = quantization
+    server = TritonServer(ServerOptions(model=folder, model_json=options))
+    started = time.monotonic()
+    try:
+        server.open(lambda line: typer.echo(line, err=True))
+        seconds = time.monotonic() - started
+        processes = {name: server.models[name] for name in ("lmm", "vision_encoder")}
+        loaded = {name: memory_mib(pid) for name, pid in processes.items()}
+        answer = ask_all(server.grpc_url)
+        used = {name: memory_mib(pid) for name, pid in processes.items()}
+    finally:
+        server.stop()
+    planned = planned_mib(folder, options)
+    result = {
+        "ready_seconds": round(seconds, 1),
+        "answer": answer,
+        "after loading": loaded,
+        "after requests": used,
+        "planned": planned,
+        "planned / measured": round(planned / used["lmm"]["resident"], 4),
+    }
+    typer.echo(json.dumps(result, indent=2))
+
+
+def memory_mib(pid: int) -> dict[str, int]:
+    """Return the resident memory of a process and its peak, in MiB."""
+    fields = dict(
+        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
+    )
+    return {
+        "resident": int(fields["VmRSS"].split()[0]) // 1024,
+        "peak": int(fields["VmHWM"].split()[0]) // 1024,
+    }
+
+
+def ask_all(url: str) -> str:
+    """Ask a question about an image, then fill the KV cache. Return the answer to the question."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    from clients.common import connect, first_string, request_inputs, sampling_parameters
+
+    client = connect(url, "video_analytics")
+
+    def ask(text: str, images: list[bytes]) -> str:
+        sampling = sampling_parameters(None, max_tokens=4, temperature=0.0, ignore_eos=True)
+        inputs = request_inputs(text, images=images, sampling=sampling)
+        return first_string(client.infer("video_analytics", inputs), "text_output")
+
+    try:
+        answer = ask("What color is the star?", [SAMPLE.read_bytes()])
+        with ThreadPoolExecutor(SEQUENCES) as pool:
+            list(pool.map(lambda i: ask(f"{i}" + " what" * WORDS, []), range(SEQUENCES)))
+    finally:
+        client.close()
+    return answer
+
+
+def planned_mib(folder: Path, options: dict[str, Any]) -> int:
+    """Return the memory in MiB that `vlora capacity` predicts for the process of `lmm`."""
+    from vlora.capacity import plan, process_bytes
+    from vlora.config import parse_options
+
+    keys = {"model": str(folder.resolve()), **options}
+    parsed = parse_options(keys, "options", folder)
+    return plan(parsed, {}, 0, process_bytes(parsed)).configured_bytes // MIB
+
+
+if __name__ == "__main__":
+    app()
