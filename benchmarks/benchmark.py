@@ -85,10 +85,8 @@ class Benchmark(ABC, Generic[CellT]):
     name: ClassVar[str]
     bars: ClassVar[Mapping[str, Bar]] = {}
     """Limits by key of the summary."""
-    saves_rows: ClassVar[bool] = False
-    """True if the rows so far are saved at intervals, so that a run that is killed keeps them."""
     resumable: ClassVar[bool] = False
-    """True if a later run with the same file continues a run whose rows were saved."""
+    """True if a later run with the same file continues a run that was ended early."""
     conditions: ClassVar[Sequence[str]] = ()
     """Keys of the metadata that must be equal for a run to be continued."""
 

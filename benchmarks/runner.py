@@ -85,7 +85,8 @@ def _command(benchmark: type[Benchmark[Any]]) -> Callable[..., None]:
 def run(benchmark: Benchmark[Any], path: Path | None) -> None:
     """Measure all cells, print the tables and write JSON to `path`.
 
-    Ctrl-C ends the measurement; the rows so far are reported and written.
+    Ctrl-C ends the measurement; the rows so far are reported and written. They are also written
+    every SAVE_INTERVAL_SECONDS, so that a run that is killed keeps them.
     """
     from benchmarks import report
 
@@ -107,7 +108,7 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
 
         def show(text: str) -> None:
             progress.update(task, description=text)
-            if benchmark.saves_rows and not console.is_terminal:
+            if not console.is_terminal:
                 console.print(f"{time.monotonic() - started:5.0f} s  {text}")
 
         benchmark.status = show
@@ -117,8 +118,7 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
             for cell in cells:
                 for row in benchmark.run(cell):
                     benchmark.rows.append(row)
-                    due = time.monotonic() - last_save >= SAVE_INTERVAL_SECONDS
-                    if benchmark.saves_rows and due:
+                    if time.monotonic() - last_save >= SAVE_INTERVAL_SECONDS:
                         save()
                         last_save = time.monotonic()
                 progress.advance(task)

@@ -34,7 +34,6 @@ class EngineBenchmark(Benchmark[Job]):
     """Token latency of concurrent requests, compared with the roofline, gRPC and PEFT."""
 
     name = "engine"
-    saves_rows = True
     bars: ClassVar[Mapping[str, Bar]] = {
         **{
             f"{kind}_{adapters}": at_most(1.45)

@@ -58,7 +58,6 @@ class PoliciesBenchmark(Benchmark[Job]):
     """Average token latency by policy, measured in real time and simulated."""
 
     name = "policies"
-    saves_rows = True
     resumable = True
     conditions = ("command", "quick", "grid", "dtype", "threads", "workloads", "cpu")
     bars: ClassVar[Mapping[str, Bar]] = {

@@ -37,7 +37,6 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
     """
 
     name = "step"
-    saves_rows = True
     bars: ClassVar[Mapping[str, Bar]] = {
         **{
             f"{phase}_{dtype}": at_least(0.7)

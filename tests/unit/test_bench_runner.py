@@ -228,7 +228,6 @@ def test_an_interrupted_run_reports_and_keeps_its_rows(
 class SavingBenchmark(CountingBenchmark):
     """A benchmark whose second cell checks that the row of the first one has been written."""
 
-    saves_rows = True
     out: Path
 
     def run(self, cell: int) -> Iterator[Row]:
