@@ -22,8 +22,9 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def apply_umask(folder: Path) -> None:
-    """Give the files in a folder the permissions of new files. safetensors writes files that only
-    their owner can read, but a server may run as another user.
+    """Set the permissions of all files in a folder to those that the umask gives to new files.
+
+    safetensors writes files that only their owner can read, but a server may run as another user.
     """
     mask = os.umask(0o077)
     os.umask(mask)

@@ -41,8 +41,8 @@ def backend_of(
     On the CPU, the backend is "cpu" if the kernels were compiled. On a GPU, it is "gpu" for the
     kernels of a step, and "cuda" for the LoRA operator if its library can be used. In all other
     cases, the backend is "reference", and a warning is logged once. If the environment variable of
-    the component is set, its value is the backend: on the CPU, and on a GPU instead of "cuda", but
-    not instead of "gpu".
+    the component is set, its value is the backend instead, except for the kernels of a step on a
+    GPU, which are always "gpu".
 
     device: a torch device type.
     start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the

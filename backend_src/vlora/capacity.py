@@ -43,7 +43,7 @@ class AdapterCost:
 
     packed_bytes: bytes of its packed matrices.
     pages: number of pages that the packed matrices take in the pool.
-    host_bytes: fp32 bytes in host memory, including its vision task head.
+    host_bytes: size of its fp32 copy in host memory, including its vision task head.
     """
 
     name: str
@@ -96,7 +96,7 @@ class Capacity:
 
     @property
     def pages(self) -> int:
-        """Number of pages that fit into the available memory after all other parts."""
+        """Number of pages that fit into the memory that all other parts leave."""
         return max(0, self.memory_bytes - self.fixed_bytes) // self.page_bytes
 
     @property
@@ -106,24 +106,23 @@ class Capacity:
 
     @property
     def sequence_pages(self) -> int:
-        """Number of pages of a sequence of maximum length."""
+        """Number of pages that a sequence of maximum length needs."""
         return -(-self.context_tokens // self.block_tokens)
 
     @property
     def adapter_pages(self) -> int:
-        """Number of pages of all known adapters."""
+        """Number of pages that all known adapters need together."""
         return sum(cost.pages for cost in self.adapters)
 
     def sequences(self, adapter_pages: int) -> int:
-        """Return the number of sequences of maximum length that fit together with the adapters.
+        """Return the number of sequences of maximum length that fit beside resident adapters.
 
-        adapter_pages: number of pages of these adapters.
+        adapter_pages: number of pages that these adapters take together.
         """
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
     def sequences_beside(self, count: int, cost: AdapterCost) -> int:
-        """Return the number of sequences of maximum length that fit together with adapters of equal
-        size.
+        """Return the number of sequences of maximum length that fit beside adapters of equal size.
 
         count: number of these adapters. All of them are resident, and they replace the known
             adapters.
@@ -146,7 +145,7 @@ def plan(
     names: name → folder of adapters, as `config.load_adapter_names` returns them.
     memory_bytes: available memory.
     process_bytes: memory of interpreter, libraries and tokenizer, a part of `memory_bytes`.
-    layout: order of keys and values in a page, as the engine's device stores them.
+    layout: layout of keys and values in a page on the engine's device.
 
     Raises InvalidArgument for an unsupported model.
     """

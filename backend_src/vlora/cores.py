@@ -35,9 +35,10 @@ def usable_cores(affinity: int, quota: float | None) -> int:
     """Return the number of threads to use.
 
     affinity: number of cores in the affinity mask.
-    quota: number of cores that a container's quota allows, or None. It is rounded to the nearest
-        whole number, at least 1. With more threads, the process would use up the quota early and
-        stop until the end of its period.
+    quota: number of cores that a container's quota allows, or None.
+
+    The quota is rounded to the nearest whole number, at least 1. With more threads than that, the
+    process would use up its quota before the end of a period, and then stop until the next one.
     """
     if quota is None:
         return max(1, affinity)
@@ -66,7 +67,7 @@ def split_cores(
 
 
 def split_threads(options: Options) -> Split:
-    """Return the threads of the two processes on this machine, and log them."""
+    """Return the numbers of threads of the two processes on this machine, and log them."""
     affinity, quota = len(os.sched_getaffinity(0)), cpu_quota()
     cores = usable_cores(affinity, quota)
     # A quota of all cores or more is no limit.

@@ -35,7 +35,7 @@ class InvalidArgument(VLoraError):
 
 
 class OutOfMemory(InvalidArgument):
-    """Raised if a model with these options, or an adapter, does not fit its device."""
+    """Raised if a model with the given options, or an adapter, does not fit the device."""
 
 
 class NotFound(VLoraError):

@@ -154,7 +154,7 @@ def given_data() -> bytes:
 def serve(run: Callable[[socket.socket], object]) -> None:
     """Fork or stop a process for each command, until the other side closes the socket.
 
-    run: called in each forked process with its socket. The process ends when it returns.
+    run: called in each forked process with its socket. The process ends when `run` returns.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Identifiers that the scheduler, the adapters and the memory share. Imports nothing."""
+"""Identifiers that the scheduler, the adapters and the memory share. This module has no imports."""
 
 from __future__ import annotations
 

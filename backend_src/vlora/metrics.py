@@ -226,6 +226,6 @@ def exported_stats() -> dict[str, Export]:
     """Return the metric of each statistic that has one, by attribute of `EngineStats`."""
     exports = {f.name: f.metadata["export"] for f in fields(EngineStats) if f.metadata}
     exports["kv_usage"] = Export(
-        "gauge", "vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1."
+        "gauge", "vllm:kv_cache_usage_perc", "Share of pages with KV of running requests, 0 to 1."
     )
     return exports

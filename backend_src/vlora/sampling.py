@@ -126,7 +126,8 @@ class SamplingParams:
 
     temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to MIN_TEMPERATURE.
     top_k: 0 means off; at most MAX_INTEGER.
-    top_p, min_p: in [0, 1].
+    top_p: in [1e-9, 1].
+    min_p: in [0, 1].
     repetition_penalty: > 0, over prompt and output tokens, as in transformers and vLLM.
     presence_penalty, frequency_penalty: in [-2, 2], over output tokens.
     seed: key of the random numbers, together with the position. Draws do not depend on batch,

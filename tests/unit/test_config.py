@@ -184,7 +184,7 @@ def test_dtype_and_threads_are_read() -> None:
 def test_engine_and_encoder_share_a_gpus_memory() -> None:
     assert parse().engine_memory_share + parse().encoder_memory_share < 1
     assert parse(engine_memory_share=0.9, encoder_memory_share=0.1).engine_memory_share == 0.9
-    with pytest.raises(InvalidArgument, match="may be at most 1 together"):
+    with pytest.raises(InvalidArgument, match="the limit is 1"):
         parse(engine_memory_share=0.9, encoder_memory_share=0.2)
 
 

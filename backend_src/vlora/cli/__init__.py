@@ -1,7 +1,7 @@
 """The command line `vlora`.
 
 Each command is a module that is imported when the command is called. Kubernetes may run `vlora
-probe` every few seconds, which should not pay for the imports of the other commands.
+probe` every few seconds, so this command must not import the modules of the other commands.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ COMMANDS = {
 """Module of each command, in the order of `vlora --help`. Its attribute `app` is the command."""
 
 TILE_SEARCH = "tile-search"
-"""Command of the source tree, which an installed package lacks."""
+"""Command that only a source tree has. An installed package does not contain its module."""
 
 
 class LazyGroup(TyperGroup):

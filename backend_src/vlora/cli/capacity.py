@@ -33,7 +33,7 @@ def capacity(
     adapters: AdaptersOption = None,
     repository: RepositoryOption = None,
     options_file: OptionsFileOption = None,
-    memory: Annotated[float, typer.Option(min=0.0, help="Memory in GiB.")] = 8.0,
+    memory: Annotated[float, typer.Option(min=0.0, help="Available memory in GiB.")] = 8.0,
 ) -> None:
     """Show the memory of weights and adapters, and the number of sequences that fit.
 

@@ -80,7 +80,7 @@ def counted(number: int, noun: str) -> str:
 
 @contextmanager
 def report_errors() -> Iterator[None]:
-    """Print an error that the user can correct without a traceback, and exit with status 1."""
+    """Print an error that the user can correct, but no traceback, and exit with status 1."""
     try:
         yield
     except (ServerError, VLoraError) as error:

@@ -31,8 +31,8 @@ def convert(
     Pickles (.bin), PiSSA and OLoRA are converted exactly. If the folder contains
     copies of the base model's own weights, they are left out. DoRA, and other
     methods that change the weights of linear layers, are approximated with rank
-    --rank at most. The error is printed, and nothing is written if it is above
-    --max-error.
+    --rank at most. The error is printed. Nothing is written if the error of any
+    matrix is above --max-error.
     """
     with report_errors():
         # Imported here because they import torch.

@@ -95,7 +95,7 @@ def generate(
 
 
 def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
-    """Print the items, and the maximum number of training steps that the run may take."""
+    """Print the items, and the limits of the number of attempts and of their steps."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("item", "task", "metric"):
         table.add_column(heading)

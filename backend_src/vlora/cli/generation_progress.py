@@ -23,7 +23,7 @@ STATUS_SECONDS = 5.0
 
 
 class GenerationProgress:
-    """Shows how many items are no longer pending, the present attempt and the time left.
+    """Display of the number of items that are decided, the present attempt and the time left.
 
     Its methods are the callbacks of `vlora.generation.run.generate`.
     """
@@ -62,7 +62,7 @@ class GenerationProgress:
         self._bars.stop()
 
     def report(self, progress: Progress) -> None:
-        """Show an evaluation."""
+        """Show the accuracies of an evaluation, and the step of the attempt."""
         onto = f"onto {progress.adapter}" if progress.adapter else "alone"
         text = f"{progress.item} {onto}"
         scores = " ".join(f"{name} {score:.2f}" for name, score in progress.scores.items())
@@ -80,7 +80,7 @@ class GenerationProgress:
             print_plain(f"{text}: {step}: {scores}; {self._left}")
 
     def decided(self, state: RunState) -> None:
-        """Show how many items are no longer pending, and the number of adapters."""
+        """Show the number of items that are decided, and the number of adapters."""
         self._adapters = len(state.adapters)
         self._left.pack(len(state.pending), time.monotonic())
         done = self._count - len(state.pending)

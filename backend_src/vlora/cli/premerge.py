@@ -57,8 +57,9 @@ def premerge(
     Writes OUT/model, a Hugging Face checkpoint with the hot adapter merged into
     its weights, and OUT/adapters, PEFT folders of adapters for that checkpoint.
     Requests for an adapter get the same answers as before, up to rounding: each
-    other adapter is stored minus the hot one, and the hot adapter's name becomes
-    an adapter without effect. Requests that name no adapter now use the hot one.
+    other adapter is stored minus the hot one (a delta adapter), and the hot
+    adapter's name becomes an adapter without effect. Requests that name no
+    adapter now use the hot one.
     A request that names the new adapter `base` gets the old checkpoint's answer.
     """
     with report_errors():
@@ -141,7 +142,7 @@ def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape
     choice = choose_hot(counts, work)
     if choice.hot is None:
         raise InvalidArgument(
-            f"by {requests}, merging any adapter would add work to the mean request;"
+            f"according to {requests}, no merge would reduce the mean work of a request;"
             " to merge one anyway, name it with --hot"
         )
     print_plain(

@@ -55,8 +55,8 @@ class Limits:
     """Maximum size of one image or frame in megapixels."""
 
     max_request_megapixels: float = 640.0
-    """Maximum size of all images and frames of a request in megapixels. A decoded pixel takes 3
-    bytes.
+    """Maximum size in megapixels of all images and frames of a request together. A decoded pixel
+    takes 3 bytes.
     """
 
     max_batch_megapixels: float = 160.0
@@ -138,7 +138,8 @@ class Options:
     dtype: str = "float32"
     """Storage type of weights, KV and the vision tower: "float32", "bfloat16", "float16" or "auto".
 
-    "float16" needs a GPU; the vision tower then stays in float32, whose range it may need.
+    "float16" needs a GPU; the vision tower then stays in float32, because its values may exceed the
+    range of float16.
     "auto" is bfloat16 for a checkpoint that is stored in bfloat16, else float32. Sums, norms,
     softmax, logits and sampling always use float32.
     """
@@ -193,17 +194,18 @@ class Options:
     """
 
     theta_min: float = 1.0
-    """Minimum credit in seconds with which a request counts as starved, for "credit"
-    and "paper".
+    """Lower bound of the threshold θ in seconds, for "credit" and "paper". A request whose credit
+    exceeds θ counts as starved.
     """
 
     theta_factor: float = 4.0
-    """Minimum credit of a starved request as a multiple of the median wait, for "credit". A request
-    counts as starved only if its credit also reaches `theta_min`.
-    """
+    """Lower bound of the threshold θ as a multiple of the median wait, for "credit"."""
 
     max_wait_seconds: float = 30.0
-    """Seconds of waiting after which a request is scheduled before all others."""
+    """Seconds of waiting after which a request is scheduled before all others.
+
+    "credit" then counts the request as starved. "paper" has no such limit.
+    """
 
     deterministic: bool = False
     """True to merge no adapters.
@@ -236,7 +238,7 @@ class Options:
     merged_weights_bytes: int | None = None
     """Maximum size in bytes of merged weights. If they need more, no adapter is merged.
 
-    None: the memory that the machine or the container has available at the start.
+    None: the memory that the machine or the container has available at the start, minus the pages.
     """
 
     adapter_pool_bytes: IntOrAuto = AUTO

@@ -177,7 +177,8 @@ def _check_shares(options: Options, where: str) -> None:
     if engine + encoder > 1 + 1e-9:
         raise InvalidArgument(
             f"{where}: 'engine_memory_share' = {engine:g} and 'encoder_memory_share' = {encoder:g}"
-            " may be at most 1 together, because both processes use the same GPU"
+            f" add up to {engine + encoder:g}; the limit is 1, because both processes use the same"
+            " GPU"
         )
 
 
