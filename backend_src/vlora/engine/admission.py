@@ -21,7 +21,8 @@ from vlora.structured.grammars import Grammars, tokenizer_data
 class Admission:
     """Checks requests and creates the `RequestState` objects that the engine queues. Thread-safe.
 
-    merge_is_lossy: whether merged weights are rounded (see `engine.sequence.mode_of`).
+    merge_is_lossy: whether merged weights are rounded to a type of 16 bits (see
+        `engine.sequence.mode_of`).
     """
 
     def __init__(

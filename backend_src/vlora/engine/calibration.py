@@ -136,7 +136,7 @@ class AdapterSizes:
 
 
 class SyntheticSteps:
-    """Runs and times steps of synthetic requests, which overwrite the given pages.
+    """Times steps of synthetic requests. The steps overwrite the given pages.
 
     block: number of tokens per page.
     max_rows: maximum number of rows in a step.
@@ -181,8 +181,8 @@ class SyntheticSteps:
     def merge(self, slot: int, other: int) -> float:
         """Merge the adapter in `slot` REPEATS times and return the shortest time in seconds.
 
-        other: slot of another adapter to merge before each repeat, so that the merged weights of
-            `slot` are not reused. If equal to `slot`, the time includes preparing the merge.
+        other: slot of another adapter, which is merged before each repeat so that the merged
+            weights of `slot` are not reused. If equal to `slot`, preparing the merge is timed too.
         """
         times = []
         for _ in range(REPEATS):
@@ -288,7 +288,7 @@ class Calibration:
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Return the profile with the three fields of adapters (`lora_calls`, …) measured.
+        """Return the profile with `lora_calls` and the two fields `adapter_element…` measured.
 
         The measured steps apply the smallest adapter to one row, the largest adapters to one row
         each, and the largest adapter to many rows.

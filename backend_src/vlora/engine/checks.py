@@ -1,6 +1,6 @@
 """Checks of a request: its lengths, its `choices`, and whether its adapter can serve it.
 
-Every error states the value and the limit.
+An error about a limit states the value and the limit.
 """
 
 from __future__ import annotations

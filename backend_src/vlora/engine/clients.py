@@ -54,8 +54,8 @@ class Clients:
     def admit(self, request_id: str, client_id: str) -> None:
         """Add a request that is being prepared.
 
-        Raises InvalidArgument if the request id is in use, or a client id with at least
-        MIN_STOPPABLE_ID characters. Raises Cancelled if the client has cancelled the request
+        Raises InvalidArgument if the request id is in use, or if the client id is in use and has at
+        least MIN_STOPPABLE_ID characters. Raises Cancelled if the client has cancelled the request
         already.
         """
         if request_id in self._clients:

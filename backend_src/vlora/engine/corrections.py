@@ -106,7 +106,7 @@ class StepOverhead:
 
 @dataclass
 class Corrections:
-    """Everything that a cost model has learned from steps.
+    """Everything that a cost model has learned from steps and merges.
 
     pace: factor for the predicted times of all forward passes.
     merges: factor for the predicted times of all merges.

@@ -211,8 +211,8 @@ class CostModel:
         return slot == BASE or self.can_merge(slot)
 
     def products(self, rows: int, answers: int) -> float:
-        """Return the time of `rows` rows through all layers and of `answers` rows through the LM
-        head.
+        """Return the time of the matrix products: of `rows` rows in all layers, and of `answers`
+        rows in the LM head.
         """
         head_share = self.profile.head / (1.0 + self.profile.head)
         heads = head_share * self._products_at(answers) if answers else 0.0
@@ -268,7 +268,7 @@ class CostModel:
         )
 
     def _products_at(self, rows: int) -> float:
-        """Return the time of the matrix products for this number of rows.
+        """Return the seconds of `Profile.products` for this number of rows.
 
         The interpolation is cached, because policies need it for each request in each step.
         """

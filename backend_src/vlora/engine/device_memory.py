@@ -50,6 +50,6 @@ def require_engine_memory(options: Options, names: Mapping[str, str], device: De
 
 
 def merge_factor_bytes(adapters: AdapterStore) -> int:
-    """Return an upper bound of the GPU memory in bytes that A and B of merged adapters take."""
+    """Return the maximum size in bytes of A and B of MAX_PREPARED adapters on the GPU."""
     sizes = (adapters.handle(name).description.host_bytes for name in adapters.names())
     return sum(sorted(sizes)[-MAX_PREPARED:])

@@ -42,7 +42,7 @@ class Engine:
         """Load the checkpoint and the adapters.
 
         adapter_names: name → folder, in addition to the folders in `options.adapters`.
-        clock: returns the present time in seconds; deadlines and arrivals are compared with it.
+        clock: function that returns the time in seconds, which deadlines are compared with.
 
         Raises InvalidArgument for a checkpoint or options that cannot be served.
         """
@@ -202,8 +202,8 @@ class Engine:
         return [output for name, error in failed for output in self.abort(name, error)]
 
     def _switch(self, live: int) -> float:
-        """Make `live` (a slot or BASE) the adapter in the active weights; return the seconds this
-        took.
+        """Make `live` (a slot or BASE) the adapter in the active weights; return the seconds of the
+        switch.
         """
         if live == self.switcher.live:
             return 0.0
@@ -219,7 +219,7 @@ class Engine:
 
     def _forward(self, plan: StepPlan) -> tuple[StepResult, StepRows, float]:
         """Compute the forward pass of a plan; return its result, the rows whose tokens are to be
-        drawn, and the seconds it took.
+        drawn, and its duration in seconds.
         """
         started, mode = self._clock(), plan.mode.value
         for chunk in plan.chunks:

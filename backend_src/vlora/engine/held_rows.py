@@ -1,9 +1,9 @@
 """Rows that wait for a token mask. Only structured requests have such rows.
 
-The answer of a structured request must follow a grammar. A process of the grammar computes the mask
-of allowed next tokens during the forward pass. The mask is nearly always ready when the pass ends.
-If it is late, the row with its logits is held, and its token is drawn as soon as the mask arrives.
-Other requests continue meanwhile.
+The answer of a structured request must follow a grammar. The grammar has a process, which computes
+the mask of the allowed next tokens during the forward pass. The mask is nearly always ready when
+the pass ends. If the mask is late, the row is held with its logits, and its token is drawn as soon
+as the mask arrives. Other requests continue meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class _Held(NamedTuple):
     """A row that waits for its mask.
 
     since: time at which the wait began, in seconds of `time.monotonic`.
-    processor_seconds: processor time of the grammar's process at that moment.
+    processor_seconds: processor time that the grammar's process had used when the wait began.
     """
 
     state: RequestState
@@ -112,7 +112,7 @@ class HeldRows:
     def answerable(self) -> list[tuple[RequestState, LogitsRow]]:
         """Return the requests that can be answered without a forward pass, each with its row.
 
-        Either the mask of the request's held row has arrived, or its answer is complete already.
+        Either the mask of the request's held row has arrived, or the request's answer is complete.
         """
         if not self._states:
             return []
@@ -163,7 +163,7 @@ def _receive(states: Iterable[RequestState]) -> None:
 
 
 def _wait(grammars: Iterable[Grammar], seconds: float) -> None:
-    """Wait until one of these grammars has a reply."""
+    """Wait until one of these grammars has sent a reply, but at most `seconds`."""
     poll = select.poll()
     for grammar in grammars:
         if (file := grammar.file) is not None:

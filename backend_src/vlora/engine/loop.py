@@ -1,7 +1,7 @@
 """The engine's thread and the response thread.
 
 Any thread may submit requests. One thread runs the steps of the engine. Another calls the sinks, so
-that a slow client or server never delays a step.
+that sending outputs slowly never delays a step.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class EngineLoop:
         max_waiting: int,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start the threads. `max_waiting` limits the requests that are admitted and
-        not running.
+        """Start the threads. `max_waiting` is the maximum number of admitted requests that do not
+        run yet.
         """
         self._engine = engine
         self._max_waiting = max_waiting
@@ -281,8 +281,8 @@ class EngineLoop:
                 self._to_add -= 1
 
     def _fail(self, thread: str) -> None:
-        """Stop accepting requests. The response thread then answers all of them and ends the
-        process.
+        """Stop accepting requests. The response thread then answers all requests that have not yet
+        ended, and ends the process.
         """
         log.critical("%s failed; the process ends with code %d", thread, FATAL_EXIT, exc_info=True)
         with self._wake:
@@ -344,7 +344,7 @@ class EngineLoop:
             self.abort(output.request_id)
 
     def _remove(self, request_id: str) -> None:
-        """Remove a request, and wake `shutdown` after the last one. The caller holds the lock."""
+        """Remove a request, and wake `shutdown` if it was the last. The caller holds the lock."""
         self._clients.remove(request_id)
         if not self._clients:
             self._wake.notify_all()

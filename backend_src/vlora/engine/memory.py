@@ -108,8 +108,8 @@ class EngineMemory:
     def context(self, handle: AdapterHandle | None) -> int:
         """Return the maximum number of tokens of a request with this adapter.
 
-        The maximum is reached if the pool holds nothing but the adapter and the request. Raises
-        InvalidArgument if the adapter leaves no page for keys and values.
+        This is `max_model_len` or, if less, the number of tokens that fit into the pool beside the
+        adapter. Raises InvalidArgument if the adapter leaves no page for keys and values.
         """
         pages = 0 if handle is None else self._run_length(handle)
         if pages >= self.pool.total:
@@ -163,8 +163,8 @@ class EngineMemory:
     def _resolve(self, queue: WaitingQueue) -> Iterable[tuple[str, VLoraError]]:
         """Set the adapter of each waiting request to the adapter's present version.
 
-        Yields (request id, error) for each request for which this fails. A request that has started
-        keeps its version.
+        Yields (request id, error) for each request for which this fails. A request that holds a
+        version of its adapter keeps it (see `Sequence.holds_adapter`).
         """
         for sequence in queue.by_arrival:
             adapter = sequence.adapter

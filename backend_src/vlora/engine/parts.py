@@ -44,7 +44,7 @@ class EngineParts:
 
     sizes: sizes of adapters by slot.
     max_model_len: maximum number of tokens of a request.
-    merge_is_lossy: whether merged weights are rounded, as they are in any dtype but float32.
+    merge_is_lossy: whether merged weights are rounded to a type of 16 bits.
     """
 
     config: DecoderConfig

@@ -61,7 +61,7 @@ class Sequence:
         max_tokens: maximum number of tokens of the answer.
         digests: digests of its blocks if they may be shared, else None.
         longest_choice: maximum number of tokens that one of the request's `choices` can need.
-        merge_is_lossy: whether merged weights are rounded.
+        merge_is_lossy: whether merged weights are rounded to a type of 16 bits.
         """
         self.request = request
         self.id = request.id
@@ -142,16 +142,16 @@ class Sequence:
 
     @property
     def holds_adapter(self) -> bool:
-        """True once the sequence has started. It then keeps this version of its adapter until it
-        ends.
+        """True once `begin` was called for a sequence with an adapter. The sequence then keeps this
+        version of its adapter until it ends.
         """
         return self._held is not None
 
     def begin(self, live: int = BASE) -> None:
-        """Pin the adapter, and reuse cached prefix blocks. Pages are allocated after this.
+        """Pin the adapter, and reuse cached prefix blocks. Further pages are allocated afterwards.
 
-        live: slot of the adapter in the active weights of the next step. It determines which blocks
-            match.
+        live: slot of the adapter in the active weights of the next step. It determines which cached
+            blocks match.
         """
         if self.adapter is not None:
             self.adapter.pin()
@@ -260,8 +260,8 @@ class Sequence:
 
     @property
     def waiting_since(self) -> float:
-        """Present time minus `wait`. It is constant while the sequence waits, so queues can sort by
-        it.
+        """Present time minus `wait`. The value is constant while the sequence waits, so queues can
+        sort by it.
         """
         return self.arrival if self._waiting_since is None else self._waiting_since
 
@@ -270,7 +270,7 @@ class Sequence:
         return self.request.freshness(self.arrival)
 
     def wait(self, now: float) -> float:
-        """Return the total seconds in which the sequence was ready but not in a step.
+        """Return the total seconds since the arrival in which the sequence was not in a step.
 
         The total is never reset.
         """

@@ -1,4 +1,4 @@
-"""Sampling of a step's tokens. On a GPU, it runs while the engine continues."""
+"""Sampling of a step's tokens. On a GPU, sampling runs while the engine's thread continues."""
 
 from __future__ import annotations
 

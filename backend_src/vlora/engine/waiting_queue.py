@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class _SortedSequences:
-    """Sequences in ascending order of a key that does not change while they wait."""
+    """Sequences in ascending order of a key, which must not change while a sequence waits."""
 
     def __init__(self, key: Callable[[Sequence], Any]) -> None:
         self._key = key
@@ -69,7 +69,9 @@ class WaitingQueue:
             Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
         }
         self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}
-        """The sequences of each adapter, in order of arrival. No list is empty."""
+        """The sequences of each adapter, in order of arrival. Adapters without sequences are left
+        out.
+        """
 
     @property
     def by_arrival(self) -> list[Sequence]:

@@ -31,7 +31,7 @@ class Candidate(NamedTuple):
 
     slot: slot of the adapter, or BASE.
     arrival: seconds on the engine's clock.
-    wait: total seconds in which the request was ready but not in a step; never reset.
+    wait: total seconds since the arrival in which the request was not in a step; never reset.
     missing: number of known tokens whose keys and values are still to be computed.
     context: number of tokens that are computed already.
     remaining: maximum number of tokens that the answer may still get.

@@ -33,8 +33,8 @@ class CreditConfig:
     exclude_own_starved: in line 5, do not count starved requests that use the candidate. If the
         candidate is merged, they need no deLoRA.
     ties_keep_live: if the live adapter is among those with the most requests, it is the candidate.
-    base_is_candidate: also consider the base model, for which no weights need to be merged.
-    sort_by_credit: order starved requests by falling credit instead of by arrival.
+    base_is_candidate: the base model may be the candidate; no weights are merged for it.
+    sort_by_credit: order starved requests by descending credit instead of by arrival.
     """
 
     max_batch: int

@@ -1,8 +1,8 @@
 """The policy that maximizes the predicted gain per second of a step, and merges an adapter if that
 saves time.
 
-It goes beyond the paper (decision 43). A request's part of the gain is the share of its total work
-that the step completes. The gain of a step is the sum of these parts.
+It goes beyond the paper (decision 43). A request's part of the gain is the share of its remaining
+work that the step completes, times its weight. The gain of a step is the sum of these parts.
 
 - A decoding request is added if the step reads its adapter anyway, because a row costs little.
 - Any other decoding request causes its adapter to be read. It is added only if it raises the gain
@@ -130,7 +130,7 @@ class Predictive:
     def _add_prompts(
         self, prompts: list[Candidate], work: _RemainingWork, step: _PlannedStep
     ) -> None:
-        """Add the prompts that raise the gain per second, tried by priority, then by work."""
+        """Add the prompts that raise the gain per second, by priority, then least work first."""
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
         for r in prompts:
@@ -167,7 +167,7 @@ class Predictive:
 
 
 class _RemainingWork:
-    """Remaining work of requests in seconds, as if all steps were full. Made once per step."""
+    """Remaining work of requests in seconds if all steps had FULL_ROWS rows. Made once per step."""
 
     def __init__(self, costs: StepCosts) -> None:
         self._costs = costs
@@ -176,7 +176,7 @@ class _RemainingWork:
         """Predicted seconds per row of a request, by slot, including its adapter."""
 
     def seconds(self, r: Candidate) -> float:
-        """Return the predicted seconds for all missing and remaining tokens of a request."""
+        """Return the predicted seconds to complete a request whose answer gets maximum length."""
         rows = r.missing + r.remaining
         per_row = self._adapted_row_seconds.get(r.slot)
         if per_row is None:
@@ -217,8 +217,8 @@ class _PlannedStep:
         self.rows: dict[str, int] = {}
 
     def take_decode_row(self, r: Candidate) -> bool:
-        """Take one row of a decoding request if a row is free, and return True. Return False, and
-        take nothing, if the step does not read the request's adapters yet.
+        """Take one row of a decoding request if the step reads the request's adapters already and
+        has a free row. Returns whether the step reads these adapters.
         """
         seconds = self._row_seconds.get(r.slot)
         if seconds is None:
@@ -331,7 +331,7 @@ class _PlannedStep:
 
 
 def _gain_of(r: Candidate, rows: int) -> float:
-    """Return the share of the request's total work that these rows complete, times its weight."""
+    """Return the share of the request's remaining work that the rows complete, times its weight."""
     worth = PROMPT_WORTH if r.missing > 1 else 1.0
     return _weight(r) * worth * rows / (worth * r.missing + r.remaining)
 
