@@ -75,7 +75,7 @@ class Piece:
 
     finish_reason: `stop` or `length` in the last piece; None in the others.
     logprobs: alternatives by token id, for each token; the sampled token comes first.
-    details: task, adapter, timings and cached tokens; {} before the last piece.
+    details: task, adapter, timings and number of cached tokens; {} before the last piece.
     scores: score of each label; {} unless a vision task head answered.
     """
 
@@ -104,7 +104,7 @@ class _Answers:
         self._timer = self._loop.call_later(seconds, self._check)
 
     async def next(self) -> Any:
-        """Return the next message, or EOF. Raise TimeoutError if it exceeds the time limit."""
+        """Return the next message, or EOF. Raise TimeoutError if none arrives in time."""
         self._reading_since = self._loop.time()
         try:
             return await self._call.read()

@@ -22,7 +22,7 @@ RETRY_SECONDS = 1.0
 
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
 DISCARD_SECONDS = 5.0
-"""Limits for receiving the unused rest of a body."""
+"""Limits of bytes and of time for receiving the unused rest of a body."""
 
 MANY_COMMAS = 4096
 """Number of commas above which a body is parsed in another thread. Parsing takes up to half a

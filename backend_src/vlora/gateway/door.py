@@ -130,7 +130,7 @@ class Door:
         if self._keys is None and not is_local(host):
             raise ApiError(
                 "PERMISSION_DENIED",
-                f"the Host header names {host!r}; a gateway without keys accepts only this machine",
+                f"the Host header names {host!r}; without keys, it must name the gateway's machine",
             )
         origin = headers.get("origin", b"").decode("latin-1")
         if (

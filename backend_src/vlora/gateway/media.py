@@ -1,8 +1,8 @@
 """Images of a request, from data URLs or from http(s) URLs of hosts that the operator allows.
 
-**Invariant:** the gateway connects to no address of a private network. The address is checked where
-the connection is opened, so a host name whose address changes cannot evade the check. Redirects are
-not followed.
+**Invariant:** images are fetched from public addresses only. The address is checked where the
+connection is opened, so a host name whose address changes cannot evade the check. Redirects are not
+followed.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class MediaLoader:
     async def load(self, media: Sequence[Media]) -> list[bytes]:
         """Return the encoded files of the images, in order.
 
-        The images fetched for one request may have `max_body_bytes` in total. Raises ApiError,
-        whose message names the URL that is invalid or cannot be fetched.
+        The fetched ones may have `max_body_bytes` bytes in total. Raises ApiError, which names the
+        field or the host of an image that is invalid or cannot be fetched.
         """
         files, left = [], self._options.max_body_bytes
         for one in media:
@@ -169,7 +169,9 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         addresses = [str(entry[4][0]) for entry in found]
         for address in addresses:
             if not is_public(address):
-                raise PrivateAddress(f"images may not be fetched from {host!r}: it is not public")
+                raise PrivateAddress(
+                    f"images may not be fetched from {host!r}: its address is not public"
+                )
         return await self._backend.connect_tcp(
             addresses[0], port, timeout, local_address, socket_options
         )

@@ -42,7 +42,9 @@ fields have no effect. `name` has no effect either, because chat templates take 
 
 
 MAX_MEDIA = 1024
-"""Maximum number of images and frames of a request. The limit of the server is lower."""
+"""Maximum number of images and frames of a request. The server's limit, `max_images`, is lower by
+default.
+"""
 
 CLIP = "data:video/jpeg;base64,"
 """Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM."""
@@ -147,7 +149,7 @@ class _Reader:
         return "".join(text for _, text in parts)
 
     def _part(self, part: Any, param: str) -> tuple[bool, str]:
-        """Return whether the part is text, and its text or, for media, its placeholders."""
+        """Read a part of a message; return whether it is text, and its text or its placeholders."""
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if isinstance(kind, str) else None
         if kind == "text":
@@ -179,7 +181,7 @@ class _Reader:
         return False, PLACEHOLDER
 
     def _clip(self, url: str, param: str) -> int:
-        """Return the number of frames of a clip."""
+        """Add the frames of a clip, and return their number."""
         if self.frames:
             raise unsupported(param, "a request may have one clip only")
         if not url.startswith(CLIP):

@@ -31,7 +31,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of options in glibc's malloc.h."""
 
 KEPT_BYTES = 64 * 1024 * 1024
-"""Maximum size of freed memory that is not returned to the system."""
+"""Maximum size in bytes of freed memory that is not returned to the system."""
 
 MMAP_BYTES = 4 * 1024 * 1024
 """Minimum size in bytes of a memory block that glibc maps separately, and therefore returns to the
@@ -56,7 +56,7 @@ def raise_limits() -> None:
     """Raise the limit of open files, and let the C library reuse large freed blocks.
 
     The usual limit of 1,024 open files would limit the number of connections. By default, the C
-    library returns large freed blocks to the system, which then has to clear 150 new pages for each
+    library returns large freed blocks to the system, which then has to clear new pages for each
     image.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -79,7 +79,7 @@ export class Api {
     return (await this.#fetch("/metrics")).text();
   }
 
-  /** Ask, and call `onText` with the whole text so far whenever more has come.
+  /** Send a request, and call `onText` with the whole text so far whenever more has arrived.
    *
    * Return {text, finish, usage, vlora}. Throw a RequestError, or an AbortError by `signal`.
    */

@@ -57,7 +57,7 @@ export class Column {
     return this.#abort !== null;
   }
 
-  /** Offer these models. What is chosen stays, also if it is no longer known. */
+  /** Offer these models. The chosen model stays chosen, even if it is no longer known. */
   offer(models) {
     const chosen = this.model;
     this.#models = models;
@@ -125,7 +125,7 @@ export class Column {
     return { ...body, model: this.model, ...(this.task ? { task: this.task } : {}) };
   }
 
-  /** Cancel the request that runs. What has come of its answer stays. */
+  /** Cancel the running request. The part of its answer that has arrived stays. */
   stop() {
     if (!this.#abort) return;
     this.#abort.abort();
@@ -176,7 +176,7 @@ export class Column {
     failure.hidden = false;
   }
 
-  /** Enable a button after some seconds, which it shows. */
+  /** Enable a button after some seconds. Until then, the button shows the seconds left. */
   #countDown(button, seconds) {
     clearInterval(this.#timer);
     const show = () => {
@@ -206,7 +206,7 @@ export class Column {
   }
 }
 
-/** Return what is worth knowing about a model, as one line. */
+/** Return one line about a model: the context of the base model, or facts about an adapter. */
 function factsOf(model) {
   if (!model) return "";
   if (!model.parent) return `Base model, context of ${model.max_model_len} tokens`;

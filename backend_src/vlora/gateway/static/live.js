@@ -1,5 +1,5 @@
-// The live mode: frames of the camera as one stream of requests, each of which supersedes those
-// before it that still wait. What the server did not get to is dropped, so answers stay current.
+// The live mode sends frames of the camera as one stream of requests. Each request supersedes the
+// earlier ones that still wait. The server drops those, so answers stay current.
 
 import { byId, showBars, showMessage, showPairs } from "./dom.js";
 import { frameOf } from "./media.js";
@@ -9,7 +9,9 @@ const CLIP_FRAMES = 6;
 const KEPT_LATENCIES = 60;
 const METRICS_MILLISECONDS = 1000;
 const PAUSE_MILLISECONDS = 2000;
-/** Browsers open six connections to a server: one stays free for the metrics, one for the models. */
+/** Maximum number of requests at a time. Browsers open at most six connections to a server; the
+ * other two are for the metrics and the list of models.
+ */
 const MAX_RUNNING = 4;
 
 export class Live {
@@ -27,7 +29,7 @@ export class Live {
     this.#reset();
   }
 
-  /** Film and ask until `stop`. */
+  /** Switch on the camera, and send its frames until `stop` is called. */
   async start() {
     showMessage(byId("live-error"), "");
     if (!this.stage.video && !(await this.stage.film())) {
@@ -44,7 +46,7 @@ export class Live {
     byId("live-stop").disabled = false;
   }
 
-  /** Stop asking, and cancel what runs. The last answer and the figures stay. */
+  /** Send no more frames, and cancel the running requests. The last answer and the figures stay. */
   stop() {
     clearInterval(this.#timer);
     clearTimeout(this.#metricsTimer);
@@ -166,7 +168,7 @@ export class Live {
 
   #showServer(state) {
     if (!state) {
-      showPairs(byId("live-server"), [["Metrics", "this gateway has none of the server"]]);
+      showPairs(byId("live-server"), [["Metrics", "the gateway has no metrics of the server"]]);
       return;
     }
     const before = this.server ?? state;

@@ -38,7 +38,7 @@ function dataUrl(file) {
   });
 }
 
-/** Return frames of a clip, the same time apart. */
+/** Return a medium with CLIP_FRAMES frames of a clip, at equal intervals. */
 async function readClip(file) {
   const video = document.createElement("video");
   video.muted = true;
@@ -81,7 +81,10 @@ function event(video, name) {
   });
 }
 
-/** Return what a video shows now, as the data URL of a JPEG of at most FRAME_SIDE pixels. */
+/** Return the present frame of a video as the data URL of a JPEG.
+ *
+ * The longer side of the JPEG has at most FRAME_SIDE pixels.
+ */
 export function frameOf(video) {
   const scale = Math.min(1, FRAME_SIDE / Math.max(video.videoWidth, video.videoHeight));
   const canvas = document.createElement("canvas");

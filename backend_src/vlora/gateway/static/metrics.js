@@ -17,7 +17,7 @@ export function readMetrics(page) {
   return samples;
 }
 
-/** Return what the live mode shows of the server; null if the page has only the gateway's metrics.
+/** Return the values of the server that the live mode shows; null if the page has none of them.
  *
  * modes: steps so far, by adapter mode. mode: that of the last step. waiting: requests before the
  * engine or in its queue. running, superseded: numbers of requests. adapters: names of those in use.

@@ -1,4 +1,4 @@
-// The picture panel: what is asked about, with the boxes of the answers drawn on it.
+// The picture panel: the picture, the clip or the camera, with the boxes of the answers drawn on it.
 
 import { percent } from "./boxes.js";
 import { byId, element, showMessage } from "./dom.js";
@@ -112,7 +112,7 @@ export class Stage {
     this.#changed();
   }
 
-  /** Draw the boxes of one column in place of its earlier ones. columns: "a" or "b". */
+  /** Draw the boxes of one column in place of its earlier ones. column: "a" or "b". */
   drawBoxes(column, boxes) {
     this.#boxes.set(column, boxes);
     if (!this.#layer) return;

@@ -1,4 +1,4 @@
-// What the tasks of the server ask for. The text of a question goes into the task's own template.
+// Names and labels of the server's tasks. The server puts the question into the task's template.
 
 const TASKS = {
   vqa: { name: "Answer a question", label: "Question", hint: "What color is the star?" },
