@@ -60,7 +60,7 @@ class PickledTensors:
 def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
     """Return the folder's tensors and the name of their file.
 
-    This is `adapter_model.safetensors`, or the pickled `adapter_model.bin` if only that one exists.
+    The file is `adapter_model.safetensors`, or the pickled `adapter_model.bin` if only it exists.
     Raises InvalidArgument if neither can be read.
     """
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():

@@ -15,13 +15,13 @@ from vlora.model.weight_files import open_weights, weight_files
 
 
 class BaseWeights:
-    """Weights of a checkpoint's language model, each of which is read when it is requested.
+    """Weights of a checkpoint, each of which is read when it is requested.
 
     folder: folder of the checkpoint.
     """
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
-        """Find the weights. Raise InvalidArgument if one is missing."""
+        """Find the language model's weights. Raise InvalidArgument if one is missing."""
         self.folder = folder
         self.config = config
         self._places = find_weights(folder, config)

@@ -42,7 +42,7 @@ from vlora.lora.peft_options import KNOWN_CHANGES
 
 DEFAULT_RANK = 64
 DEFAULT_MAX_ERROR = 0.05
-"""Default maximum error of a conversion, relative to the adapter's change."""
+"""Default maximum error of each matrix's change, relative to the change."""
 MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -51,7 +51,8 @@ class ConversionLimits:
     """Limits of a conversion that is not exact.
 
     rank: maximum rank of the result.
-    error: maximum Frobenius norm of the error of a matrix's change, relative to the change.
+    error: maximum Frobenius norm of the error of a matrix's change, relative to the norm of the
+        change.
     """
 
     rank: int = DEFAULT_RANK
@@ -64,7 +65,7 @@ class Conversion:
 
     method: method of the source, such as "DoRA".
     dropped: keys of tensors that were left out because they equal the base model's weights.
-    errors: Frobenius norm of the error of each matrix, relative to the norm of its change.
+    errors: Frobenius norm of the error of each matrix's change, relative to the norm of the change.
     changes: Frobenius norm of the change of each matrix.
     ranks: ranks of the result.
     """
@@ -116,7 +117,7 @@ class _Source:
     def is_copy(self, key: str) -> bool:
         """Return whether a tensor is a copy of one of the base model's weights.
 
-        Raises InvalidArgument if it is a whole weight that differs from the base model's.
+        Raises InvalidArgument if the tensor is a whole weight that differs from the base model's.
         """
         try:
             parsed = parse_key(key, self.shape)
@@ -233,8 +234,9 @@ def _pairs_of_lora(
     result: Conversion,
     progress: Callable[[str], None],
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return new A and B for an adapter of PEFT's type LORA; {} for a plain LoRA, which keeps its
-    A and B."""
+    """Return new A and B for an adapter of PEFT's type LORA; {} for a plain LoRA, which keeps its A
+    and B.
+    """
     if source.method == "LoRA":
         return {}
     if plain.description.vision is not None:

@@ -42,7 +42,10 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples of one item for training, validation and test. Each image is in only one split."""
+    """Examples of one item for training, validation and test.
+
+    Examples with equal first images are in the same split.
+    """
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
@@ -128,11 +131,12 @@ def _all_examples(item: Item, label: Callable[[Path], str | None] | None) -> lis
 
 
 def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed: int) -> Splits:
-    """Return the examples, split by a hash of the images' contents and the seed.
+    """Return the examples, split by a hash of the first image's content and the seed.
 
     shares: shares of train, validation and test.
 
-    Raises InvalidArgument if a split would be empty.
+    Raises InvalidArgument if a split would be empty, or if the labels are not usable (see
+    `_check_labels`).
     """
     ranked = sorted(examples, key=lambda example: _position(example, seed))
     parts: dict[str, list[Example]] = {TRAIN: [], VALIDATION: [], TEST: []}
@@ -214,7 +218,8 @@ def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
         paths = tuple(_image(item, where, name) for name in names)
         if not turns or len(turns) % 2:
             raise InvalidArgument(
-                f"{where} has the number of turns {len(turns)}; every question needs an answer"
+                f"{where}: the number of turns is {len(turns)}; it must be even and above 0,"
+                " because every question needs an answer"
             )
         for human, answer in zip(turns[::2], turns[1::2], strict=True):
             try:

@@ -72,7 +72,7 @@ class Event:
 
     item: name of the item.
     adapter: number of the adapter that was tried.
-    attempt: the attempt to add the item to it.
+    attempt: the attempt to add the item to this adapter.
     broken: items whose promise the attempt broke; () if it was accepted.
     """
 
@@ -218,7 +218,8 @@ def candidates(
 ) -> list[Packed]:
     """Return the adapters to try for an item, in order.
 
-    With `fit: last` this is the newest adapter, otherwise all of them, the most similar first.
+    These are the newest adapter with `fit: last`, and otherwise all adapters, the most similar
+    first. Adapters that may not contain the item are left out.
     """
     fitting = [adapter for adapter in state.adapters if may_share(spec, item, adapter)]
     if options.fit == "last":

@@ -31,7 +31,7 @@ class HotChoice:
 
     hot: name of the adapter to merge; None if every merge would increase the work.
     work_before: mean number of LoRA's multiplications per row, with no adapter merged.
-    work_after: the same number with `hot` merged.
+    work_after: mean number of LoRA's multiplications per row, with `hot` merged.
     """
 
     hot: str | None

@@ -33,8 +33,8 @@ from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100
 LENGTH_RATIO = 2
-"""Maximum ratio of the longest to the shortest row of a batch. Longer rows get their own batch, so
-that questions about one image are not padded to the length of a clip.
+"""Maximum length of a batch's longest row, divided by that of its shortest. Longer rows get another
+batch, so that questions about one image are not padded to the length of a clip.
 """
 HEAD_STATE = "head.json"
 MAX_TEXTS = 1 << 16

@@ -59,7 +59,7 @@ class WeightAverage:
     def add(self, weights: Sequence[torch.Tensor]) -> None:
         """Include the weights after a step in the average.
 
-        Each of the first steps counts more, because the average consists of few steps.
+        The first steps have equal weights. Later, a step has the weight 1 - AVERAGE_DECAY.
         """
         self._steps += 1
         share = max(1 - AVERAGE_DECAY, 1 / self._steps)
@@ -92,10 +92,10 @@ def assign(weights: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 
 
 class Schedule:
-    """Learning rate of an attempt, as a factor, and the step at which the attempt ends.
+    """Learning rate of an attempt as a share of the maximum, and the step at which it ends.
 
-    A round consists of a linear warm-up and a cosine decay to FINAL_RATE. It may end early, with a
-    short linear decay. Another round may follow, which starts at a lower rate.
+    A round consists of a linear warm-up and a cosine decay to FINAL_RATE. A round may end early,
+    with a short linear decay. Another round may follow, which starts at a lower rate.
     """
 
     def __init__(self, steps: int) -> None:
@@ -115,7 +115,7 @@ class Schedule:
         return self._cooling is not None
 
     def rate(self, step: int) -> float:
-        """Return the factor of the learning rate in a step. Steps count from 0."""
+        """Return the learning rate in a step, as a share of the maximum. Steps count from 0."""
         if self._cooling is None:
             return self._cosine(step)
         left = 1 - (step - self._cooling) / self._cooling_steps

@@ -44,7 +44,7 @@ def _new_figure(width: float, title: str, ylabel: str) -> tuple[Any, Any]:
 
 
 def _accuracy(outcome: Outcome) -> Any:
-    """Return a bar chart of the base model's and the adapters' accuracies, with the promises."""
+    """Return a bar chart of each item's accuracies (base model, adapter) and required accuracy."""
     names = [item.name for item in outcome.spec.items]
     figure, axes = _new_figure(
         len(names) * WIDTH_PER_ITEM, "Accuracy of each item", "accuracy on the test split"

@@ -57,7 +57,7 @@ class Report:
         by the hot adapter; 0 if the stored type represents every result exactly.
     max_rank: rank above which a delta adapter causes a warning.
     deltas: delta adapters that were written.
-    failed: reason for each adapter that could not be rewritten, by name.
+    failed: by name, the reason why an adapter was left out.
     """
 
     hot: str
@@ -109,9 +109,7 @@ def delta_pairs(
 
 
 def no_change(hot: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
-    """Return an adapter of rank 1 that changes nothing. It is served under the hot
-    adapter's name.
-    """
+    """Return an adapter of rank 1 that changes nothing, for requests to the hot adapter."""
     matrix, pair = next(iter(sorted(hot.items())))
     return {matrix: LoraPair(torch.zeros(1, pair.a.shape[1]), torch.zeros(pair.b.shape[0], 1))}
 

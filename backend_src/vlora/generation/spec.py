@@ -1,7 +1,7 @@
 """The specification of a generation run: knowledge items, their required accuracy, and training.
 
 `read_spec` reads a YAML file and checks it strictly. For an unknown key, a wrong type or a missing
-file, the error names the position in the file.
+file, the error names the key.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class OnnxTeacher(StrictModel):
 
     file: the ONNX file.
     labels: answer for each class.
-    size: height and width in pixels to which images are scaled.
+    size: height in pixels to which images are scaled, and also their width.
     mean, std: normalization of the three channels, whose values are from 0 to 1.
     """
 
@@ -215,8 +215,8 @@ class Spec(StrictModel):
     items: the knowledge items.
     prefix: prefix of the adapters' names.
     seed: seed of all random numbers.
-    split: shares of the examples for training, validation and test. Examples are split by image, so
-        no image is in two of them.
+    split: shares of the examples for training, validation and test. Examples with equal first
+        images are in the same part.
     training: settings of each attempt.
     options: settings of the packing.
     """
@@ -245,7 +245,8 @@ class Spec(StrictModel):
 def read_spec(path: Path) -> Spec:
     """Return the specification in a YAML file, with absolute paths.
 
-    Raises InvalidArgument, which names each wrong key, its value and the valid values.
+    Raises InvalidArgument, which names up to MAX_PROBLEMS wrong keys, their values and the valid
+    values.
     """
     try:
         if path.stat().st_size > MAX_SPEC_BYTES:

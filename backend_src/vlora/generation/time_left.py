@@ -19,7 +19,7 @@ class TimeLeft:
     packed: number of items that this process has packed.
     steps: number of steps that this process has trained.
     seconds: time of these steps.
-    step, limit: present and maximum step of the present attempt.
+    step, limit: number of steps of the present attempt so far, and maximum number.
     steps_of_item: number of steps that the present item has taken in all of its attempts.
     """
 

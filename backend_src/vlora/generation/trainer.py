@@ -31,9 +31,9 @@ MAX_GRADIENT_NORM = 1.0
 class Progress:
     """Progress of an attempt, for a progress bar.
 
-    item: name of the item that is added.
+    item: name of the item that is added, or names of the items of merged adapters.
     adapter: number of the adapter that is trained; None for a new one.
-    step, max_steps: present and maximum number of steps.
+    step, max_steps: number of steps so far, and maximum number of steps.
     loss: present training loss.
     scores: accuracy of each item at the last evaluation.
     """

@@ -38,7 +38,9 @@ class StrictModel(BaseModel):
 
 
 def describe(error: ValidationError) -> str:
-    """Return one line with the place, the value and the valid values of each problem."""
+    """Return one line with the key, the value and the valid values of up to MAX_PROBLEMS
+    problems.
+    """
     problems = error.errors(include_url=False)
     places = [one["loc"] for one in problems]
     lines = []
