@@ -21,7 +21,7 @@ def add_norm(
     out: torch.Tensor | None = None,
     backend: Backend | None = None,
 ) -> torch.Tensor:
-    """Add `delta` to `hidden` in place and return its RMS norm, [T, width] fp32.
+    """Add `delta` to `hidden` in place and return the RMS norm of the sum, [T, width] fp32.
 
     Semantics: hidden += delta; return hidden / sqrt(mean(hidden²) + eps) · weight, for each row.
 

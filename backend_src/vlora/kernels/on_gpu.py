@@ -1,9 +1,9 @@
 """The step's operations on a GPU: products by torch, and the kernels of `vlora.kernels.gpu`.
 
-Each function computes what the function with the same name in `ops` or `norms` computes. But rows
-have the dtype of the weights in this module, and are fp32 on the CPU. The residual stream, norm
-weights and logits are fp32. Arguments are checked only where a kernel would otherwise fail without
-a clear error.
+Each function computes what the function with the same name in `ops` or `norms` computes. Here, rows
+have the dtype of the weights; on the CPU, they are fp32. The residual stream, norm weights and
+logits are fp32. Arguments are checked only where a kernel would otherwise fail without a clear
+error.
 """
 
 from __future__ import annotations

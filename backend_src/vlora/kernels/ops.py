@@ -1,10 +1,10 @@
 """Interface of the step's kernels: products with the weights, embedding, gate, argmax.
 
-Activations are fp32, except on a GPU (`on_gpu`). Weights are fp32 or bf16. The tensors' device
-decides the backend, unless `backend` overrides it for one call. Functions that return rows take
-`out`, a contiguous [T, width] fp32 tensor to write the result to. `out` must not overlap the
-inputs. If `out` is None, the result is allocated. `norms.py` is the interface of the norms and
-`model/attention.py` that of attention.
+Activations are fp32, except on a GPU (`on_gpu`). Weights are fp32 or bf16, or fp16 on a GPU. The
+tensors' device decides the backend, unless `backend` overrides it for one call. Functions that
+return rows take `out`, a contiguous [T, width] tensor to write the result to, of the activations'
+type. `out` must not overlap the inputs. If `out` is None, the result is allocated. `norms.py` is
+the interface of the norms and `model/attention.py` that of attention.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Matrix:
     """A weight with its bias. Both are checked once, for all steps that use them.
 
     weight: [d_out, d_in], contiguous, fp32 or bf16, or fp16 on a GPU.
-    bias: [d_out] fp32, or None.
+    bias: [d_out] fp32, on a GPU also of the weight's type, or None.
 
     Raises ValueError for a wrong shape, type or layout.
     """
@@ -201,7 +201,7 @@ def embed(
     """Return [T, width] fp32: the embedding of each token, or the image feature that replaces it.
 
     tokens: [T] int64.
-    table: [vocabulary, width], contiguous, fp32 or bf16.
+    table: [vocabulary, width], contiguous, fp32 or bf16, or fp16 on a GPU.
     images: (first_row, feature_rows, features) of each range of rows with images, where
         feature_rows is [n] int64, and features [m, width] fp32, contiguous. Row `first_row + i`
         becomes `features[feature_rows[i]]`, unless `feature_rows[i]` is negative.

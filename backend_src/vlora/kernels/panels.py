@@ -17,7 +17,7 @@ BYTES_AT_ONCE = 1 << 20
 """Number of bytes of values that are interleaved together."""
 
 HALF_BLOCK = 16
-"""Number of bytes of a block that belong to its first 32 values, and to its last 32."""
+"""Number of bytes that hold the first 32 values of a block. The last 32 values have as many."""
 
 
 def are_preferred() -> bool:

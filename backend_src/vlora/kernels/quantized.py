@@ -18,7 +18,7 @@ BLOCK = 64
 """Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
 
 GROUPS = (32, 64, 128)
-"""Supported numbers of adjacent values per scale. None stands for one scale per output."""
+"""Supported numbers of adjacent values per scale, if an output has more than one scale."""
 
 WHOLE_ROW = 62
 """Value that the kernels take as base-2 logarithm of the group size if a whole row is one group."""
@@ -27,7 +27,7 @@ SYMMETRIC_ZERO = 8
 """Zero of all groups of an int4 matrix that stores no zeros."""
 
 ZERO_STEPS = 8
-"""Number of units of a stored zero per quantized value: zeros are stored in units of 1/8."""
+"""Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values."""
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,8 @@ class QuantizedWeight:
     zeros: [d_out, groups] int8, contiguous, distances from SYMMETRIC_ZERO in 1/ZERO_STEPS; or None.
     depth: d_in.
     dtype: type in which products with many rows are computed, fp32 or bf16.
-    order: [d_in] int64, index of the input to which each stored value belongs; None if they are
-        stored in the order of the inputs.
+    order: [d_in] int64, index of the input to which each stored value belongs; None if the values
+        are stored in the order of the inputs.
     panels: whether int4 is stored in panels (kernels/panels.py). The shapes of the tensors are the
         same, but their elements are in another order.
     """
@@ -105,7 +105,8 @@ class QuantizedWeight:
             "scales": (self.scales, (rows, groups), torch.float32),
         }
         if self.format.zeros != (self.zeros is not None):
-            raise ValueError(f"zeros must be given for {self.format} only")
+            needed = "needs zeros" if self.format.zeros else "must have no zeros"
+            raise ValueError(f"a matrix of {self.format} {needed}")
         if self.zeros is not None:
             expected["zeros"] = (self.zeros, (rows, groups), torch.int8)
         if self.order is not None:
@@ -217,7 +218,7 @@ def arrange(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return the same matrix without panels. It is a copy if `weight` has panels."""
+    """Return `weight` itself if it has no panels, else a copy without panels."""
     if not weight.panels:
         return weight
     values, scales, zeros = panels.separate(weight.values, weight.scales, weight.zeros)

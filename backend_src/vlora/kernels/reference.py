@@ -67,10 +67,10 @@ def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Return the rotated heads: each pair (i, i + dim / 2) of a head's values, turned by an angle.
+    """Return the heads with each pair (i, i + dim / 2) of values rotated by an angle.
 
     x: [T, heads, dim].
-    cosines, sines: [T, dim / 2], of the angles of each row.
+    cosines, sines: [T, dim / 2], cosines and sines of the angles of each row.
     """
     cos, sin = cosines[:, None], sines[:, None]
     first, second = x.chunk(2, dim=-1)
