@@ -1,4 +1,4 @@
-"""The address that a server listens on, and the protocols that are closed to its clients."""
+"""Exposure of a server: the address it listens on, and the protocols that are closed to clients."""
 
 from __future__ import annotations
 

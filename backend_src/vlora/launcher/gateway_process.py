@@ -22,7 +22,9 @@ doubles each time.
 """
 
 STOP_SECONDS = 5.0
-"""Seconds that the gateway gets to end. The server is stopped before, so no request is running."""
+"""Seconds that the gateway gets to end. No request is running then, because the server has been
+stopped.
+"""
 
 
 class GatewayProcess:
@@ -39,9 +41,9 @@ class GatewayProcess:
         host: IP address to listen on.
         port: 0 chooses a free one.
         keys: file of API keys, or None.
-        say: prints a message for the user.
+        say: function that prints a message for the user.
 
-        Raises ServerError.
+        Raises ServerError if the address cannot be used, or needs keys and there are none.
         """
         check_host(host)
         check_keys(host, keys, "--gateway-keys")

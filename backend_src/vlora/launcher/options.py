@@ -43,7 +43,7 @@ class ServerOptions:
     multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
     environment: variables that are added to the server's environment.
     log: file for the log, or STANDARD_OUTPUT. None: a file that is removed at the end of the run.
-    keep_log: if `log` is None, write to the file `kept_log(http_port)`, which is not removed.
+    keep_log: whether the file that `log` = None stands for is `kept_log(http_port)` and is kept.
     start_seconds: maximum number of seconds until the server is ready; None for no limit.
     grace_seconds: seconds that running requests get to finish when the server stops.
     triton_arguments: additional arguments for tritonserver.

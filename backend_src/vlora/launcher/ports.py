@@ -17,7 +17,7 @@ EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 FREE_PORTS = range(20000, 30000)
 """Ports from which a free one is chosen. Only those below the ephemeral ports are used."""
 TRIES = 100
-"""Maximum number of these ports that are tried."""
+"""Maximum number of ports in FREE_PORTS that are tried."""
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:

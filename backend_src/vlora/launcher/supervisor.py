@@ -29,7 +29,7 @@ class RestartPolicy:
     failures form a series; any other failure begins a new series.
 
     max_failures: number of failures in a series after which the server is not restarted.
-    quick_seconds: see above.
+    quick_seconds: maximum number of seconds from the start to a quick failure.
     first_wait: seconds before the first restart of a series. Each further restart waits twice as
         long.
     max_wait: maximum of these waits in seconds.
@@ -48,15 +48,15 @@ class RestartPolicy:
 
 
 Announce = Callable[[TritonServer, float], None]
-"""Function that is called when a server becomes ready, with the server and the seconds it took."""
+"""Function that is called with a server that has become ready, and the seconds of its start."""
 
 
 class Supervisor:
     """Runs servers with these options until a signal or a failure.
 
-    say: prints a message for the user.
+    say: function that prints a message for the user.
     restart: conditions for restarting a server that has failed; None never restarts it.
-    make: creates a server without starting it.
+    make: function that creates a server without starting it.
     """
 
     def __init__(
