@@ -42,8 +42,8 @@ class BlockTable:
     def share(self, keys: Sequence[BlockKey]) -> None:
         """Add the first `len(keys)` blocks, which must be computed, to the prefix cache.
 
-        Blocks that this table has shared before stay in the cache. If one of the others contains a
-        value that is not finite, none of them is added.
+        Blocks that this table has shared before stay in the cache. If one of the other blocks
+        contains a value that is not finite, no block is added.
         """
         if self._prefix is None:
             return

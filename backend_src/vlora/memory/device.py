@@ -225,8 +225,8 @@ def require_dtype(device: Device, dtype: torch.dtype) -> None:
 
 
 def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> None:
-    """Raise OutOfMemory unless the parts fit the memory that a device has left. The message lists
-    the size of each part.
+    """Raise OutOfMemory, which lists the size of each part, unless all parts fit the memory that a
+    device has left.
 
     A device for which `commits_lazily` is true is not checked.
 

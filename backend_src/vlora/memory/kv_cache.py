@@ -23,7 +23,7 @@ The attention scores of a panel fill whole vectors of any instruction set.
 
 
 class KVCache:
-    """Keys and values of all pages, in fp32 or bf16.
+    """Keys and values of all pages, in fp32 or bf16, or in fp16 on a GPU.
 
     On a GPU, `cache` is [pages, layers, 2, kv_heads, block, padded dim], with a row for each token.
     On a CPU it is [pages, layers, 2, kv_heads, panels, LANES · padded dim]. In both, each page is
@@ -31,8 +31,8 @@ class KVCache:
 
     On a CPU, the tokens of a page are divided into panels of LANES. The last panel is not full if
     the block size is not a multiple of LANES. In a panel, keys are [dim, LANES] and values [LANES,
-    dim]. In bf16, pairs are interleaved: keys are [dim / 2, LANES, 2] and values [LANES / 2, dim,
-    2]. dim is padded with zeros to a multiple of LANES.
+    dim]. In bf16, keys are pairs of adjacent dimensions, [dim / 2, LANES, 2], and values are pairs
+    of adjacent tokens, [LANES / 2, dim, 2]. dim is padded with zeros to a multiple of LANES.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class KVCache:
     def is_finite(self, pages: Sequence[int]) -> bool:
         """Return whether all keys and values of these pages are finite.
 
-        Only the last layer is read, because a value that is not finite spreads from any layer to
-        all later layers of its position.
+        Only the last layer is read, because a value that is not finite in any layer makes the keys
+        and values of its position not finite in all later layers.
         """
         # Pages are read one by one, because gathering them first would take longer. All results are
         # copied to the host at once, because each copy from a GPU waits for it.

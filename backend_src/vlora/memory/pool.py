@@ -69,7 +69,7 @@ class PagePool:
     """Pages 0 … total-1. An allocated page belongs to the caller until it is released.
 
     evictors: owners of evictable items. When there are too few free pages, the least recently used
-        item of all of them is evicted first.
+        item of all owners is evicted first.
     run_evictor: the evictor whose items are adapters.
     movers: functions that are called in order whenever content moves, before the pages change
         owners. Each copies the content, or updates page numbers that it stores.
