@@ -26,8 +26,8 @@ class AttentionPlan:
     """Pages that the rows of a step write and read. A plan is made once per step, for all layers.
 
     chunks: chunks of the step, in the order of their rows.
-    heads: number of query heads. Each group of `heads / kv_heads` adjacent query heads shares a key
-        and value head.
+    heads: number of query heads. Each group of `heads / kv_heads` adjacent query heads shares one
+        key head and one value head.
     padded: size to which a step of decoding rows is padded on a GPU; None for no padding.
 
     Raises ValueError, here or at the first `attend`, if the chunks do not fit their pages.

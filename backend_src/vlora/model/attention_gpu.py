@@ -15,17 +15,16 @@ from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
 SPLIT_POSITIONS = 512
-"""Minimum number of positions in each part of a context that is split among GPU programs (instances
-of a kernel that run in parallel).
+"""Minimum number of positions in each part of the longest context, if contexts are split among GPU
+programs (instances of a kernel that run in parallel).
 """
 
 MAX_SPLITS = 32
 """Maximum number of parts into which a context is split."""
 
 PROGRAMS = 264
-"""Number of GPU programs that the decode kernel should start: two per multiprocessor of an H100.
-
-Contexts are split into parts to reach this number.
+"""Maximum number of GPU programs of a decode kernel that splits contexts: two per multiprocessor of
+an H100.
 """
 
 
@@ -163,8 +162,9 @@ class GpuPlan:
 def splits(rows: int, kv_heads: int, longest: int) -> int:
     """Return the number of parts into which contexts are split, a power of two.
 
-    The number is large enough that the programs fill a GPU, unless the parts would then have fewer
-    than SPLIT_POSITIONS positions. Powers of two limit the number of kernel variants to compile.
+    It is the largest number, at most MAX_SPLITS, with which at most PROGRAMS programs run and each
+    part of the longest context has at least SPLIT_POSITIONS positions; 1 if there is no such
+    number. Powers of two limit the number of kernel variants to compile.
 
     rows: number of rows that decode.
     longest: number of positions of the longest context.

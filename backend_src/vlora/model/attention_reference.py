@@ -2,7 +2,7 @@
 
 Masked positions may contain values that are not finite. They can be values of a page's previous
 owner, or of a later row of the same sequence. A weight of zero does not suffice to mask them, since
-0 · NaN is NaN. So such keys and values are replaced by zeros first.
+0 · NaN is NaN. So keys and values that are not finite are replaced by zeros first.
 """
 
 from __future__ import annotations

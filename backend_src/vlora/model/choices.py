@@ -1,4 +1,4 @@
-"""Answers that must be one of some choices: the tokens that may come next.
+"""The tokens that may come next in an answer that must be one of several choices.
 
 The comparison is by bytes, so the model may spell a choice with any tokens. A leading space is
 allowed and is not part of the answer. Requests with the same choices share a `ChoiceSet`, which

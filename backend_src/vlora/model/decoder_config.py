@@ -257,7 +257,7 @@ def _unsupported(config: Any, text: Any) -> str | None:
 
 
 def _quantization(config: Any) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a configuration, None if it has none."""
+    """Return the `quantization_config` of a configuration; None if it has none."""
     found = getattr(config, "quantization_config", None)
     if found is None or isinstance(found, Mapping):
         return found

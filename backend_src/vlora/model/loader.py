@@ -1,8 +1,9 @@
 """Loading of the decoder's weights from a checkpoint folder.
 
 The checkpoint may be of any supported decoder family, alone or inside a multimodal model.
-`vision/encoder.py` reads vision towers and connectors. Weights are recognized by the ends of their
-names, so the layouts of transformers 4 and 5 and bare decoders can all be loaded.
+`vision/encoder.py` reads vision towers and connectors. Weights are recognized by their names
+without the layout's prefix, so the layouts of transformers 4 and 5 and bare decoders can all be
+loaded.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ def load_weights(
     quantization: format of the target matrices. If None, they are stored as `dtype`, too.
 
     Each tensor is copied directly to its final location. So loading needs as much memory as the
-    model and its largest tensor. Quantization also needs memory for some copies of one matrix in
-    fp32.
+    model and its largest tensor. Matrices that are stored quantized are unpacked one by one, which
+    needs memory for some copies of one matrix in int32.
 
     Raises InvalidArgument, which names the file and the tensor, if a tensor is missing or does not
     fit.

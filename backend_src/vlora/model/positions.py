@@ -45,8 +45,8 @@ def prompt_positions(
     """Return the positions of a prompt's tokens by time, height and width, [3, len(feature_row)].
 
     The three positions of a text token are equal. An image starts at the position after the text
-    before it. The text after an image starts at the image's first position plus the longest side of
-    its grid.
+    before it. The text after an image starts at the image's first position plus the height or the
+    width of its grid, whichever is larger.
 
     feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
     grids: grid of each image.

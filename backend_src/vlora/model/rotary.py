@@ -1,4 +1,6 @@
-"""Rotary position embeddings: supported rope types, their frequencies, and a table of angles."""
+"""Rotary position embeddings: supported rope types, their frequencies, and the table of cosines and
+sines.
+"""
 
 from __future__ import annotations
 

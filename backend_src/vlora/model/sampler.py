@@ -67,7 +67,7 @@ class Uniforms:
         self._numbers: list[float] = []
 
     def at(self, position: int) -> float:
-        """Return the random number of a position, which is at least 0."""
+        """Return the random number that belongs to a position. Positions begin at 0."""
         index = position - self._first
         if not 0 <= index < len(self._numbers):
             if self._generator is None or index != len(self._numbers):
@@ -195,7 +195,7 @@ def draw_rows(
 ) -> list[int]:
     """Draw the tokens of several requests in one call, as the function `draw` does for each.
 
-    About one draw in millions returns the previous or next candidate, since weights are fp32.
+    About one draw in millions differs from `draw` by one candidate, because weights are fp32 here.
 
     logits: [T, vocabulary] fp32, contiguous. A logit of minus infinity is never drawn.
     rows: (row of `logits`, sampler, position of the token in its sequence) of each request. The
@@ -310,7 +310,7 @@ def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
 def _nucleus(
     weights: DoubleArray, candidates: IndexArray, total: np.float64, top_p: float
 ) -> IndexArray:
-    """Return the top-p set, ascending: the fewest candidates with at least `top_p` · `total`."""
+    """Return the fewest candidates, ascending, whose weights sum to at least `top_p` · `total`."""
     values = weights[candidates]
     large_values = values
     for floor in WEIGHT_FLOORS:
@@ -341,7 +341,7 @@ def _largest_ascending(
 def _zero_others(weights: DoubleArray, candidates: IndexArray) -> DoubleArray:
     """Return the weights with zeros for all tokens but the candidates.
 
-    Summing this array, including its zeros, gives bitwise the same sum as in the full distribution.
+    The sum of this array, including its zeros, is bitwise equal to the sum in `probabilities`.
     """
     if candidates.size == weights.size:
         return weights

@@ -38,7 +38,8 @@ from vlora.model.decoder_config import DecoderConfig
 log = logging.getLogger(__name__)
 
 MAX_ROWS = 256
-"""Maximum number of rows of a step with a graph. Launches take a small part of larger steps."""
+"""Maximum number of rows of a step with a graph. In larger steps, launches take little of the time.
+"""
 
 ROW_STEP = 16
 """A number of rows above ROW_STEP is rounded up to a multiple of ROW_STEP, a smaller one to a power
@@ -178,8 +179,8 @@ class StepGraphs:
     ) -> torch.Tensor | None:
         """Return the logits of a decoding step, [chunks, vocabulary] fp32.
 
-        They are valid until the next call. Returns None if the step must be computed without a
-        graph.
+        The logits are valid until the next call. Returns None if the step must be computed without
+        a graph.
 
         parts: parts of the step whose inputs are uploaded with the others. These inputs have at
             most PART_BYTES + PART_BYTES_PER_ROW · rows bytes.
@@ -327,8 +328,9 @@ def padded_rows(rows: int) -> int:
 
 
 def padded_pages(pages: int) -> int:
-    """Return the number of pages per row of the graph for a step whose longest context has
-    `pages`.
+    """Return the number of pages per row to which a step is padded.
+
+    pages: number of pages of the longest context in the step.
     """
     width = FEWEST_PAGES
     while width < pages:

@@ -123,7 +123,7 @@ class TextStream:
         return self._release(len(self._held) - self._undecided_length()), False
 
     def flush(self) -> str:
-        """Return the text that was held back, after the answer has ended for another reason."""
+        """Return the text that was held back, after an answer has ended without a stop string."""
         self._held += self._decoder.decode(b"", final=True)
         return self._release(len(self._held))
 

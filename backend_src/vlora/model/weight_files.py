@@ -1,4 +1,4 @@
-"""Weight files of a checkpoint folder: which they are, and opening them."""
+"""Finding and opening the weight files of a checkpoint folder."""
 
 from __future__ import annotations
 

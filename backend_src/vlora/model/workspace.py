@@ -80,7 +80,7 @@ class Workspace:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the memory, which change when a step has more rows than all before."""
+        """Addresses of the memory. They change when a step has more rows than every earlier one."""
         return tuple(memory.data_ptr() for memory in self._memory)
 
     def buffers(self, rows: int) -> StepBuffers:
