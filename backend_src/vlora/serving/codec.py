@@ -135,7 +135,7 @@ def read_call(
     limits: Limits,
     arrival: float,
 ) -> Call:
-    """Return a request after checking every field that can be checked without the engine.
+    """Return the call in a request. `prepare` checks its task and its sampling parameters later.
 
     arrival: time at which the request reached the first model, in seconds of CLOCK_MONOTONIC.
 

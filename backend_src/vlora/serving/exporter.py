@@ -230,7 +230,7 @@ class _LoraInfo:
     """
 
     NAME = "vllm:lora_requests_info"
-    HELP = "Adapters of running and waiting requests; the value is the time of the last change."
+    HELP = "Adapters of running and waiting requests; the value is the time of the last update."
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

@@ -214,7 +214,7 @@ class LmmService:
     def _cancel(self, client_id: str) -> None:
         """Cancel the request with this client id.
 
-        If it has not arrived yet, the cancellation is stored until it arrives.
+        If the request has not arrived yet, the cancellation is stored for a while.
         """
         reason = Cancelled(f"the request '{client_id}' was cancelled")
         ended = self._waiting.end_client(client_id, reason)

@@ -1,7 +1,7 @@
 """Requests that wait in a model. They are ended early when their answers have become useless.
 
-An answer is useless when its deadline has passed, or when a newer request of its stream has
-superseded it. This module does not depend on what the requests wait for.
+An answer is useless when the request's deadline has passed, or when a newer request of the same
+stream has superseded the request. This module does not depend on what the requests wait for.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ EndRequest = Callable[[Exception], None]
 class _Waiting:
     """A waiting request.
 
-    freshness: arrival, deadline and stream of the request, which say until when it is useful.
+    freshness: arrival, deadline and stream of the request.
     client_id: id that the client chose; may be empty.
     end: function that answers the request with an error.
     """
