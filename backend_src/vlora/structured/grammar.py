@@ -187,7 +187,8 @@ class Grammar:
     def compiled(self, timeout: float) -> bool:
         """Wait up to `timeout` seconds; return whether the grammar is compiled.
 
-        Raises InvalidArgument if the text is refused, and the error of a process that has ended.
+        Raises InvalidArgument if the structure is refused, and the error that `end` returns if the
+        process has ended.
         """
         if not select.select([self._connection], [], [], timeout)[0]:
             return False

@@ -4,8 +4,9 @@ Requests with the same structure share a grammar. The processes are forked from 
 has loaded the tokenizer. The fork server is started by the first request that needs a grammar.
 
 The thread of a request waits until the grammar's process has compiled the grammar. At most PLACES
-grammars are compiled at the same time. If one takes long, the next one may begin, so that ordinary
-grammars do not wait for it. The number of grammars that take long is limited as well.
+ordinary grammars are compiled at the same time. A grammar that takes long no longer counts as one
+of these, so that ordinary grammars do not wait for it. At most PLACES grammars that take long are
+compiled at the same time, too.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ COMPILED, MASK, STOPPED, REFUSED = b"K", b"M", b"S", b"R"
 
 REQUEST = struct.Struct("<cIq")
 """Request: kind, number of the matcher, and a token. For `COMPILE`, the two numbers are 0 and the
-    text's size in bytes.
+text's size in bytes.
 """
 
 REPLY = struct.Struct("<cId")
@@ -30,10 +30,10 @@ LIMITS = struct.Struct("<dQ")
 """Limits, which precede the text: processor seconds of each message, and bytes of memory."""
 
 PACKET_BYTES = 64 * 1024
-"""Size of the packets in which a text is sent."""
+"""Size in bytes of the packets in which a text is sent."""
 
 MAX_REPLY_BYTES = 512 * 1024
-"""Maximum size of a reply. The mask of a vocabulary of 4 million tokens has this size."""
+"""Maximum size of a reply in bytes. The mask of a vocabulary of 4 million tokens has this size."""
 
 QUEUED_MASKS = 128
 """Number of masks that fit into a socket's buffer, so that a process can send them before the

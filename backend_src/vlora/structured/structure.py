@@ -54,7 +54,7 @@ class Structure:
 
     @property
     def bytes(self) -> int:
-        """Size of the text in UTF-8."""
+        """Size of the text in bytes of UTF-8."""
         return len(self.text.encode())
 
 
