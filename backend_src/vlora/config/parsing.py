@@ -1,7 +1,8 @@
 """Strict parsing of `model.json` and `multi_lora.json`.
 
 The error for an unknown key names the nearest known key. A key of vLLM is accepted if its value
-describes what this server does. Otherwise it is rejected, and the error names our equivalent.
+describes what this server does, or if the key has no effect here, which is logged. Otherwise it is
+rejected, and the error names our equivalent or the reason.
 """
 
 from __future__ import annotations

@@ -157,7 +157,8 @@ class CostModel:
         request's slot.
         """
         products: dict[tuple[int, bool], tuple[float, float]] = {}
-        """(Seconds of the products, correction factor) by (number of rows, any adapter applied)."""
+        """(Seconds of the products, correction factor) by (number of rows, whether adapters apply).
+        """
         position, pair = self.profile.position, self.profile.pair
         seconds = []
         for r in ready:

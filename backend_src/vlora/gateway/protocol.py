@@ -81,7 +81,7 @@ class LimitedConnection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read a part of a request, unless its head is too large."""
+        """Read a part of a request. Refuse the request if its head is too large."""
         if self._timer is None and self.cycle is not None and self.cycle.response_complete:
             self._start_timer()
         self._head_bytes += len(data)

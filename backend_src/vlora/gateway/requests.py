@@ -184,7 +184,7 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
     known: fields that are read.
     what: name of the body, for messages.
 
-    Raises ApiError for fields that this API lacks.
+    Raises ApiError for fields and values that this API does not support.
     """
     given = {}
     for name, value in body.items():

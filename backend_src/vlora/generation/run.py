@@ -76,7 +76,10 @@ class Outcome:
 
     @property
     def missed(self) -> dict[str, float]:
-        """Accuracy of each item that misses the accuracy required by the specification, by name."""
+        """Accuracy of each item that misses the accuracy required by the specification, by name.
+
+        It is measured on the test split; for an item without an adapter, on the validation split.
+        """
         missed = dict(self.state.unreachable)
         for name, score in self.reached.items():
             if score < self.spec.item(name).required:
@@ -195,7 +198,7 @@ def generate(
     work.mkdir(parents=True, exist_ok=True)
     accelerator = accelerator or make_accelerator(spec.training)
     left_out: list[str] = []
-    with accelerator.main_process_first():  # The others read the teachers' answers from files.
+    with accelerator.main_process_first():  # Others then read the teachers' answers.
         splits = load_splits(spec, work, status, left_out.append)
     teachers = _teacher_scores(spec, splits)
     trainer = PeftTrainer(spec, options, splits, work, accelerator, report)

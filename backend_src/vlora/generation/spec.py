@@ -35,7 +35,7 @@ class OnnxTeacher(StrictModel):
 
     file: the ONNX file.
     labels: answer for each class.
-    size: height in pixels to which images are scaled, and also their width.
+    size: side in pixels of the square to which images are scaled.
     mean, std: normalization of the three channels, whose values are from 0 to 1.
     """
 

@@ -107,8 +107,8 @@ class CudaDevice(Device):
                 raise
             needed = sum(tensor.nbytes for tensor in tensors)
             raise OutOfMemory(f"{needed} bytes do not fit pinned host memory") from error
-        # The memory belongs to the stream of loads. Without this, a load could get the memory of
-        # released copies while steps still read them.
+        # The memory belongs to the stream of loads. Without `record_stream`, a load could get the
+        # memory of released copies while steps still read them.
         copies[0].record_stream(torch.cuda.default_stream(self.torch_device))
         self._loads.append(event)
         return Load(copies, lambda: torch.cuda.current_stream(self.torch_device).wait_event(event))

@@ -30,8 +30,8 @@ class ServerDescription:
         """Return the object `{"max_model_len", "tasks", "adapters", "broken"}` as JSON.
 
         `adapters` lists the adapters that requests can use, in order of name. Each has its name,
-        tasks, accuracy by task, ranks, and the labels and tasks of its vision task head. `broken`
-        maps the names of all other adapters to their errors.
+        tasks, accuracy by task or dataset, ranks, and the labels and tasks of its vision task head.
+        `broken` maps the names of all other adapters to their errors.
         """
         names = self._names()
         if names is not self._described:

@@ -220,7 +220,7 @@ class LmmService:
         ended = self._waiting.end_client(client_id, reason)
         if not ended:
             self._engine.stop_client(client_id)
-        # The encoder knows the requests that `lmm` has passed to it by the ids of `lmm`.
+        # `lmm` passes requests to the encoder under its own ids, so these are cancelled, too.
         for one in (client_id, *ended):
             self._pass_on(one)
 
