@@ -117,9 +117,7 @@ class Limits:
     """Maximum processor time in seconds for all token masks of an answer."""
 
     max_grammar_memory: int = 128 * 1024**2
-    """Maximum memory in bytes of the process that compiles `structured_outputs` and computes its
-    masks.
-    """
+    """Maximum memory in bytes for compiling `structured_outputs` and computing its token masks."""
 
     max_grammars: int = 64
     """Maximum number of different `structured_outputs` among the requests that have not ended."""

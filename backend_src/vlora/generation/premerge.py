@@ -125,10 +125,9 @@ def check_hot(hot: Adapter, config: DecoderConfig) -> None:
 
 
 def _check_mergeable(adapter: Adapter) -> None:
-    """Raise InvalidArgument for an adapter that cannot be merged.
+    """Raise InvalidArgument for an adapter that can be neither merged nor made a delta adapter.
 
-    An activated LoRA cannot be merged because it changes only some tokens. Premerging does not
-    write vision towers.
+    An activated LoRA changes only some tokens, and premerging does not write vision towers.
     """
     if adapter.info.vision_ranks:
         raise InvalidArgument(

@@ -90,9 +90,10 @@ class Vocabulary:
 class TextStream:
     """Converts tokens to text deltas without splitting characters, and stops at stop strings.
 
-    Text that may be the start of a stop string is held back until later tokens decide. All deltas
-    together equal the text of the tokenizer's `decode`, with U+FFFD for an incomplete character at
-    the end. The `DecodeStream` of the package tokenizers would omit an incomplete character.
+    Text that may be the start of a stop string is held back until later tokens show whether it
+    is one. All deltas together equal the text of the tokenizer's `decode`, with U+FFFD for an
+    incomplete character at the end. The `DecodeStream` of the package tokenizers would omit such a
+    character.
     """
 
     def __init__(

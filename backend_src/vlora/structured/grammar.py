@@ -175,8 +175,8 @@ class Grammar:
     def start(self, structure: Structure, seconds: float, memory: int) -> None:
         """Send a structure to the process, which then compiles it.
 
-        seconds: maximum processor time of compiling.
-        memory: maximum memory of the process in bytes.
+        seconds: maximum processor time of compiling, and of each token mask.
+        memory: maximum number of bytes that the process may allocate.
         """
         text = json.dumps([structure.kind, structure.text]).encode()
         data = messages.LIMITS.pack(seconds, memory) + text

@@ -18,7 +18,7 @@ COMPILED, MASK, STOPPED, REFUSED = b"K", b"M", b"S", b"R"
 
 REQUEST = struct.Struct("<cIq")
 """Request: kind, number of the matcher, and a token. For `COMPILE`, the two numbers are 0 and the
-text's size in bytes.
+size in bytes of the limits and the text, which follow.
 """
 
 REPLY = struct.Struct("<cId")
@@ -27,7 +27,9 @@ message follows.
 """
 
 LIMITS = struct.Struct("<dQ")
-"""Limits, which precede the text: processor seconds of each message, and bytes of memory."""
+"""Limits, which precede the text: processor seconds for handling each message, and bytes of memory
+in addition to those that the process has when it gets the limits.
+"""
 
 PACKET_BYTES = 64 * 1024
 """Size in bytes of the packets in which a text is sent."""

@@ -2,7 +2,7 @@
 
 The fork server loads the tokenizer once. Each forked process compiles one grammar and computes the
 masks of all answers that use it. The limits of the grammar library count its own steps, whose cost
-varies by orders of magnitude. So the operating system limits the processor time of each message,
+varies by orders of magnitude. So the operating system limits the processor time for each message,
 and the memory and stack of each process (decision 86).
 """
 
