@@ -9,15 +9,15 @@ from tools.demo.recipes import RECIPES, Recipe
 _INTRODUCTION = """# Demo checkpoint
 
 This is a LLaVA model of 3.9 M parameters with seven adapters, trained from scratch on drawn
-scenes. It shows how a model answers with adapters, without a download. It is made for
-demonstrations and tests: it knows coloured shapes on surfaces, and nothing of the real world.
+scenes. It is made for demonstrations and tests that need no download. It knows coloured shapes on
+surfaces, and nothing of the real world.
 
 | part | description |
 |---|---|
 | vision tower | CLIP ViT, 64x64 pixels, patches of 8x8 (64 image tokens), 5 layers of width 192 |
 | connector | two linear layers |
 | decoder | Llama, 5 layers of width 192, 6 query and 2 key/value heads of size 32, context 1024 |
-| tokenizer | byte-level BPE; one token per box coordinate (32 bins on a grid from 0 to 999) |
+| tokenizer | byte-level BPE; a coordinate of a box (0 to 999) has 32 values, each one token |
 | weights | float16 in safetensors files, loaded as float32 |
 
 Load it with `LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)`,
@@ -29,38 +29,50 @@ _TRAINING = """## Training
 
 1. The vision tower is pretrained to predict labels of each patch (shape, colour, texture, box,
    silhouette) with heads that are discarded afterwards. It sees all kinds of objects, including
-   those of the adapters' domains, but of the digits only the training split.
+   those of the adapters' domains, but only digits that are not held out.
 2. Tower, connector and decoder are trained together on the questions of the base model. The
-   decoder sees no pictures of the adapters' domains. It sees the words of their answers only in
-   prompts of the form "Repeat: ..." without an image.
-3. Each adapter is trained on the finished base model. Only the adapter's weights in the decoder
-   change.
+   decoder sees no pictures of the adapters' domains. It sees the words of the answers in these
+   domains only in prompts of the form "Repeat: ..." without an image.
+3. Each adapter is trained on the finished base model, whose weights do not change any more.
 
-`python -m tools.demo train` and `python -m tools.demo adapters` do this with fixed seeds, and
-continue after an interruption. The committed weights were trained while this recipe was
-developed; a run of the final recipe from scratch has not been measured.
+`python -m tools.demo train` runs steps 1 and 2, and `python -m tools.demo adapters` runs step 3.
+Both use fixed seeds, and continue after an interruption. The committed weights were trained while
+this recipe was developed; the final recipe has not been run from scratch and measured.
 """
 
 _LIMITS = """\
 Known weaknesses:
 
-- When asked to circle one object among several, the base model often answers with the box of
-  another object. On 120 held-out scenes it was right in 100 % of the scenes with one object,
-  47 % with two, 41 % with three and 26 % with four. `detect` has the same weakness.
-- It names the texture of an object correctly in about seven cases of ten.
-- Of 100 held-out clips, it named the motion in 78 of the 80 that have one, and in none of the
-  20 that show "standing still".
+- When asked to circle one object among several (task `refer`), the base model often answers with
+  the box of another object. On 120 held-out scenes it was right in 100 % of the scenes with one
+  object, 47 % with two, 41 % with three and 26 % with four. `detect` has the same weakness.
+- The base model names the texture of an object correctly in about seven cases of ten.
+- Of 100 held-out clips, the base model named the motion in 78 of the 80 that have one, and in
+  none of the 20 that show "standing still".
 - The accuracy of the `actions` adapter is below 90 %.
 """
 
 _READING = """\
-A *domain* is a set of similar questions: those of a task, or of an adapter. A box answer is right
-if true and answered boxes match one to one with IoU >= 0.5. Any other answer must equal the
-expected words exactly. "Base" and "with adapter" are accuracies without and with the adapter of
-the domain. "Blind" is the accuracy on grey pictures, with the adapter if there is one. `n` is the
-number of held-out items (blind: at most 100). They are generated from seeds that training does
-not use; digits come from a split that training leaves out.
+A *domain* is a set of similar questions. The base model has one domain for each of six tasks. The
+other domains belong to an adapter. An answer with boxes is right if true and answered boxes match
+one to one with IoU >= 0.5. Any other answer must equal the expected words exactly.
+
+"Base" and "with adapter" are accuracies without and with the adapter of the domain. "Blind" is the
+accuracy with grey pictures instead of the real ones, with the adapter if there is one. `n` is the
+number of held-out items ("blind" uses 100 of them). The items are generated from a seed that
+training does not use. Held-out digits come from a split that training leaves out.
 """
+
+_EXAMPLES = {
+    "colour": "What color is the star?",
+    "shape": "What shape is the red object?",
+    "texture": "What texture is the star?",
+    "background": "What is the background color?",
+    "count": "How many objects are there in the picture?",
+    "count some": "How many red objects are there in the picture?",
+    "exists": "Is there a red star in the picture?",
+}
+"""A question of each skill."""
 
 
 def write_card(checkpoint: Path, adapters: Path, measured: list[Measured]) -> None:
@@ -68,8 +80,8 @@ def write_card(checkpoint: Path, adapters: Path, measured: list[Measured]) -> No
     parts = (
         _INTRODUCTION,
         "## Accuracy on held-out items\n",
-        _accuracy_table(measured),
         _READING,
+        _accuracy_table(measured),
         "Accuracy of the base model in question answering (`vqa`), by skill:\n",
         _kinds_table(measured),
         _LIMITS,
@@ -102,17 +114,17 @@ def _accuracy_table(measured: list[Measured]) -> str:
 
 def _kinds_table(measured: list[Measured]) -> str:
     asked = next((one for one in measured if one.domain == "vqa"), None)
-    lines = ["| skill | accuracy |", "|---|---|"]
+    lines = ["| skill | example | accuracy |", "|---|---|---|"]
     for kind, value in (asked.kinds if asked else {}).items():
-        lines.append(f"| {kind} | {_percent(value)} |")
+        lines.append(f"| {kind} | {_EXAMPLES[kind]} | {_percent(value)} |")
     return "\n".join(lines) + "\n"
 
 
 def _adapters_table(adapters: Path) -> str:
-    lines = ["| adapter | rank | targets | tasks | head |", "|---|---|---|---|---|"]
+    lines = ["| adapter | rank | targets | tasks | vision task head |", "|---|---|---|---|---|"]
     for recipe in RECIPES.values():
         if (adapters / recipe.name).is_dir():
-            head = f"{len(recipe.labels)} labels on {', '.join(recipe.head_tasks)}"
+            head = f"{len(recipe.labels)} labels, for {', '.join(recipe.head_tasks)}"
             cells = (
                 f"`{recipe.name}`",
                 _rank(recipe),
