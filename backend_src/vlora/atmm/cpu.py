@@ -12,7 +12,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Cpu:
-    """A CPU: its vendor, family and model, and the sizes of its data caches in KiB."""
+    """A CPU.
+
+    l1, l2, l3: sizes in KiB of the data caches of the first core; 0 for a cache that it lacks.
+    """
 
     vendor: str
     family: int
@@ -47,10 +50,11 @@ class Cpu:
 
     @property
     def cold_bytes(self) -> int:
-        """Size in bytes of a working set that does not fit into the caches.
+        """Size in bytes of a working set that should not fit into the caches.
 
-        It is four times the last-level cache, but at most 256 MiB, because a virtual machine
-        reports the cache of the whole host.
+        It is four times the reported size of the last-level cache, but at least 128 MiB and at most
+        256 MiB. The maximum exists because a virtual machine reports the cache of the whole host,
+        of which it gets only a part.
         """
         return min(max(4 * self.l3 << 10, 128 << 20), 256 << 20)
 
@@ -66,6 +70,9 @@ class Cpu:
 
     @property
     def name(self) -> str:
-        """Name of the CPU in the file names of tile tables, such as amd-f26-m2-48-1024-32768."""
+        """Name of the CPU in the file names of tile tables, such as amd-f26-m2-48-1024-32768.
+
+        It consists of vendor, family, model and the sizes of L1, L2 and L3 in KiB.
+        """
         vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(self.vendor, self.vendor)
         return f"{vendor.lower()}-f{self.family}-m{self.model}-{self.l1}-{self.l2}-{self.l3}"

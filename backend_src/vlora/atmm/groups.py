@@ -37,16 +37,18 @@ def latest_version() -> int:
 
 
 def _publish(version: int) -> None:
-    """Set the latest version. The group must have it already, because another thread may compare
-    its copy of the group as soon as it sees the latest version.
+    """Set the latest version.
+
+    The changed group must have this version already. A thread that sees a new latest version looks
+    for changed groups immediately, and would not look again for a change that it missed.
     """
     global _latest
     _latest = version
 
 
 Wait = Callable[[], object]
-"""Function that makes all work that the calling thread launches later wait for a copy to the
-device. The function itself returns immediately.
+"""Function that makes the device wait for a copy before it starts work that the calling thread
+launches later. The function itself returns immediately.
 """
 
 
@@ -60,7 +62,7 @@ class PendingCopies:
         self._waits: dict[int, Wait] = {}
 
     def set(self, slot: int, wait: Wait | None) -> None:
-        """Set how to wait for the slot's weights; None if they are complete."""
+        """Set the function that waits for the slot's weights; None if they are complete."""
         if wait is None:
             self._waits.pop(slot, None)
         else:
@@ -77,10 +79,10 @@ class PendingCopies:
 class LoraGroup:
     """Projections [d_out, d_in] that share an input, with one pair (A, B) per projection and slot.
 
-    `pairs[output][slot]` is None if that adapter does not target that projection. The group keeps
-    the pairs alive. The compiled core allocates the packed copies, unless `put` gives it memory for
-    them. A slot may be set and cleared while calls run. Each call uses the weights that were set
-    when it started.
+    `pairs[output][slot]` is None if the slot's adapter does not target the projection. The group
+    keeps the pairs alive. The compiled core allocates the packed copies, unless `put` gives it
+    memory for them. A slot may be set and cleared while calls run. Each call uses the weights that
+    were set when it started.
 
     device_type: torch's type of the device whose rows the group is applied to. The compiled core
         packs the weights only for "cpu".
@@ -127,9 +129,9 @@ class LoraGroup:
 
     @classmethod
     def of(cls, d_in: int, *columns: Sequence[LoraPair]) -> LoraGroup:
-        """Return a group of adapters that target all its projections.
+        """Return a group whose adapters target all its projections.
 
-        columns: for each output, the pairs by slot.
+        columns: for each projection, its pairs by slot.
         """
         group = cls(d_in, [pairs[0].b.shape[0] for pairs in columns], columns[0][0].a.dtype)
         for row in zip(*columns, strict=True):
@@ -247,7 +249,7 @@ def _set_slot(
     pairs: Iterable[LoraPair | None],
     into: tuple[int, int] | None = None,
 ) -> None:
-    alive = list(pairs)  # This keeps the tensors alive until they are packed.
+    alive = list(pairs)  # The list keeps the tensors alive until they are packed.
     group.set_slot(slot, [None if pair is None else factors(*pair) for pair in alive], into)
 
 
@@ -327,12 +329,12 @@ def _set_head(group: Any, slot: int, head: HeadMatrix | None) -> None:
     if head is None:
         group.set_head(slot, None)
         return
-    bias = head.bias.float()  # This keeps the tensor alive until it is copied.
+    bias = head.bias.float()  # The variable keeps the tensor alive until it is copied.
     group.set_head(slot, factors(head.weight, bias[None]))
 
 
 def factors(a: torch.Tensor, b: torch.Tensor) -> Any:
-    """Return the addresses, shapes and strides of two matrices for the core.
+    """Return the addresses, shapes and strides of two matrices, as the compiled core takes them.
 
     Raises ValueError if one is not in CPU memory.
     """

@@ -58,14 +58,14 @@ def apply(
     live adapter. A value that is not finite affects only the rows of its segment.
 
     Sums are fp32, and only the new value of y is rounded to the type of y. Two kinds of devices
-    also round other values. CPUs with instructions for pairs of bf16 (AVX-512 or AMX) round fp32
-    values of x and x Aᵀ to bf16 for these instructions. On CUDA, x, x Aᵀ and the term that is added
-    to y are rounded to the group's dtype.
+    also round other values. If the group is bf16, CPUs with instructions for pairs of bf16 (AVX-512
+    or AMX) may round x and x Aᵀ to bf16. On CUDA, x, x Aᵀ and the term that is added to y are
+    rounded to the group's dtype.
 
     y: [T, sum of d_out], the outputs of one projection after another; x: [T, d_in]. Both are of the
         group's dtype, or both fp32. Rows may be strided, columns must be contiguous.
-    config: index into `configs("apply", dtype)`, instead of the choice from the table.
-    threads: number of threads; torch's by default. 1 runs on the calling thread.
+    config: index of a tile configuration in `tiles.configs("apply", dtype)`; None to choose it.
+    threads: number of threads; torch's by default. With 1, the calling thread does all the work.
 
     Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
     """
@@ -115,8 +115,8 @@ class StepSegments:
     """Segment lists of a step, which are copied to the device together with the step's other
     inputs.
 
-    Each list object is copied once, so equal lists should be the same object. On the CPU, nothing
-    is copied.
+    Each list object is copied once, so equal lists should be the same object. The CPU operator
+    needs no copies.
     """
 
     def __init__(self, lists: Iterable[Segments], device: torch.device) -> None:
@@ -161,7 +161,7 @@ class BoundedSegments:
 
 @dataclass
 class GroupLayout:
-    """Properties of groups that are fixed when a graph captures calls of the operator.
+    """Properties of groups on which captured calls of the operator depend.
 
     version: latest version of any group when this layout was last compared with the groups.
     parts: addresses of the tables and maximum rank of each group that has had a pair.
@@ -184,8 +184,8 @@ def bounded(segments: Segments) -> BoundedSegments:
 def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> GroupLayout:
     """Copy what has changed in the groups to the device, and return their layout.
 
-    Returns `known` itself if it is still valid. Otherwise, graphs that were captured before and
-    that apply these groups must not be replayed.
+    Returns `known` itself if it is still valid. If the result is another object, graphs that were
+    captured before and that apply these groups must not be replayed.
     """
     version = latest_version()
     if known is not None and known.version == version:

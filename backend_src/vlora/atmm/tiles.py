@@ -20,7 +20,8 @@ log = logging.getLogger(__name__)
 
 Operation = Literal["apply", "merge"]
 OPERATIONS: tuple[Operation, ...] = ("apply", "merge")
-"""Operations of the LoRA operator. The index of an operation is its number in the keys of tables.
+"""Operations of the LoRA operator. In the keys of tables, an operation is represented by its index
+here.
 """
 DTYPE_NAMES = ("fp32", "bf16")
 TABLES = Path(__file__).parent / "tables"
@@ -31,7 +32,8 @@ VERSION = 2
 def isas(dtype: str = "fp32") -> list[str]:
     """Return the instruction sets that were compiled and that this CPU can run, fastest first.
 
-    They are ordered by their peak speed, which is measured for a millisecond once per process.
+    They are ordered by their peak, which is measured for about a millisecond once per process. An
+    older set precedes a newer one only if its peak is more than 10 % higher. "scalar" is last.
     """
     return cast(list[str], native.kernels().runtime.isas(dtype))
 
@@ -64,15 +66,15 @@ def isa(name: str) -> Iterator[None]:
 def widest(dtype: str) -> int:
     """Return the number of columns of the current instruction set's widest register tile.
 
-    Configurations that ask for wider tiles get this width.
+    If a configuration asks for a wider tile, this width is used.
     """
     return 16 * int(native.kernels().atmm.bundle(dtype))
 
 
 def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
-    """Return all compiled configurations of the current instruction set.
+    """Return all tile configurations for the current instruction set.
 
-    The number of a configuration is its index in this list.
+    The argument `config` of the operator's functions is an index in this list.
     """
     return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 
@@ -146,7 +148,7 @@ def key(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> int:
 
 
 def built_in(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> str:
-    """Return the configuration of a shape that no table contains."""
+    """Return the name of the tile configuration that a shape gets without a table."""
     return str(native.kernels().atmm.built_in(operation, dtype, *_ordered(sizes)))
 
 
@@ -158,7 +160,7 @@ def _ordered(sizes: Sizes) -> tuple[int, ...]:
 def use(entries: Mapping[int, str]) -> None:
     """Replace the table of the current instruction set.
 
-    entries: key → name of the configuration.
+    entries: key (see `key`) → name of the configuration.
 
     Raises ValueError for an unknown configuration.
     """
@@ -181,7 +183,8 @@ def read_table(path: Path) -> dict[int, TableEntry]:
 
 
 def load(*paths: Path) -> None:
-    """Use the tables in these files, one per dtype.
+    """Replace the table of the current instruction set by the entries of these files, one file per
+    dtype.
 
     Raises ValueError for an unsupported version, or a configuration that this build lacks.
     """
@@ -231,8 +234,9 @@ def clear() -> None:
 def counters() -> dict[str, int]:
     """Return the counts of look-ups by outcome since the last reset.
 
-    `hits` counts look-ups whose bucket is in the table. `misses` counts those that used the nearest
-    bucket of the table, and `defaults` those that used the built-in choice for lack of a table.
+    `hits` counts look-ups whose bucket is in the table. `misses` counts look-ups that used the
+    nearest bucket of the table. `defaults` counts look-ups that used the built-in configuration,
+    because the table has no entry for the operation and dtype.
     """
     return cast(dict[str, int], native.kernels().atmm.counters())
 

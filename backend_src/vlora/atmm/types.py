@@ -69,7 +69,7 @@ class CapturedSegments(Segments):
     memory.
 
     groups: groups of weights that the graph applies. Another thread may set the first pair of a
-        group at any time, so the graph must not depend on what the groups contain at the capture.
+        group at any time, so the graph must not depend on the groups' contents during the capture.
     """
 
     captured = True
@@ -136,7 +136,7 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def end(self) -> int:
-        """Minimum number of elements of the slab.
+        """Number of elements that the slab must have at least.
 
         Raises ValueError for an invalid update or part.
         """
@@ -145,7 +145,10 @@ class Merges(tuple[MergeUpdate, ...]):
             fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
             if not fits or offset < 0:
                 shapes = f"A {tuple(a.shape)} and B {tuple(b.shape)}"
-                raise ValueError(f"{shapes} at offset {offset} do not fit")
+                raise ValueError(
+                    f"{shapes} at offset {offset} do not fit; they must be [rank, d_in] and"
+                    " [d_out, rank] at an offset of 0 or more"
+                )
             if a.dtype != torch.float32 or b.dtype != torch.float32:
                 raise ValueError(f"merging needs A and B in fp32, not {a.dtype} and {b.dtype}")
             if not (a.is_contiguous() and b.is_contiguous()):

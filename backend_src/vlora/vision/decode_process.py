@@ -24,8 +24,8 @@ from vlora.vision.pictures import ByteArray
 SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
-    # malloc reuses the memory of an image for the next one, because page faults took as long as
-    # decoding.
+    # With these values, malloc reuses the memory of one image for the next. Otherwise, page faults
+    # would take as long as decoding.
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024**2),
 }
@@ -38,7 +38,9 @@ For large pictures, it is called before they are decoded, so that it can refuse 
 """
 
 HasReply = Callable[[float], bool]
-"""Function that waits up to this many seconds, and returns whether the decoder has replied."""
+"""Function that waits at most the given number of seconds, and returns whether the decoder has
+replied or ended.
+"""
 
 
 class PictureRefusedError(Exception):
@@ -112,7 +114,7 @@ class DecodeProcess:
                 raise ConnectionError("a decoder sent an unknown reply")
 
     def has_reply(self, seconds: float = 0.0) -> bool:
-        """Return whether there is a reply, or the process has ended, within `seconds`."""
+        """Wait at most `seconds`. Return whether there is a reply, or the process has ended."""
         return bool(select.select([self._connection], [], [], seconds)[0])
 
     def close(self) -> None:

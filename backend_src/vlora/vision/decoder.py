@@ -101,7 +101,8 @@ OnDone = Callable[[DecodedRequest | Exception], None]
 
 
 class _Permit:
-    """Permit to decode one request: first a regular one, later perhaps one for long requests.
+    """Permit to decode one request. It is a regular permit at first, and may later become one for
+    long requests.
 
     process: id of the request's decoder.
     is_slow: whether the priority of the decoder was lowered.
@@ -291,7 +292,7 @@ class ImageDecoder:
         if code == OUT_OF_TIME:
             return InvalidArgument(
                 f"decoding the request's images took more than {limits.max_decode_seconds:g} s of"
-                f" processor time when it reached {name}; the limit is"
+                f" processor time up to {name}; the limit is"
                 f" {limits.max_decode_seconds:g} ('max_decode_seconds')"
             )
         if code == OUT_OF_MEMORY:

@@ -30,7 +30,7 @@ MAX_TOWER_BATCH = 32
 """Maximum number of images in one call of the tower, which limits the memory of activations."""
 
 TARGET_BATCH_SECONDS = 0.05
-"""Target time in seconds for which the tower computes one batch of requests."""
+"""Target duration in seconds of the tower's work on one batch of requests."""
 
 MAX_CALL_SECONDS = 1.0
 """Target maximum duration of one call of the tower, in seconds.
@@ -194,8 +194,7 @@ class EncoderService:
         self._lock = threading.Lock()
         self._tower = threading.Lock()
         self._counters = EncoderCounters()
-        # After each call of the tower, this is the time of the call divided by its number of
-        # images.
+        # After a call of the tower: the duration of the call divided by its number of images.
         self._seconds_per_image = seconds_per_image
 
     @property
@@ -308,8 +307,8 @@ class EncoderService:
 
     @property
     def _images_per_call(self) -> int:
-        """Number of images that the tower encodes in MAX_CALL_SECONDS; 1 if its speed
-        is unknown.
+        """Number of images that the tower encodes in MAX_CALL_SECONDS, from 1 to MAX_TOWER_BATCH; 1
+        if its speed is unknown.
         """
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1

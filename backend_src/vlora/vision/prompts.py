@@ -74,7 +74,7 @@ TASKS: dict[str, TaskSpec] = {
 
 
 def max_tokens_of(task: str) -> int | None:
-    """Return the default token limit of a known task; None if only the context limits it."""
+    """Return the default `max_tokens` of a known task; None if only the context is the limit."""
     return None if task == CHAT_TASK else TASKS[task].max_tokens
 
 
@@ -114,7 +114,7 @@ class ChatTemplate:
         Raises InvalidArgument for a template that fails or whose result does not contain the text
         exactly once.
         """
-        # Imported here because some processes need only the tasks.
+        # The import is here because some processes need only the tasks.
         from vlora.model.tokenizer import load_tokenizer
 
         images = _image_texts(Path(folder))
@@ -122,7 +122,7 @@ class ChatTemplate:
         template = tokenizer.chat_template or _processor_template(Path(folder))
         if template is None:
             return cls(prefix=tokenizer.bos_token or "", suffix="", **images)
-        problem = "does not repeat the user's text once"
+        problem = "does not contain the user's text exactly once"
         for in_parts in (False, True):
 
             def apply(messages: Messages, in_parts: bool = in_parts) -> str:

@@ -3,8 +3,9 @@
 `result.schema.json` in this folder is its schema. The rules are:
 
 - Boxes in text have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>...`, on a grid
-  of 0-999. A coordinate is position * 1000 / edge, as in Qwen-VL. All boxes after a name have this
-  name as label. A box before any name has the label null. Corners may be in either order.
+  of 0-999. A coordinate is 1000 * position / width (or height) of the picture, as in Qwen-VL. All
+  boxes after a name have this name as label. A box before any name has the label null. Corners may
+  be in either order.
 - The text does not say in which picture a box is. A box is assigned to the last image or frame of
   the request, since Qwen-VL draws boxes on the latest picture. Frames come after images.
 - The score of a box is null, because the text has no scores.
@@ -200,11 +201,11 @@ def _check(
     if len(layout) != len(size):
         raise InvalidArgument(
             f"'image_layout' has {len(layout)} rows, 'image_size' has {len(size)};"
-            " both must have one per image"
+            " both must have one row per image"
         )
     if len(labels) != len(scores):
         raise InvalidArgument(
-            f"the head has {len(labels)} labels and {len(scores)} scores; both must be equal"
+            f"the head has {len(labels)} labels and {len(scores)} scores; the numbers must be equal"
         )
     if not all(math.isfinite(score) for score in scores):
         raise InvalidArgument("'head_scores' must be finite numbers")

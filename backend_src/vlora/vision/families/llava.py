@@ -30,7 +30,9 @@ class _LlavaVision(LlavaModel):  # type: ignore[misc]
 
 
 def patches_of_side(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
-    """Return the grid of the tower's fixed input size, to which every image or tile is resized."""
+    """Return the (height, width) of every image or tile in patches, since all are resized to the
+    tower's input size.
+    """
     side = config.vision_config.image_size // config.vision_config.patch_size
     return side, side
 

@@ -1,7 +1,7 @@
 """LLaVA-OneVision: the encoding of an image depends on the other images of its request.
 
 A single image is encoded as an overview and tiles. If there are several images, each is encoded as
-an overview only. A frame of a clip is encoded as an overview with a quarter of the feature rows.
+an overview only. A frame of a clip is encoded as an overview with a quarter as many feature rows.
 The row that ends a clip (the image newline) belongs to the last frame.
 """
 

@@ -110,8 +110,8 @@ def with_pairs(
 
     Frames whose size differs from that of the first frame are resized to it.
 
-    If the number of frames is odd, the last frame is encoded like an image, which the tower repeats
-    to make a pair.
+    If the number of frames is odd, the last frame is encoded like an image: the image processor
+    repeats it to make a pair.
 
     one_row: whether the layout has one row for the clip instead of one row for each pair.
     clips: settings of the checkpoint's video processor.
