@@ -25,7 +25,7 @@ FLAGS = [
     "-fno-strict-aliasing",
     # Fused multiply-adds would make results depend on the tile.
     "-ffp-contract=off",
-    # The intrinsics headers of the compiler cause these warnings falsely.
+    # The intrinsics headers of the compiler cause false warnings of these kinds.
     *("-Wno-uninitialized", "-Wno-maybe-uninitialized"),
 ]
 
@@ -73,14 +73,14 @@ class BuildKernels(build_ext):
 
 
 def _dependencies(rule: Path) -> list[Path]:
-    """Read the dependency file that the compiler wrote. Return [] if it does not exist yet."""
+    """Return the files that a compiler's dependency file lists; [] if it does not exist yet."""
     if not rule.exists():
         return []
     return [Path(name) for name in rule.read_text().replace("\\\n", " ").split()[1:]]
 
 
 def _is_newer(target: Path, sources: list[Path]) -> bool:
-    """Return whether the target exists, and all sources exist and are older."""
+    """Return whether the target and all sources exist, and no source is newer than the target."""
     if not target.exists() or not all(source.exists() for source in sources):
         return False
     return target.stat().st_mtime >= max(source.stat().st_mtime for source in sources)

@@ -20,7 +20,9 @@ CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 120.0
 ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
 CODE = re.compile(r"\b([A-Z_]{8,}): ")
-"""Error code in a message of the server. A gRPC status name equals the code or begins with it."""
+"""Error code in a message of the server. The name of the gRPC status equals the code or begins with
+it.
+"""
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
 """Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 NO_PROXY = "no_grpc_proxy"

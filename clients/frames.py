@@ -20,14 +20,19 @@ from clients.common import ClientError
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 GRID = 4
-"""Number of frames kept of each second of a video, divided by the number of frames of a chunk."""
+"""Number of frames that are kept of each second of a video, as a multiple of the number of frames
+that a chunk needs.
+"""
 
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Selected frames of one second of a stream, and the motion they show (`truth`) if known."""
+    """Selected frames of one second of a stream.
+
+    truth: name of the motion that the frames show; None if it is unknown.
+    """
 
     frames: list[Pixels]
     truth: str | None = None
@@ -129,7 +134,7 @@ class VideoFile:
                 video = container.streams.video[0]
                 fps = max(1, round(float(video.average_rate or 30)))
                 # A file may claim any rate, so only some frames are converted and kept. They are
-                # more than a chunk needs, because the last part may be shorter than a second.
+                # more than a chunk needs, because the last chunk may be shorter than a second.
                 grid = set(evenly_spaced(fps, GRID * self._frames_per_chunk))
                 kept: dict[int, Pixels] = {}
                 count = passed = 0
@@ -146,9 +151,10 @@ class VideoFile:
             raise ClientError(f"cannot read the video {self._path}: {error}") from None
 
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
-        """Return a chunk from `count` decoded frames, of which only those in `kept` are stored.
+        """Return a chunk of evenly spaced frames from `count` decoded frames.
 
-        Each frame of the chunk is the last stored frame at or before its position.
+        kept: the stored frames, by their positions among the decoded ones. For a position without a
+            stored frame, the last stored frame before it is used.
         """
         positions = evenly_spaced(count, self._frames_per_chunk)
         return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])

@@ -14,7 +14,8 @@ from typing import Any
 class StreamLog:
     """Counts of one stream's chunks, and latencies in seconds from sending to the answer.
 
-    known: number of answers whose right text is known. right: number of right ones among these.
+    known: number of answers whose right text is known.
+    right: number of these answers that are right.
     """
 
     latencies: list[float] = field(default_factory=list)

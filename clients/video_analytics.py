@@ -87,8 +87,8 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--send",
         choices=("png", "jpeg", "raw"),
         default="jpeg",
-        help="encoded frames, or raw pixels in shared memory: for a server on this machine with"
-        " --allow-shared-memory (default: jpeg)",
+        help="format of the frames; raw sends pixels in shared memory, which needs a server on this"
+        " machine with --allow-shared-memory (default: jpeg)",
     )
     parser.add_argument(
         "--deadline-ms",
@@ -249,7 +249,7 @@ def is_drop(error: InferenceServerException) -> bool:
 
 
 def is_refusal(error: InferenceServerException) -> bool:
-    """Return whether the server refused the request as invalid: a retry would fail as well."""
+    """Return whether the server refused the request as invalid, so that a retry would fail too."""
     return REFUSAL.search(str(error.message())) is not None
 
 

@@ -91,7 +91,7 @@ def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a path exists. False for text that is too long for a path."""
+    """Return whether a path exists. A text that is too long for a path does not."""
     try:
         return path.exists()
     except OSError:

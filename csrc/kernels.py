@@ -105,7 +105,7 @@ def unit(
 ) -> Unit:
     """Generate the translation unit of one part of a directory's kernels for one instruction set.
 
-    It includes the registers and vectors of `isa` and then `includes`. `body` is placed in
+    The unit includes the registers and vectors of `isa` and then `includes`. `body` is placed in
     namespace vlora::DIRECTORY::ISA.
     """
     defines = "".join("#define " + d.replace("=", " ", 1) + "\n" for d in isa.defines)
@@ -120,7 +120,8 @@ def unit(
 def table(build: Path, directory: str, header: str, isas: Sequence[Isa] = ISAS) -> Unit:
     """Generate the unit that defines `const Kernels& kernels(runtime::Isa)`.
 
-    For each instruction set that runs on this CPU, it returns the result of that set's `table()`.
+    `kernels(isa)` returns the result of the instruction set's `table()`, or an empty table if this
+    CPU does not have the instruction set.
     """
     declared = "".join(f"namespace {isa.name} {{ Kernels table(); }}\n" for isa in isas)
     cases = "".join(
@@ -140,7 +141,10 @@ def table(build: Path, directory: str, header: str, isas: Sequence[Isa] = ISAS) 
 
 
 def write(path: Path, text: str) -> Path:
-    """Write `text` to `path` unless the file contains it already, to avoid a compilation."""
+    """Write `text` to `path`, unless the file has this text already and need not be compiled again.
+
+    Return the path.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)
@@ -174,7 +178,7 @@ def link_order(units: Sequence[Unit]) -> list[Unit]:
     flags first.
 
     Several objects may define the same inline function or template, even of the standard library.
-    The linker keeps the first definition for all of them, so it must be one that runs on every CPU.
+    The linker keeps the first definition for all objects, so this one must run on every CPU.
     """
     return sorted(units, key=lambda unit: len(unit.flags))
 

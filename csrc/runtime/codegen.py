@@ -37,8 +37,8 @@ def units(build: Path) -> list[Unit]:
 def _table(struct: str, function: str, returns: str, isas: Sequence[Isa], result: str) -> str:
     """Return the source of `function(isa)`, which looks up the struct of an instruction set.
 
-    The function of the same name in the instruction set's namespace makes the struct, only if the
-    CPU has that set.
+    The function of the same name in the instruction set's namespace makes the struct. It is called
+    only if the CPU has the instruction set.
     """
     declared = "".join(f"namespace {isa.name} {{ {struct} {function}(); }}\n" for isa in isas)
     cases = "".join(

@@ -3,8 +3,8 @@
     python csrc/atmm/test/sanitize.py [--build FOLDER] [--rounds N] [--only memory|threads]
 
 memory: the address, leak and undefined-behaviour sanitizers, on our own threads and on OpenMP's.
-threads: the thread sanitizer, on our own threads only, because it cannot follow how OpenMP's
-runtime passes work between threads.
+threads: the thread sanitizer, on our own threads only, because this sanitizer cannot follow how
+OpenMP's runtime passes work between threads.
 
 The exit status is 0 if no sanitizer reports an error. g++ and its sanitizer libraries are required.
 """
@@ -27,9 +27,9 @@ import kernels  # noqa: E402  # csrc is not a package
 FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
 CHECKED = ["-O1", "-g1"]
 UNCHECKED = ["-O0"]
-"""Flags of units that this CPU cannot run. They are only linked, so they are compiled quickly."""
+"""Flags of units that this CPU cannot run. They are only linked, so they need no optimisation."""
 CPU_FLAGS = {"-mavx512bf16": "avx512_bf16", "-mamx-tile": "amx_tile", "-mamx-bf16": "amx_bf16"}
-"""Names in /proc/cpuinfo of compiler flags; all other names are the flags without `-m`."""
+"""Names in /proc/cpuinfo by compiler flag. The name of any other flag is the flag without `-m`."""
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "threads": ["-fsanitize=thread"],
