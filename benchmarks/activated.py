@@ -41,7 +41,7 @@ class Cell:
 
 
 class ActivatedBenchmark(DemoModelBenchmark[Cell]):
-    """Benchmark of questions about one image, each with an adapter of its own."""
+    """Benchmark of activated and ordinary adapters, which answer questions about one image."""
 
     name = "activated"
     bars: ClassVar[Mapping[str, Bar]] = {"time_ratio": at_most(1.0)}
@@ -121,9 +121,10 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
         return float(median(row[key] for row in rows))
 
     def summarize(self) -> dict[str, Any]:
-        """Return times and computed tokens, each divided by that with ordinary adapters.
+        """Return the ratios of time, of time to first token and of computed tokens.
 
-        The figures are those of the largest number of adapters.
+        Each is the median with activated adapters divided by the median with ordinary adapters, for
+        the largest number of adapters.
         """
         most = max(row["adapters"] for row in self.rows)
 

@@ -76,7 +76,7 @@ class Outcome:
 
     @classmethod
     def joined(cls, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return one outcome for several runs. Times count from the start of their own run."""
+        """Return one outcome for several runs. Each time still counts from the start of its run."""
         total = cls()
         for outcome in outcomes:
             total.first += outcome.first

@@ -17,8 +17,8 @@ from benchmarks.timing import Timing, rotated
 Call = Callable[[], None]
 
 SAMPLE_SECONDS = 2e-3
-"""Duration of a sample. It is long compared with the 0.5 µs resolution of events and with the
-launch of a graph."""
+"""Target duration of a sample. It is long compared with the 0.5 µs resolution of events and with
+the launch of a graph."""
 MAX_REPLAYS = 400
 WARM_CALLS = 2
 
@@ -37,7 +37,7 @@ class GpuWork:
     """Work that can be timed repeatedly. A pass makes all `calls`, which do the same work on
     different data.
 
-    graph: whether a pass is one captured graph instead of separate calls.
+    graph: whether a pass replays one captured graph instead of making separate calls.
     """
 
     def __init__(self, calls: Sequence[Call], *, graph: bool) -> None:

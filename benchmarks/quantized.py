@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 MULTIPLY_ROUNDS = 300_000
 READ_BYTES = 64 << 20
-# Rounds of all types, and seconds per type.
+# Number of rounds, in which each type is measured once, and seconds per type.
 ROUNDS, BUDGET = 25, 2.0
 QUICK_ROUNDS, QUICK_BUDGET = 3, 0.05
 SUMMARY_ROWS = (1, 4, 16)
-"""Numbers of rows in decode steps. The summary describes these."""
+"""Numbers of rows whose figures are part of the summary. Decode steps have such numbers."""
 
 
 class QuantizedBenchmark(Benchmark[int]):
@@ -149,7 +149,7 @@ def _format(kind: str) -> Any:
 
 
 def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
-    """Return random matrices of `size` bytes in total, so that none stays in the caches."""
+    """Return random matrices of about `size` bytes in total, but at least two."""
     import torch
 
     from benchmarks.dtypes import DTYPES
@@ -178,7 +178,7 @@ def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
 
 
 def _next_product(matrices: Sequence[Matrix], x: Any, out: Any) -> Callable[[], None]:
-    """Return a function whose calls multiply with one matrix after another."""
+    """Return a function. Each call multiplies x by the next of the matrices, in a cycle."""
     cycle = itertools.cycle(matrices)
 
     def product() -> None:

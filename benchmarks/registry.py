@@ -51,7 +51,7 @@ REGISTRY: Mapping[str, Entry] = {
     ),
     "llama-cpp": Entry(
         "benchmarks.llama_cpp:LlamaCppBenchmark",
-        "Decode steps of a quantized model here and in llama.cpp, in one run.",
+        "Decode steps of a quantized model in our engine and in llama.cpp, in one run.",
     ),
     "engine": Entry(
         "benchmarks.engine.benchmark:EngineBenchmark",
@@ -59,7 +59,7 @@ REGISTRY: Mapping[str, Entry] = {
     ),
     "switch": Entry(
         "benchmarks.switch.benchmark:SwitchBenchmark",
-        "Merging all layers, a mode switch between two tokens, deLoRA's work, in-place drift.",
+        "Merging all layers, mode switches, LoRA in mixture mode, drift of merging in place.",
     ),
     "policies": Entry(
         "benchmarks.policies.benchmark:PoliciesBenchmark",

@@ -4,7 +4,7 @@ The limit of a cell is the larger of two times: its flops divided by the peak, a
 by the bandwidth. Our own microbenchmarks measure both rates. The peak is the speed of a loop on
 registers, with the fastest multiplication that the instruction set in use has for the cell's type.
 The bandwidth is the speed of reading a working set of the cell's size. For cold cells, the working
-set is larger than the caches.
+set should be larger than the caches (`Cpu.cold_bytes`).
 
 Other programs share the memory and the cores, so these rates change by half from one second to the
 next. Where the rounds of a cell include the microbenchmarks, the medians of these rounds count.
@@ -21,7 +21,7 @@ from vlora.atmm.cpu import Cpu
 SECONDS = 0.06
 """Duration of one microbenchmark."""
 INTERVAL_SECONDS = 1.0
-"""Time between two repeats of microbenchmarks."""
+"""Minimum time between two repeated microbenchmarks."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Roofline:
     bytes/s.
     """
     cold_bytes: int = field(default_factory=lambda: Cpu.here().cold_bytes)
-    """Size of a working set that exceeds this machine's caches."""
+    """Size in bytes of the working set that is read to measure the bandwidth of memory."""
     _peaks: dict[str, float] = field(default_factory=dict)
     _bandwidths: dict[int, float] = field(default_factory=dict)
     _next: int = 0

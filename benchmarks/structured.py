@@ -45,8 +45,8 @@ STRUCTURES: Mapping[str, Mapping[str, Any]] = {
 class Cell:
     """One load: requests that run together with the same structure.
 
-    vocabulary: number of tokens of a tokenizer that replaces the checkpoint's. Only the grammar's
-        process is measured then, without an engine.
+    vocabulary: number of tokens of a tokenizer that replaces the checkpoint's tokenizer. Then only
+        the grammar's process is measured, without an engine. None for the checkpoint's tokenizer.
     """
 
     structure: str
@@ -202,8 +202,8 @@ class StructuredBenchmark(DemoModelBenchmark[Cell]):
         names = ("compile, ms", "first mask, µs", "mask, µs", "highest", "memory, MiB")
         large = figure_table(
             ("structure", *names),
-            f"processor times of a grammar's process with {self._grid['vocabulary']} tokens, and"
-            " the memory that only it has",
+            f"processor times and private memory of a grammar's process with"
+            f" {self._grid['vocabulary']} tokens",
         )
         for row in self.rows:
             if "vocabulary" in row:

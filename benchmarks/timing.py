@@ -1,4 +1,4 @@
-"""Interleaved timing: each round takes a sample of every candidate. Results are medians and spread.
+"""Interleaved timing: each round takes a sample of every candidate.
 
 This module times functions. It does not depend on what they compute.
 """
@@ -16,9 +16,9 @@ MIN_SAMPLES = 3
 WARM_CALLS = 3
 """Number of calls before a warm sample. A last-level victim cache needs several passes to fill."""
 LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
-"""Minimum duration of a call before which one warm call is enough, and of a call before which no
-warm call is needed. Such a call moves many times the size of the caches, so its first misses take
-little of its time."""
+"""Durations of a call. From LONG_SECONDS on, one warm call before a sample is enough. From
+VERY_LONG_SECONDS on, none is needed. Such calls move many times the size of the caches, so their
+first misses take little of their time."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,11 @@ class ChunkWork:
 
 @dataclass(frozen=True)
 class Work:
-    """Flops, and bytes of weights, of keys and values, and of adapters, for one piece of work."""
+    """One piece of work.
+
+    flops: number of floating-point operations.
+    weights, kv, adapters: bytes that are moved: weights, keys and values, and adapters.
+    """
 
     flops: float
     weights: int
@@ -98,7 +102,10 @@ def tower_work(images: int, sizes: Sizes) -> Work:
 
 
 def combined_work(parts: Iterable[Work]) -> Work:
-    """Return the work of all parts together, as if every weight were read only once."""
+    """Return the work of all parts together, as if every weight and adapter were read only once.
+
+    Keys and values do not count.
+    """
     parts = list(parts)
     return Work(
         flops=sum(part.flops for part in parts),
@@ -138,5 +145,5 @@ def adapter_width(sizes: Sizes) -> int:
 
 
 def rank_of(adapter: int | None, sizes: Sizes) -> int:
-    """Return the rank of an adapter by its index, 0 for None."""
+    """Return the rank of the adapter with this index; 0 for None."""
     return 0 if adapter is None else sizes.ranks[adapter % len(sizes.ranks)]

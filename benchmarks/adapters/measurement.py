@@ -1,8 +1,8 @@
 """Measurements of the cost of many adapters, resident or not (figure 23 of the paper).
 
 The model is the demo checkpoint. Its steps are short, so the engine's overhead per step and the
-time to load an adapter weigh more here than with any larger model. The adapters have random
-weights and one rank, and apply to all projections.
+time to load an adapter weigh more here than with any larger model. All adapters have random
+weights and the same rank, and change all projections.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ CONCURRENT_REQUESTS = 16
 class AdaptersResult:
     """Result of one setting of one part of the benchmark.
 
-    outcome: outcome of the repeat with the median throughput.
+    outcome: outcome of the repeat with the median throughput. In parts without repeats, it is the
+        outcome of all runs together.
     figures: further columns of the row.
     """
 
@@ -106,14 +107,16 @@ class ManyAdapters:
         return [DriverRequest(prompt(name), name, self._grid["output"]) for name in adapters]
 
     def run_registered(self) -> list[AdaptersResult]:
-        """Measure requests for five adapters, with few and with many adapters registered."""
+        """Measure requests for a few adapters, on an engine that knows only these and on one that
+        knows many more.
+        """
         few, many = self._grid["registered"]
         in_use = self.names[:few]
         roots = [
             self.link_folders("few", in_use),
             self.link_folders("many", in_use, many - few),
         ]
-        # The server knows the others by their descriptions and has none of them in memory.
+        # The second engine has only the descriptions of the other adapters in memory.
         host = few * self.host_bytes
         return self._interleaved(
             "registered",
@@ -125,7 +128,9 @@ class ManyAdapters:
         )
 
     def run_resident(self) -> list[AdaptersResult]:
-        """Measure requests for eight adapters, first with few resident adapters, then with many."""
+        """Measure requests for a few adapters, on an engine in which only these are resident and on
+        one in which many are.
+        """
         few, many = self._grid["resident"]
         names = [self.names[i % few] for i in range(4 * few)]
         settings: list[tuple[str, Path, Mapping[str, Any]]] = [
@@ -137,9 +142,9 @@ class ManyAdapters:
     def run_distinct(self, roofline: Roofline) -> list[AdaptersResult]:
         """Measure steps with a growing number of adapters, and compare them with a prediction.
 
-        The prediction is the time of the step with the fewest adapters, plus the time to read the
-        bytes of the further adapters. `over_predicted` is the measured time divided by this
-        prediction.
+        The prediction is the time of the step with the fewest adapters (the grid must contain 1),
+        plus the time to read the bytes of the other adapters. `over_predicted` is the measured time
+        divided by this prediction.
         """
         batch = max(self._grid["distinct"])
         root = self.link_folders("distinct", self.names[:batch])
@@ -165,7 +170,8 @@ class ManyAdapters:
         """Measure a burst of requests over many adapters.
 
         In the first run all adapters fit into the pool. In the second run few fit into the pool
-        and into host memory, so most are read from disk.
+        and into host memory, so most are read from disk. The second run's figure `limit` is an
+        upper bound of its throughput, as a fraction of the throughput of the first run.
         """
         grid = self._grid["burst"]
         names = self.names[: grid["adapters"]]
@@ -187,7 +193,7 @@ class ManyAdapters:
             driver.close()
             figures = tier_figures(driver.engine)
             if results:
-                # This run takes at least as long as the loads from disk, which run one by one.
+                # The second run takes at least as long as its loads, which run one by one.
                 load = median(_load_seconds(driver.engine, name) for name in names)
                 all_loads = (len(names) - grid["host"]) * load
                 figures |= {"load_ms": round(load * 1e3, 3)}

@@ -126,7 +126,7 @@ class UnpairedPages:
 
     held: for each step, number of unpaired pages that running requests hold.
     cached: for each step, number of unpaired pages that only the prefix cache holds, divided by the
-        number of all KV pages.
+        number of KV pages that requests or the prefix cache hold.
     """
 
     held: list[int] = field(default_factory=list)

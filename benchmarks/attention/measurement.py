@@ -26,7 +26,9 @@ from vlora.model.rotary import Rotary
 
 KERNEL, TWIN = "kernel", "twin"
 COLD_BYTES = Cpu.here().cold_bytes
-"""Size of all layers together: so large that a layer has left the caches before its next use."""
+"""Minimum size in bytes of the keys and values of all layers. The layers are read in turn, so that
+each should have left the caches before its next use.
+"""
 READ_BYTES = 64 << 20
 """Number of bytes that the bandwidth microbenchmark reads in each round."""
 MULTIPLY_ROUNDS = 1_000_000
@@ -41,7 +43,7 @@ class AttentionCell:
     """One attention step.
 
     phase: "decode": `rows` requests of one row, each after `context` positions.
-        "prefill": one chunk of `rows` rows at the start of its sequence.
+        "prefill": one chunk of `rows` rows after `context` positions, of which the grid has none.
         "mixed": one chunk of `rows` rows and MIXED_DECODES decoding requests, each after `context`
         positions.
     name_of_heads: key of the grid's entry with the numbers of query heads and KV heads.
@@ -86,7 +88,11 @@ class AttentionCell:
 
 @dataclass(frozen=True)
 class Effort:
-    """Number of rounds, and seconds per candidate, spent on a cell."""
+    """Settings that decide how long a measurement takes.
+
+    rounds: number of rounds. In a round, each candidate of a cell is measured once.
+    budget: seconds per candidate in a cell.
+    """
 
     rounds: int
     budget: float
@@ -99,8 +105,8 @@ QUICK, FULL = Effort(5, 0.15), Effort(9, 1.0)
 class AttentionResult:
     """Timings of one cell, and the rates of the machine in the same rounds.
 
-    rate: bytes/s read from memory.
-    peak: flop/s of multiplications.
+    rate: rate of reading from memory in bytes/s.
+    peak: rate of multiplying in flop/s.
     """
 
     cell: AttentionCell

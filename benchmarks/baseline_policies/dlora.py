@@ -22,8 +22,8 @@ adapters.
 PUBLISHED_SECONDS = (0.015, 0.027, 0.020)
 """Seconds that dLoRA's authors measured: a merged step, an unmerged step, a change of mode."""
 ADDITIVE_STEP, MULTIPLICATIVE_STEP = 0.05, 1.1
-"""Amount by which the two merging thresholds approach each other, and factor by which they
-separate."""
+"""Change of a merging threshold. If the two thresholds approach each other, one of them changes by
+this amount. If they separate, one is multiplied or divided by this factor."""
 
 
 class DLora:
@@ -45,7 +45,8 @@ class DLora:
         self._active: str | None = None
         self._merged_step, self._unmerged_step, self._switch = PUBLISHED_SECONDS
         self._profiled = False
-        # Shares of a batch from which its largest adapter is merged, and the live one stays merged.
+        # Minimum share of a batch's requests that the largest adapter needs to be merged, and that
+        # the live adapter needs to stay merged.
         self._enter, self._leave = 1.0, self._speed
         self._steps = self._merged_served = self._unmerged_served = 0
         self._would_switch = 0
@@ -121,7 +122,10 @@ class DLora:
         return [r for name in order for r in ready if _name(r) == name][: self.max_batch]
 
     def _settle(self, fcfs: Sequence[Candidate], chosen: Sequence[Candidate], price: float) -> None:
-        """Move credit from adapters that were served early to those that were passed over."""
+        """Move credit from adapters that were served early to those that were passed over.
+
+        price: credit that one request served early pays to one that was passed over.
+        """
         served, due = {r.id for r in chosen}, {r.id for r in fcfs}
         early = [r for r in chosen if r.id not in due]
         passed = [r for r in fcfs if r.id not in served]

@@ -57,7 +57,7 @@ class StepTrace:
         )
 
     def combined_seconds(self, peak: float, rate: float) -> float:
-        """Return the roofline in seconds of all work together, with every weight read only once."""
+        """Return the roofline in seconds of all work together, as `combined_work` counts it."""
         parts = [*self.works, *([] if self.tower is None else [self.tower])]
         return combined_work(parts).seconds(peak, rate)
 

@@ -40,7 +40,7 @@ class EngineResult:
 
     @property
     def over_floor(self) -> float:
-        """Average token latency in process divided by the floor's: median over the repeats."""
+        """Average token latency in process, divided by the floor's; median over the repeats."""
         return median(
             times.token_latency / floor.token_latency for times, floor, _ in self.in_process
         )
@@ -52,12 +52,12 @@ class EngineResult:
 
     @property
     def served_over_engine(self) -> float | None:
-        """Average token latency through gRPC, divided by that in process."""
+        """Average token latency over gRPC, divided by that in process; None without a server."""
         return _over(self.served, self.latency)
 
     @property
     def over_peers(self) -> float | None:
-        """Average token latency in process, divided by PEFT's."""
+        """Average token latency in process, divided by that of PEFT; None if PEFT did not run."""
         over = _over(self.peers, self.latency)
         return None if over is None else 1 / over
 
@@ -149,10 +149,10 @@ class EnginePair:
 
 
 def summarize(results: Sequence[EngineResult]) -> dict[str, Any]:
-    """Return the latency of each load divided by its floor, and two mean ratios.
+    """Return the latency of each load divided by that of its floor, and two geometric means.
 
     `served_over_engine` is the latency over gRPC divided by that in process. `vs_peft_mixed` is the
-    latency in process divided by PEFT's.
+    latency in process divided by that of PEFT, over the loads with adapters.
     """
     summary: dict[str, Any] = {}
     by_load = {(result.load.kind, result.load.adapters): result for result in results}

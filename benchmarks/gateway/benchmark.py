@@ -215,8 +215,9 @@ class GatewayBenchmark(Benchmark[Cell]):
     def summarize(self) -> dict[str, Any]:
         """Return each model's latency figures, and the figures of connections.
 
-        Token latency is measured at the highest concurrency. Time to first token is measured with a
-        single request. Each figure is the largest one of all kinds of requests.
+        Ratios of token latencies are those at the highest concurrency. The times that the gateway
+        adds to the first token are those of a single request. Each is the largest one of all kinds
+        of requests.
         """
         highest = max(self._grid["concurrency"])
 

@@ -22,7 +22,7 @@ from vlora.atmm.types import LoraPair, Segments
 class Atmm(LoraOperator):
     """ATMM, the operator under test.
 
-    config: number of the tile configuration for all shapes; None to choose it from the table.
+    config: index of the tile configuration for all shapes; None to choose it from the table.
     """
 
     name: ClassVar[str] = "atmm"
@@ -53,8 +53,8 @@ class StaticTile(Atmm):
 def static_tiles(dtype: str) -> list[LoraOperator]:
     """Return the candidates for the best single static tile.
 
-    They are the tiles that the tables name most often, two that compute the whole depth at a time
-    and two with a depth block, and the built-in choices. A tile outside this list can be better.
+    They are the built-in choices, and the tiles that the tables name most often: two that compute
+    the whole depth at a time, and two with a depth block. A tile outside this list can be better.
     The speed-up over these candidates is therefore an upper bound of the gain of adaptive choice.
     """
     if not is_compiled():

@@ -45,7 +45,7 @@ Job = tuple["KernelCell", int | None]
 class KernelsBenchmark(Benchmark[Job]):
     """Benchmark of LoRA operators on hot and cold adapters, in decode and in prefill.
 
-    The weights of hot adapters stay in the caches; those of cold ones come from memory.
+    The weights of hot adapters stay in the caches. The weights of cold adapters come from memory.
     """
 
     name = "kernels"

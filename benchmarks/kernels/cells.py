@@ -29,8 +29,8 @@ class KernelCell:
     rank: a number, or "mixed" to cycle through MIXED_RANKS.
     popularity: "identical" (all requests use adapter 0), "distinct" (each request has its own) or
         "zipf" (adapter i has the weight (i+1)^−1.2).
-    cold: whether the adapters come from memory instead of the caches, as in a model with many
-        layers.
+    cold: whether the adapters are read from memory instead of from the caches, as in a model with
+        many layers.
     """
 
     regime: str

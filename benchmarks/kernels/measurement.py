@@ -17,7 +17,9 @@ from benchmarks.timing import Timing, interleaved, single_calls
 from vlora.atmm.cpu import Cpu
 
 COLD_TOTAL_BYTES = Cpu.here().cold_bytes
-"""Size of all layers of a cold cell together. The calls of the cell rotate through them."""
+"""Size in bytes that the adapters of all layers of a cold cell should have together. The calls use
+one layer after another.
+"""
 POSSIBLY_FASTEST = ("slice_loop", "padded")
 """Baselines that can be the fastest. The others take several times as long."""
 MIN_LAYERS, MAX_LAYERS = 2, 512
@@ -138,8 +140,8 @@ class KernelResult:
 class Rotation:
     """Function whose calls run one operator on one layer after another.
 
-    A hot cell has one layer. A cold cell has so many layers that each has left the caches before
-    its next call.
+    A hot cell has one layer. A cold cell has so many layers that each should have left the caches
+    before it is used again.
     """
 
     layers: list[LoraCall]
@@ -190,7 +192,7 @@ def _measure(
             left_out[operator.name] = reason
     x = cell.draw_rows(generator)
     rotations = {op.name: Rotation([], *_rows(op, x)) for op in chosen}
-    # For a cold cell the microbenchmark reads as many bytes as all layers of the cell hold.
+    # For a cold cell, the microbenchmark reads about as many bytes per call as all layers hold.
     read_bytes = _layers(cell) * cell.adapter_bytes if cell.cold else 0
     rates = ConcurrentRates(cell.dtype, MULTIPLY_ROUNDS, read_bytes)
     pairs = cell.draw_pairs(generator)  # All layers have the same values.

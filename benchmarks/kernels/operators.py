@@ -31,7 +31,7 @@ class LoraOperator(ABC):
 
     name: ClassVar[str]
     dtype: ClassVar[torch.dtype | None] = None
-    """Type of its rows, or None for the cell's type."""
+    """Type of the operator's rows; None for the cell's type."""
 
     def why_not(self, cell: KernelCell) -> str | None:
         """Return the reason why this operator cannot run the cell, or None."""
@@ -45,7 +45,8 @@ class LoraOperator(ABC):
 class PeftLoop(LoraOperator):
     """PEFT's mixed-batch forward (peft/tuners/lora/layer.py, _mixed_batch_forward).
 
-    For each adapter it gathers the requests, applies two linear modules, scales and scatter-adds.
+    For each adapter it gathers the requests' rows, applies two linear modules, multiplies by the
+    scale, and adds the result to the rows of y.
     """
 
     name = "peft_loop"
@@ -74,7 +75,10 @@ class PeftLoop(LoraOperator):
 
 
 class SliceLoop(LoraOperator):
-    """Rows sorted by adapter, then two GEMMs per adapter, of which the second accumulates."""
+    """Operator that computes two matrix products for each adapter; the second one adds to y.
+
+    The rows of an adapter must be adjacent.
+    """
 
     name = "slice_loop"
 
@@ -90,7 +94,9 @@ class SliceLoop(LoraOperator):
 
 
 class Einsum(LoraOperator):
-    """dLoRA's operator: weights gathered for each row, ranks padded, then two einsums."""
+    """dLoRA's operator: it pads all ranks to the largest, gathers the weights of each row, and
+    computes two einsums.
+    """
 
     name = "einsum"
 
@@ -112,7 +118,10 @@ class Einsum(LoraOperator):
 
 
 class Padded(LoraOperator):
-    """Batched GEMM with rows padded to the longest segment and ranks to the largest."""
+    """Operator that computes batched matrix products over all segments.
+
+    Each segment is padded to the length of the longest, and each rank to the largest.
+    """
 
     name = "padded"
 

@@ -12,7 +12,10 @@ from benchmarks.timing import rounded_mean
 
 
 def summarize(results: Sequence[KernelResult]) -> dict[str, Any]:
-    """Return geometric means over all thread counts. Keys of bf16 end in `_bf16`."""
+    """Return the figures of the summary by key. Keys of bf16 end in `_bf16`.
+
+    Speed-ups and fractions of the roofline are geometric means over cells and thread counts.
+    """
     summary: dict[str, Any] = {}
     for dtype, suffix in (("fp32", ""), ("bf16", "_bf16")):
         of_type = [result for result in results if result.cell.dtype == dtype]
@@ -71,9 +74,9 @@ def _mean_speed_up(results: Sequence[KernelResult], name: str) -> float | None:
 def _over_best_static(results: Sequence[KernelResult]) -> tuple[float | None, str | None]:
     """Return ATMM's mean speed-up over the best static tile in hot cells, and that tile's name.
 
-    The best tile is the one that gives the smallest mean, not the best tile of each cell.
-    Only the candidates of `static_tiles` are timed, so the speed-up is an upper bound of the gain
-    of adaptive choice.
+    The best static tile is the tile over which ATMM's mean speed-up is smallest, not the best tile
+    of each cell. Only the candidates of `static_tiles` are timed, so the speed-up is an upper bound
+    of the gain of adaptive choice.
     """
     results = [result for result in results if not result.cell.cold]
     if not results:

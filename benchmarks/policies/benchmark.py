@@ -177,7 +177,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         return [] if self._plot is None else draw_figures(self.rows, self._plot)
 
     def _capacity_cells(self) -> Iterator[PolicyCell]:
-        """Yield a cell for each application in which all requests arrive at the same time."""
+        """Yield one cell for each application. All requests of the cell arrive at the same time."""
         from benchmarks.policies.grid import CAPACITY, SUMMARY_SETTING, PolicyCell
 
         values = self._grid.values
@@ -186,7 +186,7 @@ class PoliciesBenchmark(Benchmark[Job]):
             yield PolicyCell(workload, values["capacity_count"], 0, 1.0, (), CAPACITY)
 
     def _measure_capacity(self, job: Job) -> Iterator[Row]:
-        """Measure the requests per second of unmerge_only, after a warm-up."""
+        """Measure how many requests per second unmerge_only completes, after a warm-up."""
         assert job.cell is not None
         application, count = job.cell.workload.application, job.cell.count
         key = {"kind": job.kind, "application": application, "count": count}
@@ -233,7 +233,7 @@ class PoliciesBenchmark(Benchmark[Job]):
         yield key | replay.as_row() | {"simulated_ms": simulated_ms}
 
     def _simulate_again(self, job: Job) -> Iterator[Row]:
-        """Simulate a measured trace with the cost model that the engine has at the end of the run.
+        """Simulate a measured trace with the cost model that the engine has after all measurements.
 
         The time limit of the run is ignored, since a simulation takes only a second or two. The
         first call removes the rows of this kind that an earlier run wrote.

@@ -23,8 +23,8 @@ SIMULATED, CLOSED_LOOP = "simulated", "closed loop"
 capacity: throughput of unmerge_only with all requests at once.
 measured: the grid in real time.
 few adapters: traces with two adapters, as in figure 21, in real time.
-simulated again: the measured traces, all with the cost model that the run ends with.
-simulated: larger traces with the same cost model.
+simulated again: the measured traces, simulated with the cost model after all measurements.
+simulated: larger traces, simulated with the same cost model.
 closed loop: the rows of `closed_loop`.
 """
 
@@ -79,7 +79,7 @@ class PolicyGrid:
     - `also` run with ATMM, with some seeds only.
     - `few` also run on traces with fewer adapters.
     - `own` are systems that run with the operators that they were published with, at one load and
-      skew.
+      skew, with some seeds only.
     """
 
     values: Mapping[str, Any]

@@ -34,7 +34,7 @@ class PolicyEngine:
         )
         self.engine = Engine(self.options)
         self.engine.calibrate(force=True)
-        # Here the slot of each adapter is its index. Later a replay may use other slots.
+        # At this point, the slot of each adapter is its index. Replays may change the slots.
         slots, costs = range(len(checkpoint.adapter_names)), self.engine.costs
         self._sizes = [costs.sizes(slot) for slot in slots]
         self._mergeable = [costs.can_merge(slot) for slot in slots]
@@ -54,7 +54,8 @@ class PolicyEngine:
     ) -> Replay:
         """Replay a trace in simulated time.
 
-        free_adapters: whether adapters cost nothing, which bounds what a choice of modes can gain.
+        free_adapters: whether adapters cost nothing. The result then bounds the gain of any choice
+            of modes.
         """
         options = self.options
         costs = replace(

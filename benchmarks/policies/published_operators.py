@@ -30,7 +30,7 @@ GATHERED_ROWS = 64
 
 
 def slora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
-    """Apply S-LoRA's operator: each segment's rows times the adapter at its own rank."""
+    """Apply S-LoRA's operator: multiply each segment's rows by its adapter without padded ranks."""
     for columns, pairs in _columns(y, group):
         for segment in segments:
             if (pair := pairs[segment.slot]) is not None:
@@ -38,7 +38,9 @@ def slora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: 
 
 
 def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
-    """Apply Punica's operator: gathered weights for small segments, padded to the largest rank."""
+    """Apply Punica's operator: gather the weights of each row of small segments, padded to the
+    largest rank, and compute large segments as `slora` does (see SGMV_ROWS).
+    """
     for columns, pairs in _columns(y, group):
         small = [s for s in segments if s.length < SGMV_ROWS and pairs[s.slot] is not None]
         for segment in segments:
@@ -51,7 +53,9 @@ def punica(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group:
 
 
 def dlora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
-    """Apply dLoRA's operator: weights gathered for each row, ranks padded, two einsums."""
+    """Apply dLoRA's operator: gather the weights of each row, padded to the largest rank, and
+    compute two einsums.
+    """
     for columns, pairs in _columns(y, group):
         with_pair = [s for s in segments if s.length and pairs[s.slot] is not None]
         for rows, a, b in _gathered(with_pair, pairs, x):
@@ -73,7 +77,7 @@ def use_operator(apply: Apply) -> Iterator[None]:
 
 
 _CONVERTED: dict[int, tuple[LoraPair, LoraPair]] = {}
-"""Stored pair and converted pair, by the id of the stored A. The entry keeps that A alive."""
+"""(Stored pair, converted pair) by the id of the stored A, which the entry keeps alive."""
 
 
 class _FastPairs:

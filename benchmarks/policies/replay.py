@@ -40,9 +40,9 @@ class Replay:
 
     arrival, first, end: times of arrival, first token and end, by request.
     tokens: number of tokens of all answers.
-    modes: total duration of the steps in each mode.
-    errors: relative errors of the predicted step times.
-    adapter_share: share of the step times due to adapters, in a simulation.
+    modes: total duration of the steps, by mode.
+    errors: relative error of each step's predicted time; empty for a simulation.
+    adapter_share: share of the steps' total time that adapters cost; None for a measured replay.
     """
 
     arrival: dict[str, float] = field(default_factory=dict)
@@ -174,7 +174,9 @@ class _Simulation:
         self._pool, self._block = PagePool(pages), block
         self._scheduler = Scheduler(budgets, policy(self._costs))
         self._live = self._merged = BASE
-        """The live adapter, and the adapter of the merged weights. Unmerging keeps the weights."""
+        """Slots of the live adapter, and of the adapter whose merged weights exist. Switching to
+        BASE keeps the merged weights.
+        """
         self._now = 0.0
         self._adapter_seconds = 0.0
         self._output_lengths: dict[str, int] = {}

@@ -18,7 +18,7 @@ def fork(costs: CostModel) -> CostModel:
 
 
 def without_adapters(costs: CostModel) -> CostModel:
-    """Return a cost model in which adapters cost nothing, which bounds the gain of any mode."""
+    """Return a copy of a cost model in which adapters cost nothing."""
     profile = replace(
         costs.profile,
         lora_calls=0.0,

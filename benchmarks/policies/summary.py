@@ -27,9 +27,9 @@ def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
     """Return the summary's figures by key.
 
     Most figures are the latency of OURS divided by that of another policy. Below 1, OURS is faster.
-    "worst" in a key stands for the largest such ratio of all settings. "level" stands for latencies
-    from `_on_one_machine`. Other figures are errors of predictions, and upper bounds of what
-    merging can gain. A figure that was not measured is None.
+    "worst" in a key means the largest such ratio of all settings. "level" means that the latencies
+    are those that `_on_one_machine` returns. Other figures are errors of predictions, and upper
+    bounds of what merging can gain. A figure that was not measured is None.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -60,9 +60,9 @@ def summarize(rows: Sequence[ResultRow]) -> dict[str, Any]:
 def gains_by_setting(rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
     """Return one row per setting. It has the setting and these figures.
 
-    adapter_share: share of a step's time due to adapters.
-    most: latency if adapters cost nothing, divided by the latency with their cost.
-    name of a policy: its latency divided by that of FCFS.
+    adapter_share: share of the steps' time that adapters cost.
+    most: latency of FCFS if adapters cost nothing, divided by its latency with their cost.
+    name of a policy: latency of the policy divided by that of FCFS.
     """
     measured, again = (
         [row for row in rows if row["kind"] == kind] for kind in (MEASURED, SIMULATED_AGAIN)
@@ -147,15 +147,14 @@ def _ratios(
 
 
 def _adapter_shares(again: Sequence[ResultRow], **setting: Any) -> list[float]:
-    """Return, for each trace under first come, first served, the adapters' share of step times."""
+    """Return the share of the steps' time that adapters cost, for each simulated trace of FCFS."""
     rows = (row for row in again if row["policy"] == FCFS and setting.items() <= row.items())
     return [row["adapter_share"] for row in rows if row["adapter_share"]]
 
 
 def _free_adapter_ratios(again: Sequence[ResultRow], name: str, **setting: Any) -> list[float]:
-    """Return simulated latencies if adapters cost nothing, divided by those with their real cost.
-
-    The ratios are those of the policy `name`, for each trace that matches `setting`.
+    """Return the latency if adapters cost nothing, divided by the latency with their cost, for each
+    simulated trace of the policy `name` that matches `setting`.
     """
     rows = (row for row in again if row["policy"] == name and setting.items() <= row.items())
     return [row["free_adapters_ms"] / row["token_latency_ms"] for row in rows]

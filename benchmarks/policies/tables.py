@@ -51,7 +51,7 @@ def gain_table(gains: Sequence[ResultRow]) -> Table:
     names = [name for name in (gains[0] if gains else ()) if name not in SETTING]
     table = figure_table(
         ("trace", *(name.replace("_", " ") for name in names)),
-        "adapter share: adapters' share of a step's time; most: latency if adapters cost nothing;"
+        "adapter share: adapters' share of the steps' time; most: latency if adapters cost nothing;"
         " latencies are divided by that of unmerge only",
     )
     for row in gains:

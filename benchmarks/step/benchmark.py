@@ -140,7 +140,7 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         return replace(cell, phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT)
 
     def _measure_slow_down(self, typical: StepCell, model: Any) -> float:
-        """Return the slow-down of the typical decode step while a process takes one core."""
+        """Return the slow-down of the typical decode step while another process uses one core."""
         from benchmarks.step.busy_core import slow_down
 
         model.stage(typical.rows, typical.length(0), typical.context)

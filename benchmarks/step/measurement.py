@@ -28,14 +28,16 @@ SPARE_POSITIONS = 64
 QUANTIZED_ROWS = (1, 4, 16)
 """Numbers of rows for which the summary has a figure of each quantized type."""
 TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
-"""The decode step to which the keys `elsewhere` and `python` of the summary refer."""
+"""Numbers of rows and of positions before them of the typical decode step. The summary's figures
+`elsewhere` and `python` are means over the decode steps with TYPICAL_ROWS rows.
+"""
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Duration of a measurement.
+    """Settings that decide how long a measurement takes.
 
-    rounds: rounds of all candidates of a cell.
+    rounds: number of rounds. In a round, each candidate of a cell is measured once.
     budget: seconds per candidate.
     profiled: number of steps whose parts are timed.
     """
@@ -106,8 +108,8 @@ class StepResult:
     shares: share of the step's time by part, for each number of adapters; empty on a GPU.
     rate: bytes/s read from memory.
     peak: flop/s of multiplications.
-    interpreter: seconds of the same step in a model with minimal matrices, or None if that was not
-        measured.
+    interpreter: seconds of the same step in a model with minimal matrices, without its attention;
+        None if not measured.
     """
 
     cell: StepCell
@@ -142,7 +144,7 @@ class StepResult:
 
     @property
     def python(self) -> float | None:
-        """Step time of a model with minimal matrices, divided by that of the base model."""
+        """`interpreter` divided by the time of the step without adapters; None if not measured."""
         return None if self.interpreter is None else self.interpreter / self.timings[0].median
 
     def as_row(self) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def measure_interpreter(cell: StepCell, tiny: SyntheticModel, effort: Effort) ->
 
 
 def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
-    """Return the means over cells, with None for kinds of cells that the grid lacks.
+    """Return geometric means over cells, with None for kinds of cells that were not measured.
 
     Quantized types have keys only if they were measured.
     """

@@ -28,8 +28,8 @@ _TIMED_FUNCTIONS: tuple[tuple[object, str, str], ...] = (
     (op, "bind_epilogue", LORA),
 )
 """All timed functions as (owner, name, part). If a function returns a `partial`, calls of the
-partial are timed, too. If timed functions are nested, the time of the inner one counts only for its
-own part.
+partial are timed, too. If a timed function calls another one, the time of the inner function counts
+only for the inner function's part.
 """
 
 

@@ -37,17 +37,18 @@ READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 5_000_000
 UNMERGED, MIXTURE = "unmerged", "mixture"
 HOT_ROWS, MIN_CALLS, MAX_CALLS = 512, 4, 64
-"""Total number of rows of a series of calls, and limits of the number of calls. The first call
-loads the adapter into the caches, from which all others read it."""
+"""Total number of rows of a series of calls, and minimum and maximum number of calls. The first
+call loads the adapter into the caches, from which the other calls read it."""
 
 
 @dataclass(frozen=True)
 class DeloraResult:
     """Seconds that LoRA takes in one step, by mode.
 
-    timings: measured.
-    predicted: predicted from the operator's measured speed.
-    by_peak: predicted from the CPU's peak.
+    starved: number of requests that use other adapters than the live one.
+    timings: measured times.
+    predicted: predictions from the operator's measured speed.
+    by_peak: predictions from the CPU's peak.
     """
 
     phase: str
@@ -105,7 +106,7 @@ def measure(
         for group in GROUPS
         if group[0] in ATTENTION
     ]
-    # Only adapters of the largest rank, since all adapters of the paper have one rank.
+    # Only adapters of the largest rank are used: all adapters of the paper have the same rank.
     ranks = {slot: max(adapters.adapter(slot).info.ranks) for slot in model.slots}
     live, *others = [slot for slot in model.slots if ranks[slot] == max(ranks.values())]
     results = []
@@ -214,8 +215,8 @@ def _predict(
     that waits for a panel multiplies nothing meanwhile. The roofline of a single call takes the
     larger of the two instead, but that would distort the ratio of the modes (decision 40).
 
-    multiplying: seconds for (rows, elements of an adapter).
-    moving: seconds for (bytes from memory, bytes in the caches).
+    multiplying: function of (rows, elements of an adapter) that returns seconds.
+    moving: function of (bytes from memory, bytes in the caches) that returns seconds.
     """
     size = group.dtype.itemsize
     total = 0.0
@@ -237,9 +238,10 @@ def _elements(group: LoraGroup, slot: int) -> int:
 
 
 def _hot_calls(group: LoraGroup, slot: int, rows: int) -> Callable[[], None]:
-    """Return a function that calls the operator on `rows` rows, with an adapter in the caches.
+    """Return a function that calls the operator `_call_count(rows)` times on `rows` rows with one
+    adapter, which stays in the caches.
 
-    With 0 rows its time is the overhead of the calls.
+    With 0 rows, the duration of the function is the overhead of the calls.
     """
     x, y = torch.randn(max(1, rows), group.d_in), torch.randn(max(1, rows), group.width)
     segments = Segments([Segment(0, rows, slot, +1)])

@@ -31,7 +31,7 @@ MULTIPLY_ROUNDS = 5_000_000
 
 @dataclass(frozen=True)
 class MergeModel:
-    """Layers whose targets have shapes (d_out, d_in), and an adapter of one rank on all of them.
+    """Layers whose targets have shapes (d_out, d_in), and an adapter of all targets with one rank.
 
     copied: shapes of the matrices that are fused with targets without being targets. Merging copies
         them.

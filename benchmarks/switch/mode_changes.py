@@ -61,9 +61,9 @@ class ModeChangeGaps:
 
 
 def model_for(grid: Mapping[str, Any], dtype: str, root: Path | None = None) -> SyntheticModel:
-    """Return an engine with enough pages.
+    """Return an engine with enough pages for the requests of the grid.
 
-    root: folder of the generated checkpoints.
+    root: folder of the generated checkpoints; by default that of `llava.cache_root`.
     """
     checkpoint = llava.make(llava.MODELS[grid["model"]], root)
     requests, context = grid["requests"], grid["context"]
@@ -77,7 +77,7 @@ def measure_changes(
     """Measure rounds of all changes with decoding requests. The first round is not counted."""
     requests, context = grid["requests"], grid["context"]
     model.stage(requests, context + 1, context)
-    # Two adapters of the largest rank, so that all merges are equally large.
+    # Only two adapters of the largest rank become live, so that all merges are equally large.
     ranks = [model.engine.adapters.adapter(slot).info.ranks for slot in model.slots]
     pair = [slot for slot, own in zip(model.slots, ranks, strict=True) if own == max(ranks)]
     pair *= 2  # The model may have only one such adapter.
@@ -154,7 +154,7 @@ class RandomAdapters:
 
     @classmethod
     def of(cls, slab: WeightSlab, count: int, rank: int) -> RandomAdapters:
-        """Return `count` adapters of one rank."""
+        """Return `count` adapters of rank `rank`."""
         generator = torch.Generator().manual_seed(1)
         matrices = frozenset((layer, name) for layer in range(slab.layers) for name in TARGETS)
 
