@@ -54,7 +54,7 @@ def test_a_complete_wheel_and_sdist_have_no_faults() -> None:
     ("name", "content", "fault"),
     [
         ("vlora/_data/model_repository/lmm/config.pbtxt", None, "is missing"),
-        ("vlora/cli.py", b"older code", "differs from the tree's"),
+        ("vlora/cli.py", b"older code", "differs from the source tree"),
         ("vlora/lost.py", b"code", "must not be in it"),
         ("vlora/_kernels.cpython-311-x86_64-linux-gnu.so", None, "exactly one compiled module"),
         ("vlora-0.1.0.dist-info/METADATA", b"Name: other\n", "its Name is 'other'"),

@@ -48,8 +48,11 @@ class Served:
 
 @dataclass
 class Comparison:
-    """Result of a domain. `ties` counts differences at near ties, `wrong` lists all other
-    differences.
+    """Comparison of the server's answers with the oracle's in one domain.
+
+    served_right, oracle_right: numbers of right answers.
+    ties: number of answers that differ at a near tie of the oracle's logits.
+    wrong: descriptions of all other differences.
     """
 
     domain: str

@@ -51,7 +51,10 @@ def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
 
 
 def lora_config(recipe: Recipe) -> LoraConfig:
-    """Return the PEFT configuration of a recipe. Its scale is 2: alpha is twice the rank."""
+    """Return the PEFT configuration of a recipe.
+
+    Alpha is twice the rank, so the scale is 2. With rsLoRA, alpha is the rank, and the scale √rank.
+    """
     return LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.rank if recipe.rs_lora else 2 * recipe.rank,
@@ -113,7 +116,7 @@ def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: 
 
 
 def save_adapter(recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, folder: Path) -> None:
-    """Write the PEFT files in float32, the head, and vlora.json (accuracy is filled in later)."""
+    """Write the PEFT files in float32, the head, and vlora.json, in which `accuracy` is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     adapted.save_pretrained(folder, save_embedding_layers=False)
     rename_base(folder, "vlora-demo")

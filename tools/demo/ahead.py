@@ -13,12 +13,12 @@ DEPTH = 24
 
 @contextmanager
 def ahead(make: Callable[[int], Batch], first: int, last: int) -> Iterator[Iterator[Batch]]:
-    """Return a context with an iterator over make(first), …, make(last - 1).
+    """Yield an iterator over make(first), …, make(last - 1).
 
     A worker process makes the batches in advance. It ends with the context.
 
-    `make` must be picklable (a top-level function, or a partial of one). Its result must depend
-    only on the index. A resumed run then sees the same batches as an uninterrupted one.
+    make: must be picklable (a top-level function, or a partial of one). Its result must depend on
+        the index only, so that a resumed run sees the same batches as an uninterrupted one.
     """
     context = multiprocessing.get_context("spawn")
     ready: Any = context.Queue(DEPTH)

@@ -16,12 +16,19 @@ _BOX_TEXT = re.compile(r"<box>\((\d+),(\d+)\),\((\d+),(\d+)\)</box>")
 
 
 def bin_of(position: float, size: int) -> int:
-    """Return the bin (0..31) that holds a pixel position in an image of `size` pixels."""
+    """Return the bin (0..31) that contains a position along an edge of a picture.
+
+    position: distance in pixels from the left or the upper edge.
+    size: length of the edge in pixels.
+    """
     return min(BINS - 1, max(0, int(position * BINS / size)))
 
 
 def box_text(name: str, boxes: list[Box], size: int) -> str:
-    """Return pixel boxes of a square image of `size` pixels as answer text."""
+    """Return boxes as the text of an answer.
+
+    boxes: in pixels of a square picture whose side has `size` pixels.
+    """
     groups = []
     for x1, y1, x2, y2 in boxes:
         left, top = BIN_CENTRES[bin_of(x1, size)], BIN_CENTRES[bin_of(y1, size)]
@@ -31,7 +38,7 @@ def box_text(name: str, boxes: list[Box], size: int) -> str:
 
 
 def parse_boxes(text: str, size: int) -> list[Box]:
-    """Return all boxes of an answer as pixels of a square image of `size` pixels."""
+    """Return all boxes of an answer, in pixels of a square picture whose side has `size` pixels."""
     found: list[Box] = []
     for match in _BOX_TEXT.finditer(text):
         x1, y1, x2, y2 = (int(value) * size / GRID for value in match.groups())

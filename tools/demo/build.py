@@ -69,7 +69,11 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
 
 
 def make_image_processor() -> CLIPImageProcessorPil:
-    """Return the image processor: to RGB, to 64x64 with a box filter, to values in [-1, 1]."""
+    """Return the image processor.
+
+    It converts a picture to RGB, scales it to 64x64 pixels with a box filter, and maps its values
+    to [-1, 1].
+    """
     return CLIPImageProcessorPil(
         do_resize=True,
         size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},

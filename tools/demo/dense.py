@@ -1,10 +1,11 @@
 """Labels for each patch of a scene, an auxiliary task that pretrains the vision tower.
 
 Labels are int64 [64 patches, 10 columns]: shape, colour and texture of the object, the four edges
-of its box as bins, whether its centre is in this patch, and colour and pattern of the surface. -1
-means "no label"; only the surface has a label in every patch. Besides these labels there are
-outlines: the silhouette of each object in its box, 8x8. The tower learns shapes faster from
-outlines than from the labels.
+of its box as bins, whether the centre of an object is in this patch, and colour and pattern of the
+surface. The shape is 0 in a patch without an object. There, the other columns of the object are -1,
+which means "no label". The centre and the surface have a label in every patch. Besides these labels
+there are outlines: the silhouette of the object in its box, 8x8. The tower learns shapes faster
+from outlines than from the labels.
 """
 
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from tools.demo.scenes import (
 GRID_SIDE = 8
 PATCHES = GRID_SIDE**2
 COVERAGE = 8
-"""Minimum number of an object's pixels in a patch that gets the object's labels."""
+"""Minimum number of pixels that an object must cover in a patch for the patch to get its labels."""
 SEEN_SHAPES = (*lexicon.SHAPES, *lexicon.GLYPHS, *lexicon.DEFECTS, *lexicon.DIGITS)
 SEEN_COLOURS = (*lexicon.COLOURS, *lexicon.BACKGROUNDS)
 SEEN_PATTERNS = (*lexicon.CATEGORIES, *lexicon.NEW_TEXTURES, "panel")

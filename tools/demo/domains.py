@@ -60,7 +60,10 @@ def glyph_scene(rng: np.random.Generator, glyph: str | None = None) -> Scene:
 
 
 def crowd_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
-    """Return a scene of 5 to 9 small separate objects, more than the base was trained on."""
+    """Return a scene of `count` small separate objects of one shape.
+
+    By default they are 5 to 9 objects, more than the base was trained on.
+    """
     count = count or int(rng.integers(5, 10))
     shape = str(rng.choice(lexicon.SHAPES))
     boxes = [_small_box(rng, cell) for cell in _separate_cells(rng, count)]

@@ -49,21 +49,26 @@ class Item:
 
 
 def items(domain: str, n: int, start: int = 0) -> list[Item]:
-    """Return items `start` to `start + n` of a domain."""
+    """Return items `start` to `start + n - 1` of a domain."""
     if domain not in DOMAINS:
         raise ValueError(f"unknown domain '{domain}'; known domains are {', '.join(DOMAINS)}")
     return [_item(domain, index) for index in range(start, start + n)]
 
 
 def is_right(item: Item, text: str) -> bool:
-    """Return whether an answer is right: boxes by overlap and number, others by exact words."""
+    """Return whether an answer is right.
+
+    Boxes must match the item's boxes (see `boxes_match`). Any other answer must equal the words.
+    """
     if item.boxes is None:
         return text.strip() == item.answer
     return boxes_match(item.boxes, parse_boxes(text, SIDE))
 
 
 def boxes_match(wanted: Sequence[Box], found: Sequence[Box]) -> bool:
-    """Return whether expected and answered boxes match one to one with IoU >= 0.5."""
+    """Return whether each expected box has an answered box of its own with IoU >= 0.5, and no
+    answered box is left.
+    """
     left = list(found)
     for box in wanted:
         best = max(left, key=lambda other: iou(box, other), default=None)

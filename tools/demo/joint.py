@@ -59,7 +59,9 @@ class JointBatch:
 
 
 def joint_batch(index: int) -> JointBatch:
-    """Return batch `index`: every fourth has clips, every twentieth only text, others scenes."""
+    """Return batch `index`. Of 20 batches in a row, one has only text, four have clips, and the
+    others have scenes.
+    """
     rng = np.random.default_rng([SEED, index])
     if index % 20 == 7:
         return JointBatch(pack([_repeat_row(rng) for _ in range(ROWS)]))
@@ -88,7 +90,7 @@ def _clip_row(rng: np.random.Generator) -> Row:
 
 
 def _repeat_row(rng: np.random.Generator) -> Row:
-    """Return questions without an image: "Repeat: …". They train the token of every word."""
+    """Return questions without an image, "Repeat: …", which train the tokens of all words."""
     words = lexicon.all_words()
     questions = []
     for _ in range(8):
@@ -161,7 +163,10 @@ def image_features(model: LlavaForConditionalGeneration, images: NDArray[np.uint
 def hidden_states(
     model: LlavaForConditionalGeneration, batch: Pack, features: Tensor | None
 ) -> Tensor:
-    """Return final-norm hidden states [rows, length, hidden] of a packed batch."""
+    """Return the hidden states of a packed batch after the final norm, [rows, length, hidden].
+
+    features: the tower's features of the batch's images, [n, 64, hidden]; None without images.
+    """
     tokens = torch.from_numpy(batch.tokens)
     embedded = model.model.language_model.embed_tokens(tokens)
     if features is not None:

@@ -60,7 +60,7 @@ def base_clip(rng: Rng, action: str | None = None) -> Clip:
 
 
 def action_clip(rng: Rng, action: str | None = None) -> Clip:
-    """Return a clip of the `actions` adapter. The base was not trained on its motions."""
+    """Return a clip of the `actions` adapter's domain. The base does not know its motions."""
     action = action or str(rng.choice(lexicon.ACTIONS))
     side, amount = float(rng.uniform(15, 20)), float(rng.uniform(1.7, 2.3))
     if action == "bouncing":
@@ -104,8 +104,8 @@ def _wave(clip: Clip, time: float) -> float:
     return math.sin(2 * math.pi * (clip.cycles * time + clip.offset))
 
 
-# Functions that return the object at a time, or None while it is invisible, by the last word of the
-# action.
+# By the last word of an action: function that returns the object at a time, or None while it is
+# invisible.
 _MOTIONS = {
     "left": lambda clip, thing, time: thing.moved(-clip.amount * time, 0),
     "right": lambda clip, thing, time: thing.moved(clip.amount * time, 0),

@@ -27,12 +27,14 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Pack:
-    """A training batch. Arrays [rows, length] int64; images uint8 [n, 64, 64, 3] in row order.
+    """A training batch. Unless stated otherwise, arrays are int64 [rows, length].
 
-    `branches` is 0 in the prefix, the number of the branch (from 1) in a branch, and -1 in the
-    padding. `targets` is the next token at each position that predicts a token of an answer. `ends`
-    [branches, 2] contains the row and the column of each branch's last prompt token. `kinds` and
-    `classes` have one entry per branch.
+    images: uint8 [n, 64, 64, 3], in the order of the rows.
+    branches: 0 in the prefix, the number of the branch (from 1) in a branch, and -1 in the padding.
+    targets: the next token at each position that predicts a token of an answer; else IGNORED.
+    ends: [branches, 2], row and column of the last prompt token of each branch.
+    kinds: kind of each branch's question.
+    classes: [branches], class of each branch's answer; empty unless a task head is trained.
     """
 
     images: NDArray[np.uint8]
@@ -47,7 +49,11 @@ class Pack:
 
 @dataclass(frozen=True)
 class Row:
-    """Images of one row and the questions about them; for a task head, each answer's class."""
+    """Images of one row, and the questions about them.
+
+    classes: class of each question's answer, for the training of a task head.
+    is_clip: whether the images are the frames of a clip.
+    """
 
     images: list[NDArray[np.uint8]]
     questions: list[Question]
@@ -81,8 +87,9 @@ DEMO = Language(TEMPLATE, encode, "</s>")
 def prompt_parts(
     question: Question, images: int, is_clip: bool, language: Language = DEMO
 ) -> tuple[list[int], list[int]]:
-    """Return the token ids of a prompt in two parts: prefix, with image tokens expanded, and
-    branch.
+    """Return (prefix, branch): the token ids of a prompt up to its last image, and after it.
+
+    In the prefix, each image has IMAGE_TOKENS image tokens.
     """
     frames = images if is_clip else 0
     template = language.template

@@ -21,9 +21,11 @@ INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
 
 @dataclass(frozen=True)
 class Caption:
-    """Text below a picture: adapter and question, the answer, and whether the answer is right.
+    """Text below a picture.
 
-    label: words of the answer, drawn on frames.
+    asked: task, adapter and question.
+    label: words of the answer, which are drawn on frames.
+    right: whether the answer is right. Otherwise, the caption also shows `expected`.
     """
 
     asked: str

@@ -174,7 +174,7 @@ _QUESTIONS_PER_SCENE: dict[str, float] = {
 
 
 def training_questions(scene: Scene, rng: Rng) -> list[Question]:
-    """Return about nine different questions on one scene, in training's proportions."""
+    """Return about nine different questions about a scene, in the proportions of training."""
     asked: dict[tuple[str, str], Question] = {}
     for kind, mean in _QUESTIONS_PER_SCENE.items():
         for _ in range(int(mean + rng.random())):

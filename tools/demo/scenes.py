@@ -61,14 +61,18 @@ class Scene:
 
 @dataclass(frozen=True)
 class Drawing:
-    """Pixels [n, n, 3] uint8, and for each of 64x64 points its object's index or -1."""
+    """A drawn scene.
+
+    pixels: uint8 [n, n, 3].
+    owner: int8 [64, 64], index of the object that covers each pixel of the scene; -1 for none.
+    """
 
     pixels: Pixels
     owner: NDArray[np.int8]
 
 
 def draw(scene: Scene, size: int = SIDE) -> Drawing:
-    """Return a drawing of a scene at `size` pixels (a multiple of 64)."""
+    """Return a square drawing of a scene whose side has `size` pixels, a multiple of 64."""
     side = size * SUPERSAMPLING
     step = SIDE / side
     line = (np.arange(side, dtype=np.float32) + 0.5) * step
@@ -144,7 +148,11 @@ def _sample_mark(mark: Floats, u: Floats, v: Floats) -> Floats:
 def place_boxes(
     rng: np.random.Generator, count: int, smallest: float, largest: float, gap: float = 2.0
 ) -> list[Box]:
-    """Return square boxes that do not overlap, in order from left to right."""
+    """Return `count` square boxes that do not overlap, in order from left to right.
+
+    smallest, largest: sides of the boxes in pixels.
+    gap: minimum distance between two boxes in pixels.
+    """
     while True:
         boxes: list[Box] = []
         for _ in range(count * 30):
@@ -185,7 +193,7 @@ _SIZES = {0: (16, 28), 1: (16, 28), 2: (16, 28), 3: (15, 24), 4: (14, 21)}
 
 
 def base_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
-    """Return a training scene of the base with 0 to 4 objects, rarely with none."""
+    """Return a training scene of the base with `count` objects; by default 0 to 4, rarely 0."""
     if count is None:
         count = int(rng.choice(5, p=[0.06, 0.22, 0.26, 0.24, 0.22]))
     things = tuple(

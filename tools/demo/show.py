@@ -1,4 +1,4 @@
-"""Show answers to all six tasks, each by the adapter for it, from a real server.
+"""Show a real server's answers to samples of all six tasks, with the base model and adapters.
 
 The script sends the samples of `tools/demo/samples` over gRPC: questions and captions to the
 ensemble `visual_retrieval`, all others to `video_analytics`. It prints a table and draws every
@@ -65,9 +65,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the server. `objects` are those of `result`, or empty for a streamed answer.
+    """Answer of the server.
 
-    score: probability of the top label if a vision task head answered, else None.
+    seconds: time from sending the request to the end of the answer.
+    objects: boxes in the output `result`; empty for a streamed answer.
+    score: probability of the most probable label if a vision task head answered, else None.
+    error: message of the server's error, or None.
     """
 
     text: str
@@ -139,7 +142,11 @@ def ask(client: Any, sample: Sample) -> Answer:
 
 
 def is_right(expected: str, text: str) -> bool:
-    """Return whether words and number of boxes are equal, and boxes have IoU >= 0.5."""
+    """Return whether an answer is right.
+
+    An answer with boxes must have the expected name and number of boxes, and a box with IoU >= 0.5
+    for each expected one. Any other answer must equal the expected text.
+    """
     wanted, given = parse_boxes(expected, GRID), parse_boxes(text, GRID)
     if not wanted:
         return text == expected
@@ -201,7 +208,7 @@ def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
 
 
 def plain(text: str) -> str:
-    """Return an answer without tags: names and corners of boxes, one box per line."""
+    """Return an answer without its tags. Each box is on a line of its own."""
     text = text.replace("<ref>", "").replace("</ref>", "")
     return text.replace("<box>", "\n").replace("</box>", "").strip()
 

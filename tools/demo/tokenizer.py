@@ -58,8 +58,8 @@ _COMMON = (
 
 
 def corpus() -> list[str]:
-    """Return the text from which merges are learned: every prompt, and every word with and without
-    leading space."""
+    """Return the texts from which merges are learned: prompts of all tasks, and all words with and
+    without a leading space."""
     lines = [task_text(task, "", PLACEHOLDER) for task in TASKS if task != "raw"] * 40
     lines += [_COMMON] * 20
     for word in lexicon.all_words():

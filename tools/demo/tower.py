@@ -62,9 +62,10 @@ def patches_of(pixels: Tensor) -> Tensor:
 def dense_loss(
     heads: DenseHeads, features: Tensor, batch: DenseBatch
 ) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss, and accuracies by label.
+    """Return (loss, figures by name). The figures are accuracies of labels, and the outlines' loss.
 
-    The loss is the sum of the cross entropies of labels and outlines and the pixels' squared error.
+    The loss is the sum of the labels' cross entropies, the outlines' cross entropy (weighted by
+    OUTLINE_WEIGHT) and the pixels' squared error.
     """
     logits, guessed, outlines = heads(features)
     labels = torch.from_numpy(batch.labels)

@@ -97,7 +97,7 @@ def _differences(archive: Contents, due: Contents) -> list[str]:
     faults = [f"{name} is missing" for name in sorted(set(due) - set(archive))]
     both = sorted(set(due) & set(archive))
     return faults + [
-        f"{name} differs from the tree's" for name in both if _differs(archive, due, name)
+        f"{name} differs from the source tree" for name in both if _differs(archive, due, name)
     ]
 
 

@@ -3,9 +3,9 @@
 usage: python -m tools.generation.kills SPEC OUT [--times 10]
 
 All runs use the specification SPEC. The first is undisturbed. Another run is killed by SIGKILL and
-started again, until there were `--times` kills. Then it runs to its end. If it ends before, a
-further run is killed in the same way. The script exits with 1 unless all files of the adapters are
-equal.
+started again, until there were `--times` kills. Then it runs to its end. If it ends after fewer
+kills, a further run is killed in the same way. The script exits with 1 unless all files of the
+adapters are equal.
 """
 
 from __future__ import annotations

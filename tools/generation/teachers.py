@@ -56,8 +56,8 @@ def read_sign(image: Image.Image) -> str | None:
     """Return the word that PP-OCRv4 reads; None if it is no colour or shape, or was read with low
     confidence.
 
-    The dark text is cropped here, and the network only recognises it. Detecting it with the network
-    would take twelve times as long as recognising it.
+    This function crops the dark text, and the network only recognises it. Detecting the text with a
+    network would take twelve times as long as recognising it.
     """
     grey = np.asarray(image.convert("L")).astype(int)
     rows, columns = np.nonzero(grey < (grey.min() + grey.max()) // 2)

@@ -2,8 +2,8 @@
 
 usage: python -m tools.generation.variants OUT [--only NAME]...
 
-Each run differs in one setting from the run `default`. A run that was stopped continues if the
-script is started again.
+Each run differs from the run `default` in one setting, except `paper`, which follows the paper in
+all settings. A run that was stopped continues if the script is started again.
 
 A run first trains items into adapters (docs/generation.md calls this packing), and then may merge
 adapters with each other. Runs that differ only in the second part continue a copy of the run

@@ -142,9 +142,10 @@ def launch_all(dtype: torch.dtype) -> None:
 
 
 def compile_all(dtypes: list[str]) -> list[Compiled]:
-    """Return the resources of every kernel for every target.
+    """Return the resources of every kernel for every target and type.
 
-    Kernels that accept rows of another type than the weights appear once per type of rows.
+    Of a kernel that is compiled in several variants, only the variant with the most registers is
+    returned.
     """
     found: dict[tuple[str, int, str], Compiled] = {}
     for capability in TARGETS:

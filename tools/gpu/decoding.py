@@ -1,8 +1,8 @@
 """Decoding steps of a random model on a GPU, replayed as graphs and launched kernel by kernel.
 
 The steps use the engine's own classes for the runner, weights, adapters and pages, but no
-checkpoint. For each kind of step, the logits of the graph and of the single launches are compared.
-Then the two are timed, and the time to read the step's bytes from memory is calculated.
+checkpoint. For each kind of step, the logits of the graph are compared with those of the single
+launches. Then both are timed, and the time to read the step's bytes from memory is calculated.
 """
 
 from __future__ import annotations

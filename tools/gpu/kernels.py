@@ -34,9 +34,9 @@ UNCAPTURED = ("peft_loop",)
 """Baselines that cannot be captured, because each call copies index lists to the device."""
 COLD_BYTES = 256 << 20
 MOST_LAYERS = 128
-"""Maximum number of layers in a cold cell, through which its calls rotate. A cell has as many
-layers as COLD_BYTES hold, up to this number. All layers of small adapters may therefore still fit
-into L2. The figure `layers_mb` shows their size.
+"""Maximum number of layers in a cold cell, which its calls use in turn. A cell has as many layers
+as COLD_BYTES can hold, up to this number. The layers of small adapters may therefore still fit into
+L2 together. The figure `layers_mb` shows their total size.
 """
 ROUNDS = 5
 TOLERANCE = 3e-2
@@ -85,9 +85,12 @@ class Atmm(LoraOperator):
 
 @dataclass
 class GpuKernelResult:
-    """Seconds per call of each operator on one cell, and the reason for each that was left out.
+    """Seconds per call of each operator on one cell, timed as a graph and call by call.
 
-    Each operator is timed as a graph and call by call.
+    limit: roofline of a call in seconds.
+    left_out: reason for each operator that was left out.
+    choice: name of the kernels and tiles that ATMM chose.
+    layers: number of layers that the calls use in turn.
     """
 
     cell: KernelCell
@@ -178,7 +181,7 @@ def measure(
 
 
 def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: KernelCell) -> torch.Tensor:
-    """Return the LoRA update in float64."""
+    """Return what the LoRA operator adds to y, computed in float64."""
     want = torch.zeros_like(x, dtype=torch.float64)
     for s in cell.segments:
         rows = slice(s.start, s.start + s.length)
@@ -218,8 +221,8 @@ def run(
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return geometric means of speed-ups for hot decode, cold decode and prefill.
 
-    Those whose names end in `_eager` are timed call by call, the others as graphs. PEFT's loop is
-    measured call by call only. `limit` is the roofline divided by the measured time.
+    Figures whose names end in `_eager` are timed call by call, the others as graphs. PEFT's loop is
+    timed call by call only. `limit` is the roofline divided by ATMM's time.
     """
     summary: dict[str, Any] = {"cells": len(rows)}
     for regime, chosen in (

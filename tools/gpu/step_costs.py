@@ -22,7 +22,7 @@ GAP_SECONDS = 1.5e-6
 FP32, BF16 = 4, 2
 
 RANK = 64
-"""Rank of the adapters in the table; each row has one of its own, for all projections."""
+"""Rank of the adapters in the table. Each row has its own adapter, for all projections."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,11 @@ class Model:
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch: the bytes of weights or pages that it must read, and of rows that it moves."""
+    """One launch.
+
+    needed: bytes of weights, adapters or pages that it must read.
+    rows: bytes of rows that it reads and writes.
+    """
 
     name: str
     needed: int
@@ -58,19 +62,20 @@ class Kernel:
 
 
 def product(name: str, d_in: int, d_out: int, rows: int) -> Kernel:
-    """Return the product of bf16 rows with a weight [d_out, d_in]."""
+    """Return the launch that multiplies bf16 rows by a weight [d_out, d_in]."""
     return Kernel(name, BF16 * d_in * d_out, BF16 * rows * (d_in + d_out))
 
 
 def add_norm(model: Model, rows: int) -> Kernel:
-    """Return a norm that first adds its input to the residual, which is stored in fp32."""
+    """Return the launch of a norm that first adds its input to the residual, which is fp32."""
     return Kernel("add_norm", FP32 * model.hidden, (2 * FP32 + 2 * BF16) * rows * model.hidden)
 
 
 def atmm(d_in: int, d_out: int, rows: int, rank: int) -> Kernel:
     """Return ATMM's launch for a group of projections, if each row has an adapter of its own.
 
-    rank: sum of the ranks of an adapter's projections.
+    d_out: mean number of outputs of the group's projections.
+    rank: sum of the ranks of an adapter's pairs for these projections.
     """
     adapters = BF16 * rows * rank * (d_in + d_out)
     return Kernel("atmm", adapters, BF16 * rows * (d_in + 2 * d_out) + 2 * FP32 * rows * rank)
@@ -89,7 +94,8 @@ def layer(model: Model, rows: int, context: int, rank: int = 0) -> list[Kernel]:
     def projections(name: str, d_in: int, *d_outs: int) -> list[Kernel]:
         kernels = [product(name, d_in, sum(d_outs), rows)]
         if rank:
-            # An adapter has a factor B for each projection; each reads its own part of the rank.
+            # An adapter has a pair (A, B) of this rank for each projection. All pairs together have
+            # as many bytes as one pair with the sum of the ranks and the mean number of outputs.
             width = sum(d_outs) // len(d_outs)
             kernels.append(atmm(d_in, width, rows, rank * len(d_outs)))
         return kernels

@@ -17,7 +17,7 @@ ROUNDS = 5
 
 @dataclass(frozen=True)
 class Model:
-    """A model of `layers` layers with targets (d_out, d_in) and one adapter of one rank."""
+    """A model whose layers have targets (d_out, d_in), and an adapter that changes all of them."""
 
     name: str
     layers: int
@@ -43,10 +43,12 @@ MODELS = tuple(
 def measure(
     model: Model, operator: Operator, limits: GpuLimits, dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, Any]:
-    """Measure a merge out of place and in place, addmm per matrix, and a plain copy.
+    """Measure merging out of place and in place, torch.addmm for each matrix, and a plain copy.
 
-    In the roofline, W is read once and M is written once. The products are computed in fp32 without
-    tensor cores, since the result must be rounded only once.
+    In the roofline, W is read once and M = W + B A is written once. Its peak is that of fp32
+    without tensor cores, since the result must be rounded only once.
+
+    Raises AssertionError if the merged weights are wrong by more than one rounding.
     """
     device = operator.device
     base = torch.randn(model.elements, device=device).to(dtype)

@@ -40,6 +40,7 @@ PARITY_TESTS = tuple(
 )
 CHECKPOINTS = ROOT / "build" / "checkpoints"
 SANITIZERS = ("memcheck", "racecheck")
+"""Tools of compute-sanitizer."""
 
 
 def machine(out: Path) -> str:
@@ -80,7 +81,9 @@ def machine(out: Path) -> str:
 
 
 def build(out: Path) -> str:
-    """Build the pruned set of tiles for the GPU's architecture (for all, without a GPU)."""
+    """Build the pruned set of tiles for the GPU's architecture, or for all ARCHITECTURES without a
+    GPU.
+    """
     from tools.tile_search import cuda_build
 
     known = read(out / "machine.json")
@@ -107,8 +110,8 @@ def tests(out: Path) -> str:
 
 
 def parity(out: Path) -> str:
-    """Test the step's kernels against the reference implementations, and an engine on the GPU
-    against one on the CPU.
+    """Compare the step's kernels with their reference implementations, and an engine on the GPU
+    with one on the CPU.
     """
     _torch()
     for package in ("triton", "transformers", "safetensors", "peft"):
@@ -120,7 +123,7 @@ def parity(out: Path) -> str:
 
 
 def sanitize(out: Path) -> str:
-    """Run a few calls of every kernel under each tool of compute-sanitizer."""
+    """Run `tools.gpu.exercise` under each of SANITIZERS."""
     _operator()
     tool = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"

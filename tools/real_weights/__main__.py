@@ -54,7 +54,9 @@ def perplexity(
     windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
 ) -> None:
-    """Print perplexities on Python's language reference, by type of weight, and transformers'."""
+    """Print the decoder's perplexity on Python's language reference by type of weight, and that of
+    transformers' model in fp32.
+    """
     texts = measure.texts_of(folder, windows, length)
     _print({"transformers": "float32", "perplexity": round(measure.stock(folder, texts), 4)})
     for options in measure.TYPES:
@@ -84,9 +86,11 @@ def merging(
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 256,
     scenes: Annotated[int, typer.Option(min=1, help="Number of held-out scenes.")] = 10,
 ) -> None:
-    """Print the error that merging an adapter adds on real texts and images, by type of weight.
+    """Print the error that merging an adapter adds on texts and on scenes of the demo, by type of
+    weight.
 
-    The adapter is random, of rank 16, on all projections, and changes each matrix by 5 percent.
+    The adapter is random, has rank 16, and changes the matrix of each projection by 5 percent of
+    the matrix's norm.
     """
     texts = measure.texts_of(folder, windows, length)
     asked = measure.held_out(folder, scenes)

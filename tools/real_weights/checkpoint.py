@@ -28,7 +28,7 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
     """Write the checkpoint into a folder.
 
     connector_steps: number of training steps of the connector; 0 leaves it random.
-    report: is called with each line of progress.
+    report: called with each line of progress.
 
     Raises InvalidArgument if a package is missing.
     """

@@ -38,7 +38,7 @@ REPORT_EVERY_SECONDS = 10.0
 
 
 def scene_of(*seed: int) -> Scene:
-    """Return the scene of a seed, with one object or more."""
+    """Return the scene of a seed, with 1 to MOST_THINGS objects."""
     rng = np.random.default_rng(seed)
     return base_scene(rng, int(rng.integers(1, MOST_THINGS + 1)))
 
@@ -66,7 +66,7 @@ def train_connector(
     """Train the connector in place. Return the loss of each step of the second stage.
 
     model: LLaVA with the demo's tower, in float32.
-    report: is called with a line of progress every few seconds.
+    report: called with a line of progress every REPORT_EVERY_SECONDS.
     """
     torch.manual_seed(SEED)
     model.eval().requires_grad_(False)

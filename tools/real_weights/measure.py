@@ -224,10 +224,10 @@ def make_adapter(folder: Path, to: Path, rank: int = 16, change: float = 0.05) -
 def merging_errors(
     decoder: Measured, texts: Sequence[list[int]], asked: Sequence[Asked]
 ) -> dict[str, float]:
-    """Return what merging the adapter changes: logits of texts and images, and perplexity.
+    """Return how merging the adapter changes the logits of texts and images, and the perplexity.
 
-    Errors are differences between merged and unmerged logits, as a fraction of the logits' standard
-    deviation.
+    An error is the root mean square of the difference between merged and unmerged logits, divided
+    by the standard deviation of the unmerged logits.
     """
     inputs = {
         "text": [(text, None) for text in texts],

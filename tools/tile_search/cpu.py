@@ -29,7 +29,7 @@ FEW_ROWS = 8
 """Maximum number of rows at which reading adapters limits a call, so that larger row blocks are no
 faster."""
 MANY_ROWS = 32
-"""Minimum number of rows at which streaming reads each adapter four times or more."""
+"""Number of rows from which on streaming reads each adapter four times or more."""
 SCRATCH_BYTES = 4
 """Bytes of an element of the intermediate result x Aᵀ."""
 OTHER_KEYS = ("depth_block", "prefetch", "column_block")
@@ -148,7 +148,7 @@ class CpuBackend:
 
         return {name: call_of(self._all["merge"][name][0]) for name in configs}
 
-    @lru_cache(maxsize=1)  # noqa: B019 — one group at a time, the search keeps the backend
+    @lru_cache(maxsize=1)  # noqa: B019 — It keeps one group, and the search keeps the backend.
     def _group(self, d_in: int, d_out: int, rank: int) -> LoraGroup:
         dtype = DTYPES[self.dtype]
         pair = LoraPair(torch.randn(rank, d_in).to(dtype), torch.randn(d_out, rank).to(dtype))

@@ -83,7 +83,7 @@ class Instance:
 
 
 def instances(limit: int | None = None, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[Instance]:
-    """Return all instances, or `limit` of them, spread evenly over kinds and types."""
+    """Return all instances, or at most `limit` of them, spread evenly over kinds and types."""
     known = {kind: tiles(kind) for kind in KINDS}
     found = [
         Instance(known[kind][i], kind, dtype)
@@ -252,7 +252,11 @@ def _stale(target: Path, sources: list[Path]) -> bool:
 
 
 def _link(command: list[str], objects: list[Path], library: Path) -> None:
-    """Link under a temporary name and rename, because a process may have the library open."""
+    """Link the objects if one is newer than the library.
+
+    The library is linked under a temporary name and then renamed, because a process may have it
+    open.
+    """
     draft = library.with_suffix(f".{os.getpid()}")
     if not library.exists() or any(o.stat().st_mtime > library.stat().st_mtime for o in objects):
         _run([*command, *map(str, objects), "-o", str(draft)])

@@ -3,8 +3,8 @@
 Candidates are tiles of the compiled library, ordered by the cost formula that also chooses without
 a table. Adapters are profiled hot and cold, as on the CPU. Finally the best candidate and the
 built-in choice run alternately. The candidate replaces the built-in choice only if it is faster by
-more than the noise. This module imports no package but torch, because a GPU machine may have no
-other.
+more than the noise. Of other projects' packages, this module imports only torch, because a GPU
+machine may have no other.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ MAX_ROWS = 8192
 ROWS_WORTH_ROW_KERNELS = 32
 """Maximum number of rows of a segment for which kernels without tensor cores are tried."""
 MAX_SHRINK_TILES = 6
-"""Maximum number of pairs of a shrink tile and a number of slices to try, the cheapest first. Two
-fewer expand tiles are tried."""
+"""Maximum number of pairs (shrink tile, number of slices) to try. Those with the lowest cost are
+tried, and MAX_SHRINK_TILES - 2 expand tiles at most."""
 COLD_BYTES = 256 << 20
-"""Bytes of adapters that a cold profile rotates through: several times any L2."""
+"""Bytes of adapters that the calls of a cold profile use in turn: several times the size of L2."""
 MAX_LAYERS = 128
 ROUNDS, DUEL_ROUNDS = 3, 9
 

@@ -49,7 +49,7 @@ MAX_CALLS = 64
 
 @dataclass(frozen=True, order=True)
 class Shape:
-    """Shape of a call: `segments` segments of `rows` rows, each with its own adapter of one rank.
+    """Shape of a call: `segments` segments of `rows` rows, each with an adapter of rank `rank`.
 
     A merge has rows = d_out and one segment per matrix. Shapes are sorted so that those that share
     adapters are adjacent.
@@ -160,9 +160,9 @@ def profile(
 ) -> Profile:
     """Measure interleaved medians, and drop slow configurations early.
 
-    With fewer than MIN_ROUNDS samples, a configuration is dropped if it takes more than HOPELESS
-    times as long as the best. From MIN_ROUNDS samples on, it is dropped if its fastest sample takes
-    longer than the upper quartile of the best configuration.
+    While there are fewer than MIN_ROUNDS samples, a configuration is dropped if it takes more than
+    HOPELESS times as long as the best. From MIN_ROUNDS samples on, it is dropped if its fastest
+    sample takes longer than the upper quartile of the best configuration's samples.
 
     budget: seconds after which MIN_ROUNDS samples are enough.
     """
@@ -209,7 +209,7 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
 def choose(hot: Profile, cold: Profile) -> str:
     """Return the configuration with the smallest product of hot and cold times.
 
-    A table is used for small models, whose adapters are hot, and large ones, whose adapters are
+    The same table serves small models, whose adapters are hot, and large ones, whose adapters are
     cold.
     """
     shared = [name for name in hot.seconds if name in cold.seconds]
@@ -285,8 +285,9 @@ def filled(
     """Return the entries, with copies of them for numbers of segments that were not searched.
 
     An entry for apply is copied to twice its number of segments. An entry for merge, whose segments
-    are matrices, is copied to all numbers. An exact match is a hash look-up, while the nearest
-    bucket needs a scan. Copies have no times, because they were not measured.
+    are matrices, is copied to all numbers in MATRICES. With the copies, more look-ups find an exact
+    match by hash and need not scan for the nearest bucket. Copies have no times, because they were
+    not measured.
     """
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}
