@@ -123,7 +123,7 @@ class Driver:
     """Runs sets of requests on one engine."""
 
     def __init__(self, engine: Engine, after_step: Callable[[Engine], None] | None = None) -> None:
-        """Take the engine that will run the requests.
+        """Create a driver of an engine.
 
         after_step: called after each step that computed rows. Its duration is part of the span of
             the run, but not of the step.

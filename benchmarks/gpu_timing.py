@@ -1,7 +1,7 @@
 """Interleaved timing on a GPU, with events around many replays of captured graphs.
 
 A machine without a GPU can make a dry run on the emulated kernels. The host's clock then times the
-calls. Those figures mean nothing and are marked as such.
+calls. The figures of a dry run mean nothing and are marked as such.
 """
 
 from __future__ import annotations

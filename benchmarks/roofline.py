@@ -87,7 +87,7 @@ class Roofline:
         parts: for each part, its number of bytes and whether it is cold. All parts that are not
             cold share the caches and form one working set.
         cold_rate: rate of memory in bytes/s, timed in the same rounds as the work.
-        peak: flop/s, timed in the same rounds as the work.
+        peak: rate of multiplying in flop/s, timed in the same rounds as the work.
         """
         parts = list(parts)
         warm_bytes = sum(size for size, cold in parts if not cold)

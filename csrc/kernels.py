@@ -32,7 +32,7 @@ INCLUDE = (CSRC, CSRC / "atmm" / "include", CSRC / "atmm" / "cpu")
 
 @dataclass(frozen=True)
 class Unit:
-    """A translation unit, and the compiler flags that it needs besides the common ones."""
+    """A translation unit, and the compiler flags that it needs in addition to the common ones."""
 
     source: Path
     flags: tuple[str, ...] = ()

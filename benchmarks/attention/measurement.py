@@ -43,7 +43,7 @@ class AttentionCell:
     """One attention step.
 
     phase: "decode": `rows` requests of one row, each after `context` positions.
-        "prefill": one chunk of `rows` rows after `context` positions, of which the grid has none.
+        "prefill": one chunk of `rows` rows after `context` positions (0 in the committed grid).
         "mixed": one chunk of `rows` rows and MIXED_DECODES decoding requests, each after `context`
         positions.
     name_of_heads: key of the grid's entry with the numbers of query heads and KV heads.

@@ -169,7 +169,7 @@ class Clients:
                 first = first or time.perf_counter()
             tokens += piece.num_output_tokens
         if tokens != ask.max_tokens:
-            raise BenchmarkError(f"{tokens} tokens came, not {ask.max_tokens}")
+            raise BenchmarkError(f"the answer has {tokens} tokens instead of {ask.max_tokens}")
         end = time.perf_counter()
         return first or end, end
 

@@ -182,9 +182,8 @@ class RandomAdapters:
 def summarize(
     changes: Sequence[ModeChangeGaps], drifts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """Return the gaps between two tokens with and without a merge, and the drift, by type.
-
-    The drift is taken after the largest number of switches.
+    """Return the time of unmerging and, by type, the gaps between two tokens with and without a
+    merge, and the drift after the largest number of switches.
     """
     summary: dict[str, Any] = {"unmerge_us": round(unmerge_us(), 2)}
     for change in changes:

@@ -175,7 +175,7 @@ def merge_instances(isa: Isa) -> Iterator[str]:
 
 
 def body(isa: Isa, part: str) -> str:
-    """Return the function that fills one part of an instruction set's kernel table."""
+    """Return the source of the function that fills a part of an instruction set's kernel table."""
     if part == "rows":
         lines = [
             "k.load_rows = load_rows;",

@@ -18,7 +18,7 @@ AmxGemm unit() {
 
 
 def body(isa: Isa) -> str:
-    """Return the function that fills the table of kernels of an instruction set."""
+    """Return the source of the function that returns an instruction set's table of kernels."""
     pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
     gemv = "PairsGemv" if pairs else "WidenedGemv"
     in_place_bf16 = "{pack_panels<PairsGemm>, gemm_by_vectors<PairsGemm, false>}" if pairs else NONE

@@ -9,7 +9,7 @@ from kernels import CSRC, ISAS, Isa, Unit
 
 
 def body(isa: Isa) -> str:
-    """Return the function that fills the table of kernels of an instruction set."""
+    """Return the source of the function that returns an instruction set's table of kernels."""
     has_pairs = "VLORA_HAS_BF16_PRODUCTS" in isa.defines
     pairs = "{pack_pairs, gemv_pairs}" if has_pairs else "{nullptr, nullptr}"
     panels = "{}, {}"

@@ -27,7 +27,8 @@ BLIND_ITEMS = 100
 class Measured:
     """Accuracies (0 to 1) of one domain over `n` items.
 
-    kinds: accuracy of the base model by kind of question."""
+    kinds: accuracy of the base model by kind of question.
+    """
 
     domain: str
     task: str

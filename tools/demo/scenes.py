@@ -26,8 +26,9 @@ Pixels = NDArray[np.uint8]
 class Thing:
     """An object in a scene.
 
-    `box` is its bounding box. `mark` is an opacity map for objects without a geometric shape, such
-    as digits."""
+    box: its bounding box.
+    mark: opacity map, for an object without a geometric shape, such as a digit; else None.
+    """
 
     shape: str
     colour: str

@@ -22,7 +22,7 @@ def run_tests(
 ) -> str:
     """Run pytest, write its counts to `result`.json, and return them as text."""
     if importlib.util.find_spec("pytest") is None:
-        raise Lacking("no pytest")
+        raise Lacking("this Python has no pytest")
     report = result.with_suffix(".xml")
     command = [*_pytest(), *files, *options, f"--junitxml={report}"]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, **(variables or {})}, check=False)
@@ -37,7 +37,9 @@ def run_tests(
 
 
 def _pytest() -> list[str]:
-    """Return pytest's command with options that ignore warnings of another torch version."""
+    """Return pytest's command. In it, warnings are not errors, since another version of torch may
+    warn.
+    """
     return [
         sys.executable,
         "-m",

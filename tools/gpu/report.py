@@ -18,7 +18,7 @@ KEPT = (
     "sanitize.json",
     "resources.json",
 )
-"""Results that are copied to the folder of figures, besides tile tables."""
+"""Results that are copied to the folder of figures, in addition to the tile tables."""
 
 
 def report(out: Path) -> str:

@@ -20,7 +20,9 @@ from typing import Literal
 
 ROOT = Path(__file__).resolve().parents[2]
 LACKING = 3
-"""Exit status of a stage that lacks a program or a device. Its last output line names it."""
+"""Exit status of a stage that lacks a program or a device. Its last output line names what is
+missing.
+"""
 FEWEST_SECONDS = 2.0
 """Minimum time left to start another stage."""
 

@@ -67,7 +67,7 @@ def measure(
     merge(out, base)
     error = _error(out, base, updates)
     if not error <= 1.01 * torch.finfo(dtype).eps:
-        raise AssertionError(f"{model.name}: {error:.1e} exceeds one rounding")
+        raise AssertionError(f"{model.name}: the relative error {error:.1e} exceeds one rounding")
 
     def addmm() -> None:
         for source, target, a, b in parts:

@@ -21,9 +21,11 @@ from tools.large_checkpoint import checkpoint
 MIB = 1 << 20
 SAMPLE = Path(__file__).parents[1] / "demo" / "samples" / "vqa.png"
 CONTEXT, ROWS, SEQUENCES = 2048, 512, 4
-"""Tokens of the KV cache and of the context; maximum numbers of rows and requests of a step."""
+"""Number of tokens of the KV cache and of a request's context, and maximum numbers of rows and of
+requests in a step.
+"""
 WORDS = 480
-"""Words of a request without an image. SEQUENCES of them fill most of the KV cache."""
+"""Number of words of a request without an image. SEQUENCES such requests fill most of the cache."""
 
 app = typer.Typer(add_completion=False, help=__doc__)
 

@@ -24,7 +24,7 @@ DEVIATION = 0.02
 
 
 def configuration(layers: int) -> LlavaConfig:
-    """Return the configuration of LLaVA-1.5-7B with another number of decoder layers."""
+    """Return the configuration of LLaVA-1.5-7B with `layers` decoder layers."""
     text = LlamaConfig(
         vocab_size=32064,
         hidden_size=4096,
@@ -52,7 +52,7 @@ def make(folder: Path, config: LlavaConfig, report: Callable[[str], None]) -> No
 
     Shards are written one after another, so that only one is in memory.
 
-    report: is called with a line after each shard.
+    report: called with a line after each shard.
     """
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
@@ -70,7 +70,8 @@ def make(folder: Path, config: LlavaConfig, report: Callable[[str], None]) -> No
     for i, names in enumerate(shards, 1):
         file = f"model-{i:05}-of-{len(shards):05}.safetensors"
         weights = {name: _drawn(shapes[name]) for name in names}
-        if "lm_head.weight" in weights:  # Answers consist of the tokenizer's tokens.
+        if "lm_head.weight" in weights:
+            # A logit of 0 is never the largest, so answers have only tokens of the tokenizer.
             weights["lm_head.weight"][len(tokenizer) :] = 0.0
         save_file(weights, folder / file, {"format": "pt"})
         files |= dict.fromkeys(names, file)

@@ -189,7 +189,7 @@ def accuracies(decoder: Measured, asked: Sequence[Asked]) -> dict[str, float]:
 
 
 def constant_accuracies(asked: Sequence[Asked]) -> dict[str, float]:
-    """Return the accuracies of giving each kind of question its most frequent answer."""
+    """Return, by kind of question, the accuracy of always giving the most frequent answer."""
     answers: dict[str, list[str]] = {}
     for one in asked:
         answers.setdefault(one.question.kind, []).append(one.question.answer)

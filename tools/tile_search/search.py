@@ -84,9 +84,9 @@ class Backend(Protocol):
     def prepare(
         self, shape: Shape, configs: Sequence[str], *, cold: bool
     ) -> Mapping[str, Callable[[], None]]:
-        """Return a function for each configuration, which runs it once.
+        """Return, for each configuration, a function that computes the shape with it once.
 
-        cold: whether its calls rotate through data that exceed the caches.
+        cold: whether successive calls use different data, which exceed the caches together.
         """
 
 

@@ -78,7 +78,8 @@ def apply(
         )
     dtype = x.dtype
     if y.dtype != dtype or dtype not in (group.dtype, torch.float32):
-        raise ValueError(f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}")
+        types = f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}"
+        raise ValueError(f"{types}; x and y must both be of its type or both torch.float32")
     chosen = backend or _backend_for(y)
     if chosen != "cpu":
         _check(rows, segments, len(group))
@@ -93,9 +94,7 @@ def apply(
         raise ValueError("the columns of x and y must be contiguous")
     if chosen == "cuda":
         if config is not None:
-            raise ValueError(
-                "config is an index of the CPU's tiles; on CUDA see vlora.atmm.cuda.choice"
-            )
+            raise ValueError("config must be None on CUDA; it is an index of the CPU's tiles")
         _on_cuda(y, x, segments, group)
         return
     group.native.apply(

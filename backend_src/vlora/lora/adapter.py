@@ -302,5 +302,5 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
     if not isinstance(accuracy, dict) or not all(
         type(value) in (int, float) and -math.inf < value < math.inf for value in accuracy.values()
     ):
-        raise invalid("must give 'accuracy' as numbers by task")
+        raise invalid("must give 'accuracy' as an object of finite numbers by task")
     return extra

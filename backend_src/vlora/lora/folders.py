@@ -64,7 +64,7 @@ def _named(
         path = Path(folder) if root is None else root / folder
         if not quiet and name in folders and not _same_file(folders[name], path):
             texts = map(as_text, (name, str(path), str(folders[name])))
-            log.warning("adapter '%s' is the configured folder %s, not %s", *texts)
+            log.warning("adapter '%s' is defined twice: %s is used, and %s is not", *texts)
         folders[name] = path
     return folders
 

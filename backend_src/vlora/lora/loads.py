@@ -169,7 +169,7 @@ class AdapterLoads:
         if transient:
             handle.backoff.failed(self._clock())
             if handle.backoff.attempts < MAX_ATTEMPTS:
-                log.warning("adapter '%s' is loaded again: %s", as_text(handle.name), error)
+                log.warning("loading adapter '%s' is tried again: %s", as_text(handle.name), error)
                 self._tiers.undo(handle)
                 return
         reason = as_adapter_error(handle.name, handle.folder, error)
@@ -178,7 +178,7 @@ class AdapterLoads:
 
 
 def _read_weights(handle: AdapterHandle, hidden: int) -> Adapter:
-    """Return the weights of a version. Runs on the loader's thread.
+    """Return the weights of a version. The loader's thread calls this.
 
     Raises the errors of `read_adapter`, and InvalidArgument if the folder has changed.
     """

@@ -168,13 +168,21 @@ def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[st
         )
     excluded = config.get("exclude_modules") or ()
     if not _names_or_pattern(excluded):
-        raise invalid(f"has exclude_modules = {excluded!r}; it must be names, or a pattern")
+        raise invalid(
+            f"has exclude_modules = {excluded!r}; it must be names of modules, or a regular"
+            " expression"
+        )
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-        raise invalid(f"has layers_to_transform = {layers!r}; it must be numbers of layers")
+        raise invalid(
+            f"has layers_to_transform = {layers!r}; it must be the number of a layer, or a list of"
+            " numbers"
+        )
     if not _names_or_pattern(pattern):
-        raise invalid(f"has layers_pattern = {pattern!r}; it must be patterns")
+        raise invalid(
+            f"has layers_pattern = {pattern!r}; it must be a pattern, or a list of patterns"
+        )
     if isinstance(names, str) and (layers is not None or pattern):
         raise invalid(
             "has 'layers_to_transform' or 'layers_pattern' with a 'target_modules' that"
@@ -267,7 +275,7 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
 def require_file(path: Path, invalid: ErrorFactory) -> None:
     """Raise InvalidArgument unless the file exists and is a regular file.
 
-    Others are refused because reading a pipe or a device might never end.
+    Other kinds of files are refused because reading a pipe or a device might never end.
     """
     try:
         kind = path.stat().st_mode

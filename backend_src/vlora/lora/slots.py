@@ -71,7 +71,7 @@ class Slots:
         )
 
     def take(self, adapter: Adapter) -> int:
-        """Assign a slot to the adapter and return it. Steps must not use the slot before `pack`."""
+        """Assign a slot to the adapter, and return the slot. Steps may use it only after `pack`."""
         if self._released:
             slot = self._released.pop()
         elif None in self._adapters:

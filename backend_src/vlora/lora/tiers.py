@@ -133,7 +133,7 @@ class AdapterTiers:
     def write(self, slot: int, run: Run | None) -> None:
         """Write the packed copies of a slot's adapter.
 
-        May run on any thread, since nothing else uses the slot and the pages meanwhile.
+        Any thread may call this, since nothing else uses the slot and the pages meanwhile.
         """
         if run is None:
             self.slots.pack(slot)

@@ -37,8 +37,8 @@ SLOW_SECONDS = 0.25
 """Seconds after which the priority of a request's decoder is lowered."""
 
 SLOW_NICENESS = 10
-"""Increase of the niceness of a slow request's decoder. If a process of normal niceness
-uses the same core, the decoder gets about a tenth of it.
+"""Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
+same core, the decoder gets about a tenth of the core's time.
 """
 
 POLL_SECONDS = 0.05
@@ -301,7 +301,7 @@ class ImageDecoder:
                 f" limit is {limits.max_decode_bytes} ('max_decode_bytes')"
             )
         if code is None or code == -signal.SIGKILL or code >= 0:
-            return Internal(f"the decoder of {name} ended unexpectedly, with {code}")
+            return Internal(f"the decoder of {name} ended unexpectedly, with exit code {code}")
         return InvalidArgument(
             f"{name} is corrupt: its decoder ended by signal {signal.Signals(-code).name}"
         )

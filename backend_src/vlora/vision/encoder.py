@@ -172,7 +172,7 @@ def _check_report(
     """
     for name, stored, expected in sorted(mismatched):
         raise InvalidArgument(
-            f"{checkpoint} holds '{name}' of shape {tuple(stored)}; by config.json it must be"
+            f"{checkpoint} holds '{name}' of shape {tuple(stored)}; config.json requires"
             f" {tuple(expected)}"
         )
     if missing:

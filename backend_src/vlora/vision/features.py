@@ -162,8 +162,9 @@ class FeatureCache:
         pending.set_exception(error)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the accounting is inconsistent. It is meant for tests and idle
-        times.
+        """Raise AssertionError if the accounting is inconsistent.
+
+        The check takes time, so call it only in tests and at idle times.
         """
         with self._lock:
             # This method of the base class reads an entry without changing the LRU order.

@@ -188,8 +188,9 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def _scale(image: Image.Image) -> ByteArray:
-    """Return 16-bit gray as uint8 [h, w]. If the file names a transparent value, its pixels become
-    white.
+    """Return a 16-bit gray picture as uint8 [h, w].
+
+    If the file declares a value as transparent, the pixels with this value become white.
     """
     values = np.asarray(image).astype(np.uint32)
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
