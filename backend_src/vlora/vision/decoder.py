@@ -132,7 +132,8 @@ class _Permit:
         """Exchange the regular permit for one for long requests after LONG_SECONDS, and lower the
         decoder's priority after SLOW_SECONDS.
 
-        If no permit for long requests is free, the request keeps its regular one.
+        If no permit for long requests is free, the request keeps its regular one, and the decoder
+        its priority.
         """
         seconds = time.monotonic() - self._since
         if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
