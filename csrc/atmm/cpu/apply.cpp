@@ -157,10 +157,8 @@ void apply_blocks(const Call& c, const Call* small, const std::vector<SegmentWor
   }
 }
 
-}  // namespace
-
 // Segments that can run concurrently. Threads share them by blocks of rows, or inside each segment.
-struct Apply::Wave {
+struct Wave {
   std::vector<SegmentWork> segments;
   int threads = 1;  // maximum number of threads that its work repays
   std::optional<runtime::Pieces> blocks;
@@ -188,66 +186,76 @@ struct Apply::Wave {
   }
 };
 
-struct Apply::Plan {
-  Call call;
-  std::optional<Call> small_blocks;
-  std::deque<Wave> waves;
+// A call of the operator, whose segments have been distributed over threads. Each thread of a region
+// calls the object once.
+class Plan {
+ public:
+  // threads: maximum number of threads.
+  Plan(const Kernels& kernels, const Problem& p, const SegmentList& segments,
+       const Chooser& chooser, int threads)
+      : call_{kernels, p, chooser.fixed_order()} {
+    if (kernels.small_blocks && p.dtype == Dtype::kBf16 && !call_.fixed_order && pairs_are_slow())
+      small_blocks_.emplace(Call{*kernels.small_blocks, p, false});
+    int64_t floats = 0;
+    for (int i = 0; i < segments.waves(); ++i) {
+      std::vector<SegmentWork> work;
+      Shape previous{};
+      for (const Segment* s = segments.begin(i); s != segments.end(i); ++s) {
+        const Shape shape = shape_of(call_, *s, segments, threads);
+        if (shape.rank == 0) continue;
+        const bool same =
+            !work.empty() && previous.rows == shape.rows && previous.rank == shape.rank;
+        work.push_back({s, same ? work.back().config : chooser.choose(shape),
+                        estimated_seconds(call_, *s), 0, 0});
+        previous = shape;
+      }
+      if (work.empty()) continue;
+      Wave& wave = waves_.emplace_back();
+      wave.segments = std::move(work);
+      wave.plan(call_, threads);
+      threads_ = std::max(threads_, wave.threads);
+      has_barriers_ = has_barriers_ || wave.shared || waves_.size() > 1;
+      if (wave.shared) floats = std::max(floats, wave.shared->floats());
+    }
+    thread_local runtime::Scratch scratch;
+    float* const memory = floats ? scratch.get(floats) : nullptr;
+    for (Wave& wave : waves_)
+      if (wave.shared) wave.shared->use(memory);
+  }
+
+  void operator()(const runtime::Team& team) {
+    bool first = true;
+    for (Wave& wave : waves_) {
+      if (!first) team.wait();
+      first = false;
+      if (wave.shared)
+        (*wave.shared)(team);
+      else
+        apply_blocks(call_, small_blocks_ ? &*small_blocks_ : nullptr, wave.segments,
+                     *wave.blocks);
+    }
+  }
+
+  int threads() const { return threads_; }             // number of threads for which it has work
+  bool has_barriers() const { return has_barriers_; }  // whether its threads wait for each other
+
+ private:
+  Call call_;
+  std::optional<Call> small_blocks_;
+  std::deque<Wave> waves_;
+  int threads_ = 1;
+  bool has_barriers_ = false;
 };
 
-Apply::Apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
-             const Chooser& chooser, int threads)
-    : plan_(new Plan{{kernels, p, chooser.fixed_order()}, {}, {}}) {
-  const Call& c = plan_->call;
-  if (kernels.small_blocks && p.dtype == Dtype::kBf16 && !c.fixed_order && pairs_are_slow())
-    plan_->small_blocks.emplace(Call{*kernels.small_blocks, p, false});
-  int64_t floats = 0;
-  for (int i = 0; i < segments.waves(); ++i) {
-    std::vector<SegmentWork> work;
-    Shape previous{};
-    for (const Segment* s = segments.begin(i); s != segments.end(i); ++s) {
-      const Shape shape = shape_of(c, *s, segments, threads);
-      if (shape.rank == 0) continue;
-      const bool same = !work.empty() && previous.rows == shape.rows && previous.rank == shape.rank;
-      work.push_back(
-          {s, same ? work.back().config : chooser.choose(shape), estimated_seconds(c, *s), 0, 0});
-      previous = shape;
-    }
-    if (work.empty()) continue;
-    Wave& wave = plan_->waves.emplace_back();
-    wave.segments = std::move(work);
-    wave.plan(c, threads);
-    threads_ = std::max(threads_, wave.threads);
-    has_barriers_ = has_barriers_ || wave.shared || plan_->waves.size() > 1;
-    if (wave.shared) floats = std::max(floats, wave.shared->floats());
-  }
-  thread_local runtime::Scratch scratch;
-  float* const memory = floats ? scratch.get(floats) : nullptr;
-  for (Wave& wave : plan_->waves)
-    if (wave.shared) wave.shared->use(memory);
-}
-
-Apply::~Apply() = default;
-
-void Apply::operator()(const runtime::Team& team) const {
-  bool first = true;
-  for (Wave& wave : plan_->waves) {
-    if (!first) team.wait();
-    first = false;
-    if (wave.shared)
-      (*wave.shared)(team);
-    else
-      apply_blocks(plan_->call, plan_->small_blocks ? &*plan_->small_blocks : nullptr,
-                   wave.segments, *wave.blocks);
-  }
-}
+}  // namespace
 
 void apply(const Kernels& kernels, const Problem& p, const SegmentList& segments,
            const Chooser& chooser, int threads) {
-  const Apply plan(kernels, p, segments, chooser, threads);
+  Plan plan(kernels, p, segments, chooser, threads);
   runtime::run_region(
       plan.threads(), !plan.has_barriers(),
-      [](void* context, const runtime::Team& team) { (*static_cast<const Apply*>(context))(team); },
-      const_cast<Apply*>(&plan));
+      [](void* context, const runtime::Team& team) { (*static_cast<Plan*>(context))(team); },
+      &plan);
 }
 
 void heads(const Kernels& kernels, const Problem& p, const SegmentList& segments) {

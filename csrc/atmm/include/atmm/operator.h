@@ -1,12 +1,9 @@
 // The operator's entry points. The caller (bindings_group.cpp, bindings.cpp) checks the problems.
 #pragma once
 
-#include <memory>
-
 #include "atmm/kernels.h"
 #include "atmm/segments.h"
 #include "atmm/table.h"
-#include "runtime/threads.h"
 
 namespace vlora::atmm {
 
@@ -23,28 +20,6 @@ class Chooser {
 // y[rows] += sign * (x[rows] A^T) B^T for all segments and outputs of the problem (§4.3).
 void apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
            const Chooser& chooser, int threads);
-
-// apply() inside another kernel's parallel region. The caller constructs the object before the
-// region, for at least as many threads as the region will have. Then each thread of the region
-// calls it once. y is complete after the region's next barrier. The problem, the segments and the
-// kernels must outlive it.
-class Apply {
- public:
-  Apply(const Kernels& kernels, const Problem& problem, const SegmentList& segments,
-        const Chooser& chooser, int threads);
-  ~Apply();
-  void operator()(const runtime::Team& team) const;
-
-  int threads() const { return threads_; }             // number of threads for which it has work
-  bool has_barriers() const { return has_barriers_; }  // whether its threads wait for each other
-
- private:
-  struct Wave;
-  struct Plan;
-  std::unique_ptr<Plan> plan_;
-  int threads_ = 1;
-  bool has_barriers_ = false;
-};
 
 // y[rows, : classes] = x[rows] W^T + bias: problem.pairs hold (classes, packed W, bias), all fp32.
 void heads(const Kernels& kernels, const Problem& problem, const SegmentList& segments);
