@@ -104,7 +104,7 @@ def tightest_limit(
 ) -> float | None:
     """Return the smallest limit that this process's control groups set; None if they set none.
 
-    version_2, version_1: functions that read the limit of a group, for both versions of control
+    version_2, version_1: functions that read the limit of a group, one for each version of control
         groups.
     controller: name of the controller in version 1.
     """

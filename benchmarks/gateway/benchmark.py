@@ -156,8 +156,10 @@ class GatewayBenchmark(Benchmark[Cell]):
         }
 
     async def _idle(self, serving: Serving, number: int) -> Row:
-        """Open connections, leave them idle, then send a request on each. Return figures of memory
-        and time.
+        """Open connections, leave them idle, then check each with a request.
+
+        Return how many still work, the gateway's memory per connection, and its share of a core
+        while they were idle.
         """
         before = serving.gateway.memory_info().rss
         connections = await self._open(serving, number)

@@ -138,7 +138,7 @@ def find_headers(folder: Path = BUILD, *, fetch: bool = True) -> Path:
 
 
 def gencode(architectures: tuple[int, ...]) -> list[str]:
-    """Return nvcc's flags for machine code of each architecture, and PTX of the newest one."""
+    """Return nvcc's flags for machine code of each architecture and for PTX of the newest one."""
     *older, newest = sorted(architectures)
     codes = [f"-gencode=arch=compute_{a},code=sm_{a}" for a in older]
     return [*codes, f"-gencode=arch=compute_{newest},code=[sm_{newest},compute_{newest}]"]

@@ -1,8 +1,8 @@
 """The LoRA operator (ATMM in the paper). Only this module dispatches to its implementations.
 
 The backends are "cpu" (csrc/atmm, compiled), "cuda" (csrc/atmm/cuda) and "reference" (plain torch).
-The default depends on the device of the tensors and is chosen once per process (`vlora.backends`).
-Every function takes `backend`, which overrides the default for one call.
+The default is chosen once per process for each type of device on which tensors are
+(`vlora.backends`). `apply`, `heads` and `merge` take `backend`, which overrides it for one call.
 """
 
 from __future__ import annotations

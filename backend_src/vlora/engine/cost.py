@@ -2,12 +2,13 @@
 that is merged into the active weights).
 
 The prediction uses a profile, which is measured once per machine and model, and corrections, which
-are learned from later steps. This module handles sizes, seconds and slots, but not tensors,
-requests or policies. The predicted time of a forward pass is the sum of the times of:
+are learned from later steps. This module handles sizes, seconds and slots. It handles no
+tensors, and knows of requests only what policies see of them (`Candidate`). The predicted time of a forward pass is the sum of the times of:
 
 - the matrix products of all layers, by number of rows;
 - the LM head, by number of answers (rows whose logits are computed);
-- attention, by number of positions, and by number of pairs of row and position;
+- attention, by number of positions (tokens whose keys and values are read), and by number of pairs
+  of a row and a position that the row sees;
 - the calls of the LoRA operator, if any adapter is applied;
 - each applied adapter, once for reading its weights and once per row.
 """

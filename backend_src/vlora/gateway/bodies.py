@@ -39,8 +39,8 @@ class BodyReceiver:
     """Receives the body of one request part by part, and can discard the rest if it is not needed.
 
     A client that is still sending when the connection is closed usually loses the answer: it
-    reports a broken connection instead of the error. So if a request is answered early, the rest of
-    its body is received first, within limits.
+    reports a broken connection instead of the error. So before a request is answered early, the
+    rest of its body is received and discarded, within limits.
     """
 
     def __init__(

@@ -60,8 +60,8 @@ class PickledTensors:
 def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
     """Return the folder's tensors and the name of their file.
 
-    The file is `adapter_model.safetensors`, or the pickled `adapter_model.bin` if only it exists.
-    Raises InvalidArgument if neither can be read.
+    The file is `adapter_model.safetensors` or, if that is missing, the pickled `adapter_model.bin`.
+    Raises InvalidArgument if this file cannot be read, or if both are missing.
     """
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
         return PickledTensors(folder / PICKLED, invalid.in_file(PICKLED)), PICKLED

@@ -34,7 +34,7 @@ class TimeLeft:
     steps_of_item: int = 0
 
     def skip(self, now: float) -> None:
-        """Leave out the time since the last call of any method, in which nothing was trained."""
+        """Do not count the time since the last call of `skip`, `add` or `pack` as training."""
         self.now = now
 
     def add(self, step: int, limit: int, now: float) -> None:

@@ -30,7 +30,7 @@ class Matrix:
     """A weight with its bias. Both are checked once, for all steps that use them.
 
     weight: [d_out, d_in], contiguous, fp32 or bf16, or fp16 on a GPU.
-    bias: [d_out] fp32, on a GPU also of the weight's type, or None.
+    bias: None, or [d_out] in fp32; on a GPU, in fp32 or in the weight's type.
 
     Raises ValueError for a wrong shape, type or layout.
     """

@@ -71,7 +71,9 @@ class ModelShape:
 
     @cached_property
     def suffixes(self) -> frozenset[str]:
-        """All suffixes of module paths that name one of the matrices, in any layout."""
+        """Names that an adapter may use for a matrix: its module path in each known layout of
+        checkpoints, and the rest of that path after each dot.
+        """
         paths = (path for matrix in self.matrices for path in paths_of(matrix, self))
         return frozenset(suffix for path in paths for suffix in suffixes(path))
 

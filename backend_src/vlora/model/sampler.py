@@ -1,7 +1,7 @@
 """Sampling of a request's next token from its logits.
 
-Random numbers are counter-based: they depend on a seed and a position only. So a draw does not
-depend on the batch, on preemption or on the inference mode.
+Random numbers are counter-based: they depend on a seed and a position only. So a
+token's random number does not depend on the batch, on preemption or on the mode.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Draw:
 class Uniforms:
     """Random numbers in [0, 1) that depend only on a seed and a position.
 
-    Each number is the first of a block of Philox4x64-10 whose counter is the position. One call
-    computes UNIFORMS_AHEAD numbers, which takes little longer than computing one. The generator is
-    reused, because creating one takes twenty times as long.
+    Each position has a block of numbers of the generator Philox4x64-10, of which the first is used.
+    Computing the numbers of UNIFORMS_AHEAD positions takes little longer than computing one
+    number. The generator is reused, because creating a generator takes twenty times as long.
     """
 
     def __init__(self, seed: int) -> None:
