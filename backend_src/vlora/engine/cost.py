@@ -1,9 +1,8 @@
-"""The cost model, which predicts the time of a step or of a switch of the live adapter (the adapter
-that is merged into the active weights).
+"""The cost model, which predicts the time of a step or of a switch of the live (merged) adapter.
 
 The prediction uses a profile, which is measured once per machine and model, and corrections, which
-are learned from later steps. This module handles sizes, seconds and slots. It handles no
-tensors, and knows of requests only what policies see of them (`Candidate`). The predicted time of a forward pass is the sum of the times of:
+are learned from later steps. This module handles sizes, seconds and slots, but no tensors. The
+predicted time of a forward pass is the sum of the times of:
 
 - the matrix products of all layers, by number of rows;
 - the LM head, by number of answers (rows whose logits are computed);

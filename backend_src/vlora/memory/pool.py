@@ -9,11 +9,11 @@ A page has one of four owners:
 - ADAPTER: it is part of an adapter.
 
 KV pages are allocated from the end of the region. Adapters need contiguous pages, called a run, and
-are allocated from the start of the region. So the two rarely fragment each other. If they do,
-keys and values are moved.
+are allocated from the start of the region. So the two rarely fragment each other. If they do, keys
+and values are moved.
 
-The pool holds no memory, only the owners of pages. `memory/kv_cache.py` holds their memory, and `memory/eviction.py`
-describes the order of eviction.
+The pool holds no memory, only the owners of pages. `memory/kv_cache.py` holds their memory, and
+`memory/eviction.py` describes the order of eviction.
 
 **Invariant:** free + KV + adapter + cached = total, and each page has one owner.
 """
