@@ -76,7 +76,7 @@ def static_tiles(dtype: str) -> list[LoraOperator]:
 
 
 def _table_counts(dtype: str) -> dict[str, int]:
-    """Return how often the tables of the current instruction set name each configuration."""
+    """Return how often each tile configuration occurs in the tables of the instruction set."""
     counts: dict[str, int] = {}
     for path in (Path(atmm_package.__file__).parent / "tables").glob("*.json"):
         table = json.loads(path.read_text())
