@@ -42,14 +42,14 @@ def backend_of(
     kernels of a step, and "cuda" for the LoRA operator if its library can be used. In all other
     cases, the backend is "reference", and a warning is logged once. If the environment variable of
     the component is set, its value is the backend instead, except for the kernels of a step on a
-    GPU, which are always "gpu".
+    GPU, which are always "gpu". On a GPU, it must not be "cpu".
 
     device: a torch device type.
     start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
         reason, if the library cannot be used.
 
-    Raises ValueError for an unknown name in the environment variable, and ImportError if it selects
-    kernels that were not built.
+    Raises ValueError for an unknown or unusable name in the environment variable, and ImportError
+    if it selects kernels that were not built.
     """
     chosen = _chosen.get((component, device))
     if chosen is None:
@@ -84,6 +84,11 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
     requested = os.environ.get(variable)
     if requested not in (None, "cpu", "reference"):
         raise ValueError(f"{variable}={requested}; it must be 'cpu' or 'reference'")
+    if requested == "cpu" and device != "cpu":
+        raise ValueError(
+            f"{variable}=cpu, but its kernels cannot read the memory of device '{device}'; it must"
+            " be 'reference' or not set"
+        )
     if requested is not None:
         log.info("%s: backend '%s', set by %s", LABELS[component], requested, variable)
         if requested == "cpu":

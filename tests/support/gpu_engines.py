@@ -27,6 +27,10 @@ PARAMS = (
 )
 
 
+PATIENCE = 600.0
+"""Maximum time in seconds of a request: interpreted kernels are slow, also on a busy machine."""
+
+
 def small_options(checkpoint: Path, adapters: Path, **changes: Any) -> Options:
     """Return options of an engine with small steps and pages.
 
@@ -51,7 +55,7 @@ def answers_of_loop(engine: Engine, batch: Sequence[Request]) -> dict[str, list[
         for item in batch:
             loop.submit(item, sink)
         for item in batch:
-            sink.last(item.id)
+            sink.last(item.id, PATIENCE)
     finally:
         loop.shutdown(0)
     return {item.id: sink.tokens(item.id) for item in batch}

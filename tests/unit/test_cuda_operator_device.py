@@ -24,7 +24,7 @@ from vlora.atmm.cuda.library import CudaError, Library
 from vlora.atmm.cuda.operator import MergedParts, Operator
 from vlora.atmm.cuda.tables import NO_ADAPTER, DeviceGroup
 from vlora.atmm.groups import HeadGroup, LoraGroup
-from vlora.atmm.types import LoraPair, Segment
+from vlora.atmm.types import HeadMatrix, LoraPair, Segment
 
 NAME = "NVIDIA H100 80GB HBM3"
 
@@ -137,6 +137,41 @@ def test_all_changed_slots_are_copied_from_one_pinned_buffer(
     pinned.clear()
     group.ready()
     assert pinned == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "pair"),
+    [
+        (torch.float32, LoraPair(torch.zeros(9, 64), torch.zeros(40, 9))),
+        (torch.bfloat16, LoraPair(torch.zeros(8, 64), torch.zeros(40, 8))),
+        (torch.float32, LoraPair(torch.zeros(64, 8).T, torch.zeros(40, 8))),
+    ],
+    ids=["rank", "type", "strides"],
+)
+def test_matrices_that_are_still_being_copied_are_not_copied_again(
+    dtype: torch.dtype, pair: LoraPair
+) -> None:
+    """The second copy would not wait for the first one. Complete matrices may be copied."""
+    group = LoraGroup(64, [40], dtype, "cuda")
+    with pytest.raises(ValueError, match=r"slot 0: a matrix \[.* is still being copied"):
+        group.put(0, [pair], wait=lambda: None)
+    assert len(group) == 0
+    group.put(0, [pair])
+    sound = LoraPair(torch.zeros(8, 64, dtype=dtype), torch.zeros(40, 8, dtype=dtype))
+    group.put(1, [sound], wait=lambda: None)
+    on_device = DeviceGroup(64, [40], dtype, torch.device("cpu"))
+    for slot, waited in enumerate((pair, sound)):
+        on_device.put(slot, [group.pairs[0][slot]])
+        in_place = tuple(matrix.data_ptr() for matrix in waited)
+        assert (on_device._rows[0][slot][:2] == in_place) == (waited is sound)
+
+
+def test_a_head_that_is_still_being_copied_is_not_copied_again() -> None:
+    group = HeadGroup(64, "cuda")
+    with pytest.raises(ValueError, match=r"slot 0: a matrix \[3\] of torch.float16 is still being"):
+        group.put(0, HeadMatrix(torch.zeros(3, 64), torch.zeros(3).half()), wait=lambda: None)
+    group.put(0, HeadMatrix(torch.zeros(3, 64), torch.zeros(3)), wait=lambda: None)
+    assert len(group) == 1
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import torch
 
 from vlora import backends, native
 from vlora.atmm.cuda.library import padded_rank
+from vlora.atmm.cuda.tables import require_in_place
 from vlora.atmm.types import (
     DTYPES,
     ON_GPU,
@@ -175,14 +176,16 @@ class LoraGroup:
             memory.
         wait: see `PendingCopies`; None if the pairs are complete.
 
-        Raises ValueError for a slot after the next one, and for a pair that does not fit its
-        projection.
+        Raises ValueError for a slot after the next one, for a pair that does not fit its
+        projection, and for one that is still being copied and that `require_in_place` rejects.
         """
         if not 0 <= slot <= len(self):
             raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
         for output, (pair, d_out) in enumerate(zip(pairs, self.d_outs, strict=True)):
             if pair is not None:
                 self._check(slot, output, pair, d_out)
+        if wait is not None:
+            require_in_place(slot, pairs, self.dtype)
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
         if "native" in self.__dict__ or (on_cpu and self._is_packed):
             # Pack the weights now. Otherwise the first forward pass would pack them.
@@ -306,6 +309,8 @@ class HeadGroup:
                 f"slot {slot}: a head of {tuple(head.weight.shape)} {head.weight.dtype} with"
                 f" bias {tuple(head.bias.shape)} does not fit fp32 inputs of {self.d_in}"
             )
+        if wait is not None:
+            require_in_place(slot, [head], torch.float32)
         on_cpu = head is not None and head.weight.is_cpu
         packed = self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
         if "native" in self.__dict__ or (on_cpu and packed):

@@ -10,6 +10,7 @@ from functools import partial
 import torch
 
 from vlora import backends
+from vlora.atmm.cuda import operator
 from vlora.config import AUTO, Options
 from vlora.engine.admission import Admission
 from vlora.engine.calibration import AdapterSizes
@@ -74,12 +75,14 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
             f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
             f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs one row per step"
         )
-    backends.backend_of("kernels")  # An unknown backend must fail here, not in each step.
     config = load_config(options.model)
     dtype = dtype_of(options.dtype, options.model)
     merge_is_lossy = dtype != torch.float32
     quantization = quantization_of(options, config)
     device = engine_device(options, quantized=quantization is not None)
+    # A backend that cannot be used must fail here, not in each step.
+    backends.backend_of("kernels", device.torch_device.type)
+    backends.backend_of("atmm", device.torch_device.type, operator.current)
     require_dtype(device, dtype)
     require_engine_memory(options, adapter_names, device)
     weights = load_weights(options.model, config, dtype, quantization, device)

@@ -76,10 +76,8 @@ class Matrix:
         width = self.shape[0]
         chosen = backend or backends.backend_of("kernels", x.device.type)
         if chosen == "gpu":
-            y = on_gpu.linear(x, self.weight, self._bias, out)
-            if epilogue is not None:
-                epilogue(y.data_ptr(), width, x.data_ptr(), x.stride(0), len(x))
-            return y
+            assert epilogue is None, "an epilogue of the CPU cannot read a GPU's memory"
+            return on_gpu.linear(x, self.weight, self._bias, out)
         x_address, x_stride, rows = self._check_rows(x)
         if chosen == "reference":
             y = copy_out(self._reference(x), out)

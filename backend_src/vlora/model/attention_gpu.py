@@ -129,8 +129,9 @@ class GpuPlan:
         if len(needed) * block < chunk.end:
             raise ValueError(f"{len(pages)} pages of {block} positions do not cover {chunk.end}")
         total = len(self._kv_cache.cache)
-        if needed and not 0 <= min(needed) <= max(needed) < total:
-            raise ValueError(f"page {max(needed)} is not among the {total} pages of the cache")
+        if needed and not 0 <= (first := min(needed)) <= (last := max(needed)) < total:
+            wrong = first if first < 0 else last
+            raise ValueError(f"page {wrong} is not among the {total} pages of the cache")
         return [
             pages[position // block] * block + position % block
             for position in range(chunk.start, chunk.end)

@@ -193,11 +193,21 @@ def test_a_wrong_shape_is_rejected(
         op.apply(y, x, [Segment(0, 1, 0)], group_of(16, [8], [4]), backend=backend)
 
 
-@compiled
-def test_columns_that_are_not_contiguous_are_rejected() -> None:
+@pytest.mark.parametrize("chosen", [pytest.param("cpu", marks=compiled), "cuda"])
+def test_columns_that_are_not_contiguous_are_rejected(chosen: Backend) -> None:
     group = group_of(16, [8], [4])
-    with pytest.raises(ValueError, match="must be contiguous"):
-        op.apply(torch.zeros(8, 4).T, torch.zeros(4, 16), [], group, backend="cpu")
+    for y, x in (
+        (torch.zeros(8, 4).T, torch.zeros(4, 16)),
+        (torch.zeros(4, 8), torch.zeros(16, 4).T),
+    ):
+        with pytest.raises(ValueError, match="must be contiguous"):
+            op.apply(y, x, [], group, backend=chosen)
+
+
+def test_a_tile_of_the_cpu_is_rejected_on_cuda() -> None:
+    group = group_of(16, [8], [4])
+    with pytest.raises(ValueError, match="config is an index of the CPU's tiles"):
+        op.apply(torch.zeros(4, 8), torch.zeros(4, 16), [], group, config=0, backend="cuda")
 
 
 def test_a_pair_that_does_not_fit_its_group_is_rejected() -> None:

@@ -153,11 +153,29 @@ def test_one_launch_equals_separate_launches_of_norms_rotation_and_decode(
     dtype: torch.dtype,
 ) -> None:
     # The last positions begin a page, end one, and are alone in a context; the last row is padding.
-    case = Case(heads, kv_heads, dim, page, dtype, [4 * page + 1, 3 * page, 1, 130, 0])
+    ends = [4 * page + 1, 3 * page, 1, 130, 0]
+    _check_one_launch(launch, Case(heads, kv_heads, dim, page, dtype, ends), normed, splits)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_one_launch_of_a_random_shape_equals_separate_launches(
+    launch: ModuleType, seed: int
+) -> None:
+    draw = random.Random(seed)
+    kv_heads, dim, page = draw.randint(1, 3), 2 * draw.randint(1, 50), draw.randint(1, 20)
+    heads, ends = kv_heads * draw.randint(1, 5), [draw.randint(0, 150) for _ in range(5)]
+    case = Case(heads, kv_heads, dim, page, draw.choice(DTYPES), ends[draw.randrange(5) :])
+    _check_one_launch(launch, case, draw.random() < 0.5, draw.choice([1, 2, 5, 8]))
+
+
+def _check_one_launch(launch: ModuleType, case: Case, normed: bool, splits: int) -> None:
+    """Compare `decode` with a rotation with separate launches. Rows of padding have no context."""
+    heads, kv_heads, dim, page, dtype = case.heads, case.kv_heads, case.dim, case.page, case.dtype
     count = len(case.ends)
+    lines = [line for line, end in enumerate(case.ends) if end > 0]
     case.tables = torch.randint(count, case.distinct, case.tables.shape, dtype=torch.int32)
-    for line, end in enumerate(case.ends[:-1]):
-        case.tables[line, (end - 1) // page] = line  # No other sequence has the page.
+    for line in lines:
+        case.tables[line, (case.ends[line] - 1) // page] = line  # No other sequence has the page.
     qkv = torch.randn(count, (heads + 2 * kv_heads) * dim).to(dtype)
     angles = torch.randn(count, dim // 2)
     weights = 1 + torch.rand(2, dim)
@@ -173,8 +191,8 @@ def test_one_launch_equals_separate_launches_of_norms_rotation_and_decode(
     if norms is not None:
         launch.head_norm(qkv, *weights, heads, kv_heads, norms[2])
     slots = torch.full((count,), -1, dtype=torch.int32)
-    for line, end in enumerate(case.ends[:-1]):
-        slots[count - 1 - line] = line * page + (end - 1) % page
+    for line in lines:
+        slots[count - 1 - line] = line * page + (case.ends[line] - 1) % page
     launch.rotate(qkv, case.keys, case.values, *rotation_tables(rotation), slots, heads, dim)
     expected = case.decode(launch, qkv, splits)
     torch.testing.assert_close(attended, expected, rtol=0, atol=TOLERANCE[dtype])
@@ -183,7 +201,7 @@ def test_one_launch_equals_separate_launches_of_norms_rotation_and_decode(
     torch.testing.assert_close(
         written, case.cache, rtol=1e-3, atol=max(1e-6, rounding), equal_nan=True
     )
-    assert not torch.equal(written.nan_to_num(), untouched.nan_to_num())
+    assert torch.equal(written.nan_to_num(), untouched.nan_to_num()) == (not lines)
 
 
 def rotation_tables(rotation: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,29 +90,55 @@ def test_rows_show_tokens_or_image_features(
     launch.embed(out[:0], tokens[:0], table, None, None)
 
 
+def _check_rotation(
+    launch: ModuleType,
+    slots: list[int],
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    page: int,
+    dtype: torch.dtype,
+) -> None:
+    """Rotate one row per slot, and compare the rows and all pages with their twin."""
+    rows = len(slots)
+    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
+    angles = torch.randn(rows, dim // 2)
+    cache = torch.full((4, 2, kv_heads, page, dim + 8), 9.0, dtype=dtype)
+    expected, parts = cache.clone(), qkv.float().view(rows, heads + 2 * kv_heads, dim)
+    query, key, value = parts.split([heads, kv_heads, kv_heads], 1)
+    rotated = reference.rotate(torch.cat((query, key), 1), angles.cos(), angles.sin())
+    for row, slot in enumerate(slots):
+        if slot >= 0:
+            at = divmod(slot, page)
+            expected[at[0], 0, :, at[1], :dim] = rotated[row, heads:].to(dtype)
+            expected[at[0], 1, :, at[1], :dim] = value[row].to(dtype)
+    placed = torch.tensor(slots, dtype=torch.int32)
+    launch.rotate(qkv, cache[:, 0], cache[:, 1], angles.cos(), angles.sin(), placed, heads, dim)
+    _close(qkv[:, : heads * dim], rotated[:, :heads].flatten(1))
+    _close(cache, expected)
+    assert torch.equal(qkv.unflatten(1, (-1, dim))[:, heads + kv_heads :], value.to(dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 16), (3, 1, 80), (7, 7, 24)])
 def test_queries_are_rotated_and_keys_and_values_written_to_their_pages(
     launch: ModuleType, rows: int, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
 ) -> None:
-    page, pages = 3, 4
-    qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim).to(dtype)
-    angles = torch.randn(rows, dim // 2)
     # The third row is padding.
-    slots = torch.tensor([7, 0, -1, 11, 4][:rows], dtype=torch.int32)
-    cache = torch.full((pages, 2, kv_heads, page, dim + 8), 9.0, dtype=dtype)
-    expected, parts = cache.clone(), qkv.float().view(rows, heads + 2 * kv_heads, dim)
-    query, key, value = parts.split([heads, kv_heads, kv_heads], 1)
-    rotated = reference.rotate(torch.cat((query, key), 1), angles.cos(), angles.sin())
-    for row in {0, 1, 3, 4} & set(range(rows)):
-        at = divmod(int(slots[row]), page)
-        expected[at[0], 0, :, at[1], :dim] = rotated[row, heads:].to(dtype)
-        expected[at[0], 1, :, at[1], :dim] = value[row].to(dtype)
-    launch.rotate(qkv, cache[:, 0], cache[:, 1], angles.cos(), angles.sin(), slots, heads, dim)
-    _close(qkv[:, : heads * dim], rotated[:, :heads].flatten(1))
-    _close(cache, expected)
-    assert torch.equal(qkv.unflatten(1, (-1, dim))[:, heads + kv_heads :], value.to(dtype))
+    _check_rotation(launch, [7, 0, -1, 11, 4][:rows], heads, kv_heads, dim, 3, dtype)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rotations_of_random_shapes_equal_their_twin(launch: ModuleType, seed: int) -> None:
+    draw = random.Random(seed)
+    kv_heads, page = draw.randint(1, 4), draw.randint(1, 20)
+    slots = [
+        slot if draw.random() < 0.8 else -1 - slot
+        for slot in draw.sample(range(4 * page), draw.randint(1, min(9, 4 * page)))
+    ]
+    heads, dim = kv_heads * draw.randint(1, 6), 2 * draw.randint(1, 70)
+    _check_rotation(launch, slots, heads, kv_heads, dim, page, draw.choice(DTYPES))
 
 
 @pytest.mark.parametrize("width", [1, 100, 4096, 9000])
@@ -127,6 +153,23 @@ def test_the_first_largest_value_and_finiteness_of_rows(draws: ModuleType, width
     assert index == indices[4]
     assert is_finite
     assert draws.argmax(x[:0])[0].shape == (0,)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_largest_values_of_random_shapes_equal_their_twin(draws: ModuleType, seed: int) -> None:
+    """Draw few distinct values, so that the first of several largest ones must be found.
+
+    The last shape has the vocabulary of Qwen2-VL.
+    """
+    drawn = random.Random(seed)
+    rows, width = drawn.randint(1, 9), 152_064 if seed == 5 else drawn.randint(1, 20_000)
+    x = torch.randint(-50, 50, (rows, width)).float()
+    for row in range(1, rows, 2):
+        x[row, drawn.randrange(width)] = drawn.choice([torch.nan, torch.inf, -torch.inf])
+    indices, finite = draws.argmax(x)
+    expected_indices, expected_finite = reference.argmax(x)
+    assert torch.equal(finite, expected_finite)
+    assert torch.equal(indices[finite], expected_indices[finite])
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -75,6 +75,19 @@ def test_a_single_draw_of_a_random_shape_equals_the_cpus(draws: ModuleType, seed
     assert token == sampler.draw(logits[row].cpu().numpy(), params, uniform)
 
 
+@pytest.mark.parametrize("keys", [{"top_k": 40, "top_p": 0.9}, {"top_p": 0.8}, {}])
+def test_a_draw_from_the_vocabulary_of_qwen2_vl_equals_the_cpus(
+    draws: ModuleType, keys: dict[str, float]
+) -> None:
+    """Use the chunks and blocks of a GPU; the last of 38 chunks is not full."""
+    logits = 3 * torch.randn(2, 152_064)
+    params = SamplingParams(**{"temperature": 1.0, **keys})  # type: ignore[arg-type]
+    rows, uniforms = [1, 0], [0.3, 0.999]
+    drawn = draws.draw(logits, _parameters(draws, rows, [keys] * 2, uniforms)).tolist()
+    for token, row, uniform in zip(drawn, rows, uniforms, strict=True):
+        assert token == sampler.draw(logits[row].cpu().numpy(), params, uniform)
+
+
 @pytest.mark.parametrize("keys", [{"top_k": 3}, {"top_p": 0.55}, {"top_p": 0.5, "top_k": 5}, {}])
 def test_equal_logits_are_kept_as_on_the_cpu(draws: ModuleType, keys: dict[str, float]) -> None:
     logits = torch.tensor([[1.0, 2.0, 2.0, 0.0, 2.0, 2.0, 1.0, -torch.inf]])

@@ -5,7 +5,7 @@ This module handles addresses and padding, but not libraries or streams.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -135,6 +135,25 @@ def padded(pair: LoraPair) -> LoraPair:
         return pair
     pad = torch.nn.functional.pad
     return LoraPair(pad(pair.a, (0, 0, 0, missing)), pad(pair.b, (0, missing)))
+
+
+def require_in_place(
+    slot: int, weights: Iterable[LoraPair | HeadMatrix | None], dtype: torch.dtype
+) -> None:
+    """Raise ValueError unless kernels read all matrices where they are.
+
+    Matrices that are still being copied to the device need this. Otherwise `DeviceGroup` would copy
+    them again, before their first copy is complete.
+    """
+    for matrices in weights:
+        rank = matrices.rank if isinstance(matrices, LoraPair) else 0
+        for matrix in matrices or ():
+            if rank % RANK_STEP or matrix.dtype != dtype or not matrix.is_contiguous():
+                raise ValueError(
+                    f"slot {slot}: a matrix {list(matrix.shape)} of {matrix.dtype} is still being"
+                    f" copied; it must be contiguous, of {dtype}, and of a rank that is a multiple"
+                    f" of {RANK_STEP}"
+                )
 
 
 def is_aligned(y: torch.Tensor, x: torch.Tensor, d_outs: Sequence[int]) -> bool:
