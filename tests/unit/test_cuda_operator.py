@@ -417,6 +417,15 @@ def test_without_a_table_the_estimate_chooses_tiles_of_the_library(shape: Shape)
     assert built_in(shape, library, 132, tensor_cores=False).shrink is None
 
 
+def test_a_library_without_tiles_of_a_type_uses_row_kernels_for_it() -> None:
+    """A build may have a part of the tiles: `make cuda CUDA="--limit 10"`."""
+    library, shape = Library(emulation().path), SHAPES[-1]
+    assert built_in(shape, library, 132, tensor_cores=True).shrink is not None
+    for kinds in ((), ("shrink",), ("expand",)):
+        library.tiles = tuple(tile for tile in emulation().tiles if tile.kind in kinds)
+        assert built_in(shape, library, 132, tensor_cores=True) == by_rows(shape, 132)
+
+
 def test_few_segments_of_one_row_are_sliced_in_depth_so_that_no_multiprocessor_idles() -> None:
     one = by_rows(Shape("bf16", 1, 4096, 4096, 64, 1), 132)
     many = by_rows(Shape("bf16", 1, 4096, 12288, 64, 64, 3), 132)
