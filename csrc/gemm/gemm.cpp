@@ -25,6 +25,8 @@ constexpr int64_t kMinAmxRows[kDtypes] = {49, 2};
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19};
 // Number of panels that the depth of a slice is chosen for, and the maximum number in a part.
 constexpr int64_t kSlicePanels = 16, kMaxPartPanels = 32;
+// The depth of a slice is a multiple of this: whole tiles, and whole blocks of quantized weights.
+constexpr int64_t kSliceStep = 64;
 // Minimum number of panels, of the whole depth, that must fit a part for a gated product to run in
 // one pass. With fewer, reading W again for each part costs more than a separate gate.
 constexpr int64_t kMinGatedPanels = 4;
@@ -182,7 +184,7 @@ void gemm_by_tiles(const AmxGemm& amx, const Product& p, int threads) {
   const int64_t panels = std::min(ceil_div(p.rows, 2 * kLanes) * 2, kSlicePanels);
   const int64_t slices =
       ceil_div(panels * p.k * 2 * limbs_of(p) * kLanes, kPartBytes[int(p.dtype)]);
-  const int64_t each = ceil_div(ceil_div(p.k, slices), 32) * 32;
+  const int64_t each = ceil_div(ceil_div(p.k, slices), kSliceStep) * kSliceStep;
   for (int64_t k = 0; k < p.k; k += each)
     gemm_slice_by_tiles(amx, p, {k, std::min(each, p.k - k)}, threads);
 }
@@ -288,6 +290,11 @@ void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product
   } else {
     gemm_by_vectors(kernels, product, threads);
   }
+}
+
+void multiply_by_tiles(const AmxGemm& amx, const Product& product, int threads) {
+  if (product.rows <= 0 || product.n <= 0 || product.k <= 0) return;
+  gemm_by_tiles(amx, product, useful_threads(product, threads));
 }
 
 void multiply_gated(const Kernels& kernels, const AmxGemm* amx, const Product& product, float* out,

@@ -13,7 +13,7 @@ namespace vlora::gemm {
 // type.
 struct Product {
   Dtype dtype;    // of W
-  const void* w;  // [n, k]
+  const void* w;  // [n, k]; for other kernels with `AmxGemm`, what their header says
   int64_t n, k;
   const float* x;  // [rows, k]
   int64_t rows;
@@ -177,6 +177,8 @@ constexpr int in_place_tile_rows(int accumulators, int registers, int64_t rows_i
 
 // amx: the gemm of a tile unit, or null to use vectors.
 void multiply(const Kernels& kernels, const AmxGemm* amx, const Product& product, int threads);
+// Multiplies with the tile unit, whatever the number of rows.
+void multiply_by_tiles(const AmxGemm& amx, const Product& product, int threads);
 void embed(const Kernels& kernels, const Embedding& embedding, int threads);
 void add_norm(const Kernels& kernels, const Norm& norm, int threads);
 void head_norm(const Kernels& kernels, const HeadNorm& norm, int threads);

@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import kernels
-from kernels import CSRC, ISAS, Isa, Unit
+from kernels import CSRC, ISAS, TILES, Isa, Unit
+
+AMX_BODY = """\
+gemm::AmxGemm amx_gemm() {
+  return {{nullptr, pack_quantized}, {nullptr, gemm_quantized}};
+}
+"""
 
 
 def body(isa: Isa) -> str:
@@ -31,4 +37,13 @@ def units(build: Path) -> list[Unit]:
         if isa is kernels.AVX2:
             headers = (*headers, "quantized/panels_avx2.h")
         all_units.append(kernels.unit(build, "quantized", "vectors", isa, headers, body(isa)))
-    return [*all_units, kernels.table(build, "quantized", "quantized/quantized.h")]
+    for isa in TILES:
+        headers = (
+            f"runtime/tile_{isa.name}.h",
+            f"quantized/lines_{isa.name}.h",
+            "quantized/gemm_amx_quantized.h",
+        )
+        all_units.append(kernels.unit(build, "quantized", "tiles", isa, headers, AMX_BODY))
+    header = "quantized/quantized.h"
+    amx_table = kernels.pointer_table(build, "quantized", header, "gemm::AmxGemm", "amx_gemm")
+    return [*all_units, kernels.table(build, "quantized", header), amx_table]

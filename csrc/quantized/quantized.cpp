@@ -13,6 +13,8 @@ namespace {
 
 // Bytes of W in a piece of a gemv. Reading them from memory takes about 5 µs.
 constexpr int64_t kPieceBytes = 64 << 10;
+// From this many rows of x on, a tile unit multiplies faster than a gemv.
+constexpr int64_t kMinTileRows = 6;
 // From this many rows of x on, all threads multiply the same widened rows of W, so that x is packed
 // once for all of them. For fewer, each thread widens and multiplies rows of its own.
 constexpr int64_t kMinSharedRows = 64;
@@ -35,9 +37,8 @@ void in_pieces(int threads, int64_t count, int64_t each, const Work& work) {
   });
 }
 
-// Returns the product with rows [from, to) of W, which were widened to the memory at `w`.
-gemm::Product widened_product(const Product& p, Dtype dtype, const void* w, int64_t from,
-                              int64_t to) {
+// Returns the product with rows [from, to) of W, which are at `w`, as a gemm takes it.
+gemm::Product with_matrix(const Product& p, Dtype dtype, const void* w, int64_t from, int64_t to) {
   return {dtype,
           w,
           to - from,
@@ -56,6 +57,13 @@ const Gemv& gemv_for(const Product& p, Dtype dtype, const Kernels& here) {
   return dtype == Dtype::kBf16 && p.rows > 1 && pairs.run ? pairs : here.fp32;
 }
 
+// Returns the gemm of the tile unit if it should multiply, else null.
+const gemm::AmxGemm* tiles_for(const Product& p, Dtype dtype) {
+  const gemm::AmxGemm* const tiles = amx_gemm(runtime::isa(dtype));
+  const bool possible = tiles && tiles->run[int(dtype)] && !p.w.panels && p.w.k > 0;
+  return possible && p.rows >= kMinTileRows ? tiles : nullptr;
+}
+
 }  // namespace
 
 bool prefers_panels() {
@@ -69,6 +77,10 @@ void multiply(const Product& p, Dtype dtype, int threads) {
   if (p.w.panels && !here.panels.run)
     throw std::invalid_argument("weights in panels, which '" + std::string(name_of(isa)) +
                                 "' cannot multiply; only avx2 can");
+  if (const gemm::AmxGemm* const tiles = tiles_for(p, dtype)) {
+    gemm::multiply_by_tiles(*tiles, with_matrix(p, dtype, &p.w, 0, p.w.n), threads);
+    return;
+  }
   if (p.rows <= here.max_gemv_rows) {
     const Gemv& gemv = gemv_for(p, dtype, here);
     const int64_t together = p.w.panels ? kPanelRows : gemm::kStreams;
@@ -94,7 +106,7 @@ void multiply(const Product& p, Dtype dtype, int threads) {
       static thread_local runtime::LargeScratch scratch;
       float* const w = scratch.get(ceil_div(each * row_bytes, 4));
       widen(p.w, from, to, w);
-      gemm::multiply(products, amx, widened_product(p, dtype, w, from, to), 1);
+      gemm::multiply(products, amx, with_matrix(p, dtype, w, from, to), 1);
     });
     return;
   }
@@ -108,7 +120,7 @@ void multiply(const Product& p, Dtype dtype, int threads) {
       const int64_t row = from + i * kRowStep;
       widen(p.w, row, std::min(to, row + kRowStep), w + i * kRowStep * row_bytes);
     });
-    gemm::multiply(products, amx, widened_product(p, dtype, w, from, to), threads);
+    gemm::multiply(products, amx, with_matrix(p, dtype, w, from, to), threads);
   }
 }
 

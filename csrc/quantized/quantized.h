@@ -89,6 +89,10 @@ struct Kernels {
 };
 const Kernels& kernels(runtime::Isa isa);
 
+// Returns the gemm of a tile unit for W in rows, or null if the instruction set has no such unit.
+// `gemm::Product::w` is the address of the Weight. It multiplies in bf16 only.
+const gemm::AmxGemm* amx_gemm(runtime::Isa isa);
+
 // Returns whether int4 weights should be stored in panels for the instruction set in use.
 bool prefers_panels();
 

@@ -68,41 +68,66 @@ void compare(const char* what, double actual, double expected, double tolerance)
   std::exit(1);
 }
 
-// Compares products by a gemv. error: its largest error relative to the sum of absolute products.
+// Random rows of x for a matrix, and their product.
+struct Rows {
+  const Matrix& matrix;
+  const int64_t rows;
+  Values x, bias;
+  std::vector<float> y;
+  quantized::Product p;
+
+  Rows(const Matrix& matrix, int64_t rows)
+      : matrix(matrix),
+        rows(rows),
+        x(Dtype::kFp32, (rows - 1) * (matrix.w.k + 3) + matrix.w.k, 1),
+        bias(Dtype::kFp32, matrix.w.n, 1),
+        y(size_t((rows - 1) * (matrix.w.n + 1) + matrix.w.n)),
+        p{matrix.w, floats(x), rows, matrix.w.k + 3, y.data(), matrix.w.n + 1,
+          draw(0, 1) ? floats(bias) : nullptr} {
+    // The products of a large value with its weight and with its zero may cancel.
+    for (int64_t outliers = p.w.zeros ? 0 : draw(0, 5); p.w.panels && outliers > 0; --outliers)
+      floats(x)[draw(0, int64_t(x.count) - 1)] *= 1e4f;
+  }
+
+  // error: the largest error relative to the sum of absolute products.
+  void compare_all(const char* what, double error) const {
+    for (int64_t t = 0; t < rows; ++t)
+      for (int64_t n = 0; n < p.w.n; ++n) {
+        double expected = p.bias ? p.bias[n] : 0, sizes = 1;
+        for (int64_t k = 0; k < p.w.k; ++k) {
+          const double product = matrix.at(n, k) * p.x[t * p.x_stride + k];
+          expected += product, sizes += std::abs(product);
+        }
+        compare(what, y[size_t(t * p.y_stride + n)], expected, error * sizes);
+      }
+  }
+
+ private:
+  static float* floats(const Values& values) {
+    return reinterpret_cast<float*>(values.bytes.get());
+  }
+};
+
 void check_gemv(const quantized::Kernels& kernels, const quantized::Gemv& gemv,
                 const Matrix& matrix, double error) {
-  const quantized::Weight& w = matrix.w;
-  const int64_t rows = draw(1, kernels.max_gemv_rows), x_stride = w.k + draw(0, 3),
-                y_stride = w.n + draw(0, 3),
-                pieces = w.n / (w.panels ? quantized::kPanelRows : gemm::kStreams);
-  Values x(Dtype::kFp32, (rows - 1) * x_stride + w.k, 1), bias(Dtype::kFp32, w.n, 1);
-  auto* const x_values = reinterpret_cast<float*>(x.bytes.get());
-  // The products of a large value with its weight and with its zero may cancel.
-  for (int64_t outliers = w.zeros ? 0 : draw(0, 5); w.panels && outliers > 0; --outliers)
-    x_values[draw(0, int64_t(x.count) - 1)] *= 1e4f;
-  std::vector<float> y(size_t((rows - 1) * y_stride + w.n));
-  const bool biased = draw(0, 1);
-  const quantized::Product p{w,
-                             x_values,
-                             rows,
-                             x_stride,
-                             y.data(),
-                             y_stride,
-                             biased ? reinterpret_cast<const float*>(bias.bytes.get()) : nullptr};
-  const std::unique_ptr<float[]> packed(new float[size_t(quantized::gemv_scratch(p))]);
-  gemv.pack(p, packed.get());
+  const Rows rows(matrix, draw(1, kernels.max_gemv_rows));
+  const int64_t pieces = matrix.w.n / (matrix.w.panels ? quantized::kPanelRows : gemm::kStreams);
+  const std::unique_ptr<float[]> packed(new float[size_t(quantized::gemv_scratch(rows.p))]);
+  gemv.pack(rows.p, packed.get());
   const int64_t middle = draw(0, pieces);
-  if (middle > 0 && middle < pieces) gemv.run(p, packed.get(), 0, middle);
-  gemv.run(p, packed.get(), middle < pieces ? middle : 0, pieces);
-  for (int64_t t = 0; t < rows; ++t)
-    for (int64_t n = 0; n < w.n; ++n) {
-      double expected = biased ? bias[n] : 0, sizes = 1;
-      for (int64_t k = 0; k < w.k; ++k) {
-        const double product = matrix.at(n, k) * x_values[t * x_stride + k];
-        expected += product, sizes += std::abs(product);
-      }
-      compare("gemv", y[size_t(t * y_stride + n)], expected, error * sizes);
-    }
+  if (middle > 0 && middle < pieces) gemv.run(rows.p, packed.get(), 0, middle);
+  gemv.run(rows.p, packed.get(), middle < pieces ? middle : 0, pieces);
+  rows.compare_all("gemv", error);
+}
+
+void check_tiles(const gemm::AmxGemm& tiles, const Matrix& matrix) {
+  const Rows rows(matrix, draw(1, 70));
+  const quantized::Product& p = rows.p;
+  gemm::multiply_by_tiles(tiles,
+                          {Dtype::kBf16, &p.w, p.w.n, p.w.k, p.x, p.rows, p.x_stride, p.y,
+                           p.y_stride, p.bias},
+                          int(draw(1, 3)));
+  rows.compare_all("product on tiles", 2e-2);
 }
 
 void check_widening(const quantized::Kernels& kernels, const Matrix& matrix) {
@@ -124,8 +149,9 @@ void check_widening(const quantized::Kernels& kernels, const Matrix& matrix) {
 
 void check_quantized(runtime::Isa isa) {
   const quantized::Kernels& kernels = quantized::kernels(isa);
-  if (!kernels.fp32.run) return;  // AMX multiplies widened weights only
   const Matrix rows(false);
+  if (const gemm::AmxGemm* const tiles = quantized::amx_gemm(isa)) check_tiles(*tiles, rows);
+  if (!kernels.fp32.run) return;
   check_gemv(kernels, kernels.fp32, rows, 2e-6);
   if (kernels.pairs.run) check_gemv(kernels, kernels.pairs, rows, 2e-2);
   check_widening(kernels, rows);

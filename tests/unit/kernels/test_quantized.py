@@ -168,17 +168,24 @@ def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, 
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
+def test_depth_is_cut_if_many_rows_do_not_fit_the_cache(backend: Backend, form: Format) -> None:
+    check(random_weight(form, 33, 4993, torch.bfloat16), [257], backend)
+
+
+@pytest.mark.parametrize("rows", [5, 21])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_spoils_its_row_only(
-    backend: Backend, form: Format, bad: float
+    backend: Backend, form: Format, bad: float, dtype: torch.dtype, rows: int
 ) -> None:
-    matrix = QuantizedMatrix(arranged(random_weight(form, 24, 300), backend))
-    x = torch.randn(5, 300)
+    matrix = QuantizedMatrix(arranged(random_weight(form, 24, 300, dtype), backend))
+    x = torch.randn(rows, 300)
     expected = matrix(x, backend=backend)
     x[3, 290] = bad
     product = matrix(x, backend=backend)
     assert not product[3].isfinite().any()
-    others = [0, 1, 2, 4]
+    others = [row for row in range(rows) if row != 3]
     assert torch.equal(product[others], expected[others])
 
 
