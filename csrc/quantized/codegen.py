@@ -9,7 +9,7 @@ from kernels import CSRC, ISAS, TILES, Isa, Unit
 
 AMX_BODY = """\
 gemm::AmxGemm amx_gemm() {
-  return {{nullptr, pack_quantized}, {nullptr, gemm_quantized}};
+  return {{pack_fp32_rows, pack_bf16_rows}, {multiply_fp32_rows, multiply_bf16_rows}};
 }
 """
 

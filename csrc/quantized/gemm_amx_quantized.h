@@ -1,6 +1,7 @@
-// Gemm of rows of x, rounded to bf16, with int8 or int4 weights on a tile unit. Weights are
-// converted to bf16 tiles in scratch, which stay in L1 while all panels of x are multiplied with
-// them. Included after the lines of an instruction set (lines_amx.h or lines_twin.h).
+// Gemm of rows of x with int8 or int4 weights on a tile unit. Weights are converted to bf16 tiles in
+// scratch, which stay in L1 while all panels of x are multiplied with them. x is rounded to bf16, or
+// split into limbs if bf16 represents the integers of W exactly. Included after the lines of an
+// instruction set (lines_amx.h or lines_twin.h).
 #pragma once
 
 #include <utility>
@@ -13,6 +14,7 @@ namespace vlora::quantized::VLORA_ISA {
 using namespace vlora::gemm::VLORA_ISA;
 using gemm::Piece;
 using gemm::Slice;
+using runtime::kLimbs;
 
 // Maximum number of tiles along the depth of a chunk of W, in whole blocks. There are two chunks in
 // scratch: while one is multiplied, the other is converted.
@@ -66,12 +68,43 @@ inline void scale_sums(const gemm::Product& p, const Piece& piece, float* sums) 
     }
 }
 
-// Multiplies two tiles of rows of W with all panels of a piece. scratch: two chunks of W, then the
-// sums.
-template <class Lines>
+// Multiplies two tiles of rows of W with the limbs of one or two panels over `tiles` tiles of depth.
+// between() runs after each product of a limb.
+template <bool kSecond, class Work>
+void multiply_limbs_of_x(TileSource w, const char* x, ptrdiff_t panel_bytes, int64_t tiles,
+                         float* sums, bool first, const Work& between) {
+  using Block = TileBlock<2, kSecond ? 2 : 1>;
+  if (first)
+    Block::zero();
+  else
+    Block::template load<true>(sums, kSumStride);
+  for (; tiles > 0; --tiles, w.at += w.depth, x += kLimbs * kTileBytes) {
+    Block::load_left(w.at, w.line, w.second);
+    for (int limb = kLimbs - 1; limb >= 0; --limb) {
+      Block::template load_right<true>(x + limb * kTileBytes, kLine, panel_bytes);
+      Block::multiply();
+      between();
+    }
+  }
+  Block::store(sums, kSumStride);
+}
+
+template <int kCount, bool kSecond, class Work>
+void multiply_converted(const TileSource& w, const char* x, ptrdiff_t panel_bytes, int64_t tiles,
+                        float* sums, bool first, const Work& between) {
+  if constexpr (kCount == 1)
+    multiply_pair<kSecond, false>(w, x, panel_bytes, tiles, sums, first, nullptr, between);
+  else
+    multiply_limbs_of_x<kSecond>(w, x, panel_bytes, tiles, sums, first, between);
+}
+
+// Multiplies two tiles of rows of W with all panels of a piece. kCount: tiles of x per tile of
+// depth, 1 or kLimbs. scratch: two chunks of W, then the sums.
+template <class Lines, int kCount = 1>
 void gemm_converted(const gemm::Product& p, const Slice& slice, const char* panels,
                     const Piece& piece, char* scratch) {
-  const int64_t depth = ceil_div(slice.count, kTileDepth), panel_bytes = depth * kTileBytes;
+  const int64_t depth = ceil_div(slice.count, kTileDepth),
+                panel_bytes = depth * kCount * kTileBytes;
   const int64_t pairs = ceil_div(piece.panels, 2), chunks = ceil_div(depth, kMaxChunkTiles),
                 chunk = ceil_div(ceil_div(depth, chunks), kTilesInBlock) * kTilesInBlock;
   auto* const sums = reinterpret_cast<float*>(scratch + gemm::kAmxScratch * 4);
@@ -86,21 +119,22 @@ void gemm_converted(const gemm::Product& p, const Slice& slice, const char* pane
   for (int64_t k = 0; k < depth; k += chunk) {
     const int64_t tiles = depth - k < chunk ? depth - k : chunk, after = depth - k - tiles;
     const bool last = after == 0;
-    const int64_t quarters = last ? ceil_div(Epilogue::kQuarters, tiles) : 0;
+    const int64_t quarters = last ? ceil_div(Epilogue::kQuarters, tiles * kCount) : 0;
     convert.begin(after < chunk ? after : chunk, other);
-    const int64_t rows = ceil_div(kAmxBlockRows, tiles * pairs);
+    const int64_t rows = ceil_div(kAmxBlockRows, tiles * kCount * pairs);
     const TileSource w{converted, kLine, 2 * kTileBytes, kTileBytes};
     for (int64_t pair = 0; pair < pairs; ++pair) {
-      const char* const x = panels + (piece.panel + 2 * pair) * panel_bytes + k * kTileBytes;
+      const char* const x =
+          panels + (piece.panel + 2 * pair) * panel_bytes + k * kCount * kTileBytes;
       float* const to = sums + pair * kPairFloats;
       const auto between = [&] {
         convert.advance(rows);
         epilogue.advance(quarters);
       };
       if (2 * pair + 1 < piece.panels) {
-        multiply_pair<true, false>(w, x, panel_bytes, tiles, to, k == 0, nullptr, between);
+        multiply_converted<kCount, true>(w, x, panel_bytes, tiles, to, k == 0, between);
       } else {
-        multiply_pair<false, false>(w, x, panel_bytes, tiles, to, k == 0, nullptr, between);
+        multiply_converted<kCount, false>(w, x, panel_bytes, tiles, to, k == 0, between);
       }
       if (last) {
         epilogue.finish();
@@ -123,21 +157,40 @@ inline void pack_interleaved_columns(const float* x, ptrdiff_t stride, int rows,
                   });
 }
 
-inline void pack_quantized(const gemm::Product& p, const Slice& slice, char* to, int64_t from,
+// Packs one tile for each limb, with the values interleaved.
+inline void pack_interleaved_limbs(const float* x, ptrdiff_t stride, int rows, int count,
+                                   char* to) {
+  pack_columns<kLimbs>(x, stride, rows, count, to,
+                       [](const Fp32Line& values, Bf16Line* lines) __attribute__((always_inline)) {
+                         const Limbs limbs = split_truncated(values);
+                         for (int i = 0; i < kLimbs; ++i) lines[i] = limbs.line[i].interleaved();
+                       });
+}
+
+inline void pack_bf16_rows(const gemm::Product& p, const Slice& slice, char* to, int64_t from,
                            int64_t until) {
-  const auto& w = *static_cast<const Weight*>(p.w);
-  const bool whole_row = w.bits == 8 && w.group_shift == Weight::kWholeRow;
-  const auto pack = whole_row ? pack_interleaved_columns : pack_rounded_columns;
+  const auto pack = static_cast<const Weight*>(p.w)->has_row_scales() ? pack_interleaved_columns
+                                                                      : pack_rounded_columns;
   pack_panels_of_tiles<1>(p, slice, to, from, until, pack);
 }
 
-inline void gemm_quantized(const gemm::Product& p, const Slice& slice, const char* panels,
-                           const Piece& piece, char* scratch) {
+inline void pack_fp32_rows(const gemm::Product& p, const Slice& slice, char* to, int64_t from,
+                           int64_t until) {
+  pack_panels_of_tiles<kLimbs>(p, slice, to, from, until, pack_interleaved_limbs);
+}
+
+inline void multiply_bf16_rows(const gemm::Product& p, const Slice& slice, const char* panels,
+                               const Piece& piece, char* scratch) {
   const auto& w = *static_cast<const Weight*>(p.w);
-  const auto run = w.bits == 4                         ? gemm_converted<Int4Lines>
-                   : w.group_shift == Weight::kWholeRow ? gemm_converted<Int8Lines<false>>
-                                                        : gemm_converted<Int8Lines<true>>;
+  const auto run = w.bits == 4            ? gemm_converted<Int4Lines>
+                   : w.has_row_scales() ? gemm_converted<Int8Lines<false>>
+                                        : gemm_converted<Int8Lines<true>>;
   run(p, slice, panels, piece, scratch);
+}
+
+inline void multiply_fp32_rows(const gemm::Product& p, const Slice& slice, const char* panels,
+                               const Piece& piece, char* scratch) {
+  gemm_converted<Int8Lines<false>, kLimbs>(p, slice, panels, piece, scratch);
 }
 
 }  // namespace vlora::quantized::VLORA_ISA

@@ -13,8 +13,8 @@ namespace {
 
 // Bytes of W in a piece of a gemv. Reading them from memory takes about 5 µs.
 constexpr int64_t kPieceBytes = 64 << 10;
-// From this many rows of x on, a tile unit multiplies faster than a gemv.
-constexpr int64_t kMinTileRows = 6;
+// From this many rows of x on, a tile unit multiplies faster than a gemv, by type of the product.
+constexpr int64_t kMinTileRows[kDtypes] = {8, 6};
 // From this many rows of x on, all threads multiply the same widened rows of W, so that x is packed
 // once for all of them. For fewer, each thread widens and multiplies rows of its own.
 constexpr int64_t kMinSharedRows = 64;
@@ -59,9 +59,10 @@ const Gemv& gemv_for(const Product& p, Dtype dtype, const Kernels& here) {
 
 // Returns the gemm of the tile unit if it should multiply, else null.
 const gemm::AmxGemm* tiles_for(const Product& p, Dtype dtype) {
-  const gemm::AmxGemm* const tiles = amx_gemm(runtime::isa(dtype));
-  const bool possible = tiles && tiles->run[int(dtype)] && !p.w.panels && p.w.k > 0;
-  return possible && p.rows >= kMinTileRows ? tiles : nullptr;
+  const bool represented = dtype == Dtype::kBf16 || (p.w.bits == 8 && p.w.has_row_scales());
+  const bool possible = represented && !p.w.panels && p.w.k > 0;
+  if (!possible || p.rows < kMinTileRows[int(dtype)] || !gemm::amx_gemm_for(dtype)) return nullptr;
+  return amx_gemm(runtime::isa(dtype));
 }
 
 }  // namespace

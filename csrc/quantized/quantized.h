@@ -42,6 +42,7 @@ struct Weight {
 
   static constexpr int kWholeRow = 62;
   float zero(int64_t index) const { return kMiddle + kZeroStep * float(zeros[index]); }
+  bool has_row_scales() const { return group_shift == kWholeRow; }
   int64_t blocks() const { return ceil_div(k, kBlock); }
   int64_t row_bytes() const { return blocks() * kBlock * bits / 8; }
   int64_t groups() const { return ((blocks() * kBlock - 1) >> group_shift) + 1; }
@@ -90,7 +91,8 @@ struct Kernels {
 const Kernels& kernels(runtime::Isa isa);
 
 // Returns the gemm of a tile unit for W in rows, or null if the instruction set has no such unit.
-// `gemm::Product::w` is the address of the Weight. It multiplies in bf16 only.
+// `gemm::Product::w` is the address of the Weight. Products in fp32 are only for int8 with a scale
+// for each output.
 const gemm::AmxGemm* amx_gemm(runtime::Isa isa);
 
 // Returns whether int4 weights should be stored in panels for the instruction set in use.

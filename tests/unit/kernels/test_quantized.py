@@ -140,7 +140,7 @@ def test_any_few_rows_are_multiplied_in_either_layout(
         assert matrix.panels == expected
 
 
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 40])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 17, 40])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
 def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, rows: int) -> None:
     """Errors are relative to the sum of absolute products, for values of mixed magnitudes."""
@@ -169,7 +169,8 @@ def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
 def test_depth_is_cut_if_many_rows_do_not_fit_the_cache(backend: Backend, form: Format) -> None:
-    check(random_weight(form, 33, 4993, torch.bfloat16), [257], backend)
+    for dtype in (torch.float32, torch.bfloat16):
+        check(random_weight(form, 33, 4993, dtype), [257], backend)
 
 
 @pytest.mark.parametrize("rows", [5, 21])
