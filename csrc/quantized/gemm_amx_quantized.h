@@ -17,7 +17,8 @@ using gemm::Slice;
 using runtime::kLimbs;
 
 // Maximum number of tiles along the depth of a chunk of W, in whole blocks. There are two chunks in
-// scratch: while one is multiplied, the other is converted.
+// scratch: while one is multiplied, the other is converted. They take 32 KiB of L1. In shorter
+// chunks, more products would wait for lines that were stored just before.
 constexpr int64_t kTilesInBlock = kBlock / kTileDepth, kMaxChunkTiles = 8;
 static_assert(2 * kMaxChunkTiles * 2 * kTileBytes <= gemm::kAmxScratch * 4);
 
