@@ -5,7 +5,7 @@ The client sends image files and a question to the ensemble `visual_retrieval` o
 examples:
   python clients/visual_retrieval.py scene.png "What color is the star?"
   python clients/visual_retrieval.py scene.png --task caption
-  python clients/visual_retrieval.py scene.png "red star" --task refer
+  python clients/visual_retrieval.py scene.png "red circle" --task refer
   python clients/visual_retrieval.py part.png --adapter digits --task classify --show-timing
 """
 

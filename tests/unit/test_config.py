@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +63,28 @@ def test_folders_of_an_options_file_start_at_its_folder(tmp_path: Path) -> None:
     file.write_text(json.dumps({"model": "../m", "tokenizer": "../m", "adapters": "/a"}))
     model = str(tmp_path.parent / "m")
     assert load_replacing(file) == {"model": model, "tokenizer": model, "adapters": "/a"}
-    file.write_text('{"model": 5, "block_size": 8}')
-    assert load_replacing(file) == {"model": 5, "block_size": 8}
+    file.write_text('{"tokenizer": "m", "block_size": 8}')
+    model = str(tmp_path / "m")
+    assert load_replacing(file) == {"tokenizer": model, "block_size": 8}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"max_num_seq": 8}, "unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ({"max_num_seqs": "many"}, "'max_num_seqs' must be a positive whole number"),
+        ({"model": 5}, "'model' must be a folder's path"),
+        ({"policy": "credits"}, "'policy' = 'credits' is unknown"),
+        ({"limits": {"max_image": 3}}, "limits: unknown key 'max_image'"),
+    ],
+)
+def test_errors_of_an_options_file_name_this_file(
+    keys: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "options.json"
+    file.write_text(json.dumps(keys))
+    with pytest.raises(InvalidArgument, match=rf"options\.json: {re.escape(message)}"):
+        load_replacing(file)
 
 
 def test_an_unknown_key_is_rejected_with_the_nearest_known_one() -> None:

@@ -110,7 +110,10 @@ def load_configuration(
     given = {name: str(path) for name, path in overrides.items() if path is not None}
     options = load_options(version / "model.json", os.environ | given, replacing)
     if not (options.model / "config.json").is_file():
-        raise ServerError(f"no checkpoint at {options.model}; set its folder with --model DIR")
+        missing = "has no config.json" if options.model.is_dir() else "does not exist"
+        raise ServerError(
+            f"no checkpoint at {options.model}: the folder {missing}; set it with --model DIR"
+        )
     if options.adapters is not None and not options.adapters.is_dir():
         raise ServerError(f"no adapters folder at {options.adapters}; set it with --adapters DIR")
     names = load_adapter_names(version / "multi_lora.json")

@@ -81,10 +81,13 @@ def resolve_folders(keys: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def load_replacing(path: Path) -> dict[str, Any]:
     """Return the keys in a file that replace those of a `model.json`.
 
-    Relative folders in the file start at the folder that contains it. Raises InvalidArgument if the
-    file is not a JSON object.
+    Relative folders in the file start at the folder that contains it. Raises InvalidArgument, which
+    names this file, for an invalid key or value.
     """
-    return resolve_folders(read_keys(path), path.parent)
+    keys = resolve_folders(read_keys(path), path.parent)
+    alone = keys if "model" in keys else {key: keys[key] for key in keys if key not in RENAMED}
+    _read_values(alone, str(path))
+    return keys
 
 
 def load_adapter_names(path: Path) -> dict[str, str]:
@@ -120,6 +123,31 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
 
     Raises InvalidArgument, which names the key and its valid values.
     """
+    values, notes = _read_values(keys, where)
+    if "model" not in values:
+        raise InvalidArgument(f"{where}: 'model' is missing; set it to the checkpoint's folder")
+    options = Options(**values)
+    _check_shares(options, where)
+    if options.quantization is not None and options.merging == "in_place":
+        raise InvalidArgument(
+            f"{where}: 'merging' = 'in_place' changes the base weights, which is not supported with"
+            f" 'quantization' = '{options.quantization}'; set 'merging' = 'off': no adapter is"
+            " merged into a quantized base"
+        )
+    adapters = options.adapters
+    return replace(
+        options,
+        notes=notes,
+        model=(folder / options.model).resolve(),
+        adapters=None if adapters is None else (folder / adapters).resolve(),
+    )
+
+
+def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return the values of options by name, and notes about keys without effect.
+
+    Each key is checked on its own. Raises InvalidArgument with the key and its valid values.
+    """
     values: dict[str, Any] = {}
     notes = []
     for key, value in keys.items():
@@ -142,34 +170,38 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
                 )
             continue
         values[key] = value
-    if "model" not in values:
-        raise InvalidArgument(f"{where}: 'model' is missing; set it to the checkpoint's folder")
     if isinstance(values.get("limits"), dict):
         values["limits"] = Limits(**_checked(Limits, values["limits"], f"{where}: limits"))
-    options = Options(**_checked(Options, values, where))
-    if options.dtype not in DTYPES:
+    values = _checked(Options, values, where)
+    _check_choices(values, where)
+    return values, tuple(notes)
+
+
+def _check_choices(values: Mapping[str, Any], where: str) -> None:
+    """Raise InvalidArgument if an option that names a choice has an unknown value."""
+    for key, choices in (("dtype", DTYPES), ("merging", MERGING)):
+        if values.get(key, choices[0]) not in choices:
+            raise InvalidArgument(
+                f"{where}: '{key}' = '{values[key]}' is unknown; it must be {_one_of(choices)}"
+            )
+    if "device" in values and not DEVICE.fullmatch(values["device"]):
         raise InvalidArgument(
-            f"{where}: 'dtype' = '{options.dtype}' is unknown; it must be {_one_of(DTYPES)}"
-        )
-    if not DEVICE.fullmatch(options.device):
-        raise InvalidArgument(
-            f"{where}: 'device' = '{options.device}' is unknown; it must be cpu, cuda, cuda:N"
+            f"{where}: 'device' = '{values['device']}' is unknown; it must be cpu, cuda, cuda:N"
             " (a GPU's number) or auto"
         )
-    _check_shares(options, where)
-    if options.merging not in MERGING:
+    if values.get("quantization") not in (None, *QUANTIZATIONS):
         raise InvalidArgument(
-            f"{where}: 'merging' = '{options.merging}' is unknown; it must be {_one_of(MERGING)}"
+            f"{where}: 'quantization' = '{values['quantization']}' is unknown; it must be"
+            f" {_one_of(QUANTIZATIONS)}, or missing for a checkpoint that is stored quantized"
         )
-    _check_quantization(options, where)
-    check_policy(options.policy, f"{where}: ")
-    adapters = options.adapters
-    return replace(
-        options,
-        notes=tuple(notes),
-        model=(folder / options.model).resolve(),
-        adapters=None if adapters is None else (folder / adapters).resolve(),
-    )
+    size = values.get("quantization_group_size", QUANTIZATION_GROUPS[0])
+    if size not in QUANTIZATION_GROUPS:
+        raise InvalidArgument(
+            f"{where}: 'quantization_group_size' = {size} must be"
+            f" {_one_of(map(str, QUANTIZATION_GROUPS))}"
+        )
+    if "policy" in values:
+        check_policy(values["policy"], f"{where}: ")
 
 
 def _check_shares(options: Options, where: str) -> None:
@@ -180,25 +212,6 @@ def _check_shares(options: Options, where: str) -> None:
             f"{where}: 'engine_memory_share' = {engine:g} and 'encoder_memory_share' = {encoder:g}"
             f" add up to {engine + encoder:g}; the limit is 1, because both processes use the same"
             " GPU"
-        )
-
-
-def _check_quantization(options: Options, where: str) -> None:
-    if options.quantization not in (None, *QUANTIZATIONS):
-        raise InvalidArgument(
-            f"{where}: 'quantization' = '{options.quantization}' is unknown; it must be"
-            f" {_one_of(QUANTIZATIONS)}, or missing for a checkpoint that is stored quantized"
-        )
-    if options.quantization_group_size not in QUANTIZATION_GROUPS:
-        raise InvalidArgument(
-            f"{where}: 'quantization_group_size' = {options.quantization_group_size} must be"
-            f" {_one_of(map(str, QUANTIZATION_GROUPS))}"
-        )
-    if options.quantization is not None and options.merging == "in_place":
-        raise InvalidArgument(
-            f"{where}: 'merging' = 'in_place' changes the base weights, which is not supported with"
-            f" 'quantization' = '{options.quantization}'; set 'merging' = 'off': no adapter is"
-            " merged into a quantized base"
         )
 
 
