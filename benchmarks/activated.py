@@ -22,6 +22,7 @@ from rich.console import RenderableType
 
 from benchmarks.benchmark import Bar, Row, at_most, demo_folder
 from benchmarks.demo_model import DemoModelBenchmark
+from benchmarks.timing import median_or_nan
 
 if TYPE_CHECKING:
     from benchmarks.driver import Driver, Outcome
@@ -118,7 +119,7 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
 
     def _median(self, kind: str, adapters: int, key: str) -> float:
         rows = [row for row in self.rows if (row["kind"], row["adapters"]) == (kind, adapters)]
-        return float(median(row[key] for row in rows))
+        return median_or_nan(float(row[key]) for row in rows)
 
     def summarize(self) -> dict[str, Any]:
         """Return the ratios of time, of time to first token and of computed tokens.

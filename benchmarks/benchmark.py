@@ -125,7 +125,7 @@ class Benchmark(ABC, Generic[CellT]):
 
     @abstractmethod
     def summarize(self) -> dict[str, Any]:
-        """Return the summary of the rows so far, with None for parts that were not run."""
+        """Return the summary of the rows so far, with None or NaN for parts that were not run."""
 
     @abstractmethod
     def tables(self) -> Iterable[RenderableType]:

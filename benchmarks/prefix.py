@@ -10,13 +10,13 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from rich.console import RenderableType
 
 from benchmarks.benchmark import Bar, Row, at_least
 from benchmarks.demo_model import DemoModelBenchmark
+from benchmarks.timing import median_or_nan
 
 if TYPE_CHECKING:
     from benchmarks.driver import Driver, Outcome
@@ -104,10 +104,10 @@ def summarize(rounds: Sequence[ConversationRound]) -> dict[str, Any]:
         return [r.outcome for r in rounds if (r.cached, r.number) == (cached, number)]
 
     def first_token(cached: bool, number: int) -> float:
-        return median(outcome.first[0] for outcome in outcomes(cached, number))
+        return median_or_nan(outcome.first[0] for outcome in outcomes(cached, number))
 
     def computed_tokens(cached: bool) -> float:
-        return median(outcome.rows for outcome in outcomes(cached, 2))
+        return median_or_nan(outcome.rows for outcome in outcomes(cached, 2))
 
     ttft = first_token(True, 2) / first_token(False, 2)
     tokens = computed_tokens(True) / computed_tokens(False)
@@ -153,7 +153,9 @@ class PrefixBenchmark(DemoModelBenchmark[int]):
         )
         for number in sorted({row["round"] for row in self.rows}):
             figures = [
-                median(r[key] for r in self.rows if (r["round"], r["cached"]) == (number, cached))
+                median_or_nan(
+                    r[key] for r in self.rows if (r["round"], r["cached"]) == (number, cached)
+                )
                 for key in ("first_token_ms", "computed_tokens")
                 for cached in (True, False)
             ]

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -86,7 +87,7 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
     """Measure all cells, print the tables and write JSON to `path`.
 
     Ctrl-C ends the measurement; the rows so far are reported and written. They are also written
-    every SAVE_INTERVAL_SECONDS, so that a run that is killed keeps them.
+    every SAVE_INTERVAL_SECONDS, without a summary, so that a run that is killed keeps them.
     """
     from benchmarks import report
 
@@ -96,11 +97,9 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
     if benchmark.resumable and path is not None and path.is_file():
         _resume(benchmark, path, machine | benchmark.meta(), console)
 
-    def save() -> None:
+    def save(summary: Mapping[str, Any]) -> None:
         if path is not None:
-            report.write_json(
-                path, machine | benchmark.meta(), benchmark.rows, benchmark.summarize()
-            )
+            report.write_json(path, machine | benchmark.meta(), benchmark.rows, summary)
 
     interrupted, last_save = False, started - SAVE_INTERVAL_SECONDS
     with Progress(console=console, transient=True) as progress:
@@ -119,7 +118,7 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
                 for row in benchmark.run(cell):
                     benchmark.rows.append(row)
                     if time.monotonic() - last_save >= SAVE_INTERVAL_SECONDS:
-                        save()
+                        save({})
                         last_save = time.monotonic()
                 progress.advance(task)
         except KeyboardInterrupt:
@@ -133,11 +132,10 @@ def run(benchmark: Benchmark[Any], path: Path | None) -> None:
         return
     for table in benchmark.tables():
         console.print(table)
-    console.print(
-        report.summary_table(benchmark.summarize(), benchmark.bars, benchmark.summary_title())
-    )
+    summary = {key: _or_none(value) for key, value in benchmark.summarize().items()}
+    console.print(report.summary_table(summary, benchmark.bars, benchmark.summary_title()))
     if path is not None:
-        save()
+        save(summary)
         console.print(f"written: {path}", soft_wrap=True)
     for figure in benchmark.draw():
         console.print(f"written: {figure}", soft_wrap=True)
@@ -158,6 +156,11 @@ def _resume(benchmark: Benchmark[Any], path: Path, meta: dict[str, Any], console
     benchmark.rows = benchmark.resume(document["rows"])
     if stale := len(document["rows"]) - len(benchmark.rows):
         console.print(f"{stale} rows of {path} are stale and are measured again")
+
+
+def _or_none(value: Any) -> Any:
+    """Return a figure of a summary, or None if it is NaN because its rows were not measured."""
+    return None if isinstance(value, float) and math.isnan(value) else value
 
 
 def _console() -> Console:

@@ -16,6 +16,7 @@ from rich.console import RenderableType
 
 from benchmarks.benchmark import Bar, Row, at_most
 from benchmarks.demo_model import DemoModelBenchmark
+from benchmarks.timing import median_or_nan
 
 if TYPE_CHECKING:
     from vlora.engine.engine import Engine
@@ -163,7 +164,7 @@ class StructuredBenchmark(DemoModelBenchmark[Cell]):
         } | figures
 
     def _median(self, structure: str, requests: int, key: str) -> float:
-        return median(
+        return median_or_nan(
             float(row[key])
             for row in self.rows
             if (row["structure"], row["requests"]) == (structure, requests) and key in row

@@ -5,9 +5,10 @@ This module times functions. It does not depend on what they compute.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 MIN_SAMPLE_SECONDS = 4e-4
@@ -100,6 +101,12 @@ def rotated(names: Sequence[str], number: int) -> list[str]:
     """Return the names rotated to start at index `number` modulo their count."""
     first = number % len(names)
     return [*names[first:], *names[:first]]
+
+
+def median_or_nan(values: Iterable[float]) -> float:
+    """Return the median, or NaN for no values, as in a run that was interrupted."""
+    known = list(values)
+    return statistics.median(known) if known else math.nan
 
 
 def geometric_mean(values: Sequence[float]) -> float | None:

@@ -25,8 +25,6 @@ constexpr int64_t kMinAmxRows[kDtypes] = {49, 2};
 constexpr int64_t kPartBytes[kDtypes] = {5 << 18, 3 << 19};
 // Number of panels that the depth of a slice is chosen for, and the maximum number in a part.
 constexpr int64_t kSlicePanels = 16, kMaxPartPanels = 32;
-// The depth of a slice is a multiple of this: whole tiles, and whole blocks of quantized weights.
-constexpr int64_t kSliceStep = 64;
 // Minimum number of panels, of the whole depth, that must fit a part for a gated product to run in
 // one pass. With fewer, reading W again for each part costs more than a separate gate.
 constexpr int64_t kMinGatedPanels = 4;

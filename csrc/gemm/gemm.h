@@ -147,6 +147,8 @@ const Kernels& kernels(runtime::Isa isa);
 
 // Floats for W in the scratch of `AmxGemm::run`. The sums follow: kAmxBlockRows x kLanes per panel.
 constexpr int64_t kAmxScratch = 10240;
+// The depth of a slice is a multiple of this: whole tiles, and whole blocks of quantized weights.
+constexpr int64_t kSliceStep = 64;
 
 // The gemm of a tile unit, by type of W. x is packed in panels of ceil(count / 32) KiB, for fp32
 // three times as large (runtime::kLimbs). A piece is kAmxBlockRows rows of W.

@@ -1,7 +1,7 @@
-// Gemm of rows of x with int8 or int4 weights on a tile unit. Weights are converted to bf16 tiles in
-// scratch, which stay in L1 while all panels of x are multiplied with them. x is rounded to bf16, or
-// split into limbs if bf16 represents the integers of W exactly. Included after the lines of an
-// instruction set (lines_amx.h or lines_twin.h).
+// Gemm of rows of x with int8 or int4 weights on a tile unit. Weights are converted to bf16 tiles
+// in scratch, which stay in L1 while all panels of x are multiplied with them. x is rounded to
+// bf16, or split into limbs if bf16 represents the integers of W exactly. Included after the lines
+// of an instruction set (lines_amx.h or lines_twin.h).
 #pragma once
 
 #include <utility>
@@ -23,7 +23,8 @@ constexpr int64_t kTilesInBlock = kBlock / kTileDepth, kMaxChunkTiles = 8;
 static_assert(2 * kMaxChunkTiles * 2 * kTileBytes <= gemm::kAmxScratch * 4);
 
 // Converts rows of W to tiles in scratch, a few rows at a time between the products. Meanwhile the
-// same depth of the next piece is prefetched.
+// same depth of the next piece is prefetched. A slice begins with a whole block.
+static_assert(gemm::kSliceStep % kBlock == 0);
 template <class Lines>
 class ConvertRows {
  public:
@@ -69,8 +70,8 @@ inline void scale_sums(const gemm::Product& p, const Piece& piece, float* sums) 
     }
 }
 
-// Multiplies two tiles of rows of W with the limbs of one or two panels over `tiles` tiles of depth.
-// between() runs after each product of a limb.
+// Multiplies two tiles of rows of W with the limbs of one or two panels over `tiles` tiles of
+// depth. between() runs after each product of a limb.
 template <bool kSecond, class Work>
 void multiply_limbs_of_x(TileSource w, const char* x, ptrdiff_t panel_bytes, int64_t tiles,
                          float* sums, bool first, const Work& between) {
@@ -168,11 +169,25 @@ inline void pack_interleaved_limbs(const float* x, ptrdiff_t stride, int rows, i
                        });
 }
 
+// Calls use(lines) with the lines of a type of weights.
+template <class Use>
+VLORA_INLINE void with_lines(const Weight& w, const Use& use) {
+  if (w.bits == 4) {
+    use(Int4Lines{});
+  } else if (w.has_row_scales()) {
+    use(Int8Lines<false>{});
+  } else {
+    use(Int8Lines<true>{});
+  }
+}
+
 inline void pack_bf16_rows(const gemm::Product& p, const Slice& slice, char* to, int64_t from,
                            int64_t until) {
-  const auto pack = static_cast<const Weight*>(p.w)->has_row_scales() ? pack_interleaved_columns
-                                                                      : pack_rounded_columns;
-  pack_panels_of_tiles<1>(p, slice, to, from, until, pack);
+  with_lines(*static_cast<const Weight*>(p.w), [&](auto lines) {
+    pack_panels_of_tiles<1>(
+        p, slice, to, from, until,
+        decltype(lines)::kInterleaved ? pack_interleaved_columns : pack_rounded_columns);
+  });
 }
 
 inline void pack_fp32_rows(const gemm::Product& p, const Slice& slice, char* to, int64_t from,
@@ -182,11 +197,9 @@ inline void pack_fp32_rows(const gemm::Product& p, const Slice& slice, char* to,
 
 inline void multiply_bf16_rows(const gemm::Product& p, const Slice& slice, const char* panels,
                                const Piece& piece, char* scratch) {
-  const auto& w = *static_cast<const Weight*>(p.w);
-  const auto run = w.bits == 4            ? gemm_converted<Int4Lines>
-                   : w.has_row_scales() ? gemm_converted<Int8Lines<false>>
-                                        : gemm_converted<Int8Lines<true>>;
-  run(p, slice, panels, piece, scratch);
+  with_lines(*static_cast<const Weight*>(p.w), [&](auto lines) {
+    gemm_converted<decltype(lines)>(p, slice, panels, piece, scratch);
+  });
 }
 
 inline void multiply_fp32_rows(const gemm::Product& p, const Slice& slice, const char* panels,

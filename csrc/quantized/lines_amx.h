@@ -91,7 +91,7 @@ struct Int8Lines {
           const R scale = R::all(scales[k >> w.group_shift]);
           _mm512_store_si512(to, __m512i(pairs_of(low * scale, high * scale)));
         } else {
-          _mm512_store_si512(to, upper_halves(low, high));
+          _mm512_store_si512(to, alternating_upper_halves(low, high));
         }
       }
     }
@@ -99,7 +99,7 @@ struct Int8Lines {
 
  private:
   // Returns the upper halves of the values, which hold all bits of small integers, in turn.
-  static VLORA_INLINE __m512i upper_halves(R even, R odd) {
+  static VLORA_INLINE __m512i alternating_upper_halves(R even, R odd) {
     const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even.r), 16);
     constexpr int kFirstOrBoth = 0xf8;  // a | (b & c)
     return _mm512_ternarylogic_epi32(low, _mm512_castps_si512(odd.r),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import llava
+from benchmarks import llava, prefix
 from benchmarks.benchmark import GRIDS, Bar, Benchmark, Row, at_least
 from benchmarks.kernels import measurement as kernels
 from benchmarks.kernels.cells import KernelCell
@@ -235,12 +236,20 @@ class SavingBenchmark(CountingBenchmark):
             assert json.loads(self.out.read_text())["rows"] == [{"cell": 0}]
         yield from super().run(cell)
 
+    def summarize(self) -> dict[str, Any]:
+        assert len(self.rows) > 1, "a summary needs the rows of a complete or interrupted run"
+        return {"rows": len(self.rows), "missing": math.nan}
+
 
 def test_a_run_that_is_killed_keeps_its_rows(tmp_path: Path) -> None:
     benchmark = SavingBenchmark(quick=False, grid=GRIDS / "kernels.json")
     benchmark.out = tmp_path / "out.json"
     run(benchmark, benchmark.out)
-    assert len(benchmark.rows) == 2
+    assert json.loads(benchmark.out.read_text())["summary"] == {"rows": 2, "missing": None}
+
+
+def test_a_summary_of_rounds_that_were_not_run_has_no_figures() -> None:
+    assert all(math.isnan(figure) for figure in prefix.summarize([]).values())
 
 
 def result_of(samples: dict[str, tuple[float, ...]]) -> KernelResult:

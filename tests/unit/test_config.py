@@ -87,6 +87,13 @@ def test_errors_of_an_options_file_name_this_file(
         load_replacing(file)
 
 
+def test_errors_of_combined_files_name_both(tmp_path: Path) -> None:
+    file, replacing_from = tmp_path / "model.json", tmp_path / "options.json"
+    file.write_text(json.dumps({"model": "m", "quantization": "int8"}))
+    with pytest.raises(InvalidArgument, match=r"model\.json with .*options\.json: 'merging'"):
+        load_options(file, {}, {"merging": "in_place"}, replacing_from)
+
+
 def test_an_unknown_key_is_rejected_with_the_nearest_known_one() -> None:
     with pytest.raises(InvalidArgument, match=r"model.json: unknown key 'max_num_seq'.*'max_num_s"):
         parse(max_num_seq=3)

@@ -108,7 +108,7 @@ def load_configuration(
     replacing = {} if options_file is None else load_replacing(options_file)
     overrides = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     given = {name: str(path) for name, path in overrides.items() if path is not None}
-    options = load_options(version / "model.json", os.environ | given, replacing)
+    options = load_options(version / "model.json", os.environ | given, replacing, options_file)
     if not (options.model / "config.json").is_file():
         missing = "has no config.json" if options.model.is_dir() else "does not exist"
         raise ServerError(

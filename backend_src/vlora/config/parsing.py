@@ -37,18 +37,21 @@ def load_options(
     path: Path,
     environment: Mapping[str, str] | None = None,
     replacing: Mapping[str, Any] | None = None,
+    replacing_from: Path | None = None,
 ) -> Options:
     """Return the options in a `model.json`.
 
     environment: variables that override folders; by default those of this process.
     replacing: keys that replace those in the file.
+    replacing_from: file with these keys, for messages.
 
     If the model is overridden, the adapters in the file are not used, because they belong to the
     file's model. Raises InvalidArgument with the file, the key and its valid values.
     """
     replacing = replacing or {}
     keys = replace_keys(read_keys(path), replacing)
-    options = parse_options(keys, where=str(path), folder=path.parent)
+    where = str(path) if replacing_from is None else f"{path} with {replacing_from}"
+    options = parse_options(keys, where, folder=path.parent)
     environment = os.environ if environment is None else environment
     model, adapters = (environment.get(name) for name in (MODEL_VARIABLE, ADAPTERS_VARIABLE))
     if model:
@@ -146,7 +149,8 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
 def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Return the values of options by name, and notes about keys without effect.
 
-    Each key is checked on its own. Raises InvalidArgument with the key and its valid values.
+    Combinations of options are not checked. Raises InvalidArgument with the key and its valid
+    values.
     """
     values: dict[str, Any] = {}
     notes = []

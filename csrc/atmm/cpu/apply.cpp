@@ -186,8 +186,8 @@ struct Wave {
   }
 };
 
-// A call of the operator, whose segments have been distributed over threads. Each thread of a region
-// calls the object once.
+// A call of the operator, whose segments have been distributed over threads. Each thread of a
+// region calls the object once.
 class Plan {
  public:
   // threads: maximum number of threads.

@@ -71,7 +71,7 @@ void compare(const char* what, double actual, double expected, double tolerance)
 // Random rows of x for a matrix, and their product.
 struct Rows {
   const Matrix& matrix;
-  const int64_t rows;
+  const int64_t rows, x_stride, y_stride;
   Values x, bias;
   std::vector<float> y;
   quantized::Product p;
@@ -79,10 +79,12 @@ struct Rows {
   Rows(const Matrix& matrix, int64_t rows)
       : matrix(matrix),
         rows(rows),
-        x(Dtype::kFp32, (rows - 1) * (matrix.w.k + 3) + matrix.w.k, 1),
+        x_stride(matrix.w.k + draw(0, 3)),
+        y_stride(matrix.w.n + draw(0, 3)),
+        x(Dtype::kFp32, (rows - 1) * x_stride + matrix.w.k, 1),
         bias(Dtype::kFp32, matrix.w.n, 1),
-        y(size_t((rows - 1) * (matrix.w.n + 1) + matrix.w.n)),
-        p{matrix.w, floats(x), rows, matrix.w.k + 3, y.data(), matrix.w.n + 1,
+        y(size_t((rows - 1) * y_stride + matrix.w.n)),
+        p{matrix.w, floats(x), rows, x_stride, y.data(), y_stride,
           draw(0, 1) ? floats(bias) : nullptr} {
     // The products of a large value with its weight and with its zero may cancel.
     for (int64_t outliers = p.w.zeros ? 0 : draw(0, 5); p.w.panels && outliers > 0; --outliers)

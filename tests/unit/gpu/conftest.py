@@ -17,6 +17,12 @@ from vlora import backends
 from vlora.atmm.cuda.operator import Operator, using
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Make random tensors repeatable."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def _kernel_device() -> Iterator[None]:
     """Skip where `triton` is not installed. If the kernels run on a GPU, create tensors there."""
