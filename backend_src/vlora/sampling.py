@@ -58,7 +58,7 @@ RANGES: dict[str, Range] = {
     "min_tokens": Range(0, MAX_INTEGER, f"a whole number from 0 to {MAX_INTEGER}", whole=True),
     "logprobs": Range(0, MAX_LOGPROBS, f"a whole number from 0 to {MAX_LOGPROBS}", whole=True),
     "priority": Range(
-        -(2**31), 2**31 - 1, "a whole number of 32 bits; lower runs first", whole=True
+        -(2**31), 2**31 - 1, "a whole number of 32 bits; lower numbers run first", whole=True
     ),
     "deadline_ms": Range(1e-3, 1e9, "milliseconds from 0.001 to 1e9"),
     "stream_interval_ms": Range(0, 1e4, "milliseconds from 0 to 10000"),

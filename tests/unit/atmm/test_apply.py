@@ -206,7 +206,9 @@ def test_columns_that_are_not_contiguous_are_rejected(chosen: Backend) -> None:
 
 def test_a_tile_of_the_cpu_is_rejected_on_cuda() -> None:
     group = group_of(16, [8], [4])
-    with pytest.raises(ValueError, match="config is an index of the CPU's tiles"):
+    with pytest.raises(
+        ValueError, match="config must be None on CUDA; it is an index of the CPU's tiles"
+    ):
         op.apply(torch.zeros(4, 8), torch.zeros(4, 16), [], group, config=0, backend="cuda")
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tools.demo.__main__ import CHECKPOINT
 from vlora import backends, native
 from vlora.atmm import tiles
 from vlora.backends import Backend
@@ -317,7 +318,7 @@ def test_an_unknown_backend_fails_at_the_start_and_not_in_each_step(
     monkeypatch.setenv("VLORA_KERNELS", "fast")
     with backends.override("kernels", None):
         with pytest.raises(ValueError, match="it must be"):
-            Engine(Options(model=tmp_path))
+            Engine(Options(model=CHECKPOINT))
         with pytest.raises(ValueError, match="it must be"):
             VisionEncoder(tmp_path, threads=1)
 
