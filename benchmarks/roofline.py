@@ -21,7 +21,7 @@ from vlora.atmm.cpu import Cpu
 SECONDS = 0.06
 """Duration of one microbenchmark."""
 INTERVAL_SECONDS = 1.0
-"""Minimum time between two repeated microbenchmarks."""
+"""Minimum time from one repetition of a microbenchmark to the next."""
 
 
 @dataclass

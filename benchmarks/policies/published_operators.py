@@ -30,7 +30,7 @@ GATHERED_ROWS = 64
 
 
 def slora(y: torch.Tensor, x: torch.Tensor, segments: Sequence[Segment], group: LoraGroup) -> None:
-    """Apply S-LoRA's operator: multiply each segment's rows by its adapter without padded ranks."""
+    """Apply S-LoRA's operator: multiply each segment's rows by its adapter, at its own rank."""
     for columns, pairs in _columns(y, group):
         for segment in segments:
             if (pair := pairs[segment.slot]) is not None:

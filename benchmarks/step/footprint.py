@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing
-import re
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+
+from benchmarks.process_status import status_bytes
 
 MIB = 1 << 20
 
@@ -29,7 +30,7 @@ def footprint(folder: Path, dtype: str) -> dict[str, int]:
     from vlora.model.loader import load_weights
 
     config, chosen = load_config(folder), MODEL_TYPES[dtype]
-    before = _process_status("VmRSS")
+    before = status_bytes("VmRSS")
     weights = load_weights(folder, config, DTYPES[chosen.dtype], chosen.form)
     tensors = [weights.embedding, weights.lm_head, weights.final_norm]
     tensors += [*weights.norms.values(), *weights.biases.values()]
@@ -37,13 +38,5 @@ def footprint(folder: Path, dtype: str) -> dict[str, int]:
     return {
         "weights": (weights.slab.nbytes + sum(sizes.values())) // MIB,
         "before": before // MIB,
-        "peak": _process_status("VmHWM") // MIB,
+        "peak": status_bytes("VmHWM") // MIB,
     }
-
-
-def _process_status(key: str) -> int:
-    """Return a value in bytes from Linux's status of this process."""
-    text = Path("/proc/self/status").read_text()
-    match = re.search(rf"^{key}:\s+(\d+) kB$", text, re.MULTILINE)
-    assert match is not None
-    return int(match[1]) * 1024

@@ -7,13 +7,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-STATUS = Path("/proc/self/status")
-
-
-def status_bytes(field: str) -> int:
-    """Return a field of the process's status, such as `VmRSS` (resident) or `VmHWM` (peak)."""
-    (line,) = (line for line in STATUS.read_text().splitlines() if line.startswith(field))
-    return int(line.split()[1]) * 1024
+from benchmarks.process_status import status_bytes
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

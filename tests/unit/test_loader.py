@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from benchmarks.process_status import status_bytes
 from tests.support.fake_device import fake_gpu
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
@@ -304,20 +305,14 @@ def large(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "model.safetensors").unlink()
 
 
-def peak_bytes() -> int:
-    """Return the process's peak resident memory since it was last reset."""
-    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
-    return int(line.split()[1]) * 1024
-
-
 def test_loading_needs_the_memory_of_one_copy_of_the_model(large: Path) -> None:
     config = load_config(large)
     sizes = [4 * torch.Size(shape).numel() for shape in config.weight_shapes.values()]
     load_weights(large, config)
     Path("/proc/self/clear_refs").write_text("5")
-    before = peak_bytes()
+    before = status_bytes("VmHWM")
     weights = load_weights(large, config)
-    growth = peak_bytes() - before
+    growth = status_bytes("VmHWM") - before
     assert len(weights.norms) == 8
     assert sum(sizes) / 2 < growth <= sum(sizes) + 2 * max(sizes)
 

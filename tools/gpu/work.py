@@ -31,6 +31,7 @@ INSTANCES = 32
 COPY_BYTES, SIDE = 2 << 30, 8192
 DEVICE_TESTS = (
     "tests/unit/test_cuda_operator.py",
+    "tests/unit/test_cuda_choice.py",
     "tests/unit/test_cuda_tiles.py",
     "tests/unit/atmm",
 )
@@ -123,7 +124,7 @@ def parity(out: Path) -> str:
 
 
 def sanitize(out: Path) -> str:
-    """Run `tools.gpu.exercise` under each of SANITIZERS."""
+    """Run `tools.gpu.exercise` once with each tool of SANITIZERS."""
     _operator()
     tool = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from benchmarks.process_status import status_bytes
 from tools.large_checkpoint import checkpoint
 
 MIB = 1 << 20
@@ -88,13 +89,8 @@ def measure(
 
 def memory_mib(pid: int) -> dict[str, int]:
     """Return the resident memory of a process and its peak, in MiB."""
-    fields = dict(
-        line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines()
-    )
-    return {
-        "resident": int(fields["VmRSS"].split()[0]) // 1024,
-        "peak": int(fields["VmHWM"].split()[0]) // 1024,
-    }
+    sizes = {"resident": status_bytes("VmRSS", pid), "peak": status_bytes("VmHWM", pid)}
+    return {name: size // MIB for name, size in sizes.items()}
 
 
 def ask_all(url: str) -> str:
