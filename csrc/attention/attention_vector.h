@@ -50,7 +50,12 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   // Number of queries in a tile. All tiles of a head have nearly the same height.
   const int64_t tile = ceil_div(per_head, ceil_div(per_head, int64_t(kMaxTileQueries)));
   const int64_t end_panel = piece.panel + piece.panels;
+  // The lines of the next head's key and value are prefetched before a head's are written. Without
+  // that, each store would wait for its line.
   const bool writes = chunk.length == 1 && piece.last();
+  const auto slot_of = [&](int64_t h) {
+    return Slot<T>(p, chunk, chunk.start, piece.kv_head + h);
+  };
   const int64_t panel_bytes = layout.panel() * int64_t(sizeof(T));
   // Several panels are read in rotation if reading takes longer than multiplying. With more
   // products per byte, changing between panels costs more than it saves: then one panel is read,
@@ -100,9 +105,10 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
       for (int64_t h = 0; h < heads; ++h) {
         const char* prefetch =
             key_run > 1 ? nullptr : reinterpret_cast<const char*>(order[j * heads + h + ahead]);
-        if (writes && begin + until == end_panel)
-          write_key(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
-                    Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+        if (writes && begin + until == end_panel) {
+          if (h + 1 < heads) prefetch_key(layout, slot_of(h + 1));
+          write_key(layout, Stored<T>(p, chunk.row, piece.kv_head + h), slot_of(h));
+        }
         panels_of_head(j, until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           if (j >= seen[t]) continue;
@@ -129,9 +135,10 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
         const char* prefetch =
             value_run > 1 ? nullptr
                           : reinterpret_cast<const char*>(order[steps + j * heads + h + ahead]);
-        if (writes && begin + until == end_panel)
-          write_value(layout, Stored<T>(p, chunk.row, piece.kv_head + h),
-                      Slot<T>(p, chunk, chunk.start, piece.kv_head + h));
+        if (writes && begin + until == end_panel) {
+          if (h + 1 < heads) prefetch_values(layout, slot_of(h + 1), 1);
+          write_value(layout, Stored<T>(p, chunk.row, piece.kv_head + h), slot_of(h));
+        }
         panels_of_head(count + j, count + until, h, panels);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;

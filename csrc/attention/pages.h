@@ -102,6 +102,22 @@ struct Slot {
   }
 };
 
+// Prefetches the lines of a page to which a key is written.
+template <class T>
+VLORA_INLINE void prefetch_key(const Layout& layout, const Slot<T>& to) {
+  constexpr int kPair = int(4 / sizeof(T));
+  for (int64_t d = 0; d < layout.dim; d += kPair) __builtin_prefetch(to.keys + d * kLanes, 1);
+}
+
+// Prefetches the lines to which the values of `rows` tokens are written, from `to` on.
+template <class T>
+VLORA_INLINE void prefetch_values(const Layout& layout, const Slot<T>& to, int64_t rows) {
+  constexpr int64_t kPair = int64_t(4 / sizeof(T)), kStep = int64_t(64 / sizeof(T));
+  const int64_t until = (to.lane + rows) * layout.padded();
+  for (int64_t i = to.lane / kPair * kPair * layout.padded(); i < until; i += kStep)
+    __builtin_prefetch(to.values + i, 1);
+}
+
 // Writes a key to its column of a panel.
 template <class T>
 VLORA_INLINE void write_key(const Layout& layout, const Stored<T>& row, const Slot<T>& to) {
@@ -200,13 +216,10 @@ void write(const Problem& p, const Written& w) {
   for (int64_t head = 0; head < layout.kv_heads; ++head) {
     Slot<T> to(p, chunk, chunk.start + w.row, head);
     // Each store waits for its cache line, so the lines of the next head are prefetched early.
-    const char* const next = reinterpret_cast<const char*>(to.keys + layout.head());
     if (head + 1 < layout.kv_heads) {
-      for (int64_t d = 0; d < layout.dim; ++d)
-        __builtin_prefetch(next + d * ptrdiff_t(kLanes * sizeof(T)), 1);
-      const int64_t until = (to.lane + w.rows) * layout.padded();
-      for (int64_t i = to.lane / 2 * 2 * layout.padded(); i < until; i += 64 / ptrdiff_t(sizeof(T)))
-        __builtin_prefetch(to.values + layout.head() + i, 1);
+      const Slot<T> next(p, chunk, chunk.start + w.row, head + 1);
+      prefetch_key(layout, next);
+      prefetch_values(layout, next, w.rows);
     }
     for (int64_t row = 0; row < w.rows; ++row, ++to.lane) {
       const Stored<T> stored(p, chunk.row + w.row + row, head);
