@@ -157,14 +157,7 @@ def test_copies_of_the_base_are_dropped_and_trained_ones_are_refused(
     saved = ["lm_head", "embed_tokens"]
     model = kinds.lora(family.checkpoint, modules_to_save=saved)
     model.save_pretrained(tmp_path / "trained")
-    with torch.no_grad():
-        base = kinds.stock(family.checkpoint).state_dict()
-        for name, parameter in model.named_parameters():
-            if "modules_to_save" in name:
-                plain = name.removeprefix("base_model.model.").replace(
-                    ".modules_to_save.default", ""
-                )
-                parameter.copy_(base[plain])
+    kinds.restore_copies(model, family.checkpoint)
     model.save_pretrained(tmp_path / "copied")
     assert len(load_file(tmp_path / "copied" / "adapter_model.safetensors")) == 2 * 15 + 2
     result = run(

@@ -17,11 +17,12 @@ from tests.support.engine_client import run_questions
 from tests.support.modes import drive
 from tests.support.oracle import NEAR_TIE
 from tests.support.qwen_vl import (
+    CONNECTOR,
     RANKS,
+    TOWER,
     Reference,
     make_adapter,
     make_qwen_vl,
-    make_tower_adapter,
     slow_tokens,
 )
 from vlora.config import Options
@@ -78,10 +79,11 @@ def test_features_equal_those_of_the_reference(
 def test_an_adapter_of_the_tower_equals_the_reference(
     root: Path, encoder: VisionEncoder, tmp_path: Path
 ) -> None:
-    make_tower_adapter(tmp_path / "tower")
+    make_adapter(tmp_path / "tower", 7, [*TOWER, *CONNECTOR])
     reference = Reference(root / "model", {"tower": tmp_path / "tower"})
     shape = adapter_shape(root / "model", load_config(root / "model"))
-    adapters = VisionAdapters(shape, FolderFinder(tmp_path, {}), 1 << 30, None)
+    adapters = VisionAdapters(shape, FolderFinder(tmp_path, {}), 1 << 30, None, encoder.layers)
+    assert shape.vision().keys() == encoder.layers.keys()
     image = DecodedImage(np.random.default_rng(4).integers(0, 256, (30, 70, 3), np.uint8))
     try:
         (found,) = encoder.encode([image], adapters.part("tower"))

@@ -38,7 +38,9 @@ def family(
 @pytest.fixture(scope="module")
 def vision(family: Family) -> Iterator[VisionAdapters]:
     shape = adapter_shape(family.checkpoint, load_config(family.checkpoint))
-    adapters = VisionAdapters(shape, FolderFinder(family.adapters, {}), 1 << 30, None)
+    layers = family.encoder.layers
+    assert shape.vision().keys() == layers.keys()
+    adapters = VisionAdapters(shape, FolderFinder(family.adapters, {}), 1 << 30, None, layers)
     yield adapters
     adapters.close()
 

@@ -137,6 +137,16 @@ def _other(checkpoint: Path, config: Any) -> Any:
     return train(get_peft_model(stock(checkpoint), config), seed=7)
 
 
+def restore_copies(model: Any, checkpoint: Path) -> None:
+    """Set an adapter's whole weights (`modules_to_save`) to those of the base model."""
+    base = stock(checkpoint).state_dict()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                path = name.removeprefix("base_model.model.")
+                parameter.copy_(base[path.replace(".modules_to_save.default", "")])
+
+
 def save(model: Any, folder: Path, **arguments: Any) -> None:
     """Write a trained model's adapter as PEFT does."""
     model.save_pretrained(folder, save_embedding_layers=False, **arguments)

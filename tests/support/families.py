@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 
+from tests.support import qwen_vl
 from tests.support.checkpoints import make_checkpoint
 from tests.support.qwen_vl import IMAGE_PAD, QUERIES, Reference, make_adapter, make_qwen_vl
 from vlora.model.tokenizer import load_tokenizer
@@ -40,6 +42,14 @@ VISION_ADAPTERS = {"both": f"{DECODER}|{TOWER}|{CONNECTOR}", "tower": TOWER, "co
 
 VIDEO_FAMILIES = ("llava_onevision", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 """Families that take the frames of a clip as a video."""
+
+
+def gap_of(logits: torch.Tensor, answer: Sequence[int]) -> float:
+    """Return the largest gap between the best logit and that of an answer's token.
+
+    logits: [len(answer), V].
+    """
+    return max(float(row.max() - row[t]) for row, t in zip(logits, answer, strict=True))
 
 
 def video_patches(video: torch.Tensor, side: int, merge: int, times: int) -> torch.Tensor:
@@ -112,8 +122,7 @@ class Family:
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
     ) -> float:
         """Return the largest gap between the stock model's best logit and that of the answer."""
-        logits = self._logits(prompt, images, adapter, answer)[:-1]
-        return max(float(row.max() - row[t]) for row, t in zip(logits, answer, strict=True))
+        return gap_of(self.logits(prompt, images, adapter, answer)[:-1], answer)
 
     def greedy(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, count: int
@@ -121,7 +130,7 @@ class Family:
         """Return the first tokens of the stock model's greedy answer."""
         answer: list[int] = []
         for _ in range(count):
-            answer.append(int(self._logits(prompt, images, adapter, answer)[-1].argmax()))
+            answer.append(int(self.logits(prompt, images, adapter, answer)[-1].argmax()))
         return answer
 
     def _pixels(
@@ -222,7 +231,7 @@ class Family:
         )
 
     @torch.inference_mode()
-    def _logits(
+    def logits(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
     ) -> torch.Tensor:
         """Return the stock model's logits after the prompt and each token, [len(answer) + 1, V]."""
@@ -259,22 +268,45 @@ class FirstQwenVL:
     def __init__(self, folder: Path) -> None:
         self.checkpoint = make_qwen_vl(folder / "model")
         self.adapters = folder / "adapters"
+        self._invocations: dict[str, list[int]] = {}
         targets = ("attn.c_attn", "mlp.w1"), ("attn.c_attn", "attn.c_proj", "mlp.w2")
         for seed, (name, modules) in enumerate(zip(ADAPTERS, targets, strict=True)):
             make_adapter(self.adapters / name, seed, modules)
-        self._reference = Reference(
-            self.checkpoint, {name: self.adapters / name for name in ADAPTERS}
-        )
-        self._tokenizer = load_tokenizer(self.checkpoint)
+        self.tokenizer = load_tokenizer(self.checkpoint)
         self.service = EncoderService(VisionEncoder(self.checkpoint, 1), FeatureCache(1 << 24))
 
-    def gap(
+    def add_vision_adapters(self) -> None:
+        """Write VISION_ADAPTERS."""
+        tower, connector = qwen_vl.TOWER, qwen_vl.CONNECTOR
+        targets = {"both": [*qwen_vl.TARGETS, *tower, *connector]}
+        targets |= {"tower": [*tower], "connector": [*connector]}
+        for seed, name in enumerate(VISION_ADAPTERS):
+            make_adapter(self.adapters / name, 100 + seed, targets[name])
+
+    def add_kinds(self, invocation: list[int]) -> None:
+        """Write an rsLoRA `rslora`, and `activated`, which these tokens activate."""
+        everything = [*qwen_vl.TARGETS, *qwen_vl.TOWER, *qwen_vl.CONNECTOR]
+        make_adapter(self.adapters / "rslora", 200, everything, use_rslora=True)
+        self._invocations["activated"] = invocation
+        options = {"alora_invocation_tokens": invocation}
+        make_adapter(self.adapters / "activated", 201, qwen_vl.TARGETS, **options)
+
+    @cached_property
+    def _reference(self) -> Reference:
+        """The oracle, with all adapters that were written before its first use."""
+        return Reference(self.checkpoint, {own.name: own for own in self.adapters.iterdir()})
+
+    def logits(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
-    ) -> float:
-        """Return the largest gap between the reference's best logit and that of the answer."""
+    ) -> torch.Tensor:
+        """Return the reference's logits after the prompt and each token, [len(answer) + 1, V]."""
         ids: list[int] = []
-        for token in self._tokenizer(prompt)["input_ids"]:
+        for token in self.tokenizer(prompt)["input_ids"]:
             ids += [token] * (QUERIES if token == IMAGE_PAD else 1)
-        features = [self._reference.features(image.rgb) for image in images]
-        logits = self._reference.logits([*ids, *answer], features, adapter)[len(ids) - 1 : -1]
-        return max(float(row.max() - row[t]) for row, t in zip(logits, answer, strict=True))
+        start = 0
+        if invocation := self._invocations.get(str(adapter)):
+            length = len(invocation)
+            start = max(i for i in range(len(ids)) if ids[i : i + length] == invocation)
+        features = [self._reference.features(image.rgb, adapter) for image in images]
+        logits = self._reference.logits([*ids, *answer], features, adapter, start)
+        return logits[len(ids) - 1 :]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -150,45 +150,41 @@ def slow_tokens(text: str) -> list[int]:
     return found
 
 
-TOWER = ("transformer.resblocks.1.attn.in_proj", "transformer.resblocks.0.mlp.c_fc")
-TOWER += ("attn_pool.kv_proj", "attn_pool.attn.out_proj")
+TARGETS = {
+    "attn.c_attn": (3 * HIDDEN, HIDDEN),
+    "attn.c_proj": (HIDDEN, HIDDEN),
+    "mlp.w1": (MLP, HIDDEN),
+    "mlp.w2": (MLP, HIDDEN),
+}
+"""Shapes of the modules of a decoder layer that adapters of the tests change."""
+TOWER = {
+    "transformer.resblocks.1.attn.in_proj": (3 * WIDTH, WIDTH),
+    "transformer.resblocks.0.mlp.c_fc": (int(WIDTH * VISUAL["mlp_ratio"]), WIDTH),
+}
+CONNECTOR = {"attn_pool.kv_proj": (HIDDEN, WIDTH), "attn_pool.attn.out_proj": (HIDDEN, HIDDEN)}
+"""Shapes of the modules of the tower and of its last layer that adapters of the tests change."""
 
 
-def make_tower_adapter(folder: Path) -> None:
-    """Write an adapter of the vision tower as PEFT saves it."""
-    torch.manual_seed(7)
-    shapes = ((3 * WIDTH, WIDTH), (int(WIDTH * VISUAL["mlp_ratio"]), WIDTH), (HIDDEN, WIDTH))
-    tensors = {}
-    for name, (rows, columns) in zip(TOWER, (*shapes, (HIDDEN, HIDDEN)), strict=True):
-        prefix = f"base_model.model.transformer.visual.{name}.lora_"
-        tensors |= {
-            f"{prefix}A.weight": torch.randn(4, columns) * 0.2,
-            f"{prefix}B.weight": torch.randn(rows, 4) * 0.2,
-        }
-    names = [name.rpartition(".")[2] for name in TOWER]
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": names}
-    folder.mkdir(parents=True)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
+def make_adapter(folder: Path, seed: int, targets: Collection[str], **options: Any) -> None:
+    """Write an adapter as PEFT saves it, of modules such as `attn.c_attn` or those of TOWER.
 
-
-def make_adapter(folder: Path, seed: int, targets: Sequence[str]) -> None:
-    """Write an adapter as PEFT saves it, of modules such as `attn.c_attn`."""
+    options: further keys of its config.
+    """
     torch.manual_seed(seed)
-    shapes = {
-        "attn.c_attn": (3 * HIDDEN, HIDDEN),
-        "attn.c_proj": (HIDDEN, HIDDEN),
-        "mlp.w1": (MLP, HIDDEN),
-        "mlp.w2": (MLP, HIDDEN),
-    }
+    modules = {}
+    for name in targets:
+        if name in TARGETS:
+            modules |= {f"h.{layer}.{name}": TARGETS[name] for layer in range(LAYERS)}
+        else:
+            modules[f"visual.{name}"] = (TOWER | CONNECTOR)[name]
     tensors = {}
-    for layer in range(LAYERS):
-        for name in targets:
-            prefix = f"base_model.model.transformer.h.{layer}.{name}.lora_"
-            tensors[f"{prefix}A.weight"] = torch.randn(4, shapes[name][1]) * 0.1
-            tensors[f"{prefix}B.weight"] = torch.randn(shapes[name][0], 4) * 0.1
-    names = [name.removeprefix("mlp.").replace("attn.c_attn", "c_attn") for name in targets]
-    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": names}
+    for path, (rows, columns) in modules.items():
+        spread = 0.2 if path.startswith("visual.") else 0.1
+        prefix = f"base_model.model.transformer.{path}.lora_"
+        tensors[f"{prefix}A.weight"] = torch.randn(4, columns) * spread
+        tensors[f"{prefix}B.weight"] = torch.randn(rows, 4) * spread
+    names = [name if name == "attn.c_proj" else name.rpartition(".")[2] for name in targets]
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": names} | options
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "adapter_model.safetensors")
@@ -202,12 +198,16 @@ class Reference:
         self._weights: dict[str | None, dict[str, torch.Tensor]] = {None: base}
         for name, path in adapters.items():
             factors = load_file(path / "adapter_model.safetensors")
+            config = json.loads((path / "adapter_config.json").read_text())
+            scale = config["lora_alpha"] / config["r"]
+            if config.get("use_rslora"):
+                scale = config["lora_alpha"] / math.sqrt(config["r"])
             changed = dict(base)
             for key, a in factors.items():
                 if key.endswith("lora_A.weight"):
                     module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
                     b = factors[key.replace("lora_A", "lora_B")]
-                    changed[f"{module}.weight"] = base[f"{module}.weight"] + 2.0 * b @ a
+                    changed[f"{module}.weight"] = base[f"{module}.weight"] + scale * b @ a
             self._weights[name] = changed
 
     def greedy(
@@ -265,10 +265,22 @@ class Reference:
 
     @torch.inference_mode()
     def logits(
-        self, ids: Sequence[int], features: Sequence[torch.Tensor], adapter: str | None
+        self,
+        ids: Sequence[int],
+        features: Sequence[torch.Tensor],
+        adapter: str | None,
+        start: int = 0,
     ) -> torch.Tensor:
-        """Return the logits after each token, [len(ids), vocabulary]."""
-        w = self._weights[adapter]
+        """Return the logits after each token, [len(ids), vocabulary].
+
+        start: number of the first token on which the adapter acts.
+        """
+        w, base = self._weights[adapter], self._weights[None]
+
+        def product(x: torch.Tensor, name: str) -> torch.Tensor:
+            weights = base[f"{name}.weight"], w[f"{name}.weight"]
+            return torch.cat([x[:start] @ weights[0].T, x[start:] @ weights[1].T])
+
         x = w["transformer.wte.weight"][list(ids)].clone()
         places = [i for i, token in enumerate(ids) if token == IMAGE_PAD]
         if features:
@@ -280,16 +292,17 @@ class Reference:
         for n in range(LAYERS):
             layer = f"transformer.h.{n}."
             normed = _rms(x, w[layer + "ln_1.weight"])
-            projected = _linear(normed, w, layer + "attn.c_attn").split(HIDDEN, dim=1)
+            projected = product(normed, layer + "attn.c_attn") + w[layer + "attn.c_attn.bias"]
             heads = []
             for head in range(HEADS):
-                q, k, v = (one[:, head * size : (head + 1) * size] for one in projected)
+                columns = slice(head * size, (head + 1) * size)
+                q, k, v = (one[:, columns] for one in projected.split(HIDDEN, dim=1))
                 heads.append(_attend(_rotate(q, turn), _rotate(k, turn), v, future))
-            x = x + torch.cat(heads, 1) @ w[layer + "attn.c_proj.weight"].T
+            x = x + product(torch.cat(heads, 1), layer + "attn.c_proj")
             normed = _rms(x, w[layer + "ln_2.weight"])
-            gate = normed @ w[layer + "mlp.w2.weight"].T
-            up = normed @ w[layer + "mlp.w1.weight"].T
-            x = x + (up * gate * torch.sigmoid(gate)) @ w[layer + "mlp.c_proj.weight"].T
+            gate = product(normed, layer + "mlp.w2")
+            up = product(normed, layer + "mlp.w1")
+            x = x + product(up * gate * torch.sigmoid(gate), layer + "mlp.c_proj")
         return _rms(x, w["transformer.ln_f.weight"]) @ w["lm_head.weight"].T
 
 

@@ -2,33 +2,35 @@
 
 Each family has one server with few KV pages and a policy that merges whichever adapter most of the
 ready requests use. So the tests force merged, mixed and unmerged steps, preemption, and reuse of
-prefixes by what they ask, not by when they ask it. Adapters of the vision tower are tested in
-test_family_adapters.py.
+prefixes by what they ask, not by when they ask it. Adapters that change while the server runs are
+tested in test_family_adapters.py.
 """
 
 from __future__ import annotations
 
-import json
+import itertools
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 from tests.support.checkpoints import FAMILIES
-from tests.support.families import ADAPTERS, Family, FirstQwenVL
-from tests.support.oracle import NEAR_TIE
-from tests.support.triton_client import Asker, asking, png
+from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family, FirstQwenVL
+from tests.support.served_family import (
+    INVOCATION,
+    MAX_TOKENS,
+    Question,
+    Served,
+    add_kinds,
+    differ,
+    draw_questions,
+    encoded_images,
+    longest_prompt,
+    preemptions,
+)
+from tests.support.triton_client import asking
 from vlora.launcher.server import ServerOptions, TritonServer
-from vlora.model.decoder_config import load_config
-from vlora.model.inputs import PromptReader
-from vlora.request import ImageFeatures
-from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
 
-MAX_TOKENS = 32
 BLOCK = 4
 """Tokens of a KV page."""
 ROUNDS = 40
@@ -38,117 +40,10 @@ FIRST, SECOND = ADAPTERS
 USED = (FIRST, SECOND, None, FIRST, FIRST, SECOND, FIRST, None, FIRST, FIRST)
 """Adapters of the questions. Most questions use the first adapter, so a step with all of them
 merges it. A step with one question of each kind merges none."""
-
-
-class Question(NamedTuple):
-    """A question about images, followed by the frames of a clip. Its text differs from others."""
-
-    text: str
-    images: tuple[DecodedImage, ...]
-    frames: tuple[DecodedImage, ...]
-    adapter: str | None
-
-
-class Answer(NamedTuple):
-    """A greedy answer. modes: number of its steps by mode."""
-
-    tokens: tuple[int, ...]
-    text: str
-    inputs: int
-    cached: int
-    modes: dict[str, int]
-
-
-def draw_questions() -> list[Question]:
-    """Return questions about images and clips of several sizes.
-
-    The last three questions have the first picture and the adapter of earlier questions.
-    """
-    rng = np.random.default_rng(7)
-
-    def draw(count: int, size: Any, *, is_video: bool) -> tuple[DecodedImage, ...]:
-        sizes = [size] * count if is_video else rng.integers(9, 90, (count, 2))
-        return tuple(
-            DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8), is_video) for size in sizes
-        )
-
-    drawn: list[Question] = []
-    for number, adapter in enumerate(USED):
-        frames = draw((0, 0, 4, 0, 5, 3)[number % 6], rng.integers(9, 90, 2), is_video=True)
-        images = draw((1, 2, 0, 3, 1, 0)[number % 6], None, is_video=False)
-        if number >= 7:
-            images = drawn[{7: 2, 8: 3, 9: 0}[number]].images[:1]
-            frames = drawn[2].frames if number == 7 else ()
-        drawn.append(Question(f"what is in {number}?", images, frames, adapter))
-    return drawn
-
-
-class Served:
-    """A family behind a server. Each different answer is compared once with the oracle."""
-
-    def __init__(self, family: Family | FirstQwenVL, ask: Asker) -> None:
-        self.family, self.ask = family, ask
-        self.template = ChatTemplate.from_checkpoint(family.checkpoint)
-        self._checked: set[tuple[str, str | None, tuple[int, ...]]] = set()
-
-    def inputs(self, question: Question) -> dict[str, Any]:
-        """Return the inputs of a request."""
-        sampling = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0, "logprobs": 0}
-        named = {"lora_name": question.adapter} if question.adapter else {}
-        return {
-            "text_input": question.text,
-            "image": [png(image.rgb) for image in question.images],
-            "frames": [png(frame.rgb) for frame in question.frames],
-            "sampling_parameters": sampling | named,
-            "task": "vqa",
-        }
-
-    def answer(self, question: Question) -> Answer:
-        """Return the server's answer, which must be that of the stock model."""
-        answer = self.send(question)
-        self.check(question, answer)
-        return answer
-
-    def together(self, questions: list[Question]) -> list[Answer]:
-        """Return the answers to questions that are sent at once. They must be the stock model's."""
-        with ThreadPoolExecutor(len(questions)) as pool:
-            answers = list(pool.map(self.send, questions))
-        for question, answer in zip(questions, answers, strict=True):
-            self.check(question, answer)
-        return answers
-
-    def send(self, question: Question) -> Answer:
-        """Return the server's answer, unchecked."""
-        response = self.ask.once(
-            "lmm_unary",
-            **self.inputs(question),
-            exclude_input_in_output=True,
-            return_logprobs=True,
-            return_num_input_tokens=True,
-        )
-        details = json.loads(response["details"])
-        (tokens,) = zip(*map(dict.keys, json.loads(response["logprobs"])), strict=True)
-        return Answer(
-            tuple(map(int, tokens)),
-            response["text_output"],
-            response["num_input_tokens"],
-            details["num_cached_tokens"],
-            details["modes"],
-        )
-
-    def check(self, question: Question, answer: Answer) -> None:
-        """Compare an answer with the stock model's, unless an equal one has been compared."""
-        key = question.text, question.adapter, answer.tokens
-        if key in self._checked:
-            return
-        prompt = render(
-            "vqa", question.text, len(question.images), len(question.frames), self.template
-        )
-        pictures = [*question.images, *question.frames]
-        assert len(answer.tokens) == MAX_TOKENS
-        gap = self.family.gap(prompt, pictures, question.adapter, list(answer.tokens))
-        assert gap <= NEAR_TIE, question.text
-        self._checked.add(key)
+BOTH, TOWER, CONNECTOR = VISION_ADAPTERS
+USED_FOR_PAIRS = (BOTH, TOWER, None, BOTH, BOTH, CONNECTOR, BOTH, FIRST, BOTH, BOTH)
+"""Adapters of questions of which each two have the same images and a clip. As in USED, most
+questions use the first adapter, and a step with one question of each kind merges none."""
 
 
 @pytest.fixture(scope="module", params=["qwen_vl", *sorted(FAMILIES)])
@@ -156,33 +51,31 @@ def family(
     request: pytest.FixtureRequest, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Family | FirstQwenVL:
     folder = tmp_path_factory.mktemp(request.param)
-    if request.param == "qwen_vl":
-        return FirstQwenVL(folder)
-    return Family(request.param, checkpoint, folder)
+    made: Family | FirstQwenVL
+    made = (
+        FirstQwenVL(folder)
+        if request.param == "qwen_vl"
+        else Family(request.param, checkpoint, folder)
+    )
+    made.add_vision_adapters()
+    return made
+
+
+@pytest.fixture(scope="module")
+def kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
+    """Return the names of further adapters of the family."""
+    return add_kinds(family)
 
 
 @pytest.fixture(scope="module")
 def questions() -> list[Question]:
-    return draw_questions()
-
-
-def longest_prompt(family: Family | FirstQwenVL, questions: list[Question]) -> int:
-    """Return the number of tokens of the longest prompt."""
-    template = ChatTemplate.from_checkpoint(family.checkpoint)
-    reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
-    pictures = [[*question.images, *question.frames] for question in questions]
-    longest = 0
-    for question, encoded in zip(questions, family.service.run(pictures), strict=True):
-        counts = len(question.images), len(question.frames)
-        prompt = render("vqa", question.text, *counts, template)
-        own = ImageFeatures(encoded.features, encoded.layout)
-        longest = max(longest, len(reader.read(prompt, own).ids))
-    return longest
+    return draw_questions(USED)
 
 
 @pytest.fixture(scope="module")
 def served(
     family: Family | FirstQwenVL,
+    kinds: tuple[str, ...],
     questions: list[Question],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[Served]:
@@ -238,13 +131,65 @@ def test_a_prefix_of_another_adapter_is_not_reused(
         assert answer.cached < answer.inputs // 2
 
 
+@pytest.mark.parametrize("pictures", [1, 4])
+def test_adapters_of_the_vision_tower_and_the_connector_see_features_of_their_own(
+    served: Served, questions: list[Question], pictures: int
+) -> None:
+    """An image of the base model is encoded again for each adapter of the tower or the connector.
+    Afterwards, its features and the prompt's prefix are cached. The questions have two images, and
+    an image with a clip."""
+    question = questions[pictures]._replace(adapter=None, text=f"in {pictures}?")
+    answers = [served.answer(question)]
+    for adapter in (FIRST, *VISION_ADAPTERS):
+        asked = question._replace(adapter=adapter)
+        before = encoded_images(served)
+        first = served.answer(asked)
+        encoded = encoded_images(served)
+        if adapter == FIRST:
+            assert encoded == before
+        else:
+            assert before < encoded <= before + len(asked.images) + len(asked.frames)
+            assert first.cached < first.inputs // 2
+        again = served.answer(asked)
+        assert again.tokens == first.tokens
+        assert again.cached >= again.inputs - BLOCK
+        assert encoded_images(served) == encoded
+        answers.append(first)
+    assert all(differ(one, other) for one, other in itertools.combinations(answers, 2))
+
+
+def test_adapters_of_every_kind_answer_as_the_stock_model(
+    served: Served, kinds: tuple[str, ...], questions: list[Question]
+) -> None:
+    """An activated adapter reuses the base model's prefix up to its invocation."""
+    base = questions[4]._replace(adapter=None, text="is 4?")
+    for adapter in kinds:
+        of_base = served.answer(base)
+        answer = served.answer(base._replace(adapter=adapter))
+        assert differ(answer, of_base)
+        is_activated = adapter == "activated"
+        assert set(answer.modes) == {UNMERGED if is_activated else MERGED}
+        shared = answer.inputs - INVOCATION - BLOCK if is_activated else 0
+        assert shared <= answer.cached < max(shared + 2 * BLOCK, answer.inputs // 2)
+    asked = [
+        question._replace(adapter=adapter) for adapter in kinds for question in (base, questions[1])
+    ]
+    served.together(asked)
+
+
+@pytest.mark.parametrize("used", [USED, USED_FOR_PAIRS], ids=["decoder", "tower"])
 def test_answers_in_mixed_steps_and_after_preemption_are_those_of_the_stock_model(
-    served: Served, questions: list[Question]
+    served: Served, questions: list[Question], used: tuple[str | None, ...]
 ) -> None:
     """All questions at once need more pages than there are, and most of them use one adapter. Two
     questions with different adapters have no majority, so neither adapter is merged."""
+    if used is USED_FOR_PAIRS:
+        questions = [
+            questions[number // 2]._replace(adapter=adapter, text=f"what {number}?")
+            for number, adapter in enumerate(used)
+        ]
     before = preemptions(served)
-    modes: dict[str | None, set[str]] = {adapter: set() for adapter in USED}
+    modes: dict[str | None, set[str]] = {adapter: set() for adapter in used}
 
     def all_seen() -> bool:
         """Ask, and return whether each mode has been seen."""
@@ -253,16 +198,10 @@ def test_answers_in_mixed_steps_and_after_preemption_are_those_of_the_stock_mode
                 modes[question.adapter].update(answer.modes)
         return (
             preemptions(served) > before
-            and modes[FIRST] == {MERGED, MIXTURE, UNMERGED}
-            and modes[SECOND] >= {MIXTURE, UNMERGED}
+            and modes[used[0]] == {MERGED, MIXTURE, UNMERGED}
+            and modes[used[1]] >= {MIXTURE, UNMERGED}
             and MIXTURE in modes[None]
         )
 
     # Requests that do not overlap, which no server can force, are asked again.
     assert any(all_seen() for _ in range(ROUNDS)), (preemptions(served) - before, modes)
-
-
-def preemptions(served: Served) -> float:
-    """Return the number of requests that have lost their pages to others."""
-    name = "vllm:num_preemptions_total"
-    return sum(value for key, value in served.ask.metrics().items() if key.startswith(name))

@@ -1,12 +1,17 @@
-"""Tests of adapters of one vision family that are added and replaced while a real server runs.
+"""Tests of adapters of the vision tower that are added, replaced and removed, or broken, while a
+real server of one family runs. The oracle is transformers with PEFT.
 
-Among them are adapters of the vision tower, activated ones, and one that was converted from DoRA.
-The oracle is transformers with PEFT. test_families.py tests all families.
+test_families.py tests all families.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -15,21 +20,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support import adapter_kinds as kinds
-from tests.support.families import VISION_ADAPTERS, Family
+from tests.support.families import TOWER, VISION_ADAPTERS, Family
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, png
-from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import ConversionLimits, convert
 from vlora.launcher.server import ServerOptions, TritonServer
-from vlora.model.decoder_config import load_config
-from vlora.model.loader import adapter_shape
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import ChatTemplate, render
 
 MAX_TOKENS = 8
-FULL_RANK = 96
-"""Rank at which every change of the small checkpoint's weights is exact."""
+
+Seen = dict[str | None, set[str | Refused]]
+"""Answers and refusals by adapter."""
 
 
 @pytest.fixture(scope="module")
@@ -82,92 +83,135 @@ def questions(family: Family, ask: Asker) -> Questions:
     return Questions(family, ask)
 
 
-def test_adapters_of_the_vision_tower_are_added_and_replaced(
+def refusal_of(ask: Callable[[], str]) -> str:
+    """Return the message with which a request is refused; "" if it is answered."""
+    try:
+        ask()
+    except Refused as refused:
+        return refused.message
+    return ""
+
+
+@contextmanager
+def asking_all_the_time(questions: Questions, adapters: Sequence[str | None]) -> Iterator[Seen]:
+    """Ask with each adapter in turn until the context ends. Yield the answers and the refusals by
+    adapter."""
+    seen: Seen = {adapter: set() for adapter in adapters}
+    ended = threading.Event()
+
+    def ask(adapter: str | None) -> None:
+        while not ended.wait(0.02):
+            try:
+                seen[adapter].add(questions.text(adapter, 2))
+            except Refused as refused:
+                seen[adapter].add(refused)
+
+    with ThreadPoolExecutor(len(adapters)) as pool:
+        asking = [pool.submit(ask, adapter) for adapter in adapters]
+        try:
+            yield seen
+        finally:
+            ended.set()
+        for one in asking:
+            one.result()
+
+
+def test_adapters_of_the_vision_tower_are_changed_under_load(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:
-    def use(seed: int, name: str) -> None:
-        """Replace the adapter `both` by random weights, which the stock model has as `name`."""
+    """Each answer is that of one version: its weights in the decoder, and its image features."""
+    known = family.adapters / "both"
+
+    def make(seed: int, name: str) -> Path:
         torch.manual_seed(seed)
         family.make_adapter(tmp_path / name, VISION_ADAPTERS["both"])
-        if (family.adapters / "both").exists():
-            (family.adapters / "both").rename(tmp_path / f"before {name}")
-        (tmp_path / name).rename(family.adapters / "both")
-        family.model.load_adapter(family.adapters / "both", name)
-        family.model.eval()
+        return tmp_path / name
+
+    def rescaled(source: Path, name: str) -> Path:
+        """Return a copy of an adapter whose files differ only in `lora_alpha`."""
+        shutil.copytree(source, tmp_path / name)
+        file = tmp_path / name / "adapter_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"lora_alpha": 16}))
+        return tmp_path / name
+
+    def use(source: Path) -> str:
+        """Replace the adapter `both` by a copy of another, and wait for its answer."""
+        shutil.copytree(source, tmp_path / "next")
+        if known.exists():
+            known.rename(tmp_path / f"before {source.name}")
+        (tmp_path / "next").rename(known)
+        return until(lambda: text if (text := answer()) == expected[source] else None)
 
     def answer(model: str = "video_analytics") -> str | None:
         """Return the answer, or None while the processes see different versions."""
         try:
             return questions.text("both", 2, model)
         except Refused as refused:
-            if any(code in refused.message for code in ("NOT_FOUND: ", "UNAVAILABLE: adapter")):
+            if is_passing(refused):
                 return None
             raise
 
-    base = questions.text(None, 2)
-    use(11, "one")
-    first = until(answer)
-    assert first == questions.expected("one", 2)
-    assert answer("lmm_unary") == first
-    use(12, "two")
-    second = until(lambda: text if (text := answer()) not in (None, first) else None)
-    assert second == questions.expected("two", 2)
-    assert len({base, first, second}) == 3
-    assert questions.text(None, 2) == base
+    def is_passing(refused: Refused) -> bool:
+        return refused.message.startswith(("NOT_FOUND: ", "UNAVAILABLE: adapter"))
 
-
-def test_activated_and_converted_adapters_are_served(
-    family: Family, questions: Questions, tmp_path: Path
-) -> None:
-    prompt = render("vqa", "what is this?", 1, 0, questions.template)
-    invocation = family.tokenizer(prompt, add_special_tokens=False)["input_ids"][-3:]
-    activated = {"alora_invocation_tokens": invocation, "task_type": "CAUSAL_LM"}
-    made = {"activated": activated, "dora": {"use_dora": True}}
-    for name, options in made.items():
-        kinds.save(kinds.lora(family.checkpoint, **options), tmp_path / name)
-        family.model.load_adapter(tmp_path / name, name)
+    one = make(11, "one")
+    versions = [one, make(12, "two"), rescaled(one, "three")]
+    for version in versions:
+        family.model.load_adapter(version, version.name)
     family.model.eval()
-    config = load_config(family.checkpoint)
-    shape, weights = (
-        adapter_shape(family.checkpoint, config),
-        BaseWeights(family.checkpoint, config),
-    )
-    convert(
-        tmp_path / "dora", tmp_path / "converted", shape, weights, ConversionLimits(FULL_RANK, 1e-4)
-    )
-    (tmp_path / "activated").rename(family.adapters / "activated")
-    (tmp_path / "converted").rename(family.adapters / "dora")
+    expected = {version: questions.expected(version.name, 2) for version in versions}
+    of_others = {name: questions.expected(name, 2) for name in (None, "first")}
+    assert len({*expected.values(), *of_others.values()}) == 5
+    with asking_all_the_time(questions, (None, "first", "both")) as seen:
+        for version in versions:
+            use(version)
+            assert answer("lmm_unary") == expected[version]
+        known.rename(tmp_path / "removed")
+        until(lambda: refusal_of(partial(questions.text, "both", 2)).startswith("NOT_FOUND: "))
+        use(versions[1])
+    assert {one for one in seen["both"] if isinstance(one, str)} == {*expected.values()}
+    assert all(is_passing(one) for one in seen["both"] if isinstance(one, Refused))
+    for name, own in of_others.items():
+        assert seen[name] == {own}
 
-    def answer(name: str) -> str | None:
-        """Return the answer, or None while the server does not know the adapter."""
-        try:
-            return questions.text(name, 1)
-        except Refused as refused:
-            if "NOT_FOUND: " in refused.message:
-                return None
-            raise
 
-    found = {name: until(partial(answer, name)) for name in made}
-    assert found == {name: questions.expected(name, 1) for name in made}
-    assert len({questions.text(None, 1), *found.values()}) == 3
+def renamed(old: str, new: str, tensors: dict[str, torch.Tensor], key: str) -> None:
+    """Move A and B of a module to another module."""
+    for one in (key, key.replace("lora_A", "lora_B")):
+        tensors[one.replace(old, new)] = tensors.pop(one)
+
+
+BROKEN: dict[str, tuple[str, Callable[[dict[str, torch.Tensor], str], object]]] = {
+    "not finite": ("NaN or Inf in", lambda tensors, key: tensors[key].fill_(torch.nan)),
+    "wrong shape": ("they must be", lambda tensors, key: tensors.update({key: torch.ones(4, 3)})),
+    "unknown layer": ("not a linear layer", partial(renamed, "blocks.0", "blocks.9")),
+    "table": ("not a linear layer", partial(renamed, "blocks.0.attn.qkv", "pos_embed")),
+}
+"""Reason of the refusal, and change of the tensors, by name of a fault of the tower's weights."""
 
 
 def test_a_broken_part_of_the_vision_tower_is_the_error_of_its_adapter(
     family: Family, questions: Questions, tmp_path: Path
 ) -> None:
-    base = questions.text(None, 1)
-    family.make_adapter(tmp_path / "bad", VISION_ADAPTERS["tower"])
-    file = tmp_path / "bad" / "adapter_model.safetensors"
-    tensors = load_file(file)
-    key = sorted(tensors)[0]
-    tensors[key][0, 0] = float("nan")
-    save_file(tensors, file)
-    (tmp_path / "bad").rename(family.adapters / "bad")
+    """Requests of healthy and broken adapters are encoded together."""
+    healthy = {name: questions.text(name, 1) for name in (None, "first")}
+    for name, (_, change) in BROKEN.items():
+        folder = tmp_path / name
+        family.make_adapter(folder, TOWER)
+        file = folder / "adapter_model.safetensors"
+        tensors = load_file(file)
+        change(tensors, next(key for key in sorted(tensors) if "blocks.0.attn.qkv.lora_A" in key))
+        save_file(tensors, file)
+        folder.rename(family.adapters / name)
 
-    def refusal() -> str | None:
-        with pytest.raises(Refused) as caught:
-            questions.text("bad", 1)
-        return None if "NOT_FOUND" in caught.value.message else caught.value.message
+    def refusal(name: str) -> str:
+        return refusal_of(partial(questions.text, name, 1))
 
-    assert f"NaN or Inf in '{key}'" in until(refusal)
-    assert questions.text(None, 1) == base
+    for name, (reason, _) in BROKEN.items():
+        until(lambda name=name, reason=reason: reason in refusal(name))  # type: ignore[misc]
+    with ThreadPoolExecutor(12) as pool:
+        refusals = [pool.submit(refusal, name) for name in BROKEN]
+        texts = [pool.submit(questions.text, name, 1) for name in [*healthy] * 4]
+        for (reason, _), refused in zip(BROKEN.values(), refusals, strict=True):
+            assert reason in refused.result()
+        assert [text.result() for text in texts] == [*healthy.values()] * 4

@@ -80,7 +80,7 @@ def adapters(root: Path, shape: ModelShape, adapters_dir: Path) -> Iterator[Visi
     """Return the vision parts of `seeing`, and of `plain`, which has none."""
     write(root / "seeing", shape)
     shutil.copytree(adapters_dir / "attention-r4", root / "plain")
-    made = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, None)
+    made = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, None, shape.vision())
     yield made
     made.close()
 
@@ -95,7 +95,8 @@ def test_only_adapters_with_a_vision_part_have_one(adapters: VisionAdapters) -> 
 
 def test_a_part_that_exceeds_the_budget_is_used_and_not_kept(root: Path, shape: ModelShape) -> None:
     write(root / "seeing", shape)
-    adapters = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, budget=100)
+    layers = shape.vision()
+    adapters = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, budget=100, layers=layers)
     first, second = adapters.part("seeing"), adapters.part("seeing")
     adapters.close()
     assert first is not None
@@ -177,6 +178,45 @@ def test_a_part_of_the_wrong_shape_is_refused(
     with pytest.raises(InvalidArgument, match="adapter 'x'") as caught:
         AdapterFiles("x", root / "x", shape)
     assert reason in str(caught.value)
+
+
+def test_matrices_that_are_no_linear_layers_are_refused(root: Path, shape: ModelShape) -> None:
+    """An adapter of any other matrix would fail the batch that its images are encoded in."""
+    write(root / "x", shape)
+    layers = {LAYER}
+    adapters = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, None, layers)
+    with pytest.raises(InvalidArgument, match=f"'x': .* changes '{CONNECTOR}', which is not a lin"):
+        adapters.part("x")
+    adapters.close()
+    table = "vision_tower.embeddings.position_embedding"
+    tensors = load_file(root / "x" / WEIGHTS)
+    renamed = {key.replace(LAYER, table): value for key, value in tensors.items()}
+    save_file(renamed, root / "x" / WEIGHTS)
+    with pytest.raises(InvalidArgument, match=f"{table}.*, which is not a linear layer"):
+        AdapterFiles("x", root / "x", shape)
+
+
+@pytest.mark.parametrize("change", ["removed", "replaced"])
+@pytest.mark.parametrize("described", [False, True])
+def test_an_error_of_files_that_are_being_changed_is_not_kept(
+    root: Path, tmp_path: Path, shape: ModelShape, change: str, described: bool
+) -> None:
+    """The folder is changed and changed back while the encoder does not look at it."""
+    write(root / "x", shape)
+    adapters = VisionAdapters(shape, FolderFinder(root, {}), 1 << 30, 0, shape.vision())
+    adapters.close()
+    expected = adapters.part("x") if described else None
+    (root / "x").rename(tmp_path / "x")
+    if change == "replaced":
+        write(root / "x", shape, prefix="")
+    with pytest.raises(Unavailable, match="adapter 'x' is being changed; send the request again"):
+        adapters.part("x")
+    if change == "replaced":
+        shutil.rmtree(root / "x")
+    (tmp_path / "x").rename(root / "x")
+    found = adapters.part("x")
+    assert found is not None
+    assert expected is None or found.digest == expected.digest
 
 
 def test_what_needs_features_before_the_adapter_is_known_is_refused(

@@ -5,6 +5,7 @@ The thread that watches the folders uses this module. The engine's thread applie
 
 from __future__ import annotations
 
+import errno
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,11 +14,17 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import Adapter, AdapterFiles, AdapterInfo, load_adapter
+from vlora.lora.adapter import (
+    Adapter,
+    AdapterDescription,
+    AdapterFiles,
+    AdapterInfo,
+    load_adapter,
+)
 from vlora.lora.folders import stamp_of
 from vlora.lora.handle import AdapterHandle, Stamp
 from vlora.lora.model_shape import ModelShape
-from vlora.lora.peft_config import as_text
+from vlora.lora.peft_config import ErrorFactory, as_text
 from vlora.lora.transient import Backoff, as_adapter_error, is_transient
 
 log = logging.getLogger(__name__)
@@ -132,15 +139,9 @@ class FolderReader:
                 self._read(name, folder, stamp)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """Read a folder and report the result.
-
-        The weights are read only if they fit into the bytes that `allowed_bytes` returns.
-        """
+        """Read a folder and report the result."""
         try:
-            files = AdapterFiles(name, folder, self._model, self._max_bytes)
-            size = files.description.host_bytes
-            fits = self._read_bytes + size <= self._allowed_bytes()
-            adapter = files.read() if fits else None
+            description, adapter = self._read_files(name, folder, stamp)
         except Exception as error:
             transient = is_transient(error)
             if transient:
@@ -150,8 +151,36 @@ class FolderReader:
             self._report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
             return
         self._retries.pop(name, None)
-        self._read_bytes += 0 if adapter is None else size
-        self._report(FolderRead(AdapterHandle(name, folder, stamp, files.description), adapter))
+        self._read_bytes += 0 if adapter is None else description.host_bytes
+        self._report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
+
+    def _read_files(
+        self, name: str, folder: Path, stamp: Stamp
+    ) -> tuple[AdapterDescription, Adapter | None]:
+        """Return the description of an adapter, and its weights if they fit into the bytes that
+        `allowed_bytes` returns.
+
+        Raises a transient error if the files are no longer those of the stamp. Without this check,
+        engine and encoder could apply different weights as one version of the adapter.
+        """
+        try:
+            files = AdapterFiles(name, folder, self._model, self._max_bytes)
+            size = files.description.host_bytes
+            fits = self._read_bytes + size <= self._allowed_bytes()
+            adapter = files.read() if fits else None
+        except Exception as error:
+            if not is_transient(error):
+                _require_unchanged(name, folder, stamp)
+            raise
+        _require_unchanged(name, folder, stamp)
+        return files.description, adapter
+
+
+def _require_unchanged(name: str, folder: Path, stamp: Stamp) -> None:
+    if stamp_of(folder) != stamp:
+        reason = "its files are being changed"
+        error = ErrorFactory(name, str(folder))(f"cannot be read: {reason}")
+        raise error from OSError(errno.EBUSY, reason)
 
 
 def read_each(

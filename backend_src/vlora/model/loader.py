@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 """Types in which a checkpoint's weights may be stored."""
 
+POSITIONS = (".position_embedding", ".pos_embed")
+"""Ends of the paths of a vision tower's position embeddings, which no product multiplies."""
+
 
 @dataclass(frozen=True)
 class DecoderWeights:
@@ -206,14 +209,14 @@ def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin:
 def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     """Return (d_out, d_in) of the matrices of the vision tower and the connector, by `vision_path`.
 
-    The encoder checks that they belong to linear layers.
+    Tables of positions are left out. The encoder checks that the others belong to linear layers.
     """
     shapes = {}
     for file in weight_files(folder):
         with open_weights(file) as opened:
             for key in opened.keys():  # noqa: SIM118
                 path = vision_path(key.removesuffix(".weight"))
-                if path is not None and key.endswith(".weight"):
+                if path is not None and key.endswith(".weight") and not path.endswith(POSITIONS):
                     shape = opened.get_slice(key).get_shape()
                     if len(shape) == 2:
                         shapes[path] = (int(shape[0]), int(shape[1]))

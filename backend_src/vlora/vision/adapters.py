@@ -8,7 +8,7 @@ change the language model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,14 +71,17 @@ class VisionAdapters:
         find: Callable[[], Mapping[str, Path]],
         max_bytes: int,
         budget: int | None,
+        layers: Collection[str],
     ) -> None:
         """Start watching the folders.
 
         find: returns the present folders by name.
         max_bytes: maximum size of one adapter's weights in fp32.
         budget: maximum number of bytes of the cached vision parts; None for no limit.
+        layers: linear layers of the tower and the connector, which adapters may change.
         """
         self._model = model
+        self._layers = layers
         self._max_bytes = max_bytes
         self._described: dict[str, _Described] = {}
         size = float("inf") if budget is None else budget
@@ -127,25 +130,55 @@ class VisionAdapters:
 
         Errors in the files are stored in the result. Any other error is raised, so that the next
         request tries again.
+
+        Raises Unavailable if the files are no longer those of the stamp. They may be those of the
+        stamp again later, so the result must not be kept.
         """
         for gone in self._described.keys() - self._folders.keys():
             del self._described[gone]
             self._parts.pop(gone, None)
-        try:
-            files = AdapterFiles(name, folder, self._model, self._max_bytes)
-        except Exception as failure:
-            error = as_adapter_error(name, folder, failure)
-            if is_transient(failure):
-                raise error from failure
-            return _Described(stamp, error=error)
-        return _Described(stamp, files.description.vision)
+        with _unchanged(name, folder, stamp):
+            try:
+                files = AdapterFiles(name, folder, self._model, self._max_bytes)
+                self._check_layers(name, files.description.vision)
+            except Exception as failure:
+                error = as_adapter_error(name, folder, failure)
+                if is_transient(failure):
+                    raise error from failure
+                return _Described(stamp, error=error)
+            return _Described(stamp, files.description.vision)
 
-    def _read(self, name: str, folder: Path, stamp: Stamp, reader: WeightsReader) -> VisionPart:
-        pairs, digest = reader.read(folder / WEIGHTS, ErrorFactory(name, WEIGHTS))
-        if stamp_of(folder) != stamp:
-            raise Unavailable(f"adapter '{name}' is being replaced; send the request again")
+    def _check_layers(self, name: str, reader: WeightsReader | None) -> None:
+        """Raise InvalidArgument if an adapter changes a matrix that is not a linear layer.
+
+        A checkpoint may store matrices that the tower does not have, or does not multiply by.
+        """
+        changed = set() if reader is None else {path for _, path in reader.ranks}
+        if unknown := changed - set(self._layers):
+            raise ErrorFactory(name, WEIGHTS)(
+                f"changes '{min(unknown)}', which is not a linear layer of this model's vision"
+                " tower or connector"
+            )
+
+    @staticmethod
+    def _read(name: str, folder: Path, stamp: Stamp, reader: WeightsReader) -> VisionPart:
+        with _unchanged(name, folder, stamp):
+            pairs, digest = reader.read(folder / WEIGHTS, ErrorFactory(name, WEIGHTS))
         by_path = {path: pair for (_, path), pair in pairs.items()}
         return VisionPart(digest, version_of(stamp), by_path)
+
+
+@contextmanager
+def _unchanged(name: str, folder: Path, stamp: Stamp) -> Iterator[None]:
+    """Raise Unavailable if a folder's files are not those of the stamp at the end of the context.
+
+    This replaces any error within the context, which may be due to the change.
+    """
+    try:
+        yield
+    finally:
+        if stamp_of(folder) != stamp:
+            raise Unavailable(f"adapter '{name}' is being changed; send the request again")
 
 
 def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
@@ -162,13 +195,8 @@ def linear_layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
 def applied(layers: Mapping[str, torch.nn.Linear], pairs: Mapping[str, LoraPair]) -> Iterator[None]:
     """Make linear layers return W x + B A x within the context.
 
-    Raises InvalidArgument if `pairs` names a module that is not among the layers.
+    pairs: A and B by path. Each path must be among the layers.
     """
-    if unknown := pairs.keys() - layers.keys():
-        raise InvalidArgument(
-            f"the adapter changes '{min(unknown)}', which is not a linear layer of the vision tower"
-            " or connector"
-        )
     hooks = [layers[path].register_forward_hook(_Added(pair)) for path, pair in pairs.items()]
     try:
         yield

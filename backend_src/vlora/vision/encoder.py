@@ -57,6 +57,7 @@ class VisionEncoder:
         outputs of the decoder's first layers.
     tower_digest: SHA-256 (hex) of the weights, the architecture and the preprocessing, which
         together with an image's pixels determine its features.
+    layers: linear layers by `vision_path`, which adapters may change.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class VisionEncoder:
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
         self._model: Any = model
-        self._layers = linear_layers(model)
+        self.layers = linear_layers(model)
         self._config = config
         self._clips = self._family.clip_settings(checkpoint, self._processor)
         self.hidden = int(config.get_text_config().hidden_size) * (1 + image_levels(config))
@@ -152,7 +153,7 @@ class VisionEncoder:
             path: LoraPair(pair.a.to(where), pair.b.to(where))
             for path, pair in ({} if part is None else part.pairs).items()
         }
-        with torch.inference_mode(), applied(self._layers, pairs):
+        with torch.inference_mode(), applied(self.layers, pairs):
             features = self._family.features(self._model, pixels)
         return [image_features.cpu().numpy() for image_features in features]
 

@@ -61,6 +61,7 @@ class TritonPythonModel:
             FolderFinder(options.adapters, self._process.adapter_names()),
             options.limits.max_adapter_bytes,
             options.adapter_host_bytes,
+            encoder.layers,
         )
         waiting = WaitingRequests()
         self._process.export(

@@ -5,7 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.support.adapter_store import write_adapter
+from vlora.lora import folder_reader
+from vlora.lora.adapter import Adapter, AdapterFiles
 
 
 def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
@@ -48,3 +52,24 @@ def test_a_version_that_its_name_no_longer_means_is_evicted_first(
     harness.request(3)
     assert harness.resident() == {"a1", "a2", "a3"}
     assert not old.resident
+
+
+def test_files_that_change_while_they_are_read_are_no_version(
+    make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of another version must not be served under the stamp of an earlier one."""
+
+    class Replaced(AdapterFiles):
+        def read(self) -> Adapter:
+            write_adapter(root / "a0", 78)
+            return super().read()
+
+    harness = make_harness(2)
+    old = harness.handle(0)
+    write_adapter(root / "a0", 77)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder_reader, "AdapterFiles", Replaced)
+        harness.reread()
+    assert harness.handle(0) is old
+    harness.reread()
+    assert harness.handle(0).info.digest not in ("", old.info.digest)

@@ -1,0 +1,234 @@
+"""A vision family behind a real server: questions, and comparisons of answers with its oracle."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from tests.support import adapter_kinds as kinds
+from tests.support.families import CONNECTOR, DECODER, TOWER, Family, FirstQwenVL, gap_of
+from tests.support.oracle import NEAR_TIE
+from tests.support.triton_client import Asker, png
+from vlora.generation.base_weights import BaseWeights
+from vlora.generation.convert import ConversionLimits, convert
+from vlora.model.decoder_config import load_config
+from vlora.model.inputs import PromptReader
+from vlora.model.loader import adapter_shape
+from vlora.request import ImageFeatures
+from vlora.vision.images import DecodedImage
+from vlora.vision.prompts import ChatTemplate, render
+
+MAX_TOKENS = 32
+MAX_DIFFERENCE = 1e-3
+"""Allowed difference of a token's log-probability."""
+FULL_RANK = 96
+"""Rank at which every change of the small checkpoints' weights is exact."""
+INVOCATION = 3
+"""Number of tokens that invoke the activated adapter: the last ones of every prompt."""
+
+
+class Question(NamedTuple):
+    """A question about images, followed by the frames of a clip. Its text differs from others."""
+
+    text: str
+    images: tuple[DecodedImage, ...]
+    frames: tuple[DecodedImage, ...]
+    adapter: str | None
+
+
+class Answer(NamedTuple):
+    """A greedy answer.
+
+    logprobs: log-probability of each token.
+    modes: number of its steps by mode.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    text: str
+    inputs: int
+    cached: int
+    modes: dict[str, int]
+
+
+def draw_questions(adapters: Sequence[str | None]) -> list[Question]:
+    """Return questions about images and clips of several sizes.
+
+    The last three questions have the first picture and the adapter of earlier questions.
+    """
+    rng = np.random.default_rng(7)
+
+    def draw(count: int, size: Any, *, is_video: bool) -> tuple[DecodedImage, ...]:
+        sizes = [size] * count if is_video else rng.integers(9, 90, (count, 2))
+        return tuple(
+            DecodedImage(rng.integers(0, 256, (*size, 3), np.uint8), is_video) for size in sizes
+        )
+
+    drawn: list[Question] = []
+    for number, adapter in enumerate(adapters):
+        frames = draw((0, 0, 4, 0, 5, 3)[number % 6], rng.integers(9, 90, 2), is_video=True)
+        images = draw((1, 2, 0, 3, 1, 0)[number % 6], None, is_video=False)
+        if number >= 7:
+            images = drawn[{7: 2, 8: 3, 9: 0}[number]].images[:1]
+            frames = drawn[2].frames if number == 7 else ()
+        drawn.append(Question(f"what is in {number}?", images, frames, adapter))
+    return drawn
+
+
+class Served:
+    """A family behind a server. Each different answer is compared once with the oracle."""
+
+    def __init__(self, family: Family | FirstQwenVL, ask: Asker) -> None:
+        self.family, self.ask = family, ask
+        self.template = ChatTemplate.from_checkpoint(family.checkpoint)
+        self._checked: set[tuple[str, str | None, tuple[int, ...]]] = set()
+
+    def inputs(self, question: Question) -> dict[str, Any]:
+        """Return the inputs of a request."""
+        sampling = {"max_tokens": MAX_TOKENS, "ignore_eos": True, "temperature": 0, "logprobs": 0}
+        named = {"lora_name": question.adapter} if question.adapter else {}
+        return {
+            "text_input": question.text,
+            "image": [png(image.rgb) for image in question.images],
+            "frames": [png(frame.rgb) for frame in question.frames],
+            "sampling_parameters": sampling | named,
+            "task": "vqa",
+        }
+
+    def answer(self, question: Question) -> Answer:
+        """Return the server's answer, which must be that of the stock model."""
+        answer = self.send(question)
+        self.check(question, answer)
+        return answer
+
+    def together(self, questions: list[Question]) -> list[Answer]:
+        """Return the answers to questions that are sent at once. They must be the stock model's."""
+        with ThreadPoolExecutor(len(questions)) as pool:
+            answers = list(pool.map(self.send, questions))
+        for question, answer in zip(questions, answers, strict=True):
+            self.check(question, answer)
+        return answers
+
+    def send(self, question: Question) -> Answer:
+        """Return the server's answer, unchecked."""
+        response = self.ask.once(
+            "lmm_unary",
+            **self.inputs(question),
+            exclude_input_in_output=True,
+            return_logprobs=True,
+            return_num_input_tokens=True,
+        )
+        details = json.loads(response["details"])
+        drawn = [next(iter(own.items())) for own in json.loads(response["logprobs"])]
+        return Answer(
+            tuple(int(token) for token, _ in drawn),
+            tuple(float(value["logprob"]) for _, value in drawn),
+            response["text_output"],
+            response["num_input_tokens"],
+            details["num_cached_tokens"],
+            details["modes"],
+        )
+
+    def check(self, question: Question, answer: Answer) -> None:
+        """Compare an answer with the stock model's, unless an equal one has been compared."""
+        key = question.text, question.adapter, answer.tokens
+        if key in self._checked:
+            return
+        prompt = render(
+            "vqa", question.text, len(question.images), len(question.frames), self.template
+        )
+        pictures = [*question.images, *question.frames]
+        assert len(answer.tokens) == MAX_TOKENS
+        tokens = list(answer.tokens)
+        logits = self.family.logits(prompt, pictures, question.adapter, tokens)[:-1]
+        assert gap_of(logits, tokens) <= NEAR_TIE, question.text
+        # Small models often repeat one token, whatever the image. Its probability still changes.
+        expected = logits.log_softmax(1)[range(MAX_TOKENS), tokens]
+        torch.testing.assert_close(
+            torch.tensor(answer.logprobs), expected, rtol=0.0, atol=MAX_DIFFERENCE
+        )
+        self._checked.add(key)
+
+
+def differ(one: Answer, other: Answer) -> bool:
+    """Return whether two answers differ by more than the rounding of the log-probabilities."""
+    pairs = zip(one.logprobs, other.logprobs, strict=True)
+    return any(abs(first - second) > MAX_DIFFERENCE for first, second in pairs)
+
+
+def longest_prompt(family: Family | FirstQwenVL, questions: list[Question]) -> int:
+    """Return the number of tokens of the longest prompt."""
+    template = ChatTemplate.from_checkpoint(family.checkpoint)
+    reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
+    pictures = [[*question.images, *question.frames] for question in questions]
+    longest = 0
+    for question, encoded in zip(questions, family.service.run(pictures), strict=True):
+        counts = len(question.images), len(question.frames)
+        prompt = render("vqa", question.text, *counts, template)
+        own = ImageFeatures(encoded.features, encoded.layout)
+        longest = max(longest, len(reader.read(prompt, own).ids))
+    return longest
+
+
+def preemptions(served: Served) -> float:
+    """Return the number of requests that have lost their pages to others."""
+    return _total(served, "vllm:num_preemptions_total")
+
+
+def encoded_images(served: Served) -> float:
+    """Return the number of images that the vision tower has encoded."""
+    return _total(served, "vlora:feature_cache_misses_total")
+
+
+def _total(served: Served, name: str) -> float:
+    """Return the value of a metric, summed over its labels."""
+    return sum(value for key, value in served.ask.metrics().items() if key.startswith(name))
+
+
+def add_kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
+    """Add adapters of several kinds to a family and to its oracle, and return their names.
+
+    - `rslora` is an rsLoRA of the decoder, the tower and the connector, with different ranks.
+    - `activated` acts from the last tokens of a prompt on.
+    - `dora` was converted from a DoRA, and `saved` from a LoRA with copies of the base model's
+      embeddings and LM head. The first Qwen-VL has neither, since its adapters are not converted.
+    """
+    template = ChatTemplate.from_checkpoint(family.checkpoint)
+    prompt = render("vqa", "what?", 1, 0, template)
+    invocation = family.tokenizer(prompt, add_special_tokens=False)["input_ids"][-INVOCATION:]
+    if isinstance(family, FirstQwenVL):
+        family.add_kinds(invocation)
+        return "rslora", "activated"
+    sources = family.adapters.with_name("sources")
+    made = {
+        "rslora": {
+            "target_modules": f"{DECODER}|{TOWER}|{CONNECTOR}",
+            "use_rslora": True,
+            "rank_pattern": {"(q_proj|qkv)": 3, "up_proj": 2},
+            "alpha_pattern": {"o_proj": 5, r"(linear_1|mlp\.0|linear_fc1)": 3},
+        },
+        "activated": {"alora_invocation_tokens": invocation, "task_type": "CAUSAL_LM"},
+        "dora": {"use_dora": True},
+        "saved": {"modules_to_save": ["lm_head", "embed_tokens"]},
+    }
+    config = load_config(family.checkpoint)
+    shape, base = adapter_shape(family.checkpoint, config), BaseWeights(family.checkpoint, config)
+    limits = ConversionLimits(FULL_RANK, 1e-4)
+    for name, options in made.items():
+        model = kinds.lora(family.checkpoint, **options)
+        source = (sources if name in ("dora", "saved") else family.adapters) / name
+        if name == "saved":
+            kinds.restore_copies(model, family.checkpoint)
+            model.save_pretrained(source)
+        else:
+            kinds.save(model, source)
+        if source.parent == sources:
+            convert(source, family.adapters / name, shape, base, limits)
+        family.model.load_adapter(source, name)
+    family.model.eval()
+    return tuple(made)
