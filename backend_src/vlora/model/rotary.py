@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 """Supported rope types. transformers computes their frequencies.
@@ -36,8 +36,14 @@ def rope_frequencies(text: Any) -> tuple[torch.Tensor, float]:
 
     text: transformers' text configuration.
     """
-    embedding = LlamaRotaryEmbedding(text)
-    return embedding.inv_freq.float(), float(embedding.attention_scaling)
+    rope = text.rope_parameters
+    if rope["rope_type"] == "default":
+        # ROPE_INIT_FUNCTIONS lacks this type. Each model class of transformers computes it, but to
+        # import one adds a second of work to the start of a server.
+        dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        return 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2).float() / dim)), 1.0
+    frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](text)
+    return frequencies.float(), float(scale)
 
 
 @dataclass(frozen=True)
