@@ -6,6 +6,7 @@ reference operators.
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import shutil
@@ -19,6 +20,9 @@ from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 CSRC = ROOT / "csrc"
+OBJECTS = ROOT / "build" / "kernels"
+"""Folder of the generated sources and the objects of editable installations. A later one uses the
+objects again, also if the former was interrupted. setuptools would delete its own folder."""
 FLAGS = [
     *("-std=c++17", "-O3", "-g0", "-fvisibility=hidden"),
     # The same scratch memory holds fp32 values and, later, pairs of bf16.
@@ -41,49 +45,40 @@ class BuildKernels(build_ext):
 
         sys.path.insert(0, str(CSRC))
         import kernels
+        from objects import Object
 
-        build = Path(self.build_temp) / "kernels"
-        include = [*map(str, kernels.INCLUDE), str(build), pybind11.get_include()]
-        include += self.include_dirs or []
-        headers = [*CSRC.rglob("*.h"), *build.glob("*.inc")]
-
-        def compile_unit(unit: kernels.Unit) -> str:
-            """Compile a unit if a file that it depends on has changed. Return the object file."""
-            target = build / kernels.object_name(unit)
-            dependencies = _dependencies(target.with_suffix(".d")) or [unit.source, *headers]
-            if not _is_newer(target, dependencies):
-                command = [*self.compiler.compiler_so_cxx, *FLAGS, *unit.flags]
-                command += ["-MMD", "-MF", str(target.with_suffix(".d"))]
-                command += [f"-I{path}" for path in include]
-                self.spawn([*command, "-c", str(unit.source), "-o", str(target)])
-            return str(target)
-
+        build = OBJECTS if self.editable_mode else Path(self.build_temp).resolve() / "kernels"
         units = [*kernels.units(build), *kernels.bindings(build)]
-        # setuptools' compiler object is not thread-safe, but `spawn` only starts a process.
+        include = [f"-I{path}" for path in (*kernels.INCLUDE, build, *(self.include_dirs or []))]
+        # pip installs pybind11 in a new folder for each build. The version stands for its headers,
+        # which the compiler does not list as dependencies because they are system headers.
+        common = [*self.compiler.compiler_so_cxx, *FLAGS, *include]
+        common += [f"-DVLORA_PYBIND11={pybind11.__version__}"]
+        system = ["-isystem", pybind11.get_include()]
+        objects = {
+            unit: Object(
+                build / kernels.object_name(unit), [*common, *unit.flags, "-c", str(unit.source)]
+            )
+            for unit in units
+        }
+        stale = [one for one in objects.values() if not one.is_current()]
+        started = itertools.count(1)
+
+        def compile_object(one: Object) -> None:
+            print(f"compiling {next(started)} of {len(stale)}: {one.path.stem}", flush=True)
+            # setuptools' compiler object is not thread-safe, but `spawn` only starts a process.
+            one.compile(lambda command: self.spawn([*command, *system]))
+
         with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", os.cpu_count() or 1))) as pool:
-            objects = dict(zip(units, pool.map(compile_unit, units), strict=True))
+            list(pool.map(compile_object, stale))
         target = self.get_ext_fullpath(ext.name)
         Path(target).parent.mkdir(parents=True, exist_ok=True)
         self.compiler.link_shared_object(
-            [objects[unit] for unit in kernels.link_order(units)],
+            [str(objects[unit].path) for unit in kernels.link_order(units)],
             target,
             libraries=["dl", "pthread"],
             target_lang="c++",
         )
-
-
-def _dependencies(rule: Path) -> list[Path]:
-    """Return the files that a compiler's dependency file lists; [] if it does not exist yet."""
-    if not rule.exists():
-        return []
-    return [Path(name) for name in rule.read_text().replace("\\\n", " ").split()[1:]]
-
-
-def _is_newer(target: Path, sources: list[Path]) -> bool:
-    """Return whether the target and all sources exist, and no source is newer than the target."""
-    if not target.exists() or not all(source.exists() for source in sources):
-        return False
-    return target.stat().st_mtime >= max(source.stat().st_mtime for source in sources)
 
 
 class BuildWithData(build_py):
