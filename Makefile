@@ -77,9 +77,7 @@ clean: ## Remove what was set up and built
 
 $(READY): pyproject.toml constraints.txt $(CORE)
 	@$(PYTHON) tools/preflight
-	@echo "setting up $(VENV): installing packages, then compiling the kernels, without further messages;"
-	@echo "2 minutes of work on two free cores, up to 10 on busy ones, and the download (0.6 GB or more)"
-	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[server,gateway,structured,train,video,dev]'
-	@$(BIN)/python -m benchmarks.perf_analyzer.fetch >/dev/null || echo "warning: no perf_analyzer; its tests will be skipped"
+	@echo "setting up $(VENV): 2 minutes of work on two free cores, up to 10 on busy ones,"
+	@echo "and the download (0.6 GB or more)"
+	@$(PYTHON) tools/set_up.py $(VENV)
 	@touch $(READY)

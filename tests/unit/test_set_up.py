@@ -1,0 +1,81 @@
+"""Tests of the messages of the first `make`, and of its errors."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tools import set_up
+
+OUTPUT = """\
+  Collecting setuptools==84.2.1
+  Downloading setuptools-84.2.1-py3-none-any.whl (1.1 MB)
+  Installing collected packages: setuptools, pybind11
+Collecting torch (from vlora==0.2.0)
+  Downloading https://host/torch-2.13.0%2Bcpu-cp311-manylinux_2_28_x86_64.whl (190.1 MB)
+  Downloading nvidia_cublas-13.0-manylinux.whl (1.2 GB)
+  Running command Building editable for vlora (pyproject.toml)
+  compiling 1 of 74: runtime_dispatch
+  g++ -O3 -c runtime/dispatch.cpp
+  compiling 2 of 74: runtime_machine
+Installing collected packages: torch, numpy, vlora
+"""
+
+
+@pytest.fixture(autouse=True)
+def log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    log = tmp_path / "build" / "set-up.log"
+    monkeypatch.setattr(set_up, "LOG", log)
+    return log
+
+
+def test_the_output_of_pip_becomes_a_message_for_each_part_of_the_work() -> None:
+    assert list(set_up.progress(OUTPUT.splitlines(keepends=True))) == [
+        "  downloading torch-2.13.0%2Bcpu-cp311-manylinux_2_28_x86_64.whl (190.1 MB)",
+        "  downloading nvidia_cublas-13.0-manylinux.whl (1.2 GB)",
+        "compiling the kernels",
+        "  compiling 1 of 74: runtime_dispatch",
+        "  compiling 2 of 74: runtime_machine",
+        "installing 3 packages",
+    ]
+
+
+def test_packages_are_counted() -> None:
+    lines = [f"Collecting package-{number}" for number in range(45)]
+    assert list(set_up.progress(lines)) == ["  20 packages found", "  40 packages found"]
+
+
+def test_a_command_is_logged_while_it_runs(log: Path) -> None:
+    log.parent.mkdir()
+    assert list(set_up.run([sys.executable, "-c", "print('one\\ntwo')"])) == ["one\n", "two\n"]
+    assert log.read_text() == "one\ntwo\n"
+
+
+def test_an_error_shows_the_end_of_the_log_and_its_place(
+    log: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(venv: Path) -> None:
+        code = "print(*range(100), sep='\\n'); raise SystemExit(3)"
+        list(set_up.run([sys.executable, "-c", code]))
+
+    monkeypatch.setattr(set_up, "set_up", fail)
+    monkeypatch.setattr(sys, "argv", ["set_up.py", ".venv"])
+    assert set_up.main() == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == str(100 - set_up.LAST_LINES)
+    assert "error: exit status 3: " in said[-2]
+    assert said[-1] == f"  the complete output is in {log}"
+
+
+def test_an_interruption_is_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(venv: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(set_up, "set_up", interrupt)
+    monkeypatch.setattr(sys, "argv", ["set_up.py", ".venv"])
+    assert set_up.main() == 130
+    assert "the next make continues" in capsys.readouterr().err
