@@ -11,6 +11,7 @@ library.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -209,6 +210,7 @@ def resources(unit: str, text: str) -> list[dict[str, int | str]]:
 def emulate(target: Path = EMULATED) -> Path:
     """Compile the emulation if a source changed, and return its path.
 
+    Another process that compiles it meanwhile, such as another worker of the tests, is waited for.
     Raises NoToolchain without a C++ compiler.
     """
     compiler = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
@@ -224,7 +226,8 @@ def emulate(target: Path = EMULATED) -> Path:
         return to
 
     target.parent.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    with (target.parent / "lock").open("w") as lock, ThreadPoolExecutor(os.cpu_count()) as pool:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         _link([compiler, "-shared"], list(pool.map(compiled, units)), target)
     return target
 
