@@ -23,6 +23,8 @@ CODE = re.compile(r"\b([A-Z_]{8,}): ")
 """Error code in a message of the server. The name of the gRPC status equals the code or begins with
 it.
 """
+TRITON_PREFIXES = re.compile(r"(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
+"""Text that Triton puts before a model's message. It says nothing to the user of a client."""
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
 """Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 NO_PROXY = "no_grpc_proxy"
@@ -191,8 +193,13 @@ def first_number(result: Any, output: str) -> int:
 
 
 def explain(error: InferenceServerException) -> str:
-    """Return the error's message, with the gRPC status appended if the message lacks a code."""
+    """Return the error's message for a user.
+
+    Triton's prefixes are removed. If the message lacks a code, the gRPC status is appended.
+    """
     message = str(error.message() or error).strip()
+    prefixes = TRITON_PREFIXES.match(message)
+    message = message[prefixes.end() :] if prefixes else message
     status = str(error.status() or "").removeprefix("StatusCode.")
     named = any(status.startswith(code) for code in CODE.findall(message))
     return message if named or not status else f"{message} [{status}]"

@@ -50,10 +50,10 @@ def test_an_answer_that_stalls_times_out_and_is_cancelled(picture, monkeypatch):
 
 def test_an_error_in_a_stream_reaches_the_user(picture):
     with FakeTriton() as server:
-        server.refusal = "unknown adapter 'x'"
+        server.refusal = "in ensemble 'visual_retrieval', NOT_FOUND: unknown adapter 'x'"
         done = run_client("visual_retrieval", str(picture), "--url", server.url)
     assert done.returncode == 1
-    assert done.stderr == "error: unknown adapter 'x'\n"
+    assert done.stderr == "error: NOT_FOUND: unknown adapter 'x'\n"
 
 
 @pytest.mark.parametrize("others", ["", "example.org"])
@@ -96,17 +96,15 @@ def test_an_http_port_is_distinguished_from_a_closed_port():
     ("message", "status", "shown"),
     [
         ("NOT_FOUND: unknown adapter 'x'", "NOT_FOUND", "NOT_FOUND: unknown adapter 'x'"),
-        (
-            "in ensemble, INVALID_ARG: no",
-            "INVALID_ARGUMENT",
-            "in ensemble, INVALID_ARG: no",
-        ),
+        ("in ensemble 'x', INVALID_ARG: no", "INVALID_ARGUMENT", "INVALID_ARG: no"),
+        ("in ensemble 'x', [request id: 7] no inputs", None, "no inputs"),
+        ("INVALID_ARG: in ensemble 'x', no", None, "INVALID_ARG: in ensemble 'x', no"),
         ("Deadline Exceeded", "DEADLINE_EXCEEDED", "Deadline Exceeded [DEADLINE_EXCEEDED]"),
         ("INTERNAL: lost", "UNAVAILABLE", "INTERNAL: lost [UNAVAILABLE]"),
         ("plain", None, "plain"),
     ],
 )
-def test_an_error_code_is_shown_once(message, status, shown):
+def test_an_error_is_shown_with_one_code_and_without_tritons_prefixes(message, status, shown):
     given = None if status is None else f"StatusCode.{status}"
     assert explain(InferenceServerException(message, given)) == shown
 

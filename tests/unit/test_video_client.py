@@ -136,9 +136,9 @@ def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
 
 def test_a_refusal_of_the_first_chunk_is_reported_once_and_ends_the_run(tmp_path):
     jsonl = tmp_path / "answers.jsonl"
-    refusal = "in ensemble 'video_analytics', NOT_FOUND: unknown adapter 'x'. Known: y"
+    refusal = "NOT_FOUND: unknown adapter 'x'. Known: y"
     with FakeTriton() as server:
-        server.refusal = refusal
+        server.refusal = f"in ensemble 'video_analytics', {refusal}"
         options = ["--url", server.url, "--streams", "2", "--seconds", "9", "--jsonl", str(jsonl)]
         done = run_client("video_analytics", "camera", "--adapter", "x", *options)
     assert done.returncode == 1
