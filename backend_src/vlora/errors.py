@@ -100,6 +100,18 @@ def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | Non
     return f"{hint or '.'} Known: {', '.join(names[:MAX_NAMES])}{tail}"
 
 
+def prompt_too_long(size: int, limit: float, unit: str, context: int) -> InvalidArgument:
+    """Return the error for a prompt that does not fit into the context.
+
+    size, limit: length of the prompt, and the maximum length, in `unit`.
+    context: maximum number of tokens of prompt and answer together.
+    """
+    return InvalidArgument(
+        f"the prompt is too long: it has {size} {unit}; the context of {context} tokens holds a"
+        f" prompt of at most {limit:.0f} {unit}"
+    )
+
+
 def shown(value: Any) -> str:
     """Return the `repr` of `value` for a message, shortened if it is long. Never raises."""
     try:

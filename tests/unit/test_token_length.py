@@ -130,7 +130,8 @@ def reader(checkpoint: Path) -> PromptReader:
 def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing_it(reader: PromptReader) -> None:
     for text in ("what is it? " * 90_000, "é" * 500_000, " " * 10**6):
         with pytest.raises(
-            InvalidArgument, match=r"has \d+ bytes; the context of 1024 tokens holds"
+            InvalidArgument,
+            match=r"too long: it has \d+ bytes; the context of 1024 tokens holds a ",
         ):
             reader.check_length(text, 1024)
     reader.check_length("what is it? " * 400, 1024)

@@ -6,7 +6,7 @@ An error about a limit states the value and the limit.
 from __future__ import annotations
 
 from vlora.config import Limits, Options
-from vlora.errors import InvalidArgument, Unavailable
+from vlora.errors import InvalidArgument, Unavailable, prompt_too_long
 from vlora.lora.handle import AdapterHandle, version_of
 from vlora.request import Request
 
@@ -102,10 +102,7 @@ def answer_limit(request: Request, prompt: int, context: int) -> int:
     least = 0 if request.use_head else 1
     available = context - prompt
     if available < least:
-        raise InvalidArgument(
-            f"the prompt has {prompt} tokens; with at least {least} for the answer"
-            f" it must fit into the context of {context}"
-        )
+        raise prompt_too_long(prompt, context - least, "tokens", context)
     if request.use_head:
         return 0
     asked = request.sampling.max_tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, prompt_too_long
 from vlora.ids import NO_IMAGE
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.positions import image_grids, prompt_positions
@@ -76,10 +76,7 @@ class PromptReader:
             self._token_length.max_bytes(text, context),
         )
         if size > limit:
-            raise InvalidArgument(
-                f"the prompt has {size} bytes; the context of {context} tokens holds at most"
-                f" {limit:.0f}"
-            )
+            raise prompt_too_long(size, limit, "bytes", context)
 
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
         """Return the prompt of a text that has one placeholder per image.
