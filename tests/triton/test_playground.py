@@ -1,4 +1,4 @@
-"""Tests of the playground in a browser of three widths, with a server of the demo model."""
+"""Tests of the playground in a browser of several widths, with a server of the demo model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from vlora.vision.results import parse_boxes
 
 pytestmark = pytest.mark.slow
 
-WIDTHS = (360, 768, 1280)
+WIDTHS = (360, 390, 768, 1280)
 MODES = ("ask", "compare", "live")
 EXPECTED = {entry["name"]: entry for entry in json.loads((SAMPLES / "index.json").read_text())}
 ENDLESS = """
@@ -132,6 +132,45 @@ def test_boxes_are_drawn_where_the_answer_says(page: Page) -> None:
         (box["y"] + box["height"] - picture["y"]) / picture["height"],
     )
     assert drawn == pytest.approx([edge / 1000 for edge in found.grid], abs=0.01)
+
+
+def test_labels_of_boxes_stay_within_the_picture(page: Page) -> None:
+    name = "a thing with a name that is longer than half of the picture"
+    boxes = ("(900,500),(990,600)", "(20,5),(90,60)", "(820,5),(990,60)", "(510,300),(560,350)")
+    example(page, "detect")
+    page.answer()
+    page.click(".more summary")
+    page.write("#choices", f"<ref>{name}</ref>" + "".join(f"<box>{box}</box>" for box in boxes))
+    page.click("#ask")
+    page.answer()
+    picture = page.find(".figure img").rect
+    labels = [label.rect for label in page.all(".layer .box span")]
+    assert len(labels) == len(boxes)
+    for label in labels:
+        assert picture["x"] <= label["x"] + 4
+        assert label["x"] + label["width"] <= picture["x"] + picture["width"] + 4
+
+
+def test_chosen_options_are_not_cut_off(page: Page) -> None:
+    """Compare the width of the text with that of the field, less its arrow (20 pixels)."""
+    page.mode("compare")
+    example(page, "action")
+    page.answer("b")
+    assert [one.text for one in page.all("legend")][1:] == ["Model A", "Model B"]
+    for mode in ("compare", "ask"):
+        page.mode(mode)
+        page.choose(".column-a .task", "detect")
+        cut = page.run("""
+            const context = document.createElement("canvas").getContext("2d");
+            return [...document.querySelectorAll("select")].filter((one) => {
+              const {font, paddingLeft, paddingRight} = getComputedStyle(one);
+              context.font = font;
+              const text = context.measureText(one.selectedOptions[0].textContent).width;
+              const edges = parseFloat(paddingLeft) + parseFloat(paddingRight) + 20;
+              return one.clientWidth && text + edges > one.clientWidth;
+            }).map((one) => one.selectedOptions[0].textContent);
+        """)
+        assert cut == [], mode
 
 
 def test_answers_are_split_as_the_server_splits_them(page: Page) -> None:

@@ -14,7 +14,8 @@ export async function readFile(file) {
   if (file.size > MAX_BYTES) throw new Error(`${file.name} has more than 40 MiB, the limit.`);
   if (file.type.startsWith("video/")) return readClip(file);
   if (!file.type.startsWith("image/")) {
-    throw new Error(`${file.name || "This"} is neither a picture nor a clip.`);
+    const name = file.name || "This";
+    throw new Error(`${name} is neither a picture (PNG, JPEG, WebP, GIF or BMP) nor a video.`);
   }
   const url = await dataUrl(file);
   const image = new Image();

@@ -4,9 +4,9 @@ const TASKS = {
   vqa: { name: "Answer a question", label: "Question", hint: "What color is the star?" },
   caption: { name: "Describe the picture", label: "Instruction (optional)", hint: "" },
   refer: { name: "Find one thing", label: "Thing to find", hint: "red circle" },
-  detect: { name: "Find all things of a kind", label: "Things to find", hint: "circle" },
+  detect: { name: "Find all of a kind", label: "Things to find", hint: "circle" },
   classify: { name: "Name the category", label: "Instruction (optional)", hint: "" },
-  video: { name: "Name the action in a clip", label: "Instruction (optional)", hint: "" },
+  video: { name: "Name the action", label: "Instruction (optional)", hint: "" },
   raw: { name: "Continue a prompt", label: "Prompt, without a template", hint: "" },
 };
 const DEFAULT = "vqa";
