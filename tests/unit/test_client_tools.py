@@ -5,6 +5,7 @@ import json
 from contextlib import nullcontext
 
 import pytest
+from PIL import Image
 from rich.console import Console
 
 from benchmarks.perf_analyzer import inputs, sweep
@@ -99,6 +100,37 @@ def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
     table = show.table_of([sample, sample], [show.Answer(BOX, 0.1), show.Answer(wrong, 0.1)])
     Console(file=said, width=80).print(table)
     shown = said.getvalue()
-    assert shown.count("(0,0),(500,500)") == 2
-    assert "expected: a" in shown
+    words = " ".join(shown.split())
+    assert words.count("from (0,0) to (500,500)") == 2
+    assert "expected: a in the box" in words
     assert "<box>" not in shown
+
+
+def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
+    captions = []
+
+    def tile(frames, objects, caption):
+        captions.append(caption)
+        return Image.new("RGB", (8, 8))
+
+    monkeypatch.setattr(show, "tile", tile)
+    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
+    show.draw([sample], [show.Answer(BOX.replace("(0,", "(10,"), 0.1)], tmp_path)
+    (caption,) = captions
+    assert caption.answer == "a in the box from (10,0) to (500,500)"
+    assert caption.expected == "a in the box from (0,0) to (500,500)"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("none", "none"),
+        (
+            BOX + "<box>(1,2),(3,4)</box> x",
+            "a in the boxes from (0,0) to (500,500) and from (1,2) to (3,4) x",
+        ),
+        ("<ref>a</ref><box>(1,2)</box>", "<ref>a</ref><box>(1,2)</box>"),
+    ],
+)
+def test_boxes_of_an_answer_are_put_into_words(text, words):
+    assert show.in_words(text) == words

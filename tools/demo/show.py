@@ -10,6 +10,7 @@ usage: python -m tools.demo.show
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -46,6 +47,9 @@ SAMPLES = Path(__file__).with_name("samples")
 STREAMED = {"vqa", "caption"}
 FRAMES = 6
 GRID = 1000
+BOX = re.compile(r"<box>(\(\d+,\d+\)),(\(\d+,\d+\))</box>")
+TAGGED = re.compile(rf"<ref>([^<]*)</ref>((?:{BOX.pattern})+)")
+"""A name with the boxes of its objects."""
 
 
 @dataclass(frozen=True)
@@ -199,18 +203,25 @@ def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
             sample.task,
             sample.adapter or "base",
             sample.prompt or f"({'a clip' if sample.is_video else 'a picture'})",
-            escape(plain(answer.shown))
-            + ("" if right else f"\n[red]expected:[/] {escape(plain(sample.expected))}"),
+            escape(in_words(answer.shown))
+            + ("" if right else f"\n[red]expected:[/] {escape(in_words(sample.expected))}"),
             "[green]yes" if right else "[red]no",
             f"{answer.seconds * 1e3:.0f}",
         )
     return table
 
 
-def plain(text: str) -> str:
-    """Return an answer without its tags. Each box is on a line of its own."""
-    text = text.replace("<ref>", "").replace("</ref>", "")
-    return text.replace("<box>", "\n").replace("</box>", "").strip()
+def in_words(text: str) -> str:
+    """Return an answer with words instead of tags: `circle in the box from (1,2) to (30,40)`.
+
+    The coordinates are those of the answer, from 0 to 999. Text without boxes is unchanged.
+    """
+
+    def sentence(tagged: re.Match[str]) -> str:
+        boxes = " and ".join(f"from {low} to {high}" for low, high in BOX.findall(tagged[2]))
+        return f"{tagged[1]} in the box{'es' * (' and ' in boxes)} {boxes}"
+
+    return TAGGED.sub(sentence, text)
 
 
 def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Path:
@@ -223,8 +234,8 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
                 part for part in (sample.task, sample.adapter or "base", sample.prompt) if part
             ),
             label=answer.text,
-            answer=answer.shown,
-            expected=sample.expected,
+            answer=in_words(answer.shown),
+            expected=in_words(sample.expected),
             right=is_right(sample.expected, answer.text),
         )
         tiles.append(tile(sample.frames, answer.objects, caption))
