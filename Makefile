@@ -45,7 +45,7 @@ bench: $(READY) ## Run a benchmark, or list them (NAME=step; quick unless QUICK=
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
 	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
 
-gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out DIR")
+gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out FOLDER")
 	@$(PYTHON) -m tools.gpu $(GPU)
 
 gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90, and test them in an interpreter (needs no GPU)
@@ -56,7 +56,7 @@ gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90, and te
 dist: $(READY) ## Build wheel and sdist, check them, and serve from each in a fresh environment (DIST="--no-trial")
 	@$(BIN)/python -m tools.dist $(DIST)
 
-lock: $(READY) ## Write the images' lock files from constraints.txt (torch from a folder: LOCK="--torch-wheels DIR")
+lock: $(READY) ## Write the images' lock files from constraints.txt (torch from a folder: LOCK="--torch-wheels FOLDER")
 	@$(BIN)/python -m tools.dist.lock $(LOCK)
 
 deploy-check: $(READY) ## Check images, compose, chart, rules and Envoy with their own programs (a part: DEPLOY="-k envoy")

@@ -29,21 +29,39 @@ QuickOption = Annotated[
     bool, typer.Option("--quick", help="Measure part of the grid, within 50 s on two cores.")
 ]
 ThreadsOption = Annotated[
-    str, typer.Option(help="Comma-separated thread counts; the grid runs once with each.")
+    str,
+    typer.Option(
+        metavar="NUMBERS", help="Comma-separated thread counts; the grid runs once with each."
+    ),
 ]
 EngineThreadsOption = Annotated[
     int | None, typer.Option("--threads", help="Number of threads; default: as in a server.")
 ]
 DeviceOption = Annotated[
-    str, typer.Option("--device", help="cpu, cuda or cuda:N; parts that need a CPU are left out.")
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda or cuda:N; parts that need a CPU are left out.",
+    ),
 ]
-TypesOption = Annotated[str, typer.Option(help="Comma-separated storage types: fp32, bf16.")]
-GridOption = Annotated[Path | None, typer.Option(help="Grid file to use instead of the default.")]
+TypesOption = Annotated[
+    str, typer.Option(metavar="TYPES", help="Comma-separated storage types: fp32, bf16.")
+]
+GridOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Grid file to use instead of the default.")
+]
 RootOption = Annotated[
-    Path | None, typer.Option(help="Folder of the generated checkpoints; default: the user cache.")
+    Path | None,
+    typer.Option(
+        metavar="FOLDER", help="Folder of the generated checkpoints; default: the user cache."
+    ),
 ]
 DemoModelOption = Annotated[
-    Path | None, typer.Option("--model", help="Checkpoint folder; default: the demo checkpoint.")
+    Path | None,
+    typer.Option(
+        "--model", metavar="FOLDER", help="Checkpoint folder; default: the demo checkpoint."
+    ),
 ]
 
 

@@ -55,9 +55,11 @@ class LlamaCppBenchmark(Benchmark[int]):
 
     def __init__(
         self,
-        checkpoint: Annotated[Path, typer.Argument(help="Checkpoint folder.")],
+        checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")],
         *,
-        gguf: Annotated[Path, typer.Option(help="GGUF file with the same weights.")],
+        gguf: Annotated[
+            Path, typer.Option(metavar="FILE", help="GGUF file with the same weights.")
+        ],
         threads: EngineThreadsOption = None,
         quick: QuickOption = False,
     ) -> None:

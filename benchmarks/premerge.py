@@ -79,7 +79,9 @@ class PremergeBenchmark(Benchmark[Cell]):
         self,
         *,
         threads: EngineThreadsOption = None,
-        plot: Annotated[Path | None, typer.Option(help="Draw figure 3 into this folder.")] = None,
+        plot: Annotated[
+            Path | None, typer.Option(metavar="FOLDER", help="Draw figure 3 into this folder.")
+        ] = None,
         quick: QuickOption = False,
         root: RootOption = None,
     ) -> None:

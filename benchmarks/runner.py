@@ -18,6 +18,7 @@ from rich.progress import Progress
 
 from benchmarks.benchmark import Benchmark
 from benchmarks.registry import REGISTRY
+from vlora.cli.help import Command
 
 SAVE_INTERVAL_SECONDS = 5.0
 """Minimum time between two saves of a benchmark that saves its rows."""
@@ -30,7 +31,8 @@ usage: python -m benchmarks NAME [--quick] [--json FILE] [OPTION ...]
 """
 
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Write meta, rows and summary to this file.")
+    Path | None,
+    typer.Option("--json", metavar="FILE", help="Write meta, rows and summary to this file."),
 ]
 
 
@@ -60,7 +62,7 @@ def command_line(name: str) -> typer.Typer:
     """Return the command of one benchmark, with its own options, --quick and --json."""
     entry = REGISTRY[name]
     app = typer.Typer(add_completion=False)
-    app.command(name, help=entry.help)(_command(entry.load()))
+    app.command(name, help=entry.help, cls=Command)(_command(entry.load()))
     return app
 
 

@@ -40,15 +40,22 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "words", nargs="*", metavar="IMAGE … QUESTION", help="image files, then the question"
     )
     parser.add_argument(
-        "--url", default=DEFAULT_URL, help="URL of the gateway (default: %(default)s)"
+        "--url",
+        default=DEFAULT_URL,
+        metavar="URL",
+        help="URL of the gateway (default: %(default)s)",
     )
     parser.add_argument(
-        "--model", default="base", help="name of an adapter, or base (default: %(default)s)"
+        "--model",
+        default="base",
+        metavar="NAME",
+        help="name of an adapter, or base (default: %(default)s)",
     )
     parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens")
     parser.add_argument(
         "--key",
         default=os.environ.get("OPENAI_API_KEY", "none"),
+        metavar="KEY",
         help="API key, if the gateway has keys (default: $OPENAI_API_KEY)",
     )
     how = parser.add_mutually_exclusive_group()

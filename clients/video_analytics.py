@@ -64,24 +64,37 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", help="a video file, a folder of frames, or `camera`")
-    parser.add_argument("prompt", nargs="?", default="", help="text, if the task needs one")
+    parser.add_argument(
+        "source", metavar="SOURCE", help="a video file, a folder of frames, or `camera`"
+    )
+    parser.add_argument(
+        "prompt", nargs="?", default="", metavar="PROMPT", help="text, if the task needs one"
+    )
     add_server_arguments(parser)
     parser.set_defaults(task="video")
     parser.add_argument(
-        "--streams", type=_positive, default=1, help="number of streams (default: 1)"
+        "--streams", type=_positive, default=1, metavar="N", help="number of streams (default: 1)"
     )
     parser.add_argument(
-        "--seconds", type=_positive, default=10, help="seconds to run (default: 10)"
+        "--seconds",
+        type=_positive,
+        default=10,
+        metavar="SECONDS",
+        help="seconds to run (default: 10)",
     )
     parser.add_argument(
         "--fps",
         type=_positive,
         default=30,
+        metavar="N",
         help="frames per second of a folder or of the camera (default: 30)",
     )
     parser.add_argument(
-        "--frames", type=_positive, default=6, help="frames sent of each second (default: 6)"
+        "--frames",
+        type=_positive,
+        default=6,
+        metavar="N",
+        help="frames sent of each second (default: 6)",
     )
     parser.add_argument(
         "--send",

@@ -61,7 +61,10 @@ class EngineBenchmark(Benchmark[Job]):
             int | None, typer.Option(help="Threads of the vision encoder; default: auto.")
         ] = None,
         model: Annotated[
-            str, typer.Option(help="whole (as many KV heads as query heads) or grouped (fewer).")
+            str,
+            typer.Option(
+                metavar="MODEL", help="whole (as many KV heads as query heads) or grouped (fewer)."
+            ),
         ] = "whole",
         device: DeviceOption = "cpu",
         quick: QuickOption = False,

@@ -73,14 +73,16 @@ class KernelsBenchmark(Benchmark[Job]):
         dtypes: TypesOption = "fp32,bf16",
         quick: QuickOption = False,
         plot: Annotated[
-            Path | None, typer.Option(help="Draw the speed-ups into this file (matplotlib).")
+            Path | None,
+            typer.Option(metavar="FILE", help="Draw the speed-ups into this file (matplotlib)."),
         ] = None,
         grid: GridOption = None,
         isa: Annotated[
             str | None,
             typer.Option(
+                metavar="ISA",
                 help="Restrict our kernels and torch to an instruction set:"
-                f" {', '.join(TORCH_ISAS)}."
+                f" {', '.join(TORCH_ISAS)}.",
             ),
         ] = None,
     ) -> None:

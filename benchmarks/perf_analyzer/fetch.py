@@ -124,7 +124,9 @@ def _loads(library: str) -> bool:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.perf_analyzer.fetch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     ).parse_args(arguments)
     print(ensure().program)
 

@@ -88,9 +88,13 @@ MODELS = ("visual_retrieval", "video_analytics", "lmm", "lmm-text")
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.perf_analyzer.inputs",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="folder of the files, one for each model")
+    parser.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="folder of the files, one for each model"
+    )
     parser.add_argument(
         "--adapters",
         nargs="*",
@@ -99,10 +103,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         help="adapters in rotation; `base` is the base model",
     )
     parser.add_argument(
-        "--images", type=int, default=64, help="number of distinct requests (default: 64)"
+        "--images",
+        type=int,
+        default=64,
+        metavar="N",
+        help="number of distinct requests (default: 64)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=32, help="number of tokens of every answer (default: 32)"
+        "--tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="number of tokens of every answer (default: 32)",
     )
     options = parser.parse_args(arguments)
     for model in MODELS:

@@ -193,44 +193,72 @@ def line_of(row: Row) -> str:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m benchmarks.perf_analyzer.sweep",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (default: %(default)s)")
+    parser.add_argument(
+        "--url",
+        default=DEFAULT_URL,
+        metavar="HOST:PORT",
+        help="gRPC address (default: %(default)s)",
+    )
     parser.add_argument(
         "--metrics-url",
         default="http://127.0.0.1:8002/metrics",
+        metavar="URL",
         help="address of the server's metrics (default: %(default)s)",
     )
     parser.add_argument(
-        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to measure"
+        "--models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS),
+        metavar="MODEL",
+        help=f"models to measure: {', '.join(MODELS)} (default: all)",
     )
     parser.add_argument(
         "--concurrency",
         nargs="+",
         type=int,
         default=[1, 2, 4, 8, 16],
+        metavar="N",
         help="numbers of concurrent requests",
     )
     parser.add_argument(
         "--adapters",
         nargs="+",
         default=[BASE],
+        metavar="NAME",
         help="adapters in rotation; `base` is the base model",
     )
     parser.add_argument(
-        "--images", type=int, default=64, help="number of distinct requests (default: 64)"
+        "--images",
+        type=int,
+        default=64,
+        metavar="N",
+        help="number of distinct requests (default: 64)",
     )
     parser.add_argument(
-        "--tokens", type=int, default=32, help="number of tokens of every answer (default: 32)"
+        "--tokens",
+        type=int,
+        default=32,
+        metavar="N",
+        help="number of tokens of every answer (default: 32)",
     )
     parser.add_argument(
         "--rounds",
         type=int,
         default=8,
+        metavar="N",
         help="number of requests of a run, divided by its concurrency (default: 8)",
     )
     parser.add_argument(
-        "--limit", type=float, default=120, help="maximum seconds of one run (default: 120)"
+        "--limit",
+        type=float,
+        default=120,
+        metavar="SECONDS",
+        help="maximum seconds of one run (default: 120)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
     return parser.parse_args(arguments)

@@ -80,10 +80,15 @@ class PoliciesBenchmark(Benchmark[Job]):
         self,
         *,
         minutes: Annotated[
-            float | None, typer.Option(help="Stop measuring after this many minutes.")
+            float | None,
+            typer.Option(metavar="MINUTES", help="Stop measuring after this many minutes."),
         ] = None,
-        dtype: Annotated[str, typer.Option(help="Storage type: fp32 or bf16.")] = "bf16",
-        plot: Annotated[Path | None, typer.Option(help="Draw figures into this folder.")] = None,
+        dtype: Annotated[
+            str, typer.Option(metavar="TYPE", help="Storage type: fp32 or bf16.")
+        ] = "bf16",
+        plot: Annotated[
+            Path | None, typer.Option(metavar="FOLDER", help="Draw figures into this folder.")
+        ] = None,
         quick: QuickOption = False,
         grid: GridOption = None,
         root: RootOption = None,

@@ -60,10 +60,16 @@ class StepBenchmark(Benchmark["tuple[StepCell, ...]"]):
         *,
         dtypes: Annotated[
             str,
-            typer.Option(help="Comma-separated: fp32, bf16, int8, int4, int8-bf16, int4-bf16."),
+            typer.Option(
+                metavar="TYPES",
+                help="Comma-separated: fp32, bf16, int8, int4, int8-bf16, int4-bf16.",
+            ),
         ] = "fp32,bf16",
         models: Annotated[
-            str | None, typer.Option(help="whole, grouped, or both; default: those of the grid.")
+            str | None,
+            typer.Option(
+                metavar="MODELS", help="whole, grouped, or both; default: those of the grid."
+            ),
         ] = None,
         threads: EngineThreadsOption = None,
         device: DeviceOption = "cpu",

@@ -56,7 +56,9 @@ class SwitchBenchmark(Benchmark[Job]):
         *,
         threads: ThreadsOption = "1,2",
         dtypes: TypesOption = "fp32,bf16",
-        plot: Annotated[Path | None, typer.Option(help="Draw figure 20 into this folder.")] = None,
+        plot: Annotated[
+            Path | None, typer.Option(metavar="FOLDER", help="Draw figure 20 into this folder.")
+        ] = None,
         quick: QuickOption = False,
         grid: GridOption = None,
         root: RootOption = None,

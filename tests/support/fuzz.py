@@ -302,14 +302,20 @@ def run(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.support.fuzz", description=__doc__.splitlines()[0]
+    )
     address = {"metavar": "HOST:PORT", "help": "address of the server (default: %(default)s)"}
     parser.add_argument("--grpc", default="localhost:8001", **address)
     parser.add_argument("--http", default="localhost:8000", **address)
-    parser.add_argument("--count", type=int, default=1000, help="number of requests")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the mutations")
-    parser.add_argument("--first", type=int, default=0, help="index of the first request")
-    parser.add_argument("--threads", type=int, default=8, help="number of concurrent requests")
+    parser.add_argument("--count", type=int, default=1000, metavar="N", help="number of requests")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the mutations")
+    parser.add_argument(
+        "--first", type=int, default=0, metavar="N", help="index of the first request"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=8, metavar="N", help="number of concurrent requests"
+    )
     options = parser.parse_args()
     report = run(
         options.grpc, options.http, options.count, options.seed, options.threads, options.first

@@ -359,12 +359,20 @@ def main() -> None:
     from tools.demo.build import build
 
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.support.hostile_hour",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--cycles", type=int, default=5, help="pairs of phases")
-    parser.add_argument("--seconds", type=float, default=30, help="duration of a phase")
+    parser.add_argument("--cycles", type=int, default=5, metavar="N", help="pairs of phases")
     parser.add_argument(
-        "--decode-seconds", type=float, default=10, help="the server's limit max_decode_seconds"
+        "--seconds", type=float, default=30, metavar="SECONDS", help="duration of a phase"
+    )
+    parser.add_argument(
+        "--decode-seconds",
+        type=float,
+        default=10,
+        metavar="SECONDS",
+        help="the server's limit max_decode_seconds",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
     arguments = parser.parse_args()

@@ -80,11 +80,17 @@ def busy_engine(policy: str) -> tuple[Engine, NoForward]:
 def main() -> None:
     """Print the fastest and the median step of each policy, in milliseconds, as JSON."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tests.support.step_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--steps", type=int, default=200, help="steps of each policy")
+    parser.add_argument("--steps", type=int, default=200, metavar="N", help="steps of each policy")
     parser.add_argument(
-        "--policies", nargs="*", default=sorted(POLICIES), help="policies to measure (default: all)"
+        "--policies",
+        nargs="*",
+        default=sorted(POLICIES),
+        metavar="NAME",
+        help="policies to measure (default: all)",
     )
     args = parser.parse_args()
     torch.set_num_threads(1)

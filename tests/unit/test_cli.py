@@ -5,15 +5,23 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from rich.console import Console
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from benchmarks.registry import REGISTRY
+from benchmarks.runner import command_line
 from tests.support.fakes import adapter
+from tools.demo.__main__ import app as demo
 from vlora import paths
 from vlora.cli import app
 from vlora.cli.adapters import table_of
@@ -93,3 +101,31 @@ def test_commands_read_the_given_repository_and_options(
 def test_a_model_without_an_adapter_folder_has_no_adapters(checkpoint: Path) -> None:
     result = CliRunner().invoke(app, ["adapters", "check", "--model", str(checkpoint)])
     assert (result.exit_code, result.output) == (0, "no adapters\n")
+
+
+PYTHON_TYPES = re.compile(r"<[\w\[\]. ]+>|\blist\[|\brange\b *\[")
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Yield (name, command) of each command of vlora, of the demo and of the benchmarks."""
+    applications = {"vlora": app, "python -m tools.demo": demo}
+    groups = [(name, typer.main.get_command(one)) for name, one in applications.items()]
+    for name, command in groups:
+        yield name, command
+        if isinstance(command, TyperGroup):
+            context = typer.Context(command)
+            members = (command.get_command(context, one) for one in command.list_commands(context))
+            groups += [(f"{name} {one.name}", one) for one in members if one is not None]
+    for name in REGISTRY:
+        yield f"python -m benchmarks {name}", typer.main.get_command(command_line(name))
+
+
+@pytest.mark.parametrize(("name", "command"), [pytest.param(*one, id=one[0]) for one in commands()])
+def test_help_names_the_values_of_options_in_words(
+    name: str, command: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["--help"], prog_name=name, standalone_mode=False) == 0
+    shown = capsys.readouterr().out
+    assert f"Usage: {name}" in shown
+    assert PYTHON_TYPES.findall(shown) == []
+    assert not re.search(r"[{}]", shown)

@@ -1,4 +1,4 @@
-"""Tests of `vlora repository DIR`, which copies the model repository."""
+"""Tests of `vlora repository FOLDER`, which copies the model repository."""
 
 from __future__ import annotations
 

@@ -5,21 +5,28 @@ from typing import Annotated
 
 import typer
 
+from vlora.cli.help import Command, Group
+
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"
 ADAPTERS = HERE / "adapters"
 SAMPLES = HERE / "samples"
 WORK = Path("out/demo-training")
 
-app = typer.Typer(help=__doc__, no_args_is_help=True, add_completion=False)
-Out = Annotated[Path, typer.Option("--out", help="Output folder.")]
-From = Annotated[Path, typer.Option("--checkpoint", help="Folder of the base checkpoint.")]
-Work = Annotated[Path, typer.Option(help="Folder of the training state, from which runs resume.")]
+app = typer.Typer(cls=Group, help=__doc__, no_args_is_help=True, add_completion=False)
+Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Output folder.")]
+From = Annotated[
+    Path, typer.Option("--checkpoint", metavar="FOLDER", help="Folder of the base checkpoint.")
+]
+Work = Annotated[
+    Path,
+    typer.Option(metavar="FOLDER", help="Folder of the training state, from which runs resume."),
+]
 Quick = Annotated[bool, typer.Option("--quick", help="Run only a few steps, as a test.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more process.")]
 
 
-@app.command()
+@app.command(cls=Command)
 def build(out: Out, seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0) -> None:
     """Write an untrained but complete checkpoint, in seconds."""
     from tools.demo.build import build as build_checkpoint
@@ -27,7 +34,7 @@ def build(out: Out, seed: Annotated[int, typer.Option(help="Seed of the weights.
     typer.echo(build_checkpoint(out, seed))
 
 
-@app.command()
+@app.command(cls=Command)
 def train(
     out: Out = CHECKPOINT, work: Work = WORK, quick: Quick = False, threads: Threads = 1
 ) -> None:
@@ -37,9 +44,11 @@ def train(
     train_base(out, work / "quick" if quick else work, quick, threads)
 
 
-@app.command()
+@app.command(cls=Command)
 def adapters(
-    names: Annotated[list[str] | None, typer.Argument(help="Names; by default all.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="ADAPTER", help="Names; by default all.")
+    ] = None,
     checkpoint: From = CHECKPOINT,
     out: Out = ADAPTERS,
     work: Work = WORK,
@@ -61,11 +70,15 @@ def adapters(
         train_adapter(name, checkpoint, out / name, state, 0.01 if quick else 1)
 
 
-@app.command()
+@app.command(cls=Command)
 def evaluate(
-    domains: Annotated[list[str] | None, typer.Argument(help="Names; by default all.")] = None,
+    domains: Annotated[
+        list[str] | None, typer.Argument(metavar="DOMAIN", help="Names; by default all.")
+    ] = None,
     checkpoint: From = CHECKPOINT,
-    adapters: Annotated[Path, typer.Option(help="Folder of the adapters.")] = ADAPTERS,
+    adapters: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder of the adapters.")
+    ] = ADAPTERS,
     items: Annotated[int, typer.Option(help="Held-out items per domain.")] = 200,
 ) -> None:
     """Measure base and adapters on the held-out set; write the model card and accuracy.json."""
@@ -80,7 +93,7 @@ def evaluate(
     write_card(checkpoint, adapters, measured)
 
 
-@app.command()
+@app.command(cls=Command)
 def samples(out: Out = SAMPLES) -> None:
     """Write the pictures and clips that `make demo` sends."""
     from tools.demo.samples import write_samples

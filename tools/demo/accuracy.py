@@ -28,6 +28,7 @@ from clients.common import first_string, request_inputs, sampling_parameters
 from tests.support.oracle import Mismatch, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, is_right, items
+from vlora.cli.help import run_command
 from vlora.launcher.server import ServerOptions, TritonServer
 
 HEAD_TOLERANCE = 1e-4
@@ -168,9 +169,15 @@ def main(
     per_domain: Annotated[
         int, typer.Option("--items", help="Held-out items per domain, in float32.")
     ] = 200,
-    checkpoint: Annotated[Path, typer.Option(help="Checkpoint for the oracle.")] = CHECKPOINT,
-    adapters: Annotated[Path, typer.Option(help="Folder of the adapters.")] = ADAPTERS,
-    dtype: Annotated[str, typer.Option(help="Server's type: float32 or bfloat16.")] = "float32",
+    checkpoint: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Checkpoint for the oracle.")
+    ] = CHECKPOINT,
+    adapters: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="Folder of the adapters.")
+    ] = ADAPTERS,
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Server's type: float32 or bfloat16.")
+    ] = "float32",
 ) -> None:
     """Compare a server's answers to the held-out set with transformers + PEFT and the model
     card."""
@@ -204,4 +211,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

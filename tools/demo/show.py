@@ -247,11 +247,19 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.demo.show",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
-    parser.add_argument("--samples", type=Path, default=SAMPLES, help="folder with index.json")
-    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
+    parser.add_argument(
+        "--url", default=DEFAULT_URL, metavar="HOST:PORT", help="gRPC address (%(default)s)"
+    )
+    parser.add_argument(
+        "--samples", type=Path, default=SAMPLES, metavar="FOLDER", help="folder with index.json"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("out"), metavar="FOLDER", help="folder for the pictures"
+    )
     options = parser.parse_args(arguments)
     console = Console()
     samples = load_samples(options.samples)

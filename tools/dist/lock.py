@@ -4,7 +4,7 @@ The versions are those of constraints.txt and of `build-system.requires` in pypr
 that are in neither file (CUDA's, for example) get the newest compatible version. Each lock is for
 one Python and one platform, so `pip install --require-hashes` accepts exactly one file per package.
 
-usage: python -m tools.dist.lock [--torch-wheels DIR]
+usage: python -m tools.dist.lock [--torch-wheels FOLDER]
 """
 
 from __future__ import annotations
@@ -133,7 +133,9 @@ def resolve(lock: Lock, torch: Sequence[str], uv: Path, folder: Path, log: Path)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.dist.lock",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     place = parser.add_mutually_exclusive_group()
     place.add_argument(
@@ -142,7 +144,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         metavar="URL",
         help="package index of torch's CPU build (default: %(default)s)",
     )
-    place.add_argument("--torch-wheels", metavar="DIR", help="folder with torch's CPU wheel")
+    place.add_argument("--torch-wheels", metavar="FOLDER", help="folder with torch's CPU wheel")
     options = parser.parse_args(arguments)
     torch = ["--index", options.torch_index]
     if options.torch_wheels:

@@ -1,6 +1,6 @@
 """Export items (docs/generation.md) and generate adapters for the demo model from them.
 
-usage: python -m tools.generation [--quick] [--out DIR] [--paper] [--export-only]
+usage: python -m tools.generation [--quick] [--out FOLDER] [--paper] [--export-only]
 """
 
 from __future__ import annotations
@@ -72,9 +72,17 @@ def _export(source: Source, folder: Path, count: int) -> None:
 
 def main() -> None:
     """Run the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.generation", description=__doc__.splitlines()[0]
+    )
     parser.add_argument("--quick", action="store_true", help="four items only, under 15 minutes")
-    parser.add_argument("--out", type=Path, default=Path("out/generated"), help="folder of results")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("out/generated"),
+        metavar="FOLDER",
+        help="folder of results",
+    )
     parser.add_argument("--paper", action="store_true", help="use the heuristic of the paper")
     parser.add_argument("--export-only", action="store_true", help="write data and spec.yaml only")
     arguments = parser.parse_args()

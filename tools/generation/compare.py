@@ -14,6 +14,8 @@ from typing import Annotated, Any
 
 import typer
 
+from vlora.cli.help import run_command
+
 
 def line(name: str, report: dict[str, Any]) -> str:
     """Return the line of a run in the table."""
@@ -45,10 +47,14 @@ def print_table(folders: Sequence[Path]) -> None:
             typer.echo(f"{folder} has no report.json", err=True)
 
 
-def main(folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs.")]) -> None:
+def main(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER", help="Folders of finished runs.")
+    ],
+) -> None:
     """Print a table of generation runs."""
     print_table(folders)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -20,6 +20,8 @@ from typing import Annotated
 
 import typer
 
+from vlora.cli.help import run_command
+
 COMMAND = (sys.executable, "-m", "vlora.cli", "adapters", "generate")
 
 
@@ -62,7 +64,7 @@ def kill(spec: Path, out: Path, times: int, longest: float, rng: random.Random) 
 
 def main(
     spec: Annotated[Path, typer.Argument(help="Specification of a short run.")],
-    out: Annotated[Path, typer.Argument(help="New folder for the runs.")],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="New folder for the runs.")],
     times: Annotated[int, typer.Option(help="Number of kills.", min=1)] = 10,
     seed: Annotated[int, typer.Option(help="Seed of the moments of the kills.")] = 0,
 ) -> None:
@@ -97,4 +99,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

@@ -22,6 +22,7 @@ from rich.table import Table
 
 from tools.demo.heldout import ADAPTER_DOMAINS, DOMAINS, Item, items
 from vlora import paths
+from vlora.cli.help import run_command
 from vlora.lora.routing import Router, Skill, usual_words
 
 ADAPTERS = paths.root() / "tools" / "demo" / "adapters"
@@ -94,4 +95,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

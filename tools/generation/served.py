@@ -17,6 +17,7 @@ from rich.table import Table
 
 from tools.demo.accuracy import HALF_A_POINT, ask_all
 from tools.demo.heldout import Item as Question
+from vlora.cli.help import run_command
 from vlora.generation.examples import Example
 from vlora.generation.metrics import METRICS
 from vlora.generation.run import load_splits
@@ -36,8 +37,12 @@ def question(task: str, example: Example, adapter: str | None) -> Question:
 
 def main(
     spec: Annotated[Path, typer.Argument(help="Specification of the run.")],
-    out: Annotated[Path, typer.Argument(help="Folder of the adapters and of report.json.")],
-    dtype: Annotated[str, typer.Option(help="Server's type: float32 or bfloat16.")] = "float32",
+    out: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the adapters and of report.json.")
+    ],
+    dtype: Annotated[
+        str, typer.Option(metavar="TYPE", help="Server's type: float32 or bfloat16.")
+    ] = "float32",
     routed: Annotated[
         bool, typer.Option("--routed", help="Let the server choose the adapter.")
     ] = False,
@@ -73,4 +78,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

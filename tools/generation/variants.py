@@ -24,6 +24,7 @@ import yaml
 
 from tools.generation.__main__ import export
 from tools.generation.compare import print_table
+from vlora.cli.help import run_command
 from vlora.generation.report import write_report
 from vlora.generation.run import STATE, generate
 from vlora.generation.spec import PAPER, PackingOptions, read_spec
@@ -110,8 +111,12 @@ def continue_packing(source: Path, target: Path, options: PackingOptions) -> Non
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="Folder of the data and of the runs.")],
-    only: Annotated[list[str] | None, typer.Option(help="Name of a run. Default: all.")] = None,
+    out: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the data and of the runs.")
+    ],
+    only: Annotated[
+        list[str] | None, typer.Option(metavar="RUN", help="Name of a run. Default: all.")
+    ] = None,
 ) -> None:
     """Run all variants and print a table of them."""
     names = only or list(VARIANTS)
@@ -140,4 +145,4 @@ def main(
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_command(main)

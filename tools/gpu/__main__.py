@@ -1,8 +1,10 @@
-"""`make gpu` = `python3 -m tools.gpu [--out DIR] [--minutes 9]`, from the root of a source tree.
+"""Build, test, tune and measure ATMM on a machine with a GPU, from the root of a source tree.
 
-An interrupted stage keeps its results so far. After each stage, DIR/figures is written: a table,
+usage: `make gpu`, or `python3 -m tools.gpu [--out FOLDER] [--minutes 9]`
+
+An interrupted stage keeps its results so far. After each stage, FOLDER/figures is written: a table,
 the figures as JSON, and the tile table to commit.
-`--archive FILE.tar.gz` also writes an archive of DIR, for a machine that returns few files.
+`--archive FILE.tar.gz` also writes an archive of FOLDER, for a machine that returns few files.
 """
 
 from __future__ import annotations
@@ -67,14 +69,29 @@ ALWAYS = ("machine", "report")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "out" / "gpu", help="folder of the results"
+    parser = argparse.ArgumentParser(
+        prog="python3 -m tools.gpu", description=__doc__.splitlines()[0] if __doc__ else None
     )
-    parser.add_argument("--archive", type=Path, help="also write all results to this tar.gz file")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all stages")
     parser.add_argument(
-        "--only", nargs="+", choices=list(STAGES), default=list(STAGES), help="stages to run"
+        "--out",
+        type=Path,
+        default=ROOT / "out" / "gpu",
+        metavar="FOLDER",
+        help="folder of the results",
+    )
+    parser.add_argument(
+        "--archive", type=Path, metavar="FILE", help="also write all results to this tar.gz file"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=MINUTES, metavar="MINUTES", help="time for all stages"
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=list(STAGES),
+        default=list(STAGES),
+        metavar="STAGE",
+        help=f"stages to run: {', '.join(STAGES)} (default: all)",
     )
     parser.add_argument("--stage", choices=list(STAGES), help=argparse.SUPPRESS)
     given = parser.parse_args()

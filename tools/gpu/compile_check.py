@@ -1,9 +1,10 @@
-"""`make gpu-check` = `python -m tools.gpu.compile_check [--json FILE] [--types bf16,fp16,fp32]`.
+"""Compile every GPU kernel (`vlora/kernels/gpu`) for sm_80 and sm_90, without a GPU.
 
-It compiles every GPU kernel (`vlora/kernels/gpu`) for sm_80 and sm_90 without a GPU, at the shapes
-of a 7B model, and prints registers, spills and shared memory as a table. It fails if a kernel
-spills or needs more shared memory than a block may have. The package `triton` compiles the kernels
-and provides `ptxas` and `cuobjdump`.
+usage: `make gpu-check`, or `python -m tools.gpu.compile_check [--json FILE] [--types bf16,fp16]`
+
+The kernels are compiled at the shapes of a 7B model. A table shows the registers, spills and shared
+memory of each. The check fails if a kernel spills or needs more shared memory than a block may
+have. The package `triton` compiles the kernels and provides `ptxas` and `cuobjdump`.
 """
 
 from __future__ import annotations
@@ -208,9 +209,16 @@ def table(compiled: list[Compiled]) -> str:
 
 def main() -> None:
     """Run the check and exit with 1 if a kernel exceeds its limits."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--types", default=",".join(DTYPES), help="types of rows and weights")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.gpu.compile_check", description=__doc__.splitlines()[0]
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
+    parser.add_argument(
+        "--types",
+        default=",".join(DTYPES),
+        metavar="TYPES",
+        help="types of rows and weights (default: %(default)s)",
+    )
     options = parser.parse_args()
     os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path("build", "gpu-check").resolve()))

@@ -18,6 +18,7 @@ import typer
 
 from benchmarks.process_status import status_bytes
 from tools.large_checkpoint import checkpoint
+from vlora.cli.help import Command, Group
 
 MIB = 1 << 20
 SAMPLE = Path(__file__).parents[1] / "demo" / "samples" / "vqa.png"
@@ -28,10 +29,10 @@ requests in a step.
 WORDS = 480
 """Number of words of a request without an image. SEQUENCES such requests fill most of the cache."""
 
-app = typer.Typer(add_completion=False, help=__doc__)
+app = typer.Typer(cls=Group, add_completion=False, help=__doc__)
 
 
-@app.command()
+@app.command(cls=Command)
 def make(
     folder: Path,
     layers: Annotated[int, typer.Option(min=1, help="Number of decoder layers.")] = 32,
@@ -40,7 +41,7 @@ def make(
     checkpoint.make(folder, checkpoint.configuration(layers), typer.echo)
 
 
-@app.command()
+@app.command(cls=Command)
 def measure(
     folder: Path,
     quantization: Annotated[

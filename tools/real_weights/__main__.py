@@ -22,19 +22,20 @@ from typing import Annotated, Any
 import typer
 
 from tools.real_weights import checkpoint, measure
+from vlora.cli.help import Command, Group
 from vlora.errors import InvalidArgument
 
 FOUR_TYPES = measure.TYPES[:4]
 """float32, bfloat16, int8, and int4 in groups of 32."""
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(cls=Group, add_completion=False)
 
 
 def _print(result: dict[str, Any]) -> None:
     typer.echo(json.dumps(result))
 
 
-@app.command()
+@app.command(cls=Command)
 def make(
     folder: Path,
     connector_steps: Annotated[
@@ -48,7 +49,7 @@ def make(
         raise typer.BadParameter(str(error)) from error
 
 
-@app.command()
+@app.command(cls=Command)
 def perplexity(
     folder: Path,
     windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 16,
@@ -65,7 +66,7 @@ def perplexity(
         _print(options | {"perplexity": round(value, 4)} | sizes)
 
 
-@app.command()
+@app.command(cls=Command)
 def accuracy(
     folder: Path,
     scenes: Annotated[int, typer.Option(min=1, help="Number of held-out scenes.")] = 60,
@@ -79,7 +80,7 @@ def accuracy(
         _print(options | measure.accuracies(decoder, asked))
 
 
-@app.command()
+@app.command(cls=Command)
 def merging(
     folder: Path,
     windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 4,

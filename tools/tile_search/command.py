@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from vlora.cli.help import run_command
+
 ROUNDS, QUICK_ROUNDS = 7, 3
 BUDGET, QUICK_BUDGET = 0.12, 0.02
 """Seconds after which MIN_ROUNDS samples of a shape are enough. They count separately for hot and
@@ -21,13 +23,21 @@ STATE = Path("out") / "tile-search"
 
 def tile_search(
     model: Annotated[
-        Path | None, typer.Option(help="Checkpoint whose LoRA targets are searched.")
+        Path | None,
+        typer.Option(metavar="FOLDER", help="Checkpoint whose LoRA targets are searched."),
     ] = None,
-    dtypes: Annotated[str, typer.Option(help="Storage types, such as fp32,bf16.")] = "fp32,bf16",
-    threads: Annotated[str, typer.Option(help="Thread counts of a call, such as 1,2.")] = "1",
-    output: Annotated[Path | None, typer.Option(help="Folder for the tables.")] = None,
+    dtypes: Annotated[
+        str, typer.Option(metavar="TYPES", help="Storage types, such as fp32,bf16.")
+    ] = "fp32,bf16",
+    threads: Annotated[
+        str, typer.Option(metavar="NUMBERS", help="Thread counts of a call, such as 1,2.")
+    ] = "1",
+    output: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="Folder for the tables.")
+    ] = None,
     state: Annotated[
-        Path, typer.Option(help="Folder from which an interrupted search is resumed.")
+        Path,
+        typer.Option(metavar="FOLDER", help="Folder from which an interrupted search is resumed."),
     ] = STATE,
     quick: Annotated[
         bool,
@@ -45,7 +55,11 @@ def tile_search(
         ),
     ] = False,
     minutes: Annotated[
-        float, typer.Option(help="With --cuda: stop after this many minutes; a later call resumes.")
+        float,
+        typer.Option(
+            metavar="MINUTES",
+            help="With --cuda: stop after this many minutes; a later call resumes.",
+        ),
     ] = 30.0,
 ) -> None:
     """Find the best tile for every shape by profiling (algorithm 2) and write the table."""
@@ -142,4 +156,4 @@ def _shown(
 
 
 if __name__ == "__main__":
-    typer.run(tile_search)
+    run_command(tile_search)

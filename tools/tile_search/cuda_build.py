@@ -284,10 +284,24 @@ def _run(command: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--limit", type=int, help="compile at most this many instances")
-    parser.add_argument("--jobs", type=int, help="compilers to run at once (default: one per core)")
-    parser.add_argument("--sm", type=int, nargs="+", default=ARCHITECTURES, help="architectures")
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.tile_search.cuda_build",
+        description=__doc__.splitlines()[0] if __doc__ else None,
+    )
+    parser.add_argument(
+        "--limit", type=int, metavar="N", help="compile at most this many instances"
+    )
+    parser.add_argument(
+        "--jobs", type=int, metavar="N", help="compilers to run at once (default: one per core)"
+    )
+    parser.add_argument(
+        "--sm",
+        type=int,
+        nargs="+",
+        default=ARCHITECTURES,
+        metavar="ARCHITECTURE",
+        help="architectures (default: 80 90)",
+    )
     parser.add_argument("--list", action="store_true", help="only list the instances")
     parser.add_argument(
         "--emulate",
@@ -299,6 +313,7 @@ def main() -> None:
         type=Path,
         nargs="?",
         const=CARRIED,
+        metavar="FOLDER",
         help="copy the CUTLASS headers that the build needs",
     )
     given = parser.parse_args()

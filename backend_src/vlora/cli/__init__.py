@@ -11,9 +11,9 @@ import sys
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
 from vlora import paths
+from vlora.cli.help import Command, Group
 
 COMMANDS = {
     "serve": "vlora.cli.serve",
@@ -30,7 +30,7 @@ TILE_SEARCH = "tile-search"
 """Command that only a source tree has. An installed package does not contain its module."""
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """Group of commands that imports a command's module when it is needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -52,7 +52,9 @@ def _load(name: str) -> typer.Typer:
     if str(paths.SOURCE_TREE) not in sys.path:
         sys.path.append(str(paths.SOURCE_TREE))
     application = typer.Typer(add_completion=False)
-    application.command()(importlib.import_module("tools.tile_search.command").tile_search)
+    application.command(cls=Command)(
+        importlib.import_module("tools.tile_search.command").tile_search
+    )
     return application
 
 

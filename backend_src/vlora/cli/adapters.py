@@ -24,22 +24,24 @@ from vlora.cli.common import (
 )
 from vlora.cli.convert import convert
 from vlora.cli.generate import generate
+from vlora.cli.help import Command, Group
 
 if TYPE_CHECKING:
     from vlora.errors import InvalidArgument
     from vlora.lora.adapter import AdapterInfo
 
 app = typer.Typer(
+    cls=Group,
     help="List and check the adapters that a server would load; generate and convert adapters.",
     add_completion=False,
 )
 
 
-app.command("generate")(generate)
-app.command("convert")(convert)
+app.command("generate", cls=Command)(generate)
+app.command("convert", cls=Command)(convert)
 
 
-@app.command("list")
+@app.command("list", cls=Command)
 def list_adapters(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
@@ -54,7 +56,7 @@ def list_adapters(
         print_plain(f"{name} failed to load; see `vlora adapters check`")
 
 
-@app.command("check")
+@app.command("check", cls=Command)
 def check_adapters(
     model: ModelOption = None,
     adapters: AdaptersOption = None,

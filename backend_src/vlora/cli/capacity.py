@@ -17,6 +17,7 @@ from vlora.cli.common import (
     load_configuration,
     report_errors,
 )
+from vlora.cli.help import Command
 
 if TYPE_CHECKING:
     from vlora.capacity import Capacity
@@ -27,13 +28,15 @@ GIB = 1 << 30
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def capacity(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
     repository: RepositoryOption = None,
     options_file: OptionsFileOption = None,
-    memory: Annotated[float, typer.Option(min=0.0, help="Available memory in GiB.")] = 8.0,
+    memory: Annotated[
+        float, typer.Option(metavar="GIB", min=0.0, help="Available memory in GiB.")
+    ] = 8.0,
 ) -> None:
     """Show the memory of weights and adapters, and the number of sequences that fit.
 

@@ -30,12 +30,17 @@ error_console = Console(stderr=True, highlight=False)
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option("--model", help="Folder of the checkpoint. Default: the one in model.json."),
+    typer.Option(
+        "--model",
+        metavar="FOLDER",
+        help="Folder of the checkpoint. Default: the one in model.json.",
+    ),
 ]
 AdaptersOption = Annotated[
     Path | None,
     typer.Option(
         "--adapters",
+        metavar="FOLDER",
         help="Folder of the adapters. Default: the one in model.json, or none if --model is set.",
     ),
 ]
@@ -43,12 +48,15 @@ RepositoryOption = Annotated[
     Path | None,
     typer.Option(
         "--repository",
+        metavar="FOLDER",
         help="Model repository with model.json. Default: the one in the package vlora.",
     ),
 ]
 OptionsFileOption = Annotated[
     Path | None,
-    typer.Option("--options", help="JSON file with keys that replace those of model.json."),
+    typer.Option(
+        "--options", metavar="FILE", help="JSON file with keys that replace those of model.json."
+    ),
 ]
 
 
@@ -112,9 +120,11 @@ def load_configuration(
     if not (options.model / "config.json").is_file():
         missing = "has no config.json" if options.model.is_dir() else "does not exist"
         raise ServerError(
-            f"no checkpoint at {options.model}: the folder {missing}; set it with --model DIR"
+            f"no checkpoint at {options.model}: the folder {missing}; set it with --model FOLDER"
         )
     if options.adapters is not None and not options.adapters.is_dir():
-        raise ServerError(f"no adapters folder at {options.adapters}; set it with --adapters DIR")
+        raise ServerError(
+            f"no adapters folder at {options.adapters}; set it with --adapters FOLDER"
+        )
     names = load_adapter_names(version / "multi_lora.json")
     return Configuration(repository, replacing, options, names)

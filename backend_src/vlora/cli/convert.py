@@ -15,15 +15,23 @@ if TYPE_CHECKING:
 
 
 def convert(
-    source: Annotated[Path, typer.Argument(help="Folder of the adapter, as PEFT saves it.")],
-    out: Annotated[Path, typer.Argument(help="New folder for the plain LoRA.")],
-    model: Annotated[Path, typer.Option(help="Folder of the checkpoint that it was trained for.")],
+    source: Annotated[
+        Path, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, as PEFT saves it.")
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the plain LoRA.")],
+    model: Annotated[
+        Path,
+        typer.Option(metavar="FOLDER", help="Folder of the checkpoint that it was trained for."),
+    ],
     rank: Annotated[
-        int, typer.Option(min=1, help="Maximum rank if the conversion is not exact.")
+        int,
+        typer.Option(metavar="RANK", min=1, help="Maximum rank if the conversion is not exact."),
     ] = 64,
     max_error: Annotated[
         float,
-        typer.Option(min=0.0, help="Maximum relative error of the change of a matrix."),
+        typer.Option(
+            metavar="ERROR", min=0.0, help="Maximum relative error of the change of a matrix."
+        ),
     ] = 0.05,
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.

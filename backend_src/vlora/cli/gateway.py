@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from vlora.cli.common import report_errors
+from vlora.cli.help import Command
 from vlora.gateway.options import MIB, GatewayOptions
 from vlora.launcher.assembly import ServerError
 
@@ -29,55 +30,82 @@ def check_installed() -> None:
             )
 
 
-@app.command()
+@app.command(cls=Command)
 def gateway(
     grpc: Annotated[
-        str, typer.Option("--grpc", help="host:port of the V-LoRA server's gRPC endpoint.")
+        str,
+        typer.Option(
+            "--grpc", metavar="HOST:PORT", help="host:port of the V-LoRA server's gRPC endpoint."
+        ),
     ] = DEFAULTS.grpc,
     host: Annotated[
-        str, typer.Option(help="IP address to listen on. Any address but loopback needs --keys.")
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="IP address to listen on. Any address but loopback needs --keys.",
+        ),
     ] = DEFAULTS.host,
-    port: Annotated[int, typer.Option(help="Port; 0 chooses a free one.")] = DEFAULTS.port,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", help="Port; 0 chooses a free one.")
+    ] = DEFAULTS.port,
     keys: Annotated[
-        Path | None, typer.Option(help="File of API keys, one line TENANT KEY per key.")
+        Path | None,
+        typer.Option(metavar="FILE", help="File of API keys, one line TENANT KEY per key."),
     ] = None,
     requests_per_minute: Annotated[
         int | None,
-        typer.Option(min=1, help="Requests per minute and tenant. Default: no limit."),
+        typer.Option(
+            metavar="NUMBER", min=1, help="Requests per minute and tenant. Default: no limit."
+        ),
     ] = None,
     base_name: Annotated[
-        str, typer.Option(help="Name under which the base model is served.")
+        str, typer.Option(metavar="NAME", help="Name under which the base model is served.")
     ] = DEFAULTS.base_name,
     image_host: Annotated[
         list[str] | None,
         typer.Option(
-            help="HOST or HOST:PORT from which images may be fetched; repeatable. Default: none."
+            metavar="HOST",
+            help="HOST or HOST:PORT from which images may be fetched; repeatable. Default: none.",
         ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
-            help="Origin of web pages that may use the gateway; repeatable. Default: none."
+            metavar="ORIGIN",
+            help="Origin of web pages that may use the gateway; repeatable. Default: none.",
         ),
     ] = None,
     metrics_url: Annotated[
         str | None,
-        typer.Option(help="URL of the server's metrics, which /metrics then includes."),
+        typer.Option(
+            metavar="URL", help="URL of the server's metrics, which /metrics then includes."
+        ),
     ] = None,
     max_body: Annotated[
-        int, typer.Option(min=1, help="Maximum size of a request's body in MiB.")
+        int, typer.Option(metavar="MIB", min=1, help="Maximum size of a request's body in MiB.")
     ] = DEFAULTS.max_body_bytes // MIB,
     max_fetch: Annotated[
-        int, typer.Option(min=1, help="Maximum size of a fetched image in MiB.")
+        int, typer.Option(metavar="MIB", min=1, help="Maximum size of a fetched image in MiB.")
     ] = DEFAULTS.max_fetch_bytes // MIB,
     fetch_timeout: Annotated[
-        float, typer.Option(min=0.1, help="Seconds within which an image must be fetched.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="Seconds within which an image must be fetched."
+        ),
     ] = DEFAULTS.fetch_seconds,
     answer_timeout: Annotated[
-        float, typer.Option(min=1, help="Seconds to wait for each response of the server.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=1, help="Seconds to wait for each response of the server."
+        ),
     ] = DEFAULTS.answer_seconds,
     grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that running requests get to finish on shutdown.")
+        int,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Seconds that running requests get to finish on shutdown.",
+        ),
     ] = int(DEFAULTS.grace_seconds),
 ) -> None:
     """Serve the OpenAI API in front of a V-LoRA server until Ctrl-C."""

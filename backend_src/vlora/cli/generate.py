@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 def generate(
     spec: Annotated[Path, typer.Argument(help="YAML file with the base model and the items.")],
-    out: Annotated[Path, typer.Option(help="Folder for the adapters.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the adapters.")],
     work: Annotated[
         Path | None,
-        typer.Option(help="Folder for the run's state. Default: OUT/.generation."),
+        typer.Option(
+            metavar="FOLDER", help="Folder for the run's state. Default: OUT/.generation."
+        ),
     ] = None,
     paper: Annotated[
         bool,

@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from vlora.cli.common import console, error_console, print_plain, report_errors
+from vlora.cli.help import Command
 from vlora.errors import InvalidArgument, known_names, shown
 
 if TYPE_CHECKING:
@@ -24,21 +25,24 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def premerge(
-    model: Annotated[Path, typer.Option(help="Folder of the checkpoint.")],
-    adapters: Annotated[Path, typer.Option(help="Folder of the adapters.")],
-    out: Annotated[Path, typer.Option(help="New folder for the results.")],
-    hot: Annotated[str | None, typer.Option(help="Name of the adapter to merge.")] = None,
+    model: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the checkpoint.")],
+    adapters: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the adapters.")],
+    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the results.")],
+    hot: Annotated[
+        str | None, typer.Option(metavar="ADAPTER", help="Name of the adapter to merge.")
+    ] = None,
     requests: Annotated[
         Path | None,
         typer.Option(
+            metavar="FILE",
             help="Log of requests: JSON lines with the key lora_name, or one adapter name per"
-            " line. The adapter whose merge saves the most work is chosen."
+            " line. The adapter whose merge saves the most work is chosen.",
         ),
     ] = None,
     max_rank: Annotated[
-        int, typer.Option(min=1, help="Warn about delta adapters of a higher rank.")
+        int, typer.Option(metavar="RANK", min=1, help="Warn about delta adapters of a higher rank.")
     ] = 64,
     float32: Annotated[
         bool,

@@ -7,16 +7,21 @@ from typing import Annotated
 
 import typer
 
+from vlora.cli.help import Command
+
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def probe(
-    address: Annotated[str, typer.Argument(help="host:port of the server's gRPC endpoint.")] = (
-        "localhost:8001"
-    ),
+    address: Annotated[
+        str, typer.Argument(metavar="HOST:PORT", help="host:port of the server's gRPC endpoint.")
+    ] = ("localhost:8001"),
     deadline: Annotated[
-        float, typer.Option(min=0.1, help="Seconds within which the server must answer.")
+        float,
+        typer.Option(
+            metavar="SECONDS", min=0.1, help="Seconds within which the server must answer."
+        ),
     ] = 5.0,
     alive: Annotated[
         bool,
@@ -26,23 +31,31 @@ def probe(
     ] = False,
     metrics_port: Annotated[
         int | None,
-        typer.Option(help="Port of the server's metrics, to tell a busy server from a hung one."),
+        typer.Option(
+            metavar="PORT",
+            help="Port of the server's metrics, to tell a busy server from a hung one.",
+        ),
     ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", help="Print nothing; only set the exit status.")
     ] = False,
     tls_ca: Annotated[
         Path | None,
-        typer.Option(help="Use TLS, with the certificate authority in this PEM file."),
+        typer.Option(
+            metavar="FILE", help="Use TLS, with the certificate authority in this PEM file."
+        ),
     ] = None,
     tls_name: Annotated[
-        str | None, typer.Option(help="Name in the server's certificate. Default: the host.")
+        str | None,
+        typer.Option(metavar="NAME", help="Name in the server's certificate. Default: the host."),
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(help="PEM file of the client's key, for mutual TLS.")
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM file of the client's key, for mutual TLS."),
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(help="PEM file of the client's certificate, for mutual TLS.")
+        Path | None,
+        typer.Option(metavar="FILE", help="PEM file of the client's certificate, for mutual TLS."),
     ] = None,
 ) -> None:
     """Check a server by asking for one token, which passes through every model.

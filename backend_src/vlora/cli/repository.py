@@ -7,21 +7,27 @@ from typing import Annotated
 
 import typer
 
+from vlora.cli.help import Command
+
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def repository(
     folder: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
     model: Annotated[
         Path | None,
-        typer.Option(help="Checkpoint folder for its model.json, as the server will see it."),
+        typer.Option(
+            metavar="FOLDER",
+            help="Checkpoint folder for its model.json, as the server will see it.",
+        ),
     ] = None,
     adapters: Annotated[
         Path | None,
         typer.Option(
+            metavar="FOLDER",
             help="Adapters folder for its model.json, as the server will see it."
-            " Default: the demo's, or none if --model is set."
+            " Default: the demo's, or none if --model is set.",
         ),
     ] = None,
 ) -> None:

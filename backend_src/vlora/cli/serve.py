@@ -23,6 +23,7 @@ from vlora.cli.common import (
     report_errors,
 )
 from vlora.cli.gateway import check_installed
+from vlora.cli.help import Command
 from vlora.config import Options
 from vlora.errors import MAX_NAMES
 from vlora.launcher.assembly import ServerError
@@ -36,28 +37,39 @@ from vlora.launcher.supervisor import RestartPolicy, Supervisor
 app = typer.Typer(add_completion=False)
 
 
-@app.command()
+@app.command(cls=Command)
 def serve(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
     repository: RepositoryOption = None,
     host: Annotated[
-        str, typer.Option(help="IP address to listen on; 0.0.0.0 opens all networks.")
+        str,
+        typer.Option(
+            metavar="ADDRESS", help="IP address to listen on; 0.0.0.0 opens all networks."
+        ),
     ] = LOOPBACK,
-    http_port: Annotated[int, typer.Option(help="HTTP port; 0 chooses a free one.")] = 8000,
-    grpc_port: Annotated[int, typer.Option(help="gRPC port; 0 chooses a free one.")] = 8001,
+    http_port: Annotated[
+        int, typer.Option(metavar="PORT", help="HTTP port; 0 chooses a free one.")
+    ] = 8000,
+    grpc_port: Annotated[
+        int, typer.Option(metavar="PORT", help="gRPC port; 0 chooses a free one.")
+    ] = 8001,
     metrics_port: Annotated[
-        int, typer.Option(help="Port of the Prometheus metrics; 0 chooses a free one.")
+        int,
+        typer.Option(metavar="PORT", help="Port of the Prometheus metrics; 0 chooses a free one."),
     ] = 8002,
     gateway_port: Annotated[
         int | None,
         typer.Option(
-            help="Also run `vlora gateway`, on this port of --host; 0 chooses a free one."
+            metavar="PORT",
+            help="Also run `vlora gateway`, on this port of --host; 0 chooses a free one.",
         ),
     ] = None,
     gateway_keys: Annotated[
         Path | None,
-        typer.Option(help="File of the gateway's API keys; needed unless --host is loopback."),
+        typer.Option(
+            metavar="FILE", help="File of the gateway's API keys; needed unless --host is loopback."
+        ),
     ] = None,
     allow_shared_memory: Annotated[
         bool,
@@ -68,17 +80,25 @@ def serve(
     log: Annotated[
         Path | None,
         typer.Option(
+            metavar="FILE",
             help="File for the server's log; - is standard output."
-            " Default: a file in a private folder, which is printed."
+            " Default: a file in a private folder, which is printed.",
         ),
     ] = None,
     grace: Annotated[
-        int, typer.Option(min=0, help="Seconds that running requests get to finish on shutdown.")
+        int,
+        typer.Option(
+            metavar="SECONDS",
+            min=0,
+            help="Seconds that running requests get to finish on shutdown.",
+        ),
     ] = int(GRACE_SECONDS),
     start_timeout: Annotated[
         float | None,
         typer.Option(
-            min=0, help="Seconds within which the server must be ready. Default: no limit."
+            metavar="SECONDS",
+            min=0,
+            help="Seconds within which the server must be ready. Default: no limit.",
         ),
     ] = None,
     restart: Annotated[

@@ -81,10 +81,14 @@ def main() -> None:
         "--build",
         type=Path,
         default=CSRC.parent / "build" / "sanitize",
+        metavar="FOLDER",
         help="folder of the objects and programs (default: %(default)s)",
     )
     parser.add_argument(
-        "--rounds", default="200", help="rounds of random checks (default: %(default)s)"
+        "--rounds",
+        default="200",
+        metavar="N",
+        help="rounds of random checks (default: %(default)s)",
     )
     parser.add_argument("--only", choices=SANITIZERS, help="run only one of the two kinds")
     options = parser.parse_args()
