@@ -73,6 +73,29 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def whole_number(text: str) -> int:
+    """Return the value of an option that takes a whole number, which may be negative."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not '{text}'") from None
+
+
+def positive_number(text: str) -> int:
+    """Return the value of an option that takes a whole number above 0."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not '{text}'")
+    return int(text)
+
+
+def decimal_number(text: str) -> float:
+    """Return the value of an option that takes a number with or without a decimal point."""
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, not '{text}'") from None
+
+
 def sampling_parameters(adapter: str | None, **options: object) -> str:
     """Return `sampling_parameters` as JSON, without the options that are None."""
     parameters = {"lora_name": adapter, **options}

@@ -56,6 +56,8 @@ def open_source(name: str, fps: int, frames_per_chunk: int, stream: int) -> Sour
     path = Path(name)
     if path.is_dir():
         return FrameFolder(path, fps, frames_per_chunk)
+    if path.suffix.lower() in PICTURES and path.is_file():
+        raise ClientError(f"{path} is a picture: use clients/visual_retrieval.py")
     if path.is_file():
         return VideoFile(path, frames_per_chunk)
     raise ClientError(
@@ -148,7 +150,9 @@ class VideoFile:
                 if count * 2 >= fps or (count and not passed):
                     yield self._chunk(kept, count)
         except self._av.error.FFmpegError as error:
-            raise ClientError(f"cannot read the video {self._path}: {error}") from None
+            raise ClientError(
+                f"cannot read {self._path} as a video: {error.strerror or error}"
+            ) from None
 
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
         """Return a chunk of evenly spaced frames from `count` decoded frames.

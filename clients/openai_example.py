@@ -51,7 +51,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         metavar="NAME",
         help="name of an adapter, or base (default: %(default)s)",
     )
-    parser.add_argument("--max-tokens", type=int, metavar="N", help="maximum number of tokens")
+    parser.add_argument(
+        "--max-tokens", type=whole_number, metavar="N", help="maximum number of tokens"
+    )
     parser.add_argument(
         "--key",
         default=os.environ.get("OPENAI_API_KEY", "none"),
@@ -65,9 +67,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     how.add_argument("--list", action="store_true", help="list the base model and the adapters")
     given = parser.parse_intermixed_args(arguments)
-    if not given.list and not given.words:
+    if not given.url.startswith(("http://", "https://")):
+        parser.error(f"--url takes a URL, as in {DEFAULT_URL}, not '{given.url}'")
+    if not given.list and (not given.words or Path(given.words[-1]).is_file()):
         parser.error("give a question, with the images before it")
     return given
+
+
+def whole_number(text: str) -> int:
+    """Return the value of an option that takes a whole number."""
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a whole number, not '{text}'") from None
 
 
 def request(given: argparse.Namespace, images: Sequence[str], question: str) -> dict[str, Any]:
@@ -110,12 +122,18 @@ async def ask_each(client: openai.AsyncOpenAI, given: argparse.Namespace) -> Non
         try:
             given_answer = await client.chat.completions.create(**request(given, [image], question))
         except openai.APIStatusError as error:  # A refused image must not end the other requests.
-            return f"error: {error.message}"
+            return f"error: {explain(error)}"
         return given_answer.choices[0].message.content or ""
 
     async with client:
         for image, text in zip(images, await asyncio.gather(*map(answer, images)), strict=True):
             print(f"{image}: {text}")
+
+
+def explain(error: openai.APIStatusError) -> str:
+    """Return the gateway's code and message, without the words that the package adds."""
+    message = error.body.get("message") if isinstance(error.body, dict) else None
+    return f"{error.code}: {message}" if error.code and message else error.message
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -134,9 +152,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except openai.NotFoundError as error:
         # The gateway's errors have a code. Another server, such as Triton on port 8000, has none.
         hint = "" if error.code else f"; is {given.url} the URL of a gateway?"
-        sys.exit(f"error: {error.message}{hint}")
+        sys.exit(f"error: {explain(error)}{hint}")
     except openai.APIStatusError as error:
-        sys.exit(f"error: {error.message}")
+        sys.exit(f"error: {explain(error)}")
     except openai.APIConnectionError:
         sys.exit(
             f"error: no gateway answers at {given.url}; start one: vlora serve --gateway-port 8080"

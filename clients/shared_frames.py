@@ -53,8 +53,10 @@ class SharedFrames:
         try:
             await self._client.register_system_shared_memory(self._name, key, self._size)
         except InferenceServerException as error:
+            closed = "restricted" in str(error.message())
+            reason = "it is closed to clients" if closed else explain(error)
             raise ClientError(
-                f"the server refused shared memory: {explain(error)}; start it with"
+                f"the server refused shared memory: {reason}; start it with"
                 " `vlora serve --allow-shared-memory`, or send encoded frames with --send jpeg"
             ) from None
         self._registered = True

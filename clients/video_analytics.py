@@ -42,6 +42,7 @@ from clients.common import (
     connect,
     explain,
     first_string,
+    positive_number,
     request_inputs,
     run_main,
     sampling_parameters,
@@ -73,25 +74,29 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add_server_arguments(parser)
     parser.set_defaults(task="video")
     parser.add_argument(
-        "--streams", type=_positive, default=1, metavar="N", help="number of streams (default: 1)"
+        "--streams",
+        type=positive_number,
+        default=1,
+        metavar="N",
+        help="number of streams (default: 1)",
     )
     parser.add_argument(
         "--seconds",
-        type=_positive,
+        type=positive_number,
         default=10,
         metavar="SECONDS",
         help="seconds to run (default: 10)",
     )
     parser.add_argument(
         "--fps",
-        type=_positive,
+        type=positive_number,
         default=30,
         metavar="N",
         help="frames per second of a folder or of the camera (default: 30)",
     )
     parser.add_argument(
         "--frames",
-        type=_positive,
+        type=positive_number,
         default=6,
         metavar="N",
         help="frames sent of each second (default: 6)",
@@ -105,7 +110,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument(
         "--deadline-ms",
-        type=_positive,
+        type=positive_number,
         metavar="MS",
         help="drop a chunk that has no answer after this time (default: 4000)",
     )
@@ -113,12 +118,6 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--jsonl", type=Path, metavar="FILE", help="also write every answer to this file"
     )
     return parser.parse_args(arguments)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number above 0, not '{text}'")
-    return int(text)
 
 
 class Analysis:

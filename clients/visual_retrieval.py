@@ -12,10 +12,13 @@ examples:
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+
+from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run as a file
 
@@ -23,12 +26,15 @@ from clients.common import (
     ClientError,
     add_server_arguments,
     connect,
+    decimal_number,
+    explain,
     first_number,
     first_string,
     request_inputs,
     run_main,
     sampling_parameters,
     stream_responses,
+    whole_number,
 )
 
 MODEL = "visual_retrieval"
@@ -49,12 +55,20 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     add_server_arguments(parser)
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help="maximum number of tokens in the answer"
+        "--max-tokens",
+        type=whole_number,
+        metavar="N",
+        help="maximum number of tokens in the answer",
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help="sampling temperature (default: 0, greedy)"
+        "--temperature",
+        type=decimal_number,
+        metavar="T",
+        help="sampling temperature (default: 0, greedy)",
     )
-    parser.add_argument("--seed", type=int, metavar="N", help="seed for a temperature above 0")
+    parser.add_argument(
+        "--seed", type=whole_number, metavar="N", help="seed for a temperature above 0"
+    )
     parser.add_argument(
         "--choices",
         nargs="+",
@@ -68,17 +82,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
     """Return the image files and the question. A word that names a file is an image file.
 
-    Raise ClientError for a folder, a video, or a missing file whose suffix is that of an image.
+    Raise ClientError for a folder, a video, or a missing file: a word that has the suffix of an
+    image or begins with the path of a folder.
     """
     images: list[Path] = []
     question: list[str] = []
     for word in words:
         path = Path(word)
         exists = _exists(path)
-        named_as_image = path.suffix.lower() in IMAGE_SUFFIXES and " " not in word
+        in_folder = "/" in word and path.parent != Path() and _exists(path.parent)
+        named_as_image = " " not in word and (path.suffix.lower() in IMAGE_SUFFIXES or in_folder)
         if named_as_image and not exists:
             raise ClientError(f"the file {word} does not exist")
-        if exists and path.is_dir() and (named_as_image or "/" in word):
+        if exists and path.is_dir() and (named_as_image or "/" in word or word == words[0]):
             raise ClientError(f"{word} is a folder: give the image files in it")
         if exists and path.is_file():
             images.append(path)
@@ -88,6 +104,22 @@ def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
         if image.suffix.lower() in VIDEO_SUFFIXES:
             raise ClientError(f"{image} is a video: use clients/video_analytics.py")
     return images, " ".join(question)
+
+
+def read_image(path: Path) -> bytes:
+    """Return the content of a file. Raise ClientError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ClientError(f"cannot read {path}: {error.strerror}") from None
+
+
+def name_image(message: str, images: Sequence[Path]) -> str:
+    """Return an error with the name of the file that it calls `image N`."""
+    number = re.search(r"\bimage (\d+)\b", message)
+    if number is None or int(number[1]) >= len(images):
+        return message
+    return f"{message} ({number[0]}: {images[int(number[1])]})"
 
 
 def _exists(path: Path) -> bool:
@@ -103,7 +135,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     images, question = split_words(options.words)
     inputs = request_inputs(
         question,
-        images=[image.read_bytes() for image in images],
+        images=[read_image(image) for image in images],
         task=options.task,
         sampling=sampling_parameters(
             options.adapter,
@@ -118,13 +150,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         start = time.perf_counter()
         first = 0.0
         tokens = 0
-        finish = ""
+        finish = text = ""
         for response in stream_responses(client, MODEL, inputs):
             first = first or time.perf_counter() - start
-            print(first_string(response, "text_output"), end="", flush=True)
+            piece = first_string(response, "text_output")
+            print(piece, end="", flush=True)
+            text += piece
             tokens += first_number(response, "num_output_tokens")
             finish = first_string(response, "finish_reason")
         print()
+        if not text.strip():
+            print(f"(empty answer, finish reason {finish})", file=sys.stderr)
         if options.show_timing:
             total = time.perf_counter() - start
             print(
@@ -132,6 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f" {tokens} tokens, finish reason {finish}]",
                 file=sys.stderr,
             )
+    except InferenceServerException as error:
+        raise ClientError(name_image(explain(error), images)) from error
     finally:
         client.close()
 

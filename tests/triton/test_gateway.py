@@ -232,7 +232,9 @@ def test_wrong_requests_of_http_are_refused(gateway: Gateway) -> None:
 
     assert code("/v1/nothing") == (404, "NOT_FOUND")
     assert "begin with /v1/" in gateway.http("/models")[1]
+    assert "did you mean '/v1/chat/completions'?" in gateway.http("/v1/chat/completion")[1]
     assert code(path) == (405, "METHOD_NOT_ALLOWED")
+    assert "; use POST" in gateway.http(path)[1]
     assert code(path, b"{") == (400, "INVALID_ARG")
     assert code(path, b"{}", {"content-type": "text/plain"}) == (400, "INVALID_ARG")
     assert code(path, b" " * (16 << 20)) == (413, "TOO_LARGE"), "the client must get to read it"

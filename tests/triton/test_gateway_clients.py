@@ -131,6 +131,6 @@ def test_the_example_of_an_openai_client(gateway: Gateway, expected: str, tmp_pa
     assert "all-r8" in run("--list").stdout.split()
     unknown = run(image, QUESTION, "--model", "nothing")
     assert unknown.returncode == 1
-    assert "'nothing'" in unknown.stderr
+    assert unknown.stderr.startswith("error: NOT_FOUND: unknown adapter 'nothing'")
     assert "Traceback" not in unknown.stderr
     assert run().stderr.endswith("give a question, with the images before it\n")

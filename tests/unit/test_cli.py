@@ -129,3 +129,32 @@ def test_help_names_the_values_of_options_in_words(
     assert f"Usage: {name}" in shown
     assert PYTHON_TYPES.findall(shown) == []
     assert not re.search(r"[{}]", shown)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            "serve --http-port 9000 --gateway-port 9000",
+            "--http-port and --gateway-port are both 9000",
+        ),
+        (
+            "serve --gateway-port 0 --gateway-keys gone",
+            "the keys in gone cannot be read: No such file",
+        ),
+        ("serve checkpoint", "unexpected argument 'checkpoint'; name a checkpoint with --model"),
+        ("serve --repository gone", "no model repository at gone: it has no lmm/1/model.json"),
+        ("serve --options gone.json", "cannot read gone.json: No such file or directory"),
+        ("serve --model gone", "/gone: the folder does not exist"),
+        ("gateway --grpc nohost", "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'nohost'"),
+        ("gateway --grpc h:99999", "--grpc takes HOST:PORT"),
+        ("serv", "No such command 'serv'. Did you mean 'serve'?"),
+    ],
+)
+def test_a_mistake_in_a_command_is_named_with_what_would_be_right(
+    arguments: str, message: str
+) -> None:
+    done = CliRunner().invoke(app, arguments.split())
+    assert done.exit_code in (1, 2)
+    assert message in done.output
+    assert "Errno" not in done.output

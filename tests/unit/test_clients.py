@@ -149,8 +149,69 @@ def test_words_are_files_or_the_question(picture):
     )
     with pytest.raises(ClientError, match=r"the file gone\.png does not exist"):
         split(["gone.png"])
-    question = "What is in " + "the picture, " * 500
-    assert split([question]) == ([], question)
+    for missing in (str(picture.parent / "gone"), str(picture.parent / "gone.txt")):
+        with pytest.raises(ClientError, match=r"gone.* does not exist"):
+            split([missing, "What is it?"])
+    for question in ("What is in " + "the picture, " * 500, "Is it red/blue?", "and/or"):
+        assert split([question]) == ([], question)
+
+
+def test_an_error_about_an_image_names_its_file(picture):
+    with FakeTriton() as server:
+        server.refusal = "INVALID_ARG: image 1 is corrupt"
+        arguments = [str(picture), str(picture), "What?", "--url", server.url]
+        with pytest.raises(ClientError, match=r"image 1 is corrupt \(image 1: .*scene\.png\)$"):
+            visual_retrieval.main(arguments)
+        server.refusal = "INVALID_ARG: image 7 is corrupt"
+        with pytest.raises(ClientError, match=r"image 7 is corrupt$"):
+            visual_retrieval.main(arguments)
+
+
+def test_an_image_that_cannot_be_read_is_named(picture, monkeypatch):
+    def refuse(path):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ClientError, match=r"cannot read .*scene\.png: Permission denied"):
+        visual_retrieval.main([str(picture), "What?"])
+
+
+def test_an_empty_answer_is_said_to_be_empty(picture, capsys):
+    with FakeTriton(words=("",)) as server:
+        visual_retrieval.main([str(picture), "What?", "--url", server.url])
+    assert capsys.readouterr().err.startswith("(empty answer, finish reason ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--max-tokens", "many", "--max-tokens: must be a whole number, not 'many'"),
+        ("--seed", "1.5", "--seed: must be a whole number, not '1.5'"),
+        ("--temperature", "hot", "--temperature: must be a number, not 'hot'"),
+    ],
+)
+def test_an_option_of_a_wrong_type_is_refused_with_the_right_one(option, value, message, capsys):
+    with pytest.raises(SystemExit):
+        visual_retrieval.main(["What?", option, value])
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ("--list", "--url", "127.0.0.1:8080"),
+            "--url takes a URL, as in http://127.0.0.1:8080/v1",
+        ),
+        ((__file__,), "give a question, with the images before it"),
+        (("hi", "--max-tokens", "x"), "--max-tokens: must be a whole number, not 'x'"),
+    ],
+)
+def test_mistakes_in_the_command_of_the_openai_example_are_explained(arguments, message):
+    pytest.importorskip("openai", reason="the package openai is not installed")
+    done = run_client("openai_example", *arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
 
 
 def test_absent_options_are_not_sent():

@@ -99,6 +99,10 @@ def test_an_unknown_key_is_rejected_with_the_nearest_known_one() -> None:
         parse(max_num_seq=3)
     with pytest.raises(InvalidArgument, match=r"limits: unknown key 'max_image'; .*'max_images'"):
         parse(limits={"max_image": 3})
+    with pytest.raises(
+        InvalidArgument, match=r"unknown key 'zzz'; known keys: .*, kv_cache_tokens, "
+    ):
+        parse(zzz=3)
 
 
 @pytest.mark.parametrize("key", sorted(REFUSED))

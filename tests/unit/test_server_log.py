@@ -48,6 +48,8 @@ def test_a_failed_start_is_explained_by_model_errors_then_other_errors_then_the_
     logged = f"{failed}\\n\\nAt:\\n  x.py(1)\nI{AT} model_lifecycle.cc:7] \"failed to load 'lmm'\""
     assert why_it_did_not_start(LOG + logged) == failed
     assert why_it_did_not_start(LOG + "Error: bad option") == "Error: bad option"
+    wrong = "tritonserver: unrecognized option '--nonsense'"
+    assert why_it_did_not_start(f"{wrong}\nUsage: tritonserver\n--on-error: stop\n") == wrong
     assert why_it_did_not_start(LOG).splitlines()[-1] == f"I{AT} server.cc:631]"
 
 

@@ -64,7 +64,7 @@ def test_a_server_that_refuses_shared_memory_is_reported_with_the_remedy():
     with FakeTriton() as server:
         server.allows_shared_memory = False
         arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
-        with pytest.raises(ClientError, match=r"refused.*restricted.*--allow-shared-memory.*jpeg"):
+        with pytest.raises(ClientError, match=r"refused.*closed to clients.*--allow-shared-memory.*jpeg"):
             video_analytics.main(arguments)
     assert shared_regions() == before
     assert server.requests == []
@@ -216,8 +216,16 @@ def test_a_video_of_an_absurd_rate_keeps_few_frames(tmp_path, monkeypatch):
 def test_a_source_that_cannot_be_played_is_named(name, tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.mp4").write_text("no video")
-    with pytest.raises(ClientError, match=name):
+    with pytest.raises(ClientError, match=name) as caught:
         next(frames.open_source(str(tmp_path / name), 30, 6, 0).chunks())
+    assert "Errno" not in str(caught.value)
+
+
+def test_a_picture_as_source_is_refused_with_the_client_for_pictures(tmp_path):
+    path = tmp_path / "scene.PNG"
+    Image.new("RGB", (4, 4)).save(path)
+    with pytest.raises(ClientError, match=r"is a picture: use clients/visual_retrieval\.py"):
+        frames.open_source(str(path), 30, 6, 0)
 
 
 def test_the_camera_shows_the_motion_that_it_names():

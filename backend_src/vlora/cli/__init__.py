@@ -37,6 +37,11 @@ class LazyGroup(Group):
         source_tree = (paths.SOURCE_TREE / "tools" / "tile_search").is_dir()
         return [*COMMANDS, TILE_SEARCH] if source_tree else [*COMMANDS]
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # For an unknown command, typer suggests the nearest of these names.
+        self.commands = dict.fromkeys(self.list_commands(ctx))  # type: ignore[assignment]
+        return super().resolve_command(ctx, args)
+
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in self.list_commands(ctx):
             return None

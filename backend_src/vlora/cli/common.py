@@ -113,6 +113,11 @@ def load_configuration(
     """
     repository = repository or default_repository()
     version = repository / "lmm" / "1"
+    if not (version / "model.json").is_file():
+        raise ServerError(
+            f"no model repository at {repository}: it has no lmm/1/model.json; name one with"
+            " --repository FOLDER, and write a new one with `vlora repository FOLDER`"
+        )
     replacing = {} if options_file is None else load_replacing(options_file)
     overrides = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     given = {name: str(path) for name, path in overrides.items() if path is not None}

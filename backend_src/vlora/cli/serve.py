@@ -31,6 +31,7 @@ from vlora.launcher.environment import unknown_variables
 from vlora.launcher.exposure import LOOPBACK
 from vlora.launcher.gateway_process import GatewayProcess
 from vlora.launcher.options import GRACE_SECONDS, ServerOptions
+from vlora.launcher.ports import check_ports
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
@@ -114,6 +115,13 @@ def serve(
     with report_errors():
         for warning in unknown_variables(os.environ):
             print_plain(f"warning: {warning}")
+        if triton and not triton[0].startswith("-"):
+            raise ServerError(
+                f"unexpected argument '{triton[0]}'; name a checkpoint with --model FOLDER, and"
+                " write options of tritonserver itself after a separate --"
+            )
+        ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
+        check_ports(ports | ({} if gateway_port is None else {"gateway_port": gateway_port}))
         configured = load_configuration(model, adapters, repository, options_file)
         options = configured.options
         server_options = ServerOptions(
@@ -122,9 +130,7 @@ def serve(
             triton_arguments=tuple(triton or ()),
             host=host,
             allow_shared_memory=allow_shared_memory,
-            http_port=http_port,
-            grpc_port=grpc_port,
-            metrics_port=metrics_port,
+            **ports,
             model=options.model,
             adapters=options.adapters,
             log=log,
@@ -138,6 +144,10 @@ def serve(
             gateway = None
             if gateway_port is not None:
                 check_installed()
+                if gateway_keys is not None:
+                    from vlora.gateway.keys import load_keys  # Needs the package grpc.
+
+                    load_keys(gateway_keys)
                 gateway = GatewayProcess(host, gateway_port, gateway_keys, print_plain)
                 stack.enter_context(gateway)
             elif gateway_keys is not None:

@@ -114,7 +114,8 @@ def read_keys(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgument(f"cannot read {path}: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise InvalidArgument(f"cannot read {path}: {reason}") from error
     return load_object(text, str(path))
 
 
@@ -258,7 +259,8 @@ def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, value in keys.items():
         if key not in known:
-            raise InvalidArgument(f"{where}: unknown key '{key}'{nearest(key, known)}")
+            hint = nearest(key, known) or f"; known keys: {', '.join(sorted(known))}"
+            raise InvalidArgument(f"{where}: unknown key '{key}'{hint}")
         result[key] = _cast(value, hints[key], f"{where}: '{key}'")
     return result
 

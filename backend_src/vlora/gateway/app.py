@@ -16,7 +16,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from vlora import __version__
-from vlora.errors import shown
+from vlora.errors import nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question
 from vlora.gateway.bodies import Bodies
@@ -42,6 +42,9 @@ EVENT_HEADERS = {
 """Headers of a stream of server-sent events."""
 
 Pieces = AsyncGenerator[Piece, None]
+
+PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
+"""Paths that the error for an unknown path may suggest."""
 
 
 class Gateway:
@@ -263,6 +266,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     path = f"{request.method} {request.url.path}"
     outside = error.status_code == 404 and not request.url.path.startswith(("/v1/", "/playground/"))
     hint = "; the paths of the API begin with /v1/" if outside else ""
+    if error.status_code == 405:
+        hint = f"; use {(error.headers or {}).get('Allow', 'another method')}"
+    elif error.status_code == 404 and not outside:
+        hint = nearest(request.url.path, PATHS)
     return _Failure(ApiError(code, f"{path}: {error.detail}{hint}"))
 
 

@@ -53,7 +53,8 @@ def load_keys(path: Path) -> Keys:
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ServerError(f"the keys in {path} cannot be read: {error}") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ServerError(f"the keys in {path} cannot be read: {reason}") from None
     tenants: dict[str, str] = {}
     for number, line in enumerate(lines, 1):
         words = line.split()

@@ -14,8 +14,10 @@ import uvicorn
 from vlora.gateway.app import make_app
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
+from vlora.launcher.assembly import ServerError
 from vlora.launcher.exposure import check_host, check_keys, reachable_host
-from vlora.launcher.ports import choose_ports
+from vlora.launcher.ports import MAX_PORT, choose_ports
+from vlora.launcher.probe import ADDRESS
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s."""
@@ -72,6 +74,9 @@ def raise_limits() -> None:
 def serve(options: GatewayOptions) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. Raises ServerError."""
     raise_limits()
+    parts = ADDRESS.fullmatch(options.grpc)
+    if parts is None or int(parts[1]) > MAX_PORT:
+        raise ServerError(f"--grpc takes HOST:PORT, as in 127.0.0.1:8001, not '{options.grpc}'")
     check_host(options.host)
     check_keys(options.host, options.keys, "--keys")
     chosen = choose_ports({"port": options.port}, options.host)

@@ -29,6 +29,17 @@ def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[st
     Raises ServerError, which names the address or the port, what is wrong with it, and the option
     that changes it.
     """
+    check_ports(requested)
+    with ExitStack() as stack:
+        # All sockets are open at the same time, so that no free port is chosen twice.
+        return {name: _bind(stack, host, name, port) for name, port in requested.items()}
+
+
+def check_ports(requested: Mapping[str, int]) -> None:
+    """Raise ServerError if a number is not a port, or if two ports are equal.
+
+    requested: port by name; 0 stands for any free one.
+    """
     for name, port in requested.items():
         if not 0 <= port <= MAX_PORT:
             raise ServerError(
@@ -39,9 +50,6 @@ def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[st
         equal = [_flag(other) for other in requested if requested[other] == port]
         if port and len(equal) > 1:
             raise ServerError(f"{' and '.join(equal)} are both {port}; choose different ports")
-    with ExitStack() as stack:
-        # All sockets are open at the same time, so that no free port is chosen twice.
-        return {name: _bind(stack, host, name, port) for name, port in requested.items()}
 
 
 def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:

@@ -28,6 +28,9 @@ NOISE = (
 )
 """Parts of lines that a healthy server without a GPU also logs. They do not explain a failure."""
 
+_USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
+"""Messages of Triton about its own arguments, which stand before or after the list of options."""
+
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 
@@ -82,7 +85,8 @@ def why_it_did_not_start(log: str, lines: int = 12) -> str:
         for line in text
         if "failed to load '" in line and not _INFORMATION.match(line)
     ]
-    errors = [line for line in text if line.startswith("E") or "error:" in line.lower()]
+    usage = [line for line in text if _USAGE.search(line)]
+    errors = usage or [line for line in text if line.startswith("E") or "error:" in line.lower()]
     rest = [line for line in text if not line.startswith(TABLE)]
     return "\n".join((unloaded or _without_noise(errors) or rest)[-lines:])
 
