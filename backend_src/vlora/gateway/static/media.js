@@ -14,8 +14,7 @@ export async function readFile(file) {
   if (file.size > MAX_BYTES) throw new Error(`${file.name} has more than 40 MiB, the limit.`);
   if (file.type.startsWith("video/")) return readClip(file);
   if (!file.type.startsWith("image/")) {
-    const name = file.name || "This";
-    throw new Error(`${name} is neither a picture (PNG, JPEG, WebP, GIF or BMP) nor a video.`);
+    throw new Error(`${file.name || "This"} is no picture (PNG, JPEG, WebP, GIF, BMP) and no video.`);
   }
   const url = await dataUrl(file);
   const image = new Image();

@@ -126,7 +126,6 @@ export class Stage {
           width: `${width}%`,
           height: `${height}%`,
         });
-        // The label must stay within the picture.
         box.classList.toggle("low", top < 8);
         box.classList.toggle("late", left > 50);
         if (label) box.append(element("span", {}, label));
