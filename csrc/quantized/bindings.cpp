@@ -2,6 +2,7 @@
 // vlora/kernels/quantized.py has checked.
 #include <pybind11/pybind11.h>
 
+#include "quantized/quantize.h"
 #include "quantized/quantized.h"
 #include "runtime/kernel_call.h"
 
@@ -32,5 +33,27 @@ void bind_quantized(py::module_& m) {
                                      reinterpret_cast<const float*>(bias)};
     const runtime::KernelCall call;
     quantized::multiply(product, bf16 ? Dtype::kBf16 : Dtype::kFp32, threads);
+  });
+  m.def("quantize", [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,
+                       uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift,
+                       int threads) {
+    const quantized::Quantization quantization{bf16 ? Dtype::kBf16 : Dtype::kFp32,
+                                               reinterpret_cast<const void*>(weights),
+                                               stride,
+                                               bits,
+                                               reinterpret_cast<uint8_t*>(values),
+                                               reinterpret_cast<float*>(scales),
+                                               reinterpret_cast<int8_t*>(zeros),
+                                               n,
+                                               k,
+                                               group_shift};
+    const runtime::KernelCall call;
+    return quantized::quantize(quantization, threads);
+  });
+  m.def("interleave", [](uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n,
+                         int64_t row_bytes, int64_t groups, int threads) {
+    const runtime::KernelCall call;
+    quantized::interleave(reinterpret_cast<uint8_t*>(values), reinterpret_cast<float*>(scales),
+                          reinterpret_cast<int8_t*>(zeros), n, row_bytes, groups, threads);
   });
 }

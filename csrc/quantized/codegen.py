@@ -24,16 +24,16 @@ def body(isa: Isa) -> str:
     return (
         "Kernels table() {\n"
         f"  return {{{{pack, gemv}}, {pairs}, kMaxRows, {{widen<float>, widen<uint16_t>}},\n"
-        f"          {panels}}};\n}}\n"
+        f"          {panels}, quantize_rows}};\n}}\n"
     )
 
 
 def units(build: Path) -> list[Unit]:
     """Return all units, writing generated ones into `build`."""
-    all_units = [Unit(CSRC / "quantized" / "quantized.cpp")]
+    all_units = [Unit(CSRC / "quantized" / f"{name}.cpp") for name in ("quantized", "quantize")]
     for isa in ISAS:
         unpack = isa.registers.replace("runtime/register_", "quantized/unpack_")
-        headers = (unpack, "quantized/gemv_quantized.h")
+        headers = (unpack, "quantized/gemv_quantized.h", "quantized/quantize_rows.h")
         if isa is kernels.AVX2:
             headers = (*headers, "quantized/panels_avx2.h")
         all_units.append(kernels.unit(build, "quantized", "vectors", isa, headers, body(isa)))

@@ -76,6 +76,8 @@ inline int64_t gemv_scratch(const Product& p) {
   return p.rows * (p.w.blocks() * kBlock + sums);
 }
 
+struct Quantization;  // quantize.h
+
 // The kernels of an instruction set.
 struct Kernels {
   Gemv fp32;   // with weights and x in fp32
@@ -87,6 +89,8 @@ struct Kernels {
   // converted.
   Gemv panels;
   void (*widen_panels[kDtypes])(const Weight&, int64_t from, int64_t to, void* out);
+  // Quantizes rows [from, to) of a matrix. Returns the first bad one or -1, as `quantize` does.
+  int64_t (*quantize)(const Quantization&, int64_t from, int64_t to);
 };
 const Kernels& kernels(runtime::Isa isa);
 

@@ -14,6 +14,11 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))))};
 }
 
+// Returns x in the lanes in which a < b, and y in the others.
+VLORA_INLINE R where_less(R a, R b, R x, R y) {
+  return {_mm256_blendv_ps(y.r, x.r, _mm256_cmp_ps(a.r, b.r, _CMP_LT_OQ))};
+}
+
 // Returns scale times stored zero for `count` groups, at most kWidth, and 0 in the other lanes.
 VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
   if (count == R::kWidth) return R::load(scales) * load_bytes(zeros);

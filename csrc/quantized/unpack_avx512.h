@@ -12,6 +12,11 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
       _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))))};
 }
 
+// Returns x in the lanes in which a < b, and y in the others.
+VLORA_INLINE R where_less(R a, R b, R x, R y) {
+  return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.r, b.r, _CMP_LT_OQ), y.r, x.r)};
+}
+
 // Returns scale times stored zero for `count` groups, at most kWidth, and 0 in the other lanes.
 VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
   const auto lanes = __mmask16((1u << count) - 1);

@@ -11,6 +11,12 @@ VLORA_INLINE R load_bytes(const int8_t* p) {
   return R::load(values);
 }
 
+// Returns x in the lanes in which a < b, and y in the others.
+VLORA_INLINE R where_less(R a, R b, R x, R y) {
+  const __m128 less = _mm_cmplt_ps(a.r, b.r);
+  return {_mm_or_ps(_mm_and_ps(less, x.r), _mm_andnot_ps(less, y.r))};
+}
+
 // Returns scale times stored zero for `count` groups, at most kWidth, and 0 in the other lanes.
 VLORA_INLINE R scaled_zeros(const float* scales, const int8_t* zeros, int count) {
   float products[R::kWidth] = {};

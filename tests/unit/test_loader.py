@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.process_status import status_bytes
 from tests.support.fake_device import fake_gpu
 from vlora.errors import InvalidArgument
+from vlora.kernels.quantized import Format
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import DecoderWeights, load_lm_head, load_weights
 
@@ -160,6 +161,16 @@ def test_weights_of_a_quantized_type_are_refused(folder: Path, dtype: torch.dtyp
     message = refused(folder)
     assert f"'{name}' as {dtype}" in message
     assert "model.safetensors" in message
+
+
+@pytest.mark.parametrize("form", [Format(8, None), Format(4, 32, zeros=True)], ids=str)
+def test_a_weight_that_cannot_be_quantized_is_named(folder: Path, form: Format) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    edit(folder, lambda tensors: tensors[name][3].fill_(float("nan")))
+    with pytest.raises(InvalidArgument) as error:
+        load_weights(folder, load_config(folder), quantization=form)
+    assert str(error.value).startswith(f"model: {folder / 'model.safetensors'} holds '{name}'")
+    assert "cannot be quantized: row 3 has a value that is not finite" in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,6 @@ from vlora import native
 PANEL_ROWS = 8
 """Number of rows in a panel."""
 
-BYTES_AT_ONCE = 1 << 20
-"""Number of bytes of values that are interleaved together."""
-
 HALF_BLOCK = 16
 """Number of bytes that hold the first 32 values of a block. The last 32 values have as many."""
 
@@ -29,21 +26,19 @@ def are_preferred() -> bool:
 
 
 def interleave(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-    """Rearrange the rows of a matrix into panels, in place.
+    """Rearrange the rows of a matrix into panels, in place. The kernels must be compiled.
 
     values: [rows, row_bytes] uint8. The number of rows is a multiple of PANEL_ROWS.
     scales, zeros: [rows, groups]; `zeros` may be None.
     """
-    rows, row_bytes = values.shape
-    some = max(1, BYTES_AT_ONCE // (PANEL_ROWS * row_bytes)) * PANEL_ROWS
-    for first in range(0, rows, some):
-        part = values[first : first + some]
-        # The bytes of a block belong to its first and to its last values in turn.
-        halves = part.view(-1, HALF_BLOCK, 2).mT.contiguous().view(torch.int32)
-        part.view(torch.int32).copy_(_interleaved(halves.view(len(part), -1)))
-    for each in (scales, zeros):
-        if each is not None:
-            each.copy_(_interleaved(each))
+    native.kernels().quantized.interleave(
+        values.data_ptr(),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        *values.shape,
+        scales.shape[1],
+        torch.get_num_threads(),
+    )
 
 
 def separate(
@@ -56,10 +51,6 @@ def separate(
         _separated(scales),
         None if zeros is None else _separated(zeros),
     )
-
-
-def _interleaved(rows: torch.Tensor) -> torch.Tensor:
-    return rows.view(-1, PANEL_ROWS, rows.shape[1]).mT.contiguous().view(rows.shape)
 
 
 def _separated(panels: torch.Tensor) -> torch.Tensor:

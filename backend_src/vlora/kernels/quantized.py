@@ -61,6 +61,11 @@ class Format:
         """Name for messages, such as "int4 in groups of 128"."""
         return f"int{self.bits}" + ("" if self.group is None else f" in groups of {self.group}")
 
+    @property
+    def group_shift(self) -> int:
+        """Base-2 logarithm of the group size, in the form that the kernels take."""
+        return WHOLE_ROW if self.group is None else self.group.bit_length() - 1
+
     def row_bytes(self, depth: int) -> int:
         """Return the number of bytes of a row of `depth` values."""
         return -(-depth // BLOCK) * BLOCK * self.bits // 8
@@ -274,7 +279,6 @@ class QuantizedMatrix(Matrix):
         rows, depth = weight.shape
         self._check_bias(bias, rows)
         self.weight, self.shape, self._bias = weight, weight.shape, bias
-        group = weight.format.group
         self._stored = (
             weight.format.bits,
             weight.values.data_ptr(),
@@ -282,7 +286,7 @@ class QuantizedMatrix(Matrix):
             0 if weight.zeros is None else weight.zeros.data_ptr(),
             rows,
             depth,
-            WHOLE_ROW if group is None else group.bit_length() - 1,
+            weight.format.group_shift,
             weight.panels,
             0 if bias is None else bias.data_ptr(),
             weight.dtype == torch.bfloat16,

@@ -201,7 +201,10 @@ def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin:
     """Copy a stored matrix to its final location. Quantize the matrix if `target` is quantized."""
     if isinstance(target, QuantizedWeight):
         _check(target.shape, tensor, origin)
-        quantize(tensor, target)
+        try:
+            quantize(tensor, target)
+        except ValueError as error:
+            raise InvalidArgument(f"model: {origin}, which cannot be quantized: {error}") from error
     else:
         _copy_into(target, tensor, origin)
 

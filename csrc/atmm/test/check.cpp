@@ -118,6 +118,7 @@ int main(int argc, char** argv) {
           check_product(runtime::Isa(i));
           check_elementwise(runtime::Isa(i));
           check_quantized(runtime::Isa(i));
+          check_quantize(runtime::Isa(i));
         }
     };
     std::thread(run).join();  // the leak check fails if the thread does not free its scratch

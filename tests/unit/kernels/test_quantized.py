@@ -205,6 +205,8 @@ def test_rows_of_zeros_and_of_tiny_and_huge_values_are_multiplied(
 
 @pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 4], ids=lambda form: form.name)
 def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(form: Format) -> None:
+    if not is_compiled():
+        pytest.skip("the kernels are not compiled")
     for width, depth in ((8, 1), (40, 130), (400, 6000)):
         weight = random_weight(form, width, depth)
         copy = arranged(weight, "reference")

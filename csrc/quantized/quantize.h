@@ -1,0 +1,45 @@
+// Quantization of float matrices to int8 and int4. No torch, no Python, no ownership.
+#pragma once
+
+#include "quantized/quantized.h"
+
+namespace vlora::quantized {
+
+// A float matrix, and the memory of the quantized matrix that is made of it: int8 without zeros, or
+// int4 in rows with zeros. The largest int4 group has kMaxGroup values.
+struct Quantization {
+  Dtype dtype;
+  const void* weights;  // [n, k]
+  ptrdiff_t stride;     // elements between rows of `weights`
+  int bits;             // this and the following members are those of Weight
+  uint8_t* values;
+  float* scales;
+  int8_t* zeros;
+  int64_t n, k;
+  int group_shift;
+
+  Weight result() const { return {bits, values, scales, zeros, n, k, group_shift, false}; }
+};
+
+constexpr int kMaxGroup = 128;
+
+// int8: the largest absolute value of a group becomes 127.
+//
+// int4: the range between the extremes of a group is divided into 15 steps. Then the zero and the
+// scale with the smallest squared error for the rounded values are computed, and the values are
+// rounded again, kRefits times. The fit starts from the extremes times each of kRanges, and the
+// result with the smaller squared error is used. vlora/kernels/quantize_reference.py is the same in
+// plain torch.
+constexpr float kRanges[] = {1.0f, 0.9f};
+constexpr int kRefits = 2;
+
+// Quantizes a matrix. Returns the index of the first row with a value that is not finite or too
+// large to be quantized, or -1. The result is then undefined.
+int64_t quantize(const Quantization& quantization, int threads);
+
+// Rearranges an int4 matrix in rows into panels, in place (see Weight). row_bytes, groups: of a
+// row. zeros: or null.
+void interleave(uint8_t* values, float* scales, int8_t* zeros, int64_t n, int64_t row_bytes,
+                int64_t groups, int threads);
+
+}  // namespace vlora::quantized
