@@ -42,13 +42,20 @@ VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
   }
 }
 
+// Prefetches the line that is `ahead` bytes after `line` to L2.
+template <class T>
+VLORA_INLINE void prefetch_ahead(const T* line, ptrdiff_t ahead) {
+  __builtin_prefetch(reinterpret_cast<const char*>(line) + ahead, 0, 2);
+}
+
 // Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
 // until, which are even. Unless `from` is 0, the scores so far are added. kPrefetch: whether a
-// panel's bytes are prefetched from `prefetch`. A small tile keeps several partial sums of each
+// panel's bytes are prefetched from `prefetch`. ahead: bytes from each line that is read to a line
+// that is prefetched, or 0. A small tile keeps several partial sums of each
 // score, since an addition waits for the one before it.
 template <class T, int M, int P, bool kPrefetch>
 VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
-                        float* scores, const char* prefetch) {
+                        float* scores, const char* prefetch, ptrdiff_t ahead) {
   constexpr int kSums = M * P == 1 ? 4 : M * P <= (kFullLines ? 6 : 3) ? 2 : 1;
   R acc[kSums][P][M][kRegisters];
 #pragma GCC unroll 4
@@ -87,6 +94,10 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
     for (int k = 0; k < kSteps; ++k) {
       if constexpr (kPrefetch)
         if (k * kRow % 64 == 0) __builtin_prefetch(prefetch + (d + k) * kRow);
+      if (ahead && k * kRow % 64 == 0) {
+#pragma GCC unroll 4
+        for (int p = 0; p < P; ++p) prefetch_ahead(panels[p] + (d + k) * kLanes, ahead);
+      }
       add(k % kSums, d + k / 2 * 2, k % 2);
     }
   }
@@ -110,41 +121,44 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
 // Computes scores for at most P panels.
 template <class T, int M, int P>
 VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from,
-                              int64_t until, float* scores) {
-  if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr);
-  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores);
+                              int64_t until, float* scores, ptrdiff_t ahead) {
+  if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr, ahead);
+  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores, ahead);
 }
 
 // Computes scores for any number of panels. As many are taken together as fill the registers with
 // sums. If there are more, they take turns for a run of depths each.
 template <class T, int M>
 void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim, float* scores,
-                  const char* prefetch) {
+                  const char* prefetch, ptrdiff_t ahead) {
   constexpr int kAtOnce = at_once(M);
-  if (prefetch) return score<T, M, 1, true>(q, keys, 0, dim, scores, prefetch);
+  if (prefetch) return score<T, M, 1, true>(q, keys, 0, dim, scores, prefetch, 0);
   const int64_t each = panels <= kAtOnce ? dim : kKeyRunBytes / (kLanes * int64_t(sizeof(T)));
   for (int64_t d = 0; d < dim; d += each) {
     const int64_t until = d + each < dim ? d + each : dim;
     for (int64_t p = 0; p < panels; p += kAtOnce)
-      score_up_to<T, M, kAtOnce>(panels - p, q, keys + p, d, until, scores + p * kLanes);
+      score_up_to<T, M, kAtOnce>(panels - p, q, keys + p, d, until, scores + p * kLanes, ahead);
   }
 }
 
 // Computes scores for at most M queries.
 template <class T, int M = kMaxTileQueries>
 VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const* keys,
-                                int64_t panels, int64_t dim, float* scores, const char* prefetch) {
-  if (queries >= M) return score_panels<T, M>(q, keys, panels, dim, scores, prefetch);
-  if constexpr (M > 1) score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch);
+                                int64_t panels, int64_t dim, float* scores, const char* prefetch,
+                                ptrdiff_t ahead) {
+  if (queries >= M) return score_panels<T, M>(q, keys, panels, dim, scores, prefetch, ahead);
+  if constexpr (M > 1)
+    score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch, ahead);
 }
 
 // Adds weights times values to `out`, for tokens from … until of some panels, M queries and N
 // registers of columns. `from` is even. kInterleaved: panels are read in rotation, two tokens of
-// each. kPrefetch: as in `score`, for the first panel.
+// each. kPrefetch: as in `score`, for the first panel. ahead: as in `score`, if panels are
+// interleaved.
 template <class T, int M, int N, bool kInterleaved, bool kPrefetch>
 VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
                              int64_t from, int64_t until, int64_t column, int64_t padded,
-                             float* out, const char* prefetch) {
+                             float* out, const char* prefetch, ptrdiff_t ahead) {
   // Number of values of a column that are contiguous in memory.
   constexpr int kPair = int(4 / sizeof(T));
   R acc[M][N];
@@ -171,7 +185,17 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
   };
   if constexpr (kInterleaved) {
     for (int64_t t = from; t < until; t += 2)
-      for (int64_t p = 0; p < panels; ++p) add_pair(p, t);
+      for (int64_t p = 0; p < panels; ++p) {
+        if (ahead) {
+          const T* const lines = values[p] + t * padded + column * kPair;
+#pragma GCC unroll 8
+          for (int i = 0; i < N * R::kWidth * kPair; i += int(64 / sizeof(T))) {
+            prefetch_ahead(lines + i, ahead);
+            if (kPair == 1) prefetch_ahead(lines + padded + i, ahead);
+          }
+        }
+        add_pair(p, t);
+      }
   } else {
     for (int64_t p = 0; p < panels; ++p)
       for (int64_t t = from; t < until; t += 2) {
@@ -195,7 +219,7 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
 // Adds weights times values for all columns. As many are taken together as fill the registers.
 template <class T, int M, bool kInterleaved>
 void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens,
-                    int64_t padded, float* out, const char* prefetch) {
+                    int64_t padded, float* out, const char* prefetch, ptrdiff_t ahead) {
   constexpr int N = at_once(M) * kRegisters;
   const int64_t each = kInterleaved && panels > 1 ? kValueRunTokens : tokens;
   for (int64_t t = 0; t < tokens; t += each) {
@@ -203,12 +227,12 @@ void add_all_values(const float* weights, const T* const* values, int64_t panels
     int64_t column = 0;
     for (; column + N * R::kWidth <= padded; column += N * R::kWidth)
       prefetch ? add_values<T, M, N, false, true>(weights, values, panels, t, until, column, padded,
-                                                  out, prefetch)
+                                                  out, prefetch, 0)
                : add_values<T, M, N, kInterleaved, false>(weights, values, panels, t, until, column,
-                                                          padded, out, nullptr);
+                                                          padded, out, nullptr, ahead);
     for (; column < padded; column += kLanes)
       add_values<T, M, kRegisters, kInterleaved, false>(weights, values, panels, t, until, column,
-                                                        padded, out, nullptr);
+                                                        padded, out, nullptr, ahead);
   }
 }
 
@@ -216,14 +240,15 @@ void add_all_values(const float* weights, const T* const* values, int64_t panels
 template <class T, int M, bool kInterleaved>
 void add_values_of_queries(int64_t queries, const float* weights, const T* const* values,
                            int64_t panels, int64_t tokens, int64_t padded, float* out,
-                           const char* prefetch) {
+                           const char* prefetch, ptrdiff_t ahead) {
   for (; queries >= M;
        queries -= M, weights += M * kScoreStride, out += M * padded, prefetch = nullptr)
-    add_all_values<T, M, kInterleaved>(weights, values, panels, tokens, padded, out, prefetch);
+    add_all_values<T, M, kInterleaved>(weights, values, panels, tokens, padded, out, prefetch,
+                                       ahead);
   if constexpr (M > 1)
     if (queries > 0)
       add_values_of_queries<T, M - 1, kInterleaved>(queries, weights, values, panels, tokens,
-                                                    padded, out, prefetch);
+                                                    padded, out, prefetch, ahead);
 }
 
 }  // namespace vlora::attention::VLORA_ISA

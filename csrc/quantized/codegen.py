@@ -13,6 +13,10 @@ gemm::AmxGemm amx_gemm() {
 }
 """
 
+DIGITS_BODY = """\
+DigitGemms digit_gemms() { return {{digit_gemm_of<4>(), digit_gemm_of<2>()}}; }
+"""
+
 
 def body(isa: Isa) -> str:
     """Return the source of the function that returns an instruction set's table of kernels."""
@@ -44,6 +48,9 @@ def units(build: Path) -> list[Unit]:
             "quantized/gemm_amx_quantized.h",
         )
         all_units.append(kernels.unit(build, "quantized", "tiles", isa, headers, AMX_BODY))
+        headers = (f"quantized/digits_{isa.name}.h", "quantized/gemm_amx_digits.h")
+        all_units.append(kernels.unit(build, "quantized", "digits", isa, headers, DIGITS_BODY))
     header = "quantized/quantized.h"
     amx_table = kernels.pointer_table(build, "quantized", header, "gemm::AmxGemm", "amx_gemm")
-    return [*all_units, kernels.table(build, "quantized", header), amx_table]
+    digits = kernels.pointer_table(build, "quantized", header, "DigitGemms", "digit_gemms")
+    return [*all_units, kernels.table(build, "quantized", header), amx_table, digits]

@@ -15,6 +15,13 @@ namespace {
 constexpr int64_t kPieceBytes = 64 << 10;
 // From this many rows of x on, a tile unit multiplies faster than a gemv, by type of the product.
 constexpr int64_t kMinTileRows[kDtypes] = {8, 6};
+// For these numbers of rows of x, a tile unit multiplies digits faster than other kernels multiply.
+constexpr int64_t kMinDigitRows = 2, kMaxDigitRows = 64;
+// Maximum bytes of packed digits, which stay in L2 while W is read, and bytes of a panel of digits for
+// a block of depth.
+constexpr int64_t kMaxDigitBytes = 1 << 20, kPanelBlockBytes = 1024;
+// Maximum number of blocks of W in a piece of a product of digits.
+constexpr int64_t kPieceBlocks = 8;
 // From this many rows of x on, all threads multiply the same widened rows of W, so that x is packed
 // once for all of them. For fewer, each thread widens and multiplies rows of its own.
 constexpr int64_t kMinSharedRows = 64;
@@ -65,6 +72,35 @@ const gemm::AmxGemm* tiles_for(const Product& p, Dtype dtype) {
   return amx_gemm(runtime::isa(dtype));
 }
 
+// Returns the gemm of digits if it should multiply, else null.
+const DigitGemm* digits_for(const Product& p, Dtype dtype) {
+  const bool some_rows = p.rows >= kMinDigitRows && p.rows <= kMaxDigitRows;
+  const bool possible = some_rows && p.w.bits == 8 && p.w.has_row_scales() && p.w.k > 0 &&
+                        p.w.k <= kMaxDigitDepth;
+  const DigitGemms* const gemms = possible ? digit_gemms(runtime::isa(Dtype::kBf16)) : nullptr;
+  if (!gemms) return nullptr;
+  const DigitGemm& gemm = gemms->of[int(dtype)];
+  const bool fits = p.rows * p.w.k * gemm.digits <= kMaxDigitBytes;
+  return fits && gemm.is_exact(p) ? &gemm : nullptr;
+}
+
+void multiply_digits(const Product& p, const DigitGemm& gemm, int threads) {
+  const int64_t panels = ceil_div(p.rows * gemm.digits, int64_t(runtime::kAmxRows));
+  const int64_t factors = ceil_div(p.rows, int64_t(kLanes)) * kLanes;
+  static thread_local runtime::LargeScratch scratch;
+  float* const memory = scratch.get(factors + panels * p.w.blocks() * kPanelBlockBytes / 4);
+  const Digits x{memory, reinterpret_cast<char*>(memory + factors), panels};
+  if (p.rows < kMinSharedRows) {
+    gemm.pack(p, x, 0, panels);
+  } else {
+    runtime::share_out(threads, panels, [&](int64_t i) { gemm.pack(p, x, i, i + 1); });
+  }
+  const int64_t blocks = ceil_div(p.w.n, kDigitBlock);
+  const int64_t share = ceil_div(blocks, int64_t(threads) * 8);
+  in_pieces(threads, blocks, std::max<int64_t>(1, std::min(share, kPieceBlocks)),
+            [&](int64_t from, int64_t to) { gemm.run(p, x, from, to); });
+}
+
 }  // namespace
 
 bool prefers_panels() {
@@ -78,6 +114,10 @@ void multiply(const Product& p, Dtype dtype, int threads) {
   if (p.w.panels && !here.panels.run)
     throw std::invalid_argument("weights in panels, which '" + std::string(name_of(isa)) +
                                 "' cannot multiply; only avx2 can");
+  if (const DigitGemm* const digits = digits_for(p, dtype)) {
+    multiply_digits(p, *digits, threads);
+    return;
+  }
   if (const gemm::AmxGemm* const tiles = tiles_for(p, dtype)) {
     gemm::multiply_by_tiles(*tiles, with_matrix(p, dtype, &p.w, 0, p.w.n), threads);
     return;

@@ -99,6 +99,35 @@ const Kernels& kernels(runtime::Isa isa);
 // for each output.
 const gemm::AmxGemm* amx_gemm(runtime::Isa isa);
 
+// Rows of W in a block of a product of digits.
+constexpr int64_t kDigitBlock = 32;
+// Largest depth for which sums of products of bytes fit 32 bits.
+constexpr int64_t kMaxDigitDepth = 1 << 16;
+
+// Rows of x as integers that are split into signed bytes, their digits.
+struct Digits {
+  float* factors;  // [rows]: the product with the digits of a row is multiplied by its factor
+  char* tiles;     // [panels / 2][depth / 64][2 panels, or the last one][16][64]
+  int64_t panels;  // of 16 / DigitGemm::digits rows
+};
+
+// The gemm of a tile unit for int8 with one scale for each output (gemm_amx_digits.h).
+struct DigitGemm {
+  int digits;  // of a value of x
+  // Packs panels [from, until).
+  void (*pack)(const Product&, const Digits& to, int64_t from, int64_t until);
+  // Multiplies blocks [from, to) of W.
+  void (*run)(const Product&, const Digits& x, int64_t from, int64_t to);
+  // Returns whether digits represent x about as exactly as the type of the product does.
+  bool (*is_exact)(const Product&);
+};
+// The gemms by type of the product. Their functions are null if the instruction set has no such
+// unit.
+struct DigitGemms {
+  DigitGemm of[kDtypes];
+};
+const DigitGemms* digit_gemms(runtime::Isa isa);
+
 // Returns whether int4 weights should be stored in panels for the instruction set in use.
 bool prefers_panels();
 

@@ -43,6 +43,11 @@ struct TileRegisters {
   static void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
   }
+  // C += A B: the four products of four signed bytes are added to integer sums.
+  template <int C, int A, int B>
+  static void multiply_bytes() {
+    asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(C), "i"(A), "i"(B));
+  }
 };
 
 // Mask of the first `count` of 16 lanes, for any count.

@@ -60,21 +60,36 @@ struct TileRegisters {
   }
   template <int C, int A, int B>
   static void multiply() {
+    multiply_elements<C, A, B>(+[](float sum, const unsigned char* a, const unsigned char* b) {
+      for (int odd = 0; odd < 2; ++odd) sum += value(a + 2 * odd) * value(b + 2 * odd);
+      return sum;
+    });
+  }
+  template <int C, int A, int B>
+  static void multiply_bytes() {
+    multiply_elements<C, A, B>(+[](int32_t sum, const unsigned char* a, const unsigned char* b) {
+      for (int i = 0; i < 4; ++i) sum += int32_t(int8_t(a[i])) * int8_t(b[i]);
+      return sum;
+    });
+  }
+
+ private:
+  // Replaces each sum by add(sum, a, b), for every four bytes a of a line of A and b of a column of
+  // B.
+  template <int C, int A, int B, class Sum>
+  static void multiply_elements(Sum (*add)(Sum, const unsigned char* a, const unsigned char* b)) {
     Register &c = at(C), &a = at(A), &b = at(B);
     if (c.rows != a.rows || c.line_bytes != b.line_bytes || a.line_bytes != 4 * b.rows || !c.rows)
       std::abort();
     for (int m = 0; m < c.rows; ++m)
       for (int k = 0; k < b.rows; ++k)
         for (int n = 0; n < c.line_bytes / 4; ++n) {
-          float sum;
+          Sum sum;
           std::memcpy(&sum, c.line[m] + 4 * n, 4);
-          for (int odd = 0; odd < 2; ++odd)
-            sum += value(a.line[m] + 4 * k + 2 * odd) * value(b.line[k] + 4 * n + 2 * odd);
+          sum = add(sum, a.line[m] + 4 * k, b.line[k] + 4 * n);
           std::memcpy(c.line[m] + 4 * n, &sum, 4);
         }
   }
-
- private:
   static float value(const unsigned char* bytes) {
     uint16_t bf16;
     std::memcpy(&bf16, bytes, sizeof bf16);

@@ -9,6 +9,7 @@
 
 #include "quantized/quantized.h"
 #include "random_values.h"
+#include "runtime/kernel_scope.h"
 
 using namespace vlora;
 
@@ -133,6 +134,28 @@ void check_tiles(const gemm::AmxGemm& tiles, const Matrix& matrix) {
   rows.compare_all("product on tiles", exact ? 2e-6 : 2e-2);
 }
 
+// Values of x differ so little that digits represent them as exactly as the type does.
+void check_digits(const quantized::DigitGemms& gemms, const Matrix& matrix) {
+  if (matrix.w.bits != 8 || !matrix.w.has_row_scales()) return;
+  const Dtype dtype = Dtype(draw(0, 1));
+  const quantized::DigitGemm& gemm = gemms.of[int(dtype)];
+  const Rows rows(matrix, draw(1, 40));
+  const int64_t panels = ceil_div(rows.rows * gemm.digits, int64_t(runtime::kAmxRows)),
+                tile_bytes = panels * matrix.w.blocks() * 1024;
+  const std::unique_ptr<float[]> factors(new float[size_t(rows.rows)]);
+  const std::unique_ptr<char, void (*)(void*)> tiles(
+      static_cast<char*>(std::aligned_alloc(64, size_t(tile_bytes))), std::free);
+  const quantized::Digits x{factors.get(), tiles.get(), panels};
+  const int64_t some = draw(0, panels), blocks = ceil_div(matrix.w.n, quantized::kDigitBlock),
+                middle = draw(0, blocks);
+  gemm.pack(rows.p, x, some, panels);
+  gemm.pack(rows.p, x, 0, some);
+  const runtime::KernelScope scope;
+  gemm.run(rows.p, x, 0, middle);
+  gemm.run(rows.p, x, middle, blocks);
+  rows.compare_all("product of digits", dtype == Dtype::kFp32 ? 2e-6 : 2e-3);
+}
+
 void check_widening(const quantized::Kernels& kernels, const Matrix& matrix) {
   const Dtype dtype = Dtype(draw(0, 1));
   const int64_t step = matrix.w.panels ? quantized::kPanelRows : 1, all = matrix.w.n / step,
@@ -154,6 +177,8 @@ void check_quantized(runtime::Isa isa) {
   const quantized::Kernels& kernels = quantized::kernels(isa);
   const Matrix rows(false);
   if (const gemm::AmxGemm* const tiles = quantized::amx_gemm(isa)) check_tiles(*tiles, rows);
+  if (const quantized::DigitGemms* const gemms = quantized::digit_gemms(isa))
+    check_digits(*gemms, rows);
   if (!kernels.fp32.run) return;
   check_gemv(kernels, kernels.fp32, rows, 2e-6);
   if (kernels.pairs.run) check_gemv(kernels, kernels.pairs, rows, 2e-2);
