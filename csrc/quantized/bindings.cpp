@@ -14,17 +14,16 @@ void bind_quantized(py::module_& m) {
   m.attr("BLOCK") = quantized::kBlock;
   m.attr("MIDDLE") = quantized::kMiddle;
   m.attr("ZERO_STEP") = quantized::kZeroStep;
-  m.attr("PANEL_ROWS") = quantized::kPanelRows;
   m.attr("WHOLE_ROW") = quantized::Weight::kWholeRow;
-  m.def("prefers_panels", &quantized::prefers_panels);
+  m.def("preferred_panel_rows", &quantized::preferred_panel_rows);
   m.def("multiply", [](uintptr_t y, ptrdiff_t y_stride, uintptr_t x, ptrdiff_t x_stride,
                        int64_t rows, int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros,
-                       int64_t n, int64_t k, int group_shift, bool panels, uintptr_t bias,
+                       int64_t n, int64_t k, int group_shift, int64_t panel_rows, uintptr_t bias,
                        bool bf16, int threads) {
     const quantized::Product product{{bits, reinterpret_cast<const uint8_t*>(values),
                                       reinterpret_cast<const float*>(scales),
                                       reinterpret_cast<const int8_t*>(zeros), n, k, group_shift,
-                                      panels},
+                                      panel_rows},
                                      reinterpret_cast<const float*>(x),
                                      rows,
                                      x_stride,
@@ -51,9 +50,10 @@ void bind_quantized(py::module_& m) {
     return quantized::quantize(quantization, threads);
   });
   m.def("interleave", [](uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n,
-                         int64_t row_bytes, int64_t groups, int threads) {
+                         int64_t row_bytes, int64_t groups, int64_t panel_rows, int threads) {
     const runtime::KernelCall call;
     quantized::interleave(reinterpret_cast<uint8_t*>(values), reinterpret_cast<float*>(scales),
-                          reinterpret_cast<int8_t*>(zeros), n, row_bytes, groups, threads);
+                          reinterpret_cast<int8_t*>(zeros), n, row_bytes, groups, panel_rows,
+                          threads);
   });
 }

@@ -12,6 +12,8 @@ gemm::AmxGemm amx_gemm() {
   return {{pack_fp32_rows, pack_bf16_rows}, {multiply_fp32_rows, multiply_bf16_rows}};
 }
 """
+TILE_ROWS, REDUCED_TILE_ROWS = (1, 4, 8, 12, 16), (4, 16)
+"""Numbers of rows of x in a tile for which there are kernels for panels. The last must be 16."""
 
 DIGITS_BODY = """\
 DigitGemms digit_gemms() { return {{digit_gemm_of<4>(), digit_gemm_of<2>()}}; }
@@ -41,16 +43,22 @@ def units(build: Path) -> list[Unit]:
         if isa is kernels.AVX2:
             headers = (*headers, "quantized/panels_avx2.h")
         all_units.append(kernels.unit(build, "quantized", "vectors", isa, headers, body(isa)))
+    rows = ", ".join(map(str, REDUCED_TILE_ROWS if kernels.REDUCED_TILES else TILE_ROWS))
+    panels_body = f"TilePanels tile_panels() {{ return tile_panels_of<{rows}>(); }}\n"
     for isa in TILES:
-        headers = (
-            f"runtime/tile_{isa.name}.h",
-            f"quantized/lines_{isa.name}.h",
-            "quantized/gemm_amx_quantized.h",
-        )
-        all_units.append(kernels.unit(build, "quantized", "tiles", isa, headers, AMX_BODY))
+        tiles = (f"runtime/tile_{isa.name}.h", f"quantized/lines_{isa.name}.h")
+        for part, header, source in (
+            ("tiles", "quantized/gemm_amx_quantized.h", AMX_BODY),
+            ("panels", "quantized/panels_tiles.h", panels_body),
+        ):
+            all_units.append(kernels.unit(build, "quantized", part, isa, (*tiles, header), source))
         headers = (f"quantized/digits_{isa.name}.h", "quantized/gemm_amx_digits.h")
         all_units.append(kernels.unit(build, "quantized", "digits", isa, headers, DIGITS_BODY))
     header = "quantized/quantized.h"
-    amx_table = kernels.pointer_table(build, "quantized", header, "gemm::AmxGemm", "amx_gemm")
-    digits = kernels.pointer_table(build, "quantized", header, "DigitGemms", "digit_gemms")
-    return [*all_units, kernels.table(build, "quantized", header), amx_table, digits]
+    tables = [
+        kernels.table(build, "quantized", header),
+        kernels.pointer_table(build, "quantized", header, "gemm::AmxGemm", "amx_gemm"),
+        kernels.pointer_table(build, "quantized", header, "TilePanels", "tile_panels"),
+        kernels.pointer_table(build, "quantized", header, "DigitGemms", "digit_gemms"),
+    ]
+    return [*all_units, *tables]

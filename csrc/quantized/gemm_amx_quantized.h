@@ -1,4 +1,4 @@
-// Gemm of rows of x with int8 or int4 weights on a tile unit. Weights are converted to bf16 tiles
+// Gemm of rows of x with int8 weights on a tile unit. Weights are converted to bf16 tiles
 // in scratch, which stay in L1 while all panels of x are multiplied with them. x is rounded to
 // bf16, or split into limbs if bf16 represents the integers of W exactly. Included after the lines
 // of an instruction set (lines_amx.h or lines_twin.h).
@@ -172,9 +172,7 @@ inline void pack_interleaved_limbs(const float* x, ptrdiff_t stride, int rows, i
 // Calls use(lines) with the lines of a type of weights.
 template <class Use>
 VLORA_INLINE void with_lines(const Weight& w, const Use& use) {
-  if (w.bits == 4) {
-    use(Int4Lines{});
-  } else if (w.has_row_scales()) {
+  if (w.has_row_scales()) {
     use(Int8Lines<false>{});
   } else {
     use(Int8Lines<true>{});

@@ -1,7 +1,9 @@
-// Int8 and int4 weights as lines of bf16 tiles in plain C++: the equivalent of lines_amx.h.
+// Int8 weights, and the integers of int4 in panels, as lines of bf16 tiles in plain C++: the
+// equivalent of lines_amx.h.
 #pragma once
 
 #include "quantized/quantized.h"
+#include "quantized/unpack_scalar.h"
 #include "runtime/bf16.h"
 
 namespace vlora::quantized::VLORA_ISA {
@@ -18,20 +20,6 @@ void write_lines(int64_t block, int64_t count, bool interleaved, char* to, ptrdi
   }
 }
 
-struct Int4Lines {
-  static constexpr bool kIntegers = false, kInterleaved = false;
-  static void write(const Weight& w, int64_t row, int64_t block, int64_t count, int64_t, char* to,
-                    ptrdiff_t tile_bytes) {
-    const uint8_t* const values = w.values + row * w.row_bytes();
-    write_lines(block, count, kInterleaved, to, tile_bytes, [&](int64_t k) {
-      const int64_t group = row * w.groups() + (k >> w.group_shift), nibble = k % kBlock / 16;
-      const int byte = values[k / kBlock * kBlock / 2 + k % 16 * 2 + nibble / 2];
-      const float zero = w.zeros ? w.zero(group) : kMiddle;
-      return (float(byte >> nibble % 2 * 4 & 15) - zero) * w.scales[group];
-    });
-  }
-};
-
 template <bool grouped>
 struct Int8Lines {
   static constexpr bool kIntegers = !grouped, kInterleaved = !grouped;
@@ -42,6 +30,30 @@ struct Int8Lines {
     write_lines(block, count, kInterleaved, to, tile_bytes, [&](int64_t k) {
       return grouped ? float(values[k]) * scales[k >> w.group_shift] : float(values[k]);
     });
+  }
+};
+
+class IntegerTable {
+ public:
+  void convert(const uint8_t* from, char* to) const {
+    write(from, to, [](float integer, int) { return integer; });
+  }
+  void convert_scaled(const uint8_t* from, const float* scales, const float* offsets,
+                      char* to) const {
+    write(from, to,
+          [&](float integer, int row) { return scales[row] * integer + offsets[row]; });
+  }
+
+ private:
+  template <class WeightOf>
+  static void write(const uint8_t* from, char* to, const WeightOf& weight_of) {
+    for (int i = 0; i < 4; ++i)
+      for (int at = 0; at < 32; ++at) {
+        const int value = from[2 * at + i / 2] >> i % 2 * 4 & 15;
+        const uint16_t bf16 =
+            runtime::VLORA_ISA::bf16_of(weight_of(float(value) - kMiddle, at / 2));
+        __builtin_memcpy(to + 64 * i + 2 * at, &bf16, sizeof bf16);
+      }
   }
 };
 

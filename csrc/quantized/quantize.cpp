@@ -30,17 +30,35 @@ void copy_halves(const uint8_t* from, int64_t bytes, uint8_t* to) {
   }
 }
 
-// Writes element i of each of kPanelRows rows, then element i + 1 of each, and so on.
+// Changes the order of 32 values in 16 bytes from that of panels of kPanelRows rows, in which a
+// byte holds value i and value 16 + i, to that of panels of kTilePanelRows rows.
+void pair_values(uint8_t* values, int64_t bytes) {
+  for (int64_t i = 0; i < bytes; i += 16) {
+    uint64_t halves[2];
+    uint32_t words[4];
+    std::memcpy(halves, values + i, sizeof halves);
+    for (int word = 0; word < 4; ++word) {
+      const uint64_t eight = halves[word % 2] >> (word < 2 ? 0 : 4) & 0x0f0f0f0f0f0f0f0f;
+      // Each half of `both` has values 0 and 2 in its lowest byte, and values 1 and 3 in the next.
+      const uint64_t both = eight | eight >> 12;
+      words[word] = uint32_t((both & 0xff) | (both >> 24 & 0xff00) | (both << 8 & 0xff0000) |
+                             (both >> 16 & 0xff000000));
+    }
+    std::memcpy(values + i, words, sizeof words);
+  }
+}
+
+// Writes element i of each of `height` rows, then element i + 1 of each, and so on.
 template <class T>
-void interleave_rows(const T* rows, int64_t count, T* to) {
+void interleave_rows(const T* rows, int64_t height, int64_t count, T* to) {
   for (int64_t i = 0; i < count; ++i)
-    for (int64_t row = 0; row < kPanelRows; ++row) to[i * kPanelRows + row] = rows[row * count + i];
+    for (int64_t row = 0; row < height; ++row) to[i * height + row] = rows[row * count + i];
 }
 
 template <class T>
-void interleave_in_place(T* rows, int64_t count, void* scratch) {
-  std::memcpy(scratch, rows, size_t(kPanelRows * count) * sizeof(T));
-  interleave_rows(static_cast<const T*>(scratch), count, rows);
+void interleave_in_place(T* rows, int64_t height, int64_t count, void* scratch) {
+  std::memcpy(scratch, rows, size_t(height * count) * sizeof(T));
+  interleave_rows(static_cast<const T*>(scratch), height, count, rows);
 }
 
 }  // namespace
@@ -60,20 +78,22 @@ int64_t quantize(const Quantization& q, int threads) {
 }
 
 void interleave(uint8_t* values, float* scales, int8_t* zeros, int64_t n, int64_t row_bytes,
-                int64_t groups, int threads) {
-  const int64_t panels = n / kPanelRows, panel_bytes = kPanelRows * row_bytes;
+                int64_t groups, int64_t panel_rows, int threads) {
+  const int64_t panels = n / panel_rows, panel_bytes = panel_rows * row_bytes;
   if (panels <= 0 || row_bytes <= 0) return;
   const int64_t each = std::max<int64_t>(1, kPiecePanelBytes / panel_bytes);
   runtime::share_out(threads, ceil_div(panels, each), [&](int64_t piece) {
     static thread_local runtime::Scratch scratch;
-    float* const copy = scratch.get(std::max(panel_bytes / 4, kPanelRows * groups));
+    float* const copy = scratch.get(std::max(panel_bytes / 4, panel_rows * groups));
     for (int64_t i = piece * each; i < std::min(panels, (piece + 1) * each); ++i) {
       uint8_t* const panel = values + i * panel_bytes;
-      copy_halves(panel, panel_bytes, reinterpret_cast<uint8_t*>(copy));
-      interleave_rows(reinterpret_cast<const uint32_t*>(copy), row_bytes / 4,
+      auto* const halves = reinterpret_cast<uint8_t*>(copy);
+      copy_halves(panel, panel_bytes, halves);
+      if (panel_rows == kTilePanelRows) pair_values(halves, panel_bytes);
+      interleave_rows(reinterpret_cast<const uint32_t*>(copy), panel_rows, row_bytes / 4,
                       reinterpret_cast<uint32_t*>(panel));
-      interleave_in_place(scales + i * kPanelRows * groups, groups, copy);
-      if (zeros) interleave_in_place(zeros + i * kPanelRows * groups, groups, copy);
+      interleave_in_place(scales + i * panel_rows * groups, panel_rows, groups, copy);
+      if (zeros) interleave_in_place(zeros + i * panel_rows * groups, panel_rows, groups, copy);
     }
   });
 }

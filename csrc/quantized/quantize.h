@@ -18,7 +18,7 @@ struct Quantization {
   int64_t n, k;
   int group_shift;
 
-  Weight result() const { return {bits, values, scales, zeros, n, k, group_shift, false}; }
+  Weight result() const { return {bits, values, scales, zeros, n, k, group_shift, 0}; }
 };
 
 constexpr int kMaxGroup = 128;
@@ -38,8 +38,8 @@ constexpr int kRefits = 2;
 int64_t quantize(const Quantization& quantization, int threads);
 
 // Rearranges an int4 matrix in rows into panels, in place (see Weight). row_bytes, groups: of a
-// row. zeros: or null.
+// row. zeros: or null. panel_rows: kPanelRows or kTilePanelRows.
 void interleave(uint8_t* values, float* scales, int8_t* zeros, int64_t n, int64_t row_bytes,
-                int64_t groups, int threads);
+                int64_t groups, int64_t panel_rows, int threads);
 
 }  // namespace vlora::quantized

@@ -1,5 +1,7 @@
 #include "quantized/quantized.h"
 
+#include <immintrin.h>
+
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -31,6 +33,15 @@ constexpr int64_t kRowStep = gemm::kBlockRows, kMaxOwnRows = 4 * kRowStep;
 // Bytes of widened rows that all threads multiply together.
 constexpr int64_t kSharedBytes = 8 << 20;
 
+// A tile unit multiplies W in panels by parts of x. A part has at most this many rows, by type of
+// the product. Enough of its depth then fits into L2, and W is converted only once for many rows.
+constexpr int64_t kMaxPartRows[kDtypes] = {128, 256};
+// Minimum number of rows for which the threads share the packing of x.
+constexpr int64_t kMinSharedPackRows = 64;
+// From this many rows of x on, a tile unit multiplies weights in panels in bf16 faster if they are
+// rounded to bf16.
+constexpr int64_t kMinRoundedRows = 49;
+
 // Calls work(from, to) for pieces of [0, count) on all threads. If the threads take numbers in
 // turn, the pieces of each thread are adjacent, so that it reads contiguous memory.
 template <class Work>
@@ -59,16 +70,17 @@ gemm::Product with_matrix(const Product& p, Dtype dtype, const void* w, int64_t 
 }
 
 const Gemv& gemv_for(const Product& p, Dtype dtype, const Kernels& here) {
-  if (p.w.panels) return here.panels;
+  if (p.w.panel_rows) return here.panels;
   const Gemv& pairs = kernels(runtime::vector_isa(dtype)).pairs;
   return dtype == Dtype::kBf16 && p.rows > 1 && pairs.run ? pairs : here.fp32;
 }
 
 // Returns the gemm of the tile unit if it should multiply, else null.
 const gemm::AmxGemm* tiles_for(const Product& p, Dtype dtype) {
-  const bool represented = dtype == Dtype::kBf16 || (p.w.bits == 8 && p.w.has_row_scales());
-  const bool possible = represented && !p.w.panels && p.w.k > 0;
-  if (!possible || p.rows < kMinTileRows[int(dtype)] || !gemm::amx_gemm_for(dtype)) return nullptr;
+  const bool represented = dtype == Dtype::kBf16 || p.w.has_row_scales();
+  if (!represented || p.w.bits != 8 || p.w.k <= 0 || p.rows < kMinTileRows[int(dtype)] ||
+      !gemm::amx_gemm_for(dtype))
+    return nullptr;
   return amx_gemm(runtime::isa(dtype));
 }
 
@@ -101,19 +113,89 @@ void multiply_digits(const Product& p, const DigitGemm& gemm, int threads) {
             [&](int64_t from, int64_t to) { gemm.run(p, x, from, to); });
 }
 
+// Returns the kernels of the tile unit in use for W in panels, or null if there is none. Such a
+// unit is fastest for products in fp32, too.
+const TilePanels* panels_on_tiles() { return tile_panels(runtime::isa(Dtype::kBf16)); }
+
+// Throws std::invalid_argument if W is in panels that the instruction set in use does not multiply.
+void check_panels(const Weight& w, const Kernels& here) {
+  const bool possible = w.panel_rows == 0 || (w.panel_rows == kPanelRows && here.panels.run) ||
+                        (w.panel_rows == kTilePanelRows && panels_on_tiles());
+  if (possible) return;
+  throw std::invalid_argument(
+      "weights in panels of " + std::to_string(w.panel_rows) + " rows, which '" +
+      name_of(runtime::isa(Dtype::kBf16)) + "' cannot multiply; only " +
+      (w.panel_rows == kPanelRows ? "avx2" : "amx") + " can");
+}
+
+// Returns the number of rows of x in a tile: the fewest for which there are kernels.
+int tile_rows(const TilePanels& kernels, int64_t rows) {
+  for (const int each : kernels.tile_rows)
+    if (rows <= each) return each;
+  return runtime::kAmxRows;
+}
+
+// Multiplies a slice of the depth with some rows of x.
+void multiply_slice(const TilePanels& kernels, const Product& p, const PanelSlice& slice,
+                    int threads) {
+  static thread_local runtime::LargeScratch packed;
+  auto* const x = reinterpret_cast<char*>(packed.get(slice.tiles() * slice.tile_bytes() / 4));
+  if (slice.rows < kMinSharedPackRows) {
+    kernels.pack(p, slice, x, 0, slice.tiles());
+  } else {
+    runtime::share_out(threads, slice.tiles(),
+                       [&](int64_t i) { kernels.pack(p, slice, x, i, i + 1); });
+  }
+  // Rounded weights are multiplied in pairs of panels.
+  const int64_t panels = p.w.n / kTilePanelRows, share = ceil_div(panels, int64_t(threads) * 8),
+                fitting = kPieceBytes / (kTilePanelRows * p.w.row_bytes()),
+                each = ceil_div(std::max<int64_t>(1, std::min(share, fitting)), 2) * 2;
+  in_pieces(threads, panels, each, [&](int64_t from, int64_t to) {
+    static thread_local runtime::Scratch scratch;
+    kernels.run(p, slice, x, from, to,
+                reinterpret_cast<char*>(scratch.get(slice.scratch_bytes() / 4)));
+    if (slice.streaming) _mm_sfence();
+  });
+}
+
+// Multiplies W in panels on a tile unit. x is divided evenly into parts, and their depth into
+// slices that fit into half of L2.
+void multiply_panels(const TilePanels& kernels, const Product& p, Dtype dtype, int threads) {
+  const int64_t parts = ceil_div(p.rows, kMaxPartRows[int(dtype)]), each = ceil_div(p.rows, parts),
+                groups = p.w.blocks() * (kBlock / kMinGroup), size = p.rows * p.w.n * 4;
+  const bool writes_lines = reinterpret_cast<uintptr_t>(p.y) % 64 == 0 && p.y_stride % kLanes == 0;
+  for (int64_t row = 0; row < p.rows; row += each) {
+    PanelSlice slice{dtype, row, std::min(each, p.rows - row), 0, groups, runtime::kAmxRows,
+                     false, false};
+    slice.rounded = dtype == Dtype::kBf16 && p.rows >= kMinRoundedRows;
+    if (!slice.rounded)
+      slice.tile_rows = tile_rows(kernels, ceil_div(slice.rows, ceil_div(slice.rows, runtime::kAmxRows)));
+    const int64_t bytes = slice.tiles() * slice.tile_bytes(),
+                  slices = slice.tiles() == 1 ? 1 : ceil_div(bytes, runtime::machine().l2 / 2),
+                  depth = ceil_div(ceil_div(groups, slices), kSliceGroups) * kSliceGroups;
+    for (; slice.from < groups; slice.from += depth) {
+      slice.count = std::min(depth, groups - slice.from);
+      slice.streaming = slice.count == groups && writes_lines && size > runtime::machine().l2;
+      multiply_slice(kernels, p, slice, threads);
+    }
+  }
+}
+
 }  // namespace
 
-bool prefers_panels() {
-  return kernels(runtime::vector_isa(Dtype::kFp32)).panels.run != nullptr;
+int64_t preferred_panel_rows() {
+  if (panels_on_tiles()) return kTilePanelRows;
+  return kernels(runtime::vector_isa(Dtype::kFp32)).panels.run ? kPanelRows : 0;
 }
 
 void multiply(const Product& p, Dtype dtype, int threads) {
   if (p.rows <= 0 || p.w.n <= 0) return;
-  const runtime::Isa isa = runtime::vector_isa(Dtype::kFp32);
-  const Kernels& here = kernels(isa);
-  if (p.w.panels && !here.panels.run)
-    throw std::invalid_argument("weights in panels, which '" + std::string(name_of(isa)) +
-                                "' cannot multiply; only avx2 can");
+  const Kernels& here = kernels(runtime::vector_isa(Dtype::kFp32));
+  check_panels(p.w, here);
+  if (p.w.panel_rows == kTilePanelRows) {
+    multiply_panels(*panels_on_tiles(), p, dtype, threads);
+    return;
+  }
   if (const DigitGemm* const digits = digits_for(p, dtype)) {
     multiply_digits(p, *digits, threads);
     return;
@@ -124,10 +206,10 @@ void multiply(const Product& p, Dtype dtype, int threads) {
   }
   if (p.rows <= here.max_gemv_rows) {
     const Gemv& gemv = gemv_for(p, dtype, here);
-    const int64_t together = p.w.panels ? kPanelRows : gemm::kStreams;
+    const int64_t together = p.w.panel_rows ? kPanelRows : gemm::kStreams;
     const int64_t rows = p.w.n / together, row_bytes = together * p.w.row_bytes();
     const int64_t share = ceil_div(rows, int64_t(threads) * 8);
-    const int64_t least = p.w.panels ? kPanelsAtOnce : 1;
+    const int64_t least = p.w.panel_rows ? kPanelsAtOnce : 1;
     const int64_t each =
         ceil_div(std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes)), least) * least;
     static thread_local runtime::LargeScratch scratch;
@@ -138,7 +220,7 @@ void multiply(const Product& p, Dtype dtype, int threads) {
   }
   const gemm::Kernels& products = gemm::kernels(runtime::vector_isa(dtype));
   const gemm::AmxGemm* const amx = gemm::amx_gemm_for(dtype);
-  const auto widen = (p.w.panels ? here.widen_panels : here.widen)[int(dtype)];
+  const auto widen = (p.w.panel_rows ? here.widen_panels : here.widen)[int(dtype)];
   const int64_t row_bytes = p.w.k * int64_t(size_of(dtype));
   if (p.rows < kMinSharedRows) {
     const int64_t fitting = runtime::machine().l2 / 2 / row_bytes / kRowStep * kRowStep;

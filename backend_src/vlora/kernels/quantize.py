@@ -36,7 +36,7 @@ def quantize(
         raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")
     if weight.shape != into.shape:
         raise ValueError(f"weight {tuple(weight.shape)} must be {into.shape}")
-    assert not into.panels
+    assert not into.panel_rows
     if weight.stride(1) != 1:
         weight = weight.contiguous()
     chosen = backend or backends.backend_of("kernels")

@@ -90,8 +90,8 @@ class QuantizedWeight:
     dtype: type in which products with many rows are computed, fp32 or bf16.
     order: [d_in] int64, index of the input to which each stored value belongs; None if the values
         are stored in the order of the inputs.
-    panels: whether int4 is stored in panels (kernels/panels.py). The shapes of the tensors are the
-        same, but their elements are in another order.
+    panel_rows: number of rows in a panel if int4 is stored in panels (kernels/panels.py), else 0.
+        The shapes of the tensors are the same, but their elements are in another order.
     """
 
     format: Format
@@ -101,7 +101,7 @@ class QuantizedWeight:
     depth: int
     dtype: torch.dtype
     order: torch.Tensor | None = None
-    panels: bool = False
+    panel_rows: int = 0
 
     def __post_init__(self) -> None:
         rows, groups = len(self.values), self.format.groups(self.depth)
@@ -135,7 +135,7 @@ class QuantizedWeight:
 
     def rows(self, first: int, count: int) -> QuantizedWeight:
         """Return a view of adjacent rows. The matrix must not be in panels."""
-        assert not self.panels
+        assert not self.panel_rows
         part = slice(first, first + count)
         return QuantizedWeight(
             self.format,
@@ -156,7 +156,7 @@ class QuantizedWeight:
 
         The matrix must not be in panels yet.
         """
-        assert not self.panels
+        assert not self.panel_rows
         self.values.copy_(pack(values, self.format.bits))
         self.scales.zero_()[:, : scales.shape[1]].copy_(scales)
         if self.zeros is not None:
@@ -212,22 +212,26 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 def arrange(weight: QuantizedWeight) -> QuantizedWeight:
     """Store a matrix in the layout that its kernels read fastest. Return the rearranged matrix.
 
-    The memory of the matrix is reused. On CPUs that have AVX2 but not AVX-512, this puts int4 into
-    panels. A matrix whose number of rows is not a multiple of `panels.PANEL_ROWS` is not changed.
+    The memory of the matrix is reused. On CPUs that have AMX, or AVX2 but not AVX-512, this puts
+    int4 into panels. A matrix whose number of rows is not a multiple of those of a panel is not
+    changed.
     """
-    fits = weight.format.bits == 4 and len(weight.values) % panels.PANEL_ROWS == 0
-    if weight.panels or not fits or not panels.are_preferred():
+    panel_rows = panels.preferred_rows()
+    fits = weight.format.bits == 4 and panel_rows > 0 and len(weight.values) % panel_rows == 0
+    if weight.panel_rows or not fits:
         return weight
-    panels.interleave(weight.values, weight.scales, weight.zeros)
-    return replace(weight, panels=True)
+    panels.interleave(weight.values, weight.scales, weight.zeros, panel_rows)
+    return replace(weight, panel_rows=panel_rows)
 
 
 def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
     """Return `weight` itself if it has no panels, else a copy without panels."""
-    if not weight.panels:
+    if not weight.panel_rows:
         return weight
-    values, scales, zeros = panels.separate(weight.values, weight.scales, weight.zeros)
-    return replace(weight, values=values, scales=scales, zeros=zeros, panels=False)
+    values, scales, zeros = panels.separate(
+        weight.values, weight.scales, weight.zeros, weight.panel_rows
+    )
+    return replace(weight, values=values, scales=scales, zeros=zeros, panel_rows=0)
 
 
 def unpack(weight: QuantizedWeight) -> torch.Tensor:
@@ -287,7 +291,7 @@ class QuantizedMatrix(Matrix):
             rows,
             depth,
             weight.format.group_shift,
-            weight.panels,
+            weight.panel_rows,
             0 if bias is None else bias.data_ptr(),
             weight.dtype == torch.bfloat16,
         )

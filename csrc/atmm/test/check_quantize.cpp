@@ -74,7 +74,7 @@ void check_bad_row(const quantized::Kernels& kernels) {
   const int64_t n = 3, k = draw(1, 200), bad = draw(0, n - 1);
   std::vector<float> weights(size_t(n * k), 1.0f);
   weights[size_t(bad * k + draw(0, k - 1))] = any_of<float>({INFINITY, -INFINITY, NAN});
-  const quantized::Weight sizes{bits, nullptr, nullptr, nullptr, n, k, 5, false};
+  const quantized::Weight sizes{bits, nullptr, nullptr, nullptr, n, k, 5, 0};
   std::vector<uint8_t> values(size_t(n * sizes.row_bytes()));
   std::vector<float> scales(size_t(n * sizes.groups()));
   std::vector<int8_t> zeros(scales.size());
@@ -84,9 +84,9 @@ void check_bad_row(const quantized::Kernels& kernels) {
 }
 
 void check_interleaving() {
-  constexpr int64_t kRows = quantized::kPanelRows;
-  const int64_t n = kRows * draw(1, 5), k = draw(1, 700);
-  const quantized::Weight sizes{4, nullptr, nullptr, nullptr, n, k, any_of<int>({5, 6, 7}), false};
+  const int64_t rows = any_of<int64_t>({quantized::kPanelRows, quantized::kTilePanelRows});
+  const int64_t n = rows * draw(1, 5), k = draw(1, 700);
+  const quantized::Weight sizes{4, nullptr, nullptr, nullptr, n, k, any_of<int>({5, 6, 7}), 0};
   const int64_t groups = sizes.groups();
   std::vector<uint8_t> values;
   std::vector<float> scales;
@@ -99,20 +99,20 @@ void check_interleaving() {
   std::vector<float> panel_scales = scales;
   std::vector<int8_t> panel_zeros = zeros;
   const bool has_zeros = draw(0, 1);
-  quantized::interleave(panels.data(), panel_scales.data(), has_zeros ? panel_zeros.data() : nullptr,
-                        n, sizes.row_bytes(), groups, int(draw(1, 3)));
+  quantized::interleave(panels.data(), panel_scales.data(),
+                        has_zeros ? panel_zeros.data() : nullptr, n, sizes.row_bytes(), groups,
+                        rows, int(draw(1, 3)));
   quantized::Weight w = sizes;
+  quantized::Weight of_panels = sizes;
   w.values = values.data();
+  of_panels.values = panels.data(), of_panels.panel_rows = rows;
   for (int64_t row = 0; row < n; ++row) {
-    const int64_t panel = row / kRows, in_panel = row % kRows;
+    const int64_t panel = row / rows, in_panel = row % rows;
     for (int64_t i = 0; i < sizes.blocks() * quantized::kBlock; ++i) {
-      const int64_t byte = i % 16, word = i / 32 * 4 + byte / 4;
-      const uint8_t both = panels[size_t(panel * kRows * w.row_bytes() +
-                                         (word * kRows + in_panel) * 4 + byte % 4)];
-      require((i % 32 < 16 ? both & 15 : both >> 4) == value_of(w, row, i), "a value has moved");
+      require(value_in_panels(of_panels, row, i) == value_of(w, row, i), "a value has moved");
     }
     for (int64_t group = 0; group < groups; ++group) {
-      const size_t to = size_t((panel * groups + group) * kRows + in_panel);
+      const size_t to = size_t((panel * groups + group) * rows + in_panel);
       const size_t from = size_t(row * groups + group);
       require(panel_scales[to] == scales[from], "a scale has moved");
       require(panel_zeros[has_zeros ? to : from] == zeros[from], "a zero has moved");

@@ -1,10 +1,12 @@
 // Checks of products with int8 and int4 weights against double precision.
 #include "check_quantized.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "quantized/quantized.h"
@@ -15,6 +17,21 @@ using namespace vlora;
 
 namespace {
 
+}  // namespace
+
+int value_in_panels(const quantized::Weight& w, int64_t n, int64_t k) {
+  const uint8_t* const panel = w.values + n / w.panel_rows * w.panel_rows * w.row_bytes();
+  // The byte of the 16 that hold the row's values in a group, and whether k is in its high bits.
+  const bool in_pairs = w.panel_rows == quantized::kTilePanelRows;
+  const int64_t i = k % 32, byte = in_pairs ? i / 8 * 4 + i % 2 * 2 + i % 8 / 4 : i % 16;
+  const bool high = in_pairs ? i % 4 > 1 : i >= 16;
+  const int64_t word = k / 32 * 4 + byte / 4;
+  const int both = panel[(word * w.panel_rows + n % w.panel_rows) * 4 + byte % 4];
+  return high ? both >> 4 : both & 15;
+}
+
+namespace {
+
 // A random matrix. Every buffer is exactly as large as its contents.
 struct Matrix {
   quantized::Weight w;
@@ -22,12 +39,12 @@ struct Matrix {
   std::vector<float> scales;
   std::vector<int8_t> zeros;
 
-  explicit Matrix(bool panels) {
-    w.bits = panels ? 4 : any_of<int>({4, 8});
-    w.n = panels ? quantized::kPanelRows * draw(1, 10) : draw(1, 40);
+  explicit Matrix(int64_t panel_rows) {
+    w.bits = panel_rows ? 4 : any_of<int>({4, 8});
+    w.n = panel_rows ? panel_rows * draw(1, 10) : draw(1, 40);
     w.k = any_of<int64_t>({draw(1, 64), draw(1, 300), 512, draw(513, 1100)});
     w.group_shift = any_of<int>({5, 6, 7});
-    w.panels = panels;
+    w.panel_rows = panel_rows;
     if (w.bits == 8 && draw(0, 1)) w.group_shift = quantized::Weight::kWholeRow;
     for (int64_t i = w.n * w.row_bytes(); i > 0; --i) values.push_back(uint8_t(draw(0, 255)));
     for (int64_t i = w.n * w.groups(); i > 0; --i) {
@@ -41,13 +58,9 @@ struct Matrix {
 
   double at(int64_t n, int64_t k) const {
     const int64_t group = k >> w.group_shift;
-    if (w.panels) {
-      const int64_t panel = n / quantized::kPanelRows, row = n % quantized::kPanelRows;
-      const uint8_t* const first = values.data() + panel * quantized::kPanelRows * w.row_bytes();
-      const int64_t byte = k % 16, word = k / 32 * 4 + byte / 4;
-      const int both = first[(word * quantized::kPanelRows + row) * 4 + byte % 4];
-      return weight(k % 32 < 16 ? both & 15 : both >> 4,
-                    (panel * w.groups() + group) * quantized::kPanelRows + row);
+    if (w.panel_rows) {
+      const int64_t panel = n / w.panel_rows, row = n % w.panel_rows;
+      return weight(value_in_panels(w, n, k), (panel * w.groups() + group) * w.panel_rows + row);
     }
     const uint8_t* const row = values.data() + n * w.row_bytes();
     const int64_t of_row = n * w.groups() + group;
@@ -61,6 +74,10 @@ struct Matrix {
   double weight(int value, int64_t group) const {
     return double(w.scales[group]) * (value - (w.zeros ? w.zero(group) : quantized::kMiddle));
   }
+};
+
+struct alignas(64) Line {
+  char bytes[64];
 };
 
 void compare(const char* what, double actual, double expected, double tolerance) {
@@ -88,7 +105,7 @@ struct Rows {
         p{matrix.w, floats(x), rows, x_stride, y.data(), y_stride,
           draw(0, 1) ? floats(bias) : nullptr} {
     // The products of a large value with its weight and with its zero may cancel.
-    for (int64_t outliers = p.w.zeros ? 0 : draw(0, 5); p.w.panels && outliers > 0; --outliers)
+    for (int64_t outliers = p.w.zeros ? 0 : draw(0, 5); p.w.panel_rows && outliers > 0; --outliers)
       floats(x)[draw(0, int64_t(x.count) - 1)] *= 1e4f;
   }
 
@@ -114,7 +131,7 @@ struct Rows {
 void check_gemv(const quantized::Kernels& kernels, const quantized::Gemv& gemv,
                 const Matrix& matrix, double error) {
   const Rows rows(matrix, draw(1, kernels.max_gemv_rows));
-  const int64_t pieces = matrix.w.n / (matrix.w.panels ? quantized::kPanelRows : gemm::kStreams);
+  const int64_t pieces = matrix.w.n / (matrix.w.panel_rows ? matrix.w.panel_rows : gemm::kStreams);
   const std::unique_ptr<float[]> packed(new float[size_t(quantized::gemv_scratch(rows.p))]);
   gemv.pack(rows.p, packed.get());
   const int64_t middle = draw(0, pieces);
@@ -126,7 +143,7 @@ void check_gemv(const quantized::Kernels& kernels, const quantized::Gemv& gemv,
 void check_tiles(const gemm::AmxGemm& tiles, const Matrix& matrix) {
   const Rows rows(matrix, draw(1, 70));
   const quantized::Product& p = rows.p;
-  const bool exact = p.w.bits == 8 && p.w.has_row_scales() && draw(0, 1);
+  const bool exact = p.w.has_row_scales() && draw(0, 1);
   gemm::multiply_by_tiles(tiles,
                           {exact ? Dtype::kFp32 : Dtype::kBf16, &p.w, p.w.n, p.w.k, p.x, p.rows,
                            p.x_stride, p.y, p.y_stride, p.bias},
@@ -156,12 +173,38 @@ void check_digits(const quantized::DigitGemms& gemms, const Matrix& matrix) {
   rows.compare_all("product of digits", dtype == Dtype::kFp32 ? 2e-6 : 2e-3);
 }
 
+void check_panels_on_tiles(const quantized::TilePanels& tiles, const Matrix& matrix) {
+  const Rows rows(matrix, draw(1, 70));
+  const quantized::Product& p = rows.p;
+  const int64_t groups = p.w.blocks() * 2, slices = draw(1, 3), panels = p.w.n / p.w.panel_rows;
+  const int64_t each = ceil_div(groups, 4 * slices) * 4;
+  quantized::PanelSlice slice{
+      Dtype(draw(0, 1)), 0, 0, 0, groups, tiles.tile_rows[draw(0, 4)], false, false};
+  if (slice.tile_rows == 0) slice.tile_rows = runtime::kAmxRows;
+  slice.rounded = slice.dtype == Dtype::kBf16 && slice.tile_rows == 16 && draw(0, 1);
+  for (slice.row = 0; slice.row < p.rows; slice.row += slice.rows) {
+    slice.rows = draw(1, p.rows - slice.row);
+    for (slice.from = 0; slice.from < groups; slice.from += each) {
+      slice.count = std::min(each, groups - slice.from);
+      std::vector<Line> x(size_t(slice.tiles() * slice.tile_bytes() / 64)),
+          scratch(size_t(slice.scratch_bytes() / 64));
+      auto* const packed = reinterpret_cast<char*>(x.data());
+      const int64_t middle = draw(0, slice.tiles()), panel = draw(0, panels);
+      tiles.pack(p, slice, packed, 0, middle);
+      tiles.pack(p, slice, packed, middle, slice.tiles());
+      for (const auto& [from, to] : {std::pair{int64_t(0), panel}, std::pair{panel, panels}})
+        tiles.run(p, slice, packed, from, to, reinterpret_cast<char*>(scratch.data()));
+    }
+  }
+  rows.compare_all("product with panels on tiles", slice.dtype == Dtype::kFp32 ? 2e-6 : 2e-2);
+}
+
 void check_widening(const quantized::Kernels& kernels, const Matrix& matrix) {
   const Dtype dtype = Dtype(draw(0, 1));
-  const int64_t step = matrix.w.panels ? quantized::kPanelRows : 1, all = matrix.w.n / step,
+  const int64_t step = matrix.w.panel_rows ? matrix.w.panel_rows : 1, all = matrix.w.n / step,
                 first = draw(0, all - 1), from = step * first, to = step * draw(first + 1, all);
   const Values wide(dtype, (to - from) * matrix.w.k, 0);
-  const auto widen = matrix.w.panels ? kernels.widen_panels : kernels.widen;
+  const auto widen = matrix.w.panel_rows ? kernels.widen_panels : kernels.widen;
   widen[int(dtype)](matrix.w, from, to, wide.bytes.get());
   for (int64_t n = from; n < to; ++n)
     for (int64_t k = 0; k < matrix.w.k; ++k) {
@@ -175,8 +218,13 @@ void check_widening(const quantized::Kernels& kernels, const Matrix& matrix) {
 
 void check_quantized(runtime::Isa isa) {
   const quantized::Kernels& kernels = quantized::kernels(isa);
-  const Matrix rows(false);
-  if (const gemm::AmxGemm* const tiles = quantized::amx_gemm(isa)) check_tiles(*tiles, rows);
+  const Matrix rows(0);
+  const gemm::AmxGemm* const tiles = quantized::amx_gemm(isa);
+  if (tiles && rows.w.bits == 8) check_tiles(*tiles, rows);
+  if (const quantized::TilePanels* const panels = quantized::tile_panels(isa)) {
+    const Matrix matrix(quantized::kTilePanelRows);
+    check_panels_on_tiles(*panels, matrix);
+  }
   if (const quantized::DigitGemms* const gemms = quantized::digit_gemms(isa))
     check_digits(*gemms, rows);
   if (!kernels.fp32.run) return;
@@ -184,7 +232,7 @@ void check_quantized(runtime::Isa isa) {
   if (kernels.pairs.run) check_gemv(kernels, kernels.pairs, rows, 2e-2);
   check_widening(kernels, rows);
   if (!kernels.panels.run) return;
-  const Matrix panels(true);
+  const Matrix panels(quantized::kPanelRows);
   check_gemv(kernels, kernels.panels, panels, 2e-6);
   check_widening(kernels, panels);
 }

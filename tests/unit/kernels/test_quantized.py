@@ -106,6 +106,12 @@ def test_large_matrices_are_multiplied_in_pieces(backend: Backend, form: Format)
         check(weight, (1, 6, 20, 66), backend)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_larger_than_l2_are_multiplied(backend: Backend, dtype: torch.dtype) -> None:
+    """Products are written past the caches if their rows are whole cache lines."""
+    check(random_weight(Format(4, 32, True), 1040, 64, dtype), [513], backend)
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
 def test_rows_may_be_strided_and_inputs_reordered(backend: Backend, form: Format) -> None:
     wide = torch.randn(20, 300)
@@ -132,12 +138,12 @@ def test_any_few_rows_are_multiplied_in_either_layout(
     backend: Backend, form: Format, dtype: torch.dtype
 ) -> None:
     """Numbers of outputs that fill panels, and one that does not; depths that end in any group."""
-    for width, depth in ((24, 95), (72, 600), (40, 2100), (27, 600)):
+    for width, depth in ((32, 95), (72, 600), (48, 2100), (27, 600)):
         weight = random_weight(form, width, depth, dtype)
-        check(weight, range(1, 18), backend, torch.randn(width))
+        check(weight, (*range(1, 18), 33, 49), backend, torch.randn(width))
         matrix = arranged(weight, backend)
-        expected = backend != "reference" and panels.are_preferred() and width % 8 == 0
-        assert matrix.panels == expected
+        panel_rows = 0 if backend == "reference" else panels.preferred_rows()
+        assert matrix.panel_rows == (panel_rows if panel_rows and width % panel_rows == 0 else 0)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 7, 16, 17, 40])
@@ -203,28 +209,32 @@ def test_rows_of_zeros_and_of_tiny_and_huge_values_are_multiplied(
     assert (error <= 1e-6 * sizes + 1e-33).all()
 
 
+@pytest.mark.parametrize("panel_rows", [8, 16])
 @pytest.mark.parametrize("form", [f for f in FORMATS if f.bits == 4], ids=lambda form: form.name)
-def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(form: Format) -> None:
+def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(
+    form: Format, panel_rows: int
+) -> None:
     if not is_compiled():
         pytest.skip("the kernels are not compiled")
-    for width, depth in ((8, 1), (40, 130), (400, 6000)):
+    for width, depth in ((panel_rows, 1), (5 * panel_rows, 130), (400, 6000)):
         weight = random_weight(form, width, depth)
         copy = arranged(weight, "reference")
-        panels.interleave(copy.values, copy.scales, copy.zeros)
-        copy = replace(copy, panels=True)
+        panels.interleave(copy.values, copy.scales, copy.zeros, panel_rows)
+        copy = replace(copy, panel_rows=panel_rows)
         assert not torch.equal(copy.values, weight.values)
         assert torch.equal(unpack(copy), unpack(weight))
         assert torch.equal(dequantize(copy), dequantize(weight))
         assert torch.equal(in_rows(copy).values, weight.values)
 
 
-def test_other_instruction_sets_refuse_panels(backend: Backend) -> None:
-    weight = replace(random_weight(Format(4, 32), 16, 64), panels=True)
+@pytest.mark.parametrize(("panel_rows", "isa"), [(8, "avx2"), (16, "amx")])
+def test_other_instruction_sets_refuse_panels(backend: Backend, panel_rows: int, isa: str) -> None:
+    weight = replace(random_weight(Format(4, 32), 16, 64), panel_rows=panel_rows)
     x = torch.zeros(3, 64)
-    if backend == "reference" or panels.are_preferred():
+    if backend == "reference" or panels.preferred_rows() == panel_rows:
         assert QuantizedMatrix(weight)(x, backend=backend).isfinite().all()
         return
-    with pytest.raises(ValueError, match=r"weights in panels, .* only avx2"):
+    with pytest.raises(ValueError, match=rf"panels of {panel_rows} rows, .* only {isa} can"):
         QuantizedMatrix(weight)(x, backend=backend)
 
 
@@ -274,4 +284,4 @@ def test_the_layout_has_the_same_constants_in_python_and_in_the_kernels() -> Non
     assert (module.BLOCK, module.WHOLE_ROW) == (quantized.BLOCK, quantized.WHOLE_ROW)
     assert module.MIDDLE == quantized.SYMMETRIC_ZERO
     assert module.ZERO_STEP == 1 / ZERO_STEPS
-    assert module.PANEL_ROWS == panels.PANEL_ROWS
+    assert module.preferred_panel_rows() in (0, 8, panels.TILE_PANEL_ROWS)
