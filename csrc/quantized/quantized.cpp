@@ -19,6 +19,8 @@ constexpr int64_t kPieceBytes = 64 << 10;
 constexpr int64_t kMinTileRows[kDtypes] = {8, 6};
 // For these numbers of rows of x, a tile unit multiplies digits faster than other kernels multiply.
 constexpr int64_t kMinDigitRows = 2, kMaxDigitRows = 64;
+// Up to this many rows, as many digits as for fp32 are as fast as bf16.
+constexpr int64_t kMaxRowsOfMoreDigits = 16;
 // Maximum bytes of packed digits, which stay in L2 while W is read, and bytes of a panel of digits for
 // a block of depth.
 constexpr int64_t kMaxDigitBytes = 1 << 20, kPanelBlockBytes = 1024;
@@ -91,9 +93,14 @@ const DigitGemm* digits_for(const Product& p, Dtype dtype) {
                         p.w.k <= kMaxDigitDepth;
   const DigitGemms* const gemms = possible ? digit_gemms(runtime::isa(Dtype::kBf16)) : nullptr;
   if (!gemms) return nullptr;
+  const auto fits = [&](const DigitGemm& gemm) {
+    return p.rows * p.w.k * gemm.digits <= kMaxDigitBytes;
+  };
   const DigitGemm& gemm = gemms->of[int(dtype)];
-  const bool fits = p.rows * p.w.k * gemm.digits <= kMaxDigitBytes;
-  return fits && gemm.is_exact(p) ? &gemm : nullptr;
+  if (fits(gemm) && gemm.is_exact(p)) return &gemm;
+  // The digits of fp32 represent any x better than bf16 does.
+  const DigitGemm& more = gemms->of[int(Dtype::kFp32)];
+  return dtype == Dtype::kBf16 && p.rows <= kMaxRowsOfMoreDigits && fits(more) ? &more : nullptr;
 }
 
 void multiply_digits(const Product& p, const DigitGemm& gemm, int threads) {

@@ -54,6 +54,13 @@ def perplexity(
     folder: Path,
     windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 16,
     length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+    rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of a step; few use the kernels of decode steps. [default: all of a text]",
+        ),
+    ] = None,
 ) -> None:
     """Print the decoder's perplexity on Python's language reference by type of weight, and that of
     transformers' model in fp32.
@@ -61,7 +68,7 @@ def perplexity(
     texts = measure.texts_of(folder, windows, length)
     _print({"transformers": "float32", "perplexity": round(measure.stock(folder, texts), 4)})
     for options in measure.TYPES:
-        value, size = measure.served(folder, texts, options)
+        value, size = measure.served(folder, texts, options, rows)
         sizes = {"matrix_mib": round(size / 2**20, 1)}
         _print(options | {"perplexity": round(value, 4)} | sizes)
 

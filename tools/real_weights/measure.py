@@ -77,12 +77,18 @@ class Measured:
 
     @torch.inference_mode()
     def logits(
-        self, tokens: list[int], features: torch.Tensor | None = None, *, merged: bool = False
+        self,
+        tokens: list[int],
+        features: torch.Tensor | None = None,
+        *,
+        merged: bool = False,
+        rows: int | None = None,
     ) -> torch.Tensor:
         """Return the logits after each token, [tokens, vocabulary].
 
         features: [n, hidden], which replace the n image tokens.
         merged: whether the adapter is merged into the weights.
+        rows: number of tokens of a step; None for all. Few rows use the kernels of decode steps.
         """
         self._switcher.switch(self._slot if merged else BASE)
         images = []
@@ -90,16 +96,21 @@ class Measured:
             first = tokens.index(self._config.image_token)
             images = [(first, torch.arange(len(features)), features.contiguous())]
         prompt = Prompt.of_text(tuple(tokens))
-        chunk = Chunk("text", self._slot, 0, 0, tuple(tokens), prompt, self._pages, True)
-        segments = signed_segments([(self._slot, len(tokens))], self._switcher.live)
-        hidden = self._decoder.forward(
-            self._decoder.embed(torch.tensor(tokens), images),
-            AttentionPlan([chunk], self._cache, self._config.heads),
-            segments,
-            None,
-            segments,
-        )
-        return self._decoder.logits(hidden, segments)
+        embedded = self._decoder.embed(torch.tensor(tokens), images)
+        results = []
+        for start in range(0, len(tokens), rows or len(tokens)):
+            step = tuple(tokens[start : start + (rows or len(tokens))])
+            chunk = Chunk("text", self._slot, 0, start, step, prompt, self._pages, True)
+            segments = signed_segments([(self._slot, len(step))], self._switcher.live)
+            hidden = self._decoder.forward(
+                embedded[start : start + len(step)].clone(),
+                AttentionPlan([chunk], self._cache, self._config.heads),
+                segments,
+                None,
+                segments,
+            )
+            results.append(self._decoder.logits(hidden, segments).clone())
+        return torch.cat(results)
 
 
 def texts_of(folder: Path, count: int, length: int) -> list[list[int]]:
@@ -129,10 +140,16 @@ def stock(folder: Path, texts: Sequence[list[int]]) -> float:
     return _perplexity((model(torch.tensor([text])).logits[0], text) for text in texts)
 
 
-def served(folder: Path, texts: Sequence[list[int]], options: dict[str, Any]) -> tuple[float, int]:
-    """Return the perplexity of the server's decoder, and the bytes of its layers' matrices."""
+def served(
+    folder: Path, texts: Sequence[list[int]], options: dict[str, Any], rows: int | None = None
+) -> tuple[float, int]:
+    """Return the perplexity of the server's decoder, and the bytes of its layers' matrices.
+
+    rows: number of tokens of a step; None for all of a text.
+    """
     decoder = Measured(folder, options, max(map(len, texts)))
-    return _perplexity((decoder.logits(text), text) for text in texts), decoder.matrix_bytes
+    results = ((decoder.logits(text, rows=rows), text) for text in texts)
+    return _perplexity(results), decoder.matrix_bytes
 
 
 @dataclass(frozen=True)
