@@ -70,8 +70,8 @@ VLORA_INLINE void write_digits(const float* x, int count, float scale, char* til
   }
 }
 
-// Writes the products of one row of x with `rows` rows of W. sums: a tile of 16 rows of W, whose
-// columns kDigits row … kDigits (row + 1) - 1 have the sums of the row's digits, the lowest first.
+// Writes the products of one row of x with `rows` rows of W. sums: a tile of 16 rows of W. The
+// columns from kDigits · row on have the sums of the row's digits, the lowest first.
 template <int kDigits>
 VLORA_INLINE void store_digit_sums(const int32_t* sums, int row, int rows, const float* scales,
                                    float factor, const float* bias, float* y) {

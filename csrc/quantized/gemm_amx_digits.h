@@ -5,8 +5,9 @@
 // are exact, and kDigits of them make a sum of x. With four digits, the error of a value of x is at
 // most 2^-32 times the largest value of its row, and with two digits 2^-16 times this value.
 //
-// W is the left factor. The right factor has panels of 16 / kDigits rows of x, and a column for each
-// digit of a row. Included after the digits of an instruction set (digits_amx.h or digits_twin.h).
+// W is the left factor. The right factor has panels of 16 / kDigits rows of x. It has a column for
+// each digit of a row. Included after the digits of an instruction set (digits_amx.h or
+// digits_twin.h).
 #pragma once
 
 #include <algorithm>

@@ -21,8 +21,8 @@ constexpr int64_t kMinTileRows[kDtypes] = {8, 6};
 constexpr int64_t kMinDigitRows = 2, kMaxDigitRows = 64;
 // Up to this many rows, as many digits as for fp32 are as fast as bf16.
 constexpr int64_t kMaxRowsOfMoreDigits = 16;
-// Maximum bytes of packed digits, which stay in L2 while W is read, and bytes of a panel of digits for
-// a block of depth.
+// Maximum bytes of packed digits, which stay in L2 while W is read. Bytes of a panel of digits for a
+// block of depth.
 constexpr int64_t kMaxDigitBytes = 1 << 20, kPanelBlockBytes = 1024;
 // Maximum number of blocks of W in a piece of a product of digits.
 constexpr int64_t kPieceBlocks = 8;
@@ -175,8 +175,10 @@ void multiply_panels(const TilePanels& kernels, const Product& p, Dtype dtype, i
     PanelSlice slice{dtype, row, std::min(each, p.rows - row), 0, groups, runtime::kAmxRows,
                      false, false};
     slice.rounded = dtype == Dtype::kBf16 && p.rows >= kMinRoundedRows;
-    if (!slice.rounded)
-      slice.tile_rows = tile_rows(kernels, ceil_div(slice.rows, ceil_div(slice.rows, runtime::kAmxRows)));
+    if (!slice.rounded) {
+      const int64_t tiles = ceil_div(slice.rows, int64_t(runtime::kAmxRows));
+      slice.tile_rows = tile_rows(kernels, ceil_div(slice.rows, tiles));
+    }
     const int64_t bytes = slice.tiles() * slice.tile_bytes(),
                   slices = slice.tiles() == 1 ? 1 : ceil_div(bytes, runtime::machine().l2 / 2),
                   depth = ceil_div(ceil_div(groups, slices), kSliceGroups) * kSliceGroups;
