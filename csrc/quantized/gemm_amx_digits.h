@@ -26,12 +26,14 @@ template <int kDigits>
 constexpr float kLargestInteger = 127.0f * float(1 << 8 * (kDigits - 1));
 // Rows of smaller values lose bits, so that factors are normal numbers.
 constexpr float kSmallestMaximum = 1e-27f;
-// Digits are used if at most one in kMaxSmallShare values of a row is smaller than the largest one
-// divided by kMaxRatio. The error of each of the others is below 2^-20 of the value with four
-// digits, and below 2^-9, as that of rounding to bf16, with two.
-template <int kDigits>
-constexpr float kMaxRatio = kDigits == 4 ? 2048 : 128;
+// Digits are used if at most one in kMaxSmallShare values of a row has a larger relative error than
+// this, by type of the product: somewhat more than that of a sum in fp32, or that of rounding to
+// bf16.
+constexpr float kMaxError[kDtypes] = {0x1p-21f, 0x1p-9f};
 constexpr int64_t kMaxSmallShare = 4;
+// Error of a value, divided by the largest value of its row.
+template <int kDigits>
+constexpr float kErrorOfLargest = kDigits == 4 ? 0x1p-32f : 0x1p-16f;
 
 static_assert(kBlock == kLine, "a tile of W has the bytes of a block of 16 rows");
 
@@ -141,11 +143,13 @@ void gemm_digits(const Product& p, const Digits& x, int64_t from, int64_t to) {
 // Returns whether digits represent most values of each row. Values that are not finite are not
 // considered, because they spoil the product of their row anyway.
 template <int kDigits>
-bool digits_are_exact(const Product& p) {
+bool digits_are_exact(const Product& p, Dtype dtype) {
+  const float ratio = kErrorOfLargest<kDigits> / kMaxError[int(dtype)];
   for (int64_t t = 0; t < p.rows; ++t) {
     const float* const x = p.x + t * p.x_stride;
-    const float largest = largest_magnitude(x, p.w.k), limit = largest / kMaxRatio<kDigits>;
-    if (largest < INFINITY && kMaxSmallShare * count_smaller(x, p.w.k, limit) > p.w.k) return false;
+    const float largest = largest_magnitude(x, p.w.k);
+    if (largest < INFINITY && kMaxSmallShare * count_smaller(x, p.w.k, largest * ratio) > p.w.k)
+      return false;
   }
   return true;
 }

@@ -93,14 +93,13 @@ const DigitGemm* digits_for(const Product& p, Dtype dtype) {
                         p.w.k <= kMaxDigitDepth;
   const DigitGemms* const gemms = possible ? digit_gemms(runtime::isa(Dtype::kBf16)) : nullptr;
   if (!gemms) return nullptr;
-  const auto fits = [&](const DigitGemm& gemm) {
-    return p.rows * p.w.k * gemm.digits <= kMaxDigitBytes;
+  const auto suits = [&](const DigitGemm& gemm) {
+    return p.rows * p.w.k * gemm.digits <= kMaxDigitBytes && gemm.is_exact(p, dtype);
   };
-  const DigitGemm& gemm = gemms->of[int(dtype)];
-  if (fits(gemm) && gemm.is_exact(p)) return &gemm;
-  // The digits of fp32 represent any x better than bf16 does.
-  const DigitGemm& more = gemms->of[int(Dtype::kFp32)];
-  return dtype == Dtype::kBf16 && p.rows <= kMaxRowsOfMoreDigits && fits(more) ? &more : nullptr;
+  const DigitGemm &few = gemms->of[int(dtype)], &more = gemms->of[int(Dtype::kFp32)];
+  if (suits(few)) return &few;
+  return few.digits < more.digits && p.rows <= kMaxRowsOfMoreDigits && suits(more) ? &more
+                                                                                     : nullptr;
 }
 
 void multiply_digits(const Product& p, const DigitGemm& gemm, int threads) {

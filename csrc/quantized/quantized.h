@@ -122,7 +122,7 @@ struct DigitGemm {
   // Multiplies blocks [from, to) of W.
   void (*run)(const Product&, const Digits& x, int64_t from, int64_t to);
   // Returns whether digits represent x about as exactly as the type of the product does.
-  bool (*is_exact)(const Product&);
+  bool (*is_exact)(const Product&, Dtype);
 };
 // The gemms by type of the product. Their functions are null if the instruction set has no such
 // unit.

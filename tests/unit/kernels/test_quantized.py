@@ -173,6 +173,25 @@ def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, 
         assert (error <= 2**-19 * sizes).all()
 
 
+@pytest.mark.parametrize("rows", [2, 5, 16, 17, 64, 65])
+@pytest.mark.parametrize("large", [1.0, 1e2, 1e4, 1e11])
+def test_a_product_in_bf16_is_as_exact_as_its_rounding(
+    backend: Backend, large: float, rows: int
+) -> None:
+    """Some inputs are far larger than the others, and have the weight 0 in some outputs."""
+    depth = 608
+    weight = random_weight(Format(8, None), 40, depth, torch.bfloat16)
+    values, columns = unpack(weight), torch.arange(5, depth, 32)
+    values[:8, columns] = 0
+    weight.fill(values, weight.scales.clone(), None)
+    exact = dequantize(weight).double()
+    x = torch.randn(rows, depth)
+    x[:, columns] *= large
+    error = (QuantizedMatrix(weight)(x, backend=backend) - x.double() @ exact.T).abs()
+    # Both factors may be rounded.
+    assert (error <= 2**-7 * (x.abs().double() @ exact.abs().T)).all()
+
+
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: f"{form.name} {form.zeros}")
 def test_depth_is_cut_if_many_rows_do_not_fit_the_cache(backend: Backend, form: Format) -> None:
     for dtype in (torch.float32, torch.bfloat16):
