@@ -51,8 +51,8 @@ VLORA_INLINE void prefetch_ahead(const T* line, ptrdiff_t ahead) {
 // Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
 // until, which are even. Unless `from` is 0, the scores so far are added. kPrefetch: whether a
 // panel's bytes are prefetched from `prefetch`. ahead: bytes from each line that is read to a line
-// that is prefetched, or 0. A small tile keeps several partial sums of each
-// score, since an addition waits for the one before it.
+// that is prefetched, or 0. A small tile keeps several partial sums of each score, since an addition
+// waits for the one before it.
 template <class T, int M, int P, bool kPrefetch>
 VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
                         float* scores, const char* prefetch, ptrdiff_t ahead) {

@@ -113,7 +113,7 @@ VLORA_INLINE void prefetch_key(const Layout& layout, const Slot<T>& to) {
 template <class T>
 VLORA_INLINE void prefetch_values(const Layout& layout, const Slot<T>& to, int64_t rows) {
   constexpr int64_t kPair = int64_t(4 / sizeof(T)), kStep = int64_t(64 / sizeof(T));
-  const int64_t until = (to.lane + rows) * layout.padded();
+  const int64_t until = ceil_div(to.lane + rows, kPair) * kPair * layout.padded();
   for (int64_t i = to.lane / kPair * kPair * layout.padded(); i < until; i += kStep)
     __builtin_prefetch(to.values + i, 1);
 }

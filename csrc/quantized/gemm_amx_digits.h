@@ -3,7 +3,8 @@
 // A row of x is multiplied by a factor, so that its values become integers of 8 kDigits bits. Each
 // integer is split into kDigits signed bytes. W stays as it is stored. Sums of products of bytes
 // are exact, and kDigits of them make a sum of x. With four digits, the error of a value of x is at
-// most 2^-32 times the largest value of its row, and with two digits 2^-16 times this value.
+// most 2^-32 times the largest value of its row, and with two digits 2^-16 times this value. About
+// 2^-23 times the value itself is added when it is scaled.
 //
 // W is the left factor. The right factor has panels of 16 / kDigits rows of x. It has a column for
 // each digit of a row. Included after the digits of an instruction set (digits_amx.h or
@@ -148,8 +149,8 @@ bool digits_are_exact(const Product& p, Dtype dtype) {
   for (int64_t t = 0; t < p.rows; ++t) {
     const float* const x = p.x + t * p.x_stride;
     const float largest = largest_magnitude(x, p.w.k);
-    if (largest < INFINITY && kMaxSmallShare * count_smaller(x, p.w.k, largest * ratio) > p.w.k)
-      return false;
+    const float limit = std::max(largest, kSmallestMaximum) * ratio;
+    if (largest < INFINITY && kMaxSmallShare * count_smaller(x, p.w.k, limit) > p.w.k) return false;
   }
   return true;
 }

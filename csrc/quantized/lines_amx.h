@@ -14,8 +14,8 @@ VLORA_INLINE __m512i alternating_upper_halves(__m512i even, __m512i odd) {
                                    _mm512_set1_epi32(int(0xffff0000u)), kFirstOrBoth);
 }
 
-// Types for each kind of weight. `write` writes the weights of `count` blocks of a row, from
-// `block` on, as lines of 32 values that are `tile_bytes` apart.
+// Int8 with scales of groups, or with one scale for each output. `write` writes the weights of
+// `count` blocks of a row, from `block` on, as lines of 32 values that are `tile_bytes` apart.
 // kIntegers: it writes the integers, and the sums are multiplied by the only scale of the row.
 // kInterleaved: the values of a line are in the order of Bf16Line::interleaved(), as those of x.
 

@@ -235,8 +235,9 @@ VLORA_INLINE void multiply_pass(const Pass& pass, Totals<kRows>& totals,
     const int64_t index = ((pass.first_step + step) >> pass.shift) * kTilePanelRows;
     __builtin_prefetch(pass.scales + index + kScalesAhead / 4, 0, 3);
     if constexpr (kZeros) __builtin_prefetch(pass.zeros + index + kZerosAhead, 0, 3);
-    totals.template add<kZeros, kConverts>(sums + sum_at, pass.scales + index, pass.zeros + index,
-                                           terms, conversion);
+    totals.template add<kZeros, kConverts>(sums + sum_at, pass.scales + index,
+                                           kZeros ? pass.zeros + index : nullptr, terms,
+                                           conversion);
     if constexpr (kConverts) conversion.next();
     sum_at = kSumFloats - sum_at;
     terms += kRows;

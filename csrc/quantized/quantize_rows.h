@@ -123,6 +123,7 @@ class Groups {
   }
 
   R mean() const { return mean_; }
+  R range() const { return high_ - low_; }
 
   // Returns the fit with the smallest squared error.
   Fit best_fit() const {
@@ -248,8 +249,10 @@ bool quantize_int4(const T* row, int64_t count, int size, uint8_t* values, float
   widen_weights(row, count, weights, int64_t(size) * R::kWidth);
   const Groups groups(weights, size);
   const Fit fit = groups.best_fit();
-  float scale[R::kWidth], zero[R::kWidth], mean[R::kWidth], inverse[R::kWidth], offset[R::kWidth];
+  float scale[R::kWidth], zero[R::kWidth], mean[R::kWidth], inverse[R::kWidth], offset[R::kWidth],
+      range[R::kWidth];
   fit.scale.store(scale), fit.zero.store(zero), groups.mean().store(mean);
+  groups.range().store(range);
   fit.rounding.inverse.store(inverse), fit.rounding.offset.store(offset);
   uint8_t bytes[(kMaxGroup * R::kWidth + kHalf) / 2];
   const int halves = int(ceil_div(count, kHalf));
@@ -257,7 +260,7 @@ bool quantize_int4(const T* row, int64_t count, int size, uint8_t* values, float
   for (int group = 0; group < int(ceil_div(count, size)); ++group) {
     scales[group] = scale[group];
     zeros[group] = int8_t((zero[group] - kMiddle) / kZeroStep);
-    finite = finite && is_finite(mean[group]) && is_finite(scale[group]);
+    finite = finite && is_finite(mean[group]) && is_finite(scale[group]) && is_finite(range[group]);
     const Rounding rounding{R::all(inverse[group]), R::all(offset[group])};
     const int begin = group * (size / kHalf), end = std::min(halves, begin + size / kHalf);
     for (int half = begin; half < end; ++half)

@@ -121,21 +121,22 @@ struct DigitGemm {
   void (*pack)(const Product&, const Digits& to, int64_t from, int64_t until);
   // Multiplies blocks [from, to) of W.
   void (*run)(const Product&, const Digits& x, int64_t from, int64_t to);
-  // Returns whether digits represent x about as exactly as the type of the product does.
+  // Returns whether digits represent x about as exactly as the type of the product does, except a
+  // few small values of each row.
   bool (*is_exact)(const Product&, Dtype);
 };
-// The gemms by type of the product. Their functions are null if the instruction set has no such
-// unit.
+// The gemms by type of the product.
 struct DigitGemms {
   DigitGemm of[kDtypes];
 };
+// Returns null if the instruction set has no such unit.
 const DigitGemms* digit_gemms(runtime::Isa isa);
 
 // Rows of x, and a part of the depth, for which a tile unit multiplies W in panels at a time.
 struct PanelSlice {
   Dtype dtype;
   int64_t row, rows;    // of x
-  int64_t from, count;  // depth, in units of kMinGroup values; multiples of kSliceGroups
+  int64_t from, count;  // depth, in groups of kMinGroup values
   int tile_rows;        // rows of x in a tile, one of TilePanels::tile_rows; 16 if `rounded`
   bool rounded;         // whether weights are rounded to bf16; only for products in bf16
   bool streaming;       // whether y bypasses the caches; its rows are then whole cache lines
@@ -178,10 +179,10 @@ const TilePanels* tile_panels(runtime::Isa isa);
 int64_t preferred_panel_rows();
 
 // dtype: the type in which weights and x are multiplied. For bf16, x is rounded to bf16 where the
-// CPU multiplies pairs of bf16 fast. So are converted weights, except the exact integers of int8
-// with one scale for each output and of int4 in panels of kTilePanelRows rows. A single row, which
-// memory limits, is in fp32 unless W is in such panels. Few rows with W in panels of kPanelRows
-// rows are always in fp32.
+// CPU multiplies pairs of bf16 fast, unless it is split into digits. So are converted weights,
+// except the exact integers of int8 with one scale for each output and of int4 in panels of
+// kTilePanelRows rows. A single row, which memory limits, is in fp32 unless W is in such panels. Few
+// rows with W in panels of kPanelRows rows are always in fp32.
 //
 // Throws std::invalid_argument if W is in panels that the instruction set in use does not multiply.
 void multiply(const Product& product, Dtype dtype, int threads);

@@ -96,7 +96,7 @@ class Measured:
             first = tokens.index(self._config.image_token)
             images = [(first, torch.arange(len(features)), features.contiguous())]
         prompt = Prompt.of_text(tuple(tokens))
-        embedded = self._decoder.embed(torch.tensor(tokens), images)
+        embedded = self._decoder.embed(torch.tensor(tokens), images).clone()
         results = []
         for start in range(0, len(tokens), rows or len(tokens)):
             step = tuple(tokens[start : start + (rows or len(tokens))])
@@ -109,7 +109,7 @@ class Measured:
                 None,
                 segments,
             )
-            results.append(self._decoder.logits(hidden, segments).clone())
+            results.append(self._decoder.logits(hidden, segments))
         return torch.cat(results)
 
 

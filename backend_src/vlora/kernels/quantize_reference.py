@@ -35,7 +35,9 @@ def quantize(weight: torch.Tensor, into: QuantizedWeight) -> int | None:
             values = (grouped / _divisor(scales)).round_()
         else:
             values, scales, zeros = _best_int4(grouped)
-        bad = torch.nonzero(~(part.isfinite().all(dim=1) & scales.isfinite().all(dim=1)))
+        ranges = grouped.amax(dim=2) - grouped.amin(dim=2)
+        good = part.isfinite().all(dim=1) & (scales + ranges).isfinite().all(dim=1)
+        bad = torch.nonzero(~good)
         if len(bad):
             return first + int(bad[0])
         target.fill(values.view(len(part), -1)[:, :depth], scales, zeros)

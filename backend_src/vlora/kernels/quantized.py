@@ -1,7 +1,7 @@
 """Matrices of int8 or int4 weights: memory layout, and products with them.
 
 A weight is scale · (value − zero). Adjacent inputs of one output form a group with one scale (fp32)
-and one zero (a multiple of 1/8). Products sum in fp32, and x is never quantized.
+and one zero (a multiple of 1/8). x keeps the accuracy of fp32 or bf16, and results are fp32.
 """
 
 from __future__ import annotations
@@ -275,8 +275,8 @@ class QuantizedMatrix(Matrix):
 
     bias: [d_out] fp32, or None.
 
-    In a product with more than a few rows, a weight whose `dtype` is bf16 is dequantized to bf16,
-    and x is rounded as in a product with a bf16 `Matrix`.
+    In a product with more than a few rows, errors are about those of a product with a `Matrix` of
+    the weight's `dtype`.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:

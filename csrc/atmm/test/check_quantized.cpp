@@ -15,10 +15,6 @@
 
 using namespace vlora;
 
-namespace {
-
-}  // namespace
-
 int value_in_panels(const quantized::Weight& w, int64_t n, int64_t k) {
   const uint8_t* const panel = w.values + n / w.panel_rows * w.panel_rows * w.row_bytes();
   // The byte of the 16 that hold the row's values in a group, and whether k is in its high bits.

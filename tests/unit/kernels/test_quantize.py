@@ -143,8 +143,11 @@ def test_matrices_of_other_types_are_converted_in_parts(backend: Backend) -> Non
 
 @pytest.mark.parametrize("form", INT4, ids=lambda form: form.name)
 def test_weights_whose_sums_overflow_are_refused_as_int4(backend: Backend, form: Format) -> None:
-    with pytest.raises(ValueError, match=r"^row 0 .* too large to be quantized"):
-        quantized(torch.full((4, 256), 3e38), form, backend)
+    large = torch.full((4, 256), 3e38)
+    alternating = large * (-1) ** torch.arange(256)
+    for matrix in (large, alternating):
+        with pytest.raises(ValueError, match=r"^row 0 .* too large to be quantized"):
+            quantized(matrix, form, backend)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
