@@ -26,9 +26,6 @@ import kernels  # noqa: E402  # csrc is not a package
 
 FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
 CHECKED = ["-O1", "-g1"]
-KERNELS = ["-O0", "-g1"]
-"""Flags of the generated kernels. With -O1, g++ needs twice as long for them with sanitizers, and
-up to four times as long for attention."""
 UNCHECKED = ["-O0"]
 """Flags of units that this CPU cannot run. They are only linked, so they need no optimisation."""
 CPU_FLAGS = {"-mavx512bf16": "avx512_bf16", "-mamx-tile": "amx_tile", "-mamx-bf16": "amx_bf16"}
@@ -62,8 +59,7 @@ def build(folder: Path, sanitize: list[str]) -> Path:
     def compile_unit(unit: kernels.Unit) -> str:
         target = folder / kernels.object_name(unit)
         if not target.exists() or target.stat().st_mtime < newest:
-            level = KERNELS if unit.source.is_relative_to(folder) else CHECKED
-            checks = [*level, *sanitize] if runs_here(unit) else UNCHECKED
+            checks = [*CHECKED, *sanitize] if runs_here(unit) else UNCHECKED
             command = [compiler, *FLAGS, *checks, *unit.flags, *include]
             subprocess.run([*command, "-c", unit.source, "-o", target], check=True)
         return str(target)
