@@ -103,7 +103,7 @@ class Measured:
             chunk = Chunk("text", self._slot, 0, start, step, prompt, self._pages, True)
             segments = signed_segments([(self._slot, len(step))], self._switcher.live)
             hidden = self._decoder.forward(
-                embedded[start : start + len(step)].clone(),
+                embedded[start : start + len(step)],
                 AttentionPlan([chunk], self._cache, self._config.heads),
                 segments,
                 None,

@@ -139,7 +139,7 @@ class FolderReader:
                 self._read(name, folder, stamp)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """Read a folder and report the result."""
+        """Read the adapter of a folder and report it, or the error of reading it."""
         try:
             description, adapter = self._read_files(name, folder, stamp)
         except Exception as error:
