@@ -54,11 +54,16 @@ def units(build: Path) -> list[Unit]:
             all_units.append(kernels.unit(build, "quantized", part, isa, (*tiles, header), source))
         headers = (f"quantized/digits_{isa.name}.h", "quantized/gemm_amx_digits.h")
         all_units.append(kernels.unit(build, "quantized", "digits", isa, headers, DIGITS_BODY))
+    vnni = kernels.AVX512_BF16
+    headers = ("quantized/unpack_avx512.h", "quantized/panels_digits.h")
+    body_ = "PanelDigits panel_digits() { return panel_digits_of_vectors(); }\n"
+    all_units.append(kernels.unit(build, "quantized", "panel_digits", vnni, headers, body_))
     header = "quantized/quantized.h"
     tables = [
         kernels.table(build, "quantized", header),
         kernels.pointer_table(build, "quantized", header, "gemm::AmxGemm", "amx_gemm"),
         kernels.pointer_table(build, "quantized", header, "TilePanels", "tile_panels"),
         kernels.pointer_table(build, "quantized", header, "DigitGemms", "digit_gemms"),
+        kernels.pointer_table(build, "quantized", header, "PanelDigits", "panel_digits", (vnni,)),
     ]
     return [*all_units, *tables]

@@ -12,9 +12,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cmath>
 
-#include "quantized/quantized.h"
+#include "quantized/digits.h"
 #include "runtime/tile_product.h"
 
 namespace vlora::quantized::VLORA_ISA {
@@ -22,20 +21,6 @@ namespace vlora::quantized::VLORA_ISA {
 constexpr int64_t kLine = 64, kTileBytes = kAmxRows * kLine;
 // Number of panels that are multiplied together. Their sums with two tiles of W fill the registers.
 constexpr int kPanelsOfDigits = 2;
-// Largest integer of a row: its digits do not exceed 127.
-template <int kDigits>
-constexpr float kLargestInteger = 127.0f * float(1 << 8 * (kDigits - 1));
-// Rows of smaller values lose bits, so that factors are normal numbers.
-constexpr float kSmallestMaximum = 1e-27f;
-// Digits are used if at most one in kMaxSmallShare values of a row has a larger relative error than
-// this, by type of the product: somewhat more than that of a sum in fp32, or that of rounding to
-// bf16.
-constexpr float kMaxError[kDtypes] = {0x1p-21f, 0x1p-9f};
-constexpr int64_t kMaxSmallShare = 4;
-// Error of a value, divided by the largest value of its row.
-template <int kDigits>
-constexpr float kErrorOfLargest = kDigits == 4 ? 0x1p-32f : 0x1p-16f;
-
 static_assert(kBlock == kLine, "a tile of W has the bytes of a block of 16 rows");
 
 // Writes the digits of the rows of panels [from, until).
@@ -52,7 +37,7 @@ void pack_digits(const Product& p, const Digits& to, int64_t from, int64_t until
       const float* const x = p.x + t * p.x_stride;
       const float largest = t < p.rows ? largest_magnitude(x, p.w.k) : 0;
       const bool finite = largest < INFINITY;  // false for NaN
-      const float unit = std::max(largest, kSmallestMaximum) / kLargestInteger<kDigits>;
+      const float unit = std::max(largest, kSmallestMaximum) / largest_integer(kDigits);
       const float scale = finite ? 1 / unit : 0;
       if (t < p.rows) to.factors[t] = finite ? unit : NAN;
       char* out = tiles + row * 4 * kDigits;
@@ -145,7 +130,7 @@ void gemm_digits(const Product& p, const Digits& x, int64_t from, int64_t to) {
 // considered, because they spoil the product of their row anyway.
 template <int kDigits>
 bool digits_are_exact(const Product& p, Dtype dtype) {
-  const float ratio = kErrorOfLargest<kDigits> / kMaxError[int(dtype)];
+  const float ratio = error_of_largest(kDigits) / kMaxError[int(dtype)];
   for (int64_t t = 0; t < p.rows; ++t) {
     const float* const x = p.x + t * p.x_stride;
     const float largest = largest_magnitude(x, p.w.k);

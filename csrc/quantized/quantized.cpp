@@ -40,6 +40,9 @@ constexpr int64_t kSharedBytes = 8 << 20;
 constexpr int64_t kMaxPartRows[kDtypes] = {128, 256};
 // Minimum number of rows for which the threads share the packing of x.
 constexpr int64_t kMinSharedPackRows = 64;
+// Up to this many rows of x, W in panels is multiplied with digits by vectors: with any number of
+// digits, and with fewer than kMaxDigits.
+constexpr int64_t kMaxRowsOfAllDigits = 16, kMaxPanelDigitRows = 32;
 // From this many rows of x on, a tile unit multiplies weights in panels in bf16 faster if they are
 // rounded to bf16.
 constexpr int64_t kMinRoundedRows = 49;
@@ -123,15 +126,18 @@ void multiply_digits(const Product& p, const DigitGemm& gemm, int threads) {
 // unit is fastest for products in fp32, too.
 const TilePanels* panels_on_tiles() { return tile_panels(runtime::isa(Dtype::kBf16)); }
 
+// Returns the kernels in use for digits and W in panels, or null if there are none.
+const PanelDigits* panels_on_vectors() { return panel_digits(runtime::isa(Dtype::kBf16)); }
+
 // Throws std::invalid_argument if W is in panels that the instruction set in use does not multiply.
 void check_panels(const Weight& w, const Kernels& here) {
   const bool possible = w.panel_rows == 0 || (w.panel_rows == kPanelRows && here.panels.run) ||
-                        (w.panel_rows == kTilePanelRows && panels_on_tiles());
+                        (w.panel_rows == kTilePanelRows && (panels_on_tiles() || panels_on_vectors()));
   if (possible) return;
   throw std::invalid_argument(
       "weights in panels of " + std::to_string(w.panel_rows) + " rows, which '" +
       name_of(runtime::isa(Dtype::kBf16)) + "' cannot multiply; only " +
-      (w.panel_rows == kPanelRows ? "avx2" : "amx") + " can");
+      (w.panel_rows == kPanelRows ? "avx2" : "amx and avx512_bf16") + " can");
 }
 
 // Returns the number of rows of x in a tile: the fewest for which there are kernels.
@@ -189,10 +195,38 @@ void multiply_panels(const TilePanels& kernels, const Product& p, Dtype dtype, i
   }
 }
 
+// Multiplies W in panels with digits of x by vectors.
+void multiply_digits_of_panels(const PanelDigits& kernels, const Product& p, int digits,
+                               int threads) {
+  static thread_local runtime::LargeScratch packed;
+  auto* const x =
+      reinterpret_cast<char*>(packed.get(p.rows * kernels.row_bytes(p.w, digits) / 4));
+  kernels.pack[digits - kMinDigits](p, x);
+  const int64_t panels = p.w.n / kTilePanelRows, share = ceil_div(panels, int64_t(threads) * 8),
+                fitting = kPieceBytes / (kTilePanelRows * p.w.row_bytes()),
+                each = std::max<int64_t>(1, std::min(share, fitting));
+  in_pieces(threads, panels, each, [&](int64_t from, int64_t to) {
+    kernels.run[digits - kMinDigits](p, x, from, to);
+  });
+}
+
+// Multiplies W in panels of kTilePanelRows rows. Returns false if its rows should be widened.
+bool multiply_tile_panels(const Product& p, Dtype dtype, int threads) {
+  if (const TilePanels* const kernels = panels_on_tiles()) {
+    multiply_panels(*kernels, p, dtype, threads);
+    return true;
+  }
+  if (p.rows > kMaxPanelDigitRows) return false;
+  const int digits = panels_on_vectors()->digits(p, dtype);
+  if (digits == 0 || (digits == kMaxDigits && p.rows > kMaxRowsOfAllDigits)) return false;
+  multiply_digits_of_panels(*panels_on_vectors(), p, digits, threads);
+  return true;
+}
+
 }  // namespace
 
 int64_t preferred_panel_rows() {
-  if (panels_on_tiles()) return kTilePanelRows;
+  if (panels_on_tiles() || panels_on_vectors()) return kTilePanelRows;
   return kernels(runtime::vector_isa(Dtype::kFp32)).panels.run ? kPanelRows : 0;
 }
 
@@ -200,10 +234,8 @@ void multiply(const Product& p, Dtype dtype, int threads) {
   if (p.rows <= 0 || p.w.n <= 0) return;
   const Kernels& here = kernels(runtime::vector_isa(Dtype::kFp32));
   check_panels(p.w, here);
-  if (p.w.panel_rows == kTilePanelRows) {
-    multiply_panels(*panels_on_tiles(), p, dtype, threads);
-    return;
-  }
+  const bool tile_panels = p.w.panel_rows == kTilePanelRows;
+  if (tile_panels && multiply_tile_panels(p, dtype, threads)) return;
   if (const DigitGemm* const digits = digits_for(p, dtype)) {
     multiply_digits(p, *digits, threads);
     return;
@@ -212,7 +244,7 @@ void multiply(const Product& p, Dtype dtype, int threads) {
     gemm::multiply_by_tiles(*tiles, with_matrix(p, dtype, &p.w, 0, p.w.n), threads);
     return;
   }
-  if (p.rows <= here.max_gemv_rows) {
+  if (p.rows <= here.max_gemv_rows && !tile_panels) {
     const Gemv& gemv = gemv_for(p, dtype, here);
     const int64_t together = p.w.panel_rows ? kPanelRows : gemm::kStreams;
     const int64_t rows = p.w.n / together, row_bytes = together * p.w.row_bytes();
@@ -228,7 +260,9 @@ void multiply(const Product& p, Dtype dtype, int threads) {
   }
   const gemm::Kernels& products = gemm::kernels(runtime::vector_isa(dtype));
   const gemm::AmxGemm* const amx = gemm::amx_gemm_for(dtype);
-  const auto widen = (p.w.panel_rows ? here.widen_panels : here.widen)[int(dtype)];
+  const auto widen = tile_panels      ? panels_on_vectors()->widen[int(dtype)]
+                     : p.w.panel_rows ? here.widen_panels[int(dtype)]
+                                      : here.widen[int(dtype)];
   const int64_t row_bytes = p.w.k * int64_t(size_of(dtype));
   if (p.rows < kMinSharedRows) {
     const int64_t fitting = runtime::machine().l2 / 2 / row_bytes / kRowStep * kRowStep;

@@ -12,7 +12,7 @@ namespace vlora::quantized {
 constexpr int64_t kBlock = 64;
 // Smallest number of values that share a scale.
 constexpr int64_t kMinGroup = 32;
-// Rows of int4 weights in a panel for AVX2, and in a panel for a tile unit.
+// Rows of int4 weights in a panel for AVX2, and in a panel for a tile unit or AVX-512 VNNI.
 constexpr int64_t kPanelRows = 8, kTilePanelRows = 16;
 // Panels of kPanelRows rows that a gemv multiplies together.
 constexpr int64_t kPanelsAtOnce = 4;
@@ -173,6 +173,28 @@ struct TilePanels {
 };
 // Returns null if the instruction set has no such unit.
 const TilePanels* tile_panels(runtime::Isa isa);
+
+// Numbers of digits that a value of x is split into by kernels of vectors.
+constexpr int kMinDigits = 2, kMaxDigits = 4;
+// Maximum number of rows of x in a tile of digits.
+constexpr int64_t kMaxDigitTile = 8;
+
+// Kernels of vectors for W in panels of kTilePanelRows rows (panels_digits.h).
+struct PanelDigits {
+  // Returns the bytes of a packed row of x.
+  int64_t (*row_bytes)(const Weight&, int digits);
+  // Returns the fewest digits that represent x about as exactly as the type of the product does, or
+  // 0 if kMaxDigits are not enough.
+  int (*digits)(const Product&, Dtype);
+  // The following are by number of digits, from kMinDigits on. Packs x.
+  void (*pack[kMaxDigits - kMinDigits + 1])(const Product&, char* to);
+  // Multiplies panels [from, to) of W with packed x.
+  void (*run[kMaxDigits - kMinDigits + 1])(const Product&, const char* x, int64_t from, int64_t to);
+  // Writes rows [from, to) of W, which are whole panels, to `out` as fp32 or bf16, k values apart.
+  void (*widen[kDtypes])(const Weight&, int64_t from, int64_t to, void* out);
+};
+// Returns null if the instruction set has no such kernels.
+const PanelDigits* panel_digits(runtime::Isa isa);
 
 // Returns the number of rows of the panels in which int4 weights should be stored for the
 // instruction set in use: kTilePanelRows, kPanelRows, or 0 for rows.

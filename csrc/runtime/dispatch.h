@@ -7,9 +7,9 @@
 
 namespace vlora::runtime {
 
-// In order of capability. kAmx has AVX-512 vectors, products of bf16 pairs, and a unit that
-// multiplies tiles of pairs. kTwin emulates kAmx in plain C++ for tests on CPUs without AMX. It is
-// used only on request.
+// In order of capability. kAvx512Bf16 multiplies bf16 pairs and bytes (VNNI). kAmx has AVX-512
+// vectors, the same products, and a unit that multiplies tiles of pairs or bytes. kTwin emulates
+// kAmx in plain C++ for tests on CPUs without AMX. It is used only on request.
 enum class Isa : int { kTwin, kScalar, kAvx2, kAvx512, kAvx512Bf16, kAmx };
 constexpr int kIsas = 6;
 

@@ -1,8 +1,8 @@
-"""Int4 matrices in panels, the layout that is fastest with AMX and with AVX2
+"""Int4 matrices in panels, the layout that is fastest with AMX, AVX-512 VNNI and AVX2
 (csrc/quantized/quantized.h).
 
-A panel has 8 (AVX2) or 16 (AMX) adjacent rows, whose values, scales and zeros are interleaved. The
-functions here only move data. They do not know what it means.
+A panel has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows, whose values, scales and zeros are
+interleaved. The functions here only move data. They do not know what it means.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from vlora import native
 
 TILE_PANEL_ROWS = 16
-"""Number of rows in a panel for AMX."""
+"""Number of rows in a panel for AMX and AVX-512 VNNI."""
 
 HALF_BLOCK = 16
 """Number of bytes that hold the first 32 values of a block. The last 32 values have as many."""
@@ -65,7 +65,7 @@ def separate(
 
 
 def _in_halves(pairs: torch.Tensor) -> torch.Tensor:
-    """Return 32 values of every 16 bytes as `separate` needs them, from panels for AMX.
+    """Return 32 values of every 16 bytes as `separate` needs them, from panels of 16 rows.
 
     Those panels have four times 8 values, of which the even ones come first. In the result, a byte
     holds value i in its low bits and value 16 + i in its high bits.

@@ -28,7 +28,12 @@ FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
 CHECKED = ["-O1", "-g1"]
 UNCHECKED = ["-O0"]
 """Flags of units that this CPU cannot run. They are only linked, so they need no optimisation."""
-CPU_FLAGS = {"-mavx512bf16": "avx512_bf16", "-mamx-tile": "amx_tile", "-mamx-bf16": "amx_bf16"}
+CPU_FLAGS = {
+    "-mavx512bf16": "avx512_bf16",
+    "-mavx512vnni": "avx512_vnni",
+    "-mamx-tile": "amx_tile",
+    "-mamx-bf16": "amx_bf16",
+}
 """Names in /proc/cpuinfo by compiler flag. The name of any other flag is the flag without `-m`."""
 SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],

@@ -76,7 +76,7 @@ def _rank(instruction: str) -> int:
     operation = instruction.split(maxsplit=1)[0]
     if operation.startswith(("tile", "ldtile", "tdp")):
         return 4
-    if "bf16" in operation:
+    if "bf16" in operation or operation.startswith("vpdp"):
         return 3
     if AVX512.search(instruction):
         return 2

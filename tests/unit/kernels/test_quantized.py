@@ -173,21 +173,23 @@ def test_a_product_is_as_exact_as_a_sum_in_fp32(backend: Backend, form: Format, 
         assert (error <= 2**-19 * sizes).all()
 
 
-@pytest.mark.parametrize("rows", [2, 5, 16, 17, 64, 65])
+@pytest.mark.parametrize("form", [Format(8, None), Format(4, 32)], ids=lambda form: form.name)
+@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17, 64, 65])
 @pytest.mark.parametrize("large", [1.0, 1e2, 1e4, 1e11])
 def test_a_product_in_bf16_is_as_exact_as_its_rounding(
-    backend: Backend, large: float, rows: int
+    backend: Backend, form: Format, large: float, rows: int
 ) -> None:
     """Some inputs are far larger than the others, and have the weight 0 in some outputs."""
     depth = 608
-    weight = random_weight(Format(8, None), 40, depth, torch.bfloat16)
+    weight = random_weight(form, 48, depth, torch.bfloat16)
     values, columns = unpack(weight), torch.arange(5, depth, 32)
-    values[:8, columns] = 0
+    values[:8, columns] = 8 if form.bits == 4 else 0
     weight.fill(values, weight.scales.clone(), None)
     exact = dequantize(weight).double()
     x = torch.randn(rows, depth)
     x[:, columns] *= large
-    error = (QuantizedMatrix(weight)(x, backend=backend) - x.double() @ exact.T).abs()
+    product = QuantizedMatrix(arranged(weight, backend))(x, backend=backend)
+    error = (product - x.double() @ exact.T).abs()
     # Both factors may be rounded.
     assert (error <= 2**-7 * (x.abs().double() @ exact.abs().T)).all()
 
@@ -252,7 +254,7 @@ def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(
         assert torch.equal(in_rows(copy).values, weight.values)
 
 
-@pytest.mark.parametrize(("panel_rows", "isa"), [(8, "avx2"), (16, "amx")])
+@pytest.mark.parametrize(("panel_rows", "isa"), [(8, "avx2"), (16, "amx and avx512_bf16")])
 def test_other_instruction_sets_refuse_panels(backend: Backend, panel_rows: int, isa: str) -> None:
     weight = replace(random_weight(Format(4, 32), 16, 64), panel_rows=panel_rows)
     x = torch.zeros(3, 64)
