@@ -32,6 +32,7 @@ class SetUpError(Exception):
 def progress(lines: Iterable[str]) -> Iterator[str]:
     """Yield a message for each line of pip's output that says how far the installation is."""
     found = 0
+    unreachable = False
     for line in map(str.strip, lines):
         if line.startswith("Collecting "):
             found += 1
@@ -45,6 +46,11 @@ def progress(lines: Iterable[str]) -> Iterator[str]:
             yield f"  {line}"
         elif line.startswith("Running command Building editable"):
             yield "compiling the kernels"
+        elif line.startswith("WARNING: Retrying ") and not unreachable:
+            unreachable = True
+            page = line.rpartition(": ")[2]
+            yield f"  warning: no connection to a package index for {page}; pip tries again"
+            yield "    (about 10 s for each package; build/set-up.log has the reason)"
         elif line.startswith("Installing collected packages:") and "vlora" in line:
             yield f"installing {line.count(',') + 1} packages"
 

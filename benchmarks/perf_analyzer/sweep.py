@@ -223,14 +223,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         type=int,
         default=[1, 2, 4, 8, 16],
         metavar="N",
-        help="numbers of concurrent requests",
+        help="numbers of concurrent requests (default: 1 2 4 8 16)",
     )
     parser.add_argument(
         "--adapters",
         nargs="+",
         default=[BASE],
         metavar="NAME",
-        help="adapters in rotation; `base` is the base model",
+        help="adapters in rotation; `base` is the base model (default: base)",
     )
     parser.add_argument(
         "--images",

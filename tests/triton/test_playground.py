@@ -315,7 +315,7 @@ def test_an_error_of_an_adapter_is_shown(page: Page, adapters: Path) -> None:
 
         text = until(failure)
         assert "The request is wrong" in text
-        assert "adapter 'glyphs': adapter_config.json cannot be read" in text
+        assert "adapter 'glyphs': adapter_config.json is not valid JSON" in text
         assert "INVALID_ARG" in text
         assert page.all(".failure button") == [], "to ask again would not help"
         page.wait("#status", "6 adapters")

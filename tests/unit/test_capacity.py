@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -116,4 +117,8 @@ def test_too_little_memory_for_the_weights_fails_without_a_table_of_adapters(
     result = CliRunner().invoke(cli.app, arguments)
     assert result.exit_code == 1, result.output
     assert "nothing is left for pages" in result.output
+    found = re.search(r"must\s+be\s+at\s+least\s+([\d.]+)", result.output)
+    assert found is not None, result.output
+    enough = CliRunner().invoke(cli.app, [*arguments[:-1], found[1]])
+    assert enough.exit_code == 0, enough.output
     assert "packed MiB" not in result.output

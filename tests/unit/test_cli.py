@@ -64,6 +64,7 @@ def test_the_command_that_serve_prints_sends_a_request_with_a_picture(
     own = tmp_path / "picture.png"
     # The picture is longer than an argument may be.
     own.write_bytes(b"a picture of the user's " * 9000)
+    (tmp_path / "config.json").write_text('{"vision_config": {}}')
     monkeypatch.chdir(tmp_path)
     model = samples / "checkpoint" if demo else tmp_path
     command = first_question(Options(model=model), "localhost:8000")
@@ -72,6 +73,16 @@ def test_the_command_that_serve_prints_sends_a_request_with_a_picture(
     sent = subprocess.run(["sh", "-c", asks], capture_output=True, check=True).stdout
     picture = samples / "samples/vqa.png" if demo else own
     assert base64.b64decode(json.loads(sent)["image"]) == picture.read_bytes()
+
+
+def test_the_command_that_serve_prints_for_a_text_only_model_has_no_picture(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert first_question(Options(model=tmp_path), "localhost:8000") == (
+        "curl -s localhost:8000/v2/models/video_analytics/generate"
+        """ -d '{"text_input": "What is the capital of France?"}'; echo"""
+    )
 
 
 @pytest.fixture
@@ -98,9 +109,28 @@ def test_commands_read_the_given_repository_and_options(
     assert "one-adapter" not in by_options.output
 
 
-def test_a_model_without_an_adapter_folder_has_no_adapters(checkpoint: Path) -> None:
-    result = CliRunner().invoke(app, ["adapters", "check", "--model", str(checkpoint)])
-    assert (result.exit_code, result.output) == (0, "no adapters\n")
+@pytest.mark.parametrize("command", ["list", "check"])
+def test_a_model_without_an_adapter_folder_has_no_adapters(
+    command: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    arguments = ["adapters", command, "--model", str(checkpoint)]
+    result = CliRunner().invoke(app, arguments)
+    unset = "no adapters: no adapter folder is set; name one with --adapters FOLDER\n"
+    assert (result.exit_code, result.output) == (0, unset)
+    result = CliRunner().invoke(app, [*arguments, "--adapters", str(tmp_path)])
+    empty = f"no adapters in {tmp_path}: it has no subfolders\n"
+    assert (result.exit_code, result.output) == (0, empty)
+
+
+def test_an_adapter_is_refused_as_the_folder_of_adapters(
+    checkpoint: Path, adapters_dir: Path
+) -> None:
+    arguments = ["adapters", "check", "--model", str(checkpoint)]
+    result = CliRunner().invoke(app, [*arguments, "--adapters", str(adapters_dir / "attention-r4")])
+    assert result.exit_code == 1
+    parent = str(adapters_dir.resolve())
+    assert "is itself an adapter, not a folder of adapters; --adapters must name" in result.stderr
+    assert result.stderr.rstrip().endswith(f"the folder that contains it: {parent}")
 
 
 PYTHON_TYPES = re.compile(r"<[\w\[\]. ]+>|\blist\[|\brange\b *\[")

@@ -12,9 +12,11 @@ from transformers import AutoImageProcessor, LlavaForConditionalGeneration
 from transformers.models.auto import image_processing_auto as auto
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, Unsupported
 from vlora.vision.encoder import VisionEncoder
+from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
+from vlora.vision.text_only import TextOnlyEncoder, open_encoder
 
 
 @pytest.fixture(scope="module")
@@ -181,3 +183,18 @@ def test_a_truncated_shard_is_named(checkpoint, tmp_path):
     file.write_bytes(file.read_bytes()[:-5])
     with pytest.raises(InvalidArgument, match=r"model\.safetensors cannot be read"):
         VisionEncoder(folder, threads=1)
+
+
+def test_a_text_only_checkpoint_has_an_encoder_that_refuses_images(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    text = {"model_type": "llama", "hidden_size": 48, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps(text))
+    encoder = open_encoder(tmp_path, threads=1)
+    assert isinstance(encoder, TextOnlyEncoder)
+    service = EncoderService(encoder, FeatureCache(0))
+    (encoded,) = service.run([[]])
+    assert encoded.features.shape == (0, 48)
+    with pytest.raises(Unsupported, match=r"the request has images, but .*'llama' takes text only"):
+        service.run([random_images(0, 1)])
+    assert isinstance(open_encoder(checkpoint, threads=1), VisionEncoder)

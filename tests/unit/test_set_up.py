@@ -47,6 +47,20 @@ def test_packages_are_counted() -> None:
     assert list(set_up.progress(lines)) == ["  20 packages found", "  40 packages found"]
 
 
+def test_an_unreachable_index_is_reported_once() -> None:
+    why = "after connection broken by 'NewConnectionError(\"host='index'\")'"
+    lines = [
+        f"WARNING: Retrying (Retry(total={left})) {why}: /whl/{package}/"
+        for package in ("numpy", "torch")
+        for left in (1, 0)
+    ]
+    messages = list(set_up.progress(lines))
+    assert messages[0] == (
+        "  warning: no connection to a package index for /whl/numpy/; pip tries again"
+    )
+    assert len(messages) == 2
+
+
 def test_a_command_is_logged_while_it_runs(log: Path) -> None:
     log.parent.mkdir()
     assert list(set_up.run([sys.executable, "-c", "print('one\\ntwo')"])) == ["one\n", "two\n"]

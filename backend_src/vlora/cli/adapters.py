@@ -50,10 +50,14 @@ def list_adapters(
 ) -> None:
     """List all adapters with their ranks, targets, tasks, labels and digests."""
     with report_errors():
-        found, broken = _read_all(load_configuration(model, adapters, repository, options_file))
-    console.print(table_of(found))
+        configured = load_configuration(model, adapters, repository, options_file)
+        found, broken = _read_all(configured)
+    if found:
+        console.print(table_of(found))
+    elif not broken:
+        print_plain(_no_adapters(configured))
     for name in broken:
-        print_plain(f"{name} failed to load; see `vlora adapters check`")
+        print_plain(f"{name} failed to load; `vlora adapters check` with the same options says why")
 
 
 @app.command("check", cls=Command)
@@ -65,15 +69,24 @@ def check_adapters(
 ) -> None:
     """Load all adapters and print why any of them fails. The exit status is 1 if one fails."""
     with report_errors():
-        found, broken = _read_all(load_configuration(model, adapters, repository, options_file))
+        configured = load_configuration(model, adapters, repository, options_file)
+        found, broken = _read_all(configured)
     if not found and not broken:
-        print_plain("no adapters")
+        print_plain(_no_adapters(configured))
     for info in found:
         console.print(f"[green]ok[/]      {escape(info.name)}")
     for error in broken.values():
         console.print(f"[red]broken[/]  {escape(str(error))}", soft_wrap=True)
     if broken:
         raise typer.Exit(1)
+
+
+def _no_adapters(configured: Configuration) -> str:
+    """Return the message for a configuration without adapters."""
+    root = configured.options.adapters
+    if root is None:
+        return "no adapters: no adapter folder is set; name one with --adapters FOLDER"
+    return f"no adapters in {root}: it has no subfolders"
 
 
 def table_of(adapters: Iterable[AdapterInfo]) -> Table:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -90,14 +91,15 @@ def _parts_table(result: Capacity) -> Table:
         table.add_row(name, f"{size / MIB:.1f}", contents)
     table.caption = f"with the configured pool: {result.configured_bytes / MIB:.1f} MiB"
     if not result.pages:
-        table.caption += "; nothing is left for pages"
+        least = math.ceil(100 * (result.fixed_bytes + result.page_bytes) / GIB) / 100
+        table.caption += f"; nothing is left for pages: --memory must be at least {least:g}"
     return table
 
 
 def _adapters_table(result: Capacity) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("adapter")
-    for heading in ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences with 64"):
+    for heading in ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences beside 64"):
         table.add_column(heading, justify="right")
     for cost in (*result.examples, *result.adapters):
         table.add_row(

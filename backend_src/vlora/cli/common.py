@@ -108,8 +108,8 @@ def load_configuration(
     repository: folder of the model repository; None for the one of vlora.
     options_file: JSON file with keys that replace those of `model.json`.
 
-    Raises ServerError if there is no checkpoint or no adapters folder at the configured paths, and
-    InvalidArgument for invalid options.
+    Raises ServerError if there is no checkpoint or no adapters folder at the configured paths, or
+    if the adapters folder is itself an adapter, and InvalidArgument for invalid options.
     """
     repository = repository or default_repository()
     version = repository / "lmm" / "1"
@@ -127,9 +127,17 @@ def load_configuration(
         raise ServerError(
             f"no checkpoint at {options.model}: the folder {missing}; set it with --model FOLDER"
         )
-    if options.adapters is not None and not options.adapters.is_dir():
-        raise ServerError(
-            f"no adapters folder at {options.adapters}; set it with --adapters FOLDER"
-        )
+    if options.adapters is not None:
+        _check_adapter_root(options.adapters)
     names = load_adapter_names(version / "multi_lora.json")
     return Configuration(repository, replacing, options, names)
+
+
+def _check_adapter_root(root: Path) -> None:
+    if not root.is_dir():
+        raise ServerError(f"no adapters folder at {root}; set it with --adapters FOLDER")
+    if (root / "adapter_config.json").is_file() and not any(one.is_dir() for one in root.iterdir()):
+        raise ServerError(
+            f"{root} is itself an adapter, not a folder of adapters; --adapters must name the"
+            f" folder that contains it: {root.resolve().parent}"
+        )

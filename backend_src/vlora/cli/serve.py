@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 from contextlib import ExitStack
@@ -36,6 +37,9 @@ from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 app = typer.Typer(add_completion=False)
+
+OWN_PICTURE = "picture.png"
+"""File in the working directory that the printed command sends to a model of the user."""
 
 
 @app.command(cls=Command)
@@ -173,7 +177,7 @@ def _announce(
         names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
         print_plain(
             f"{len(broken)} {'adapter' if len(broken) == 1 else 'adapters'} failed to load: {names}"
-            " (for the reasons, see the log or run `vlora adapters check`)"
+            " (for the reasons, see the log or run `vlora adapters check` with the same options)"
         )
     console.print(f"HTTP      {server.http_url}")
     console.print(f"gRPC      {server.grpc_url}")
@@ -181,8 +185,10 @@ def _announce(
     if gateway is not None:
         console.print(f"gateway   {gateway.url} (starting)")
     console.print(f"log       {server.log}", soft_wrap=True)
-    console.print("Try this in another terminal:")
-    print_plain(f"  {first_question(options, server.http_url)}")
+    question = first_question(options, server.http_url)
+    hint = f", with an image of yours as {OWN_PICTURE}" if OWN_PICTURE in question else ""
+    console.print(f"Try this in another terminal{hint}:")
+    print_plain(f"  {question}")
     console.print("Press Ctrl-C to stop the server.")
     if gateway is not None:
         gateway.start(server.grpc_url, server.metrics_url)
@@ -192,15 +198,26 @@ def first_question(options: Options, url: str) -> str:
     """Return a shell command that sends the server a question about an image.
 
     With the demo model, the image is a sample of the demo. With any other model, it is
-    `picture.png` in the working directory.
+    `OWN_PICTURE` in the working directory. A text-only model gets a question without an image.
     """
+    generate = f"{url}/v2/models/video_analytics/generate"
+    if not _takes_images(options.model):
+        return (
+            f"""curl -s {generate} -d '{{"text_input": "What is the capital of France?"}}'; echo"""
+        )
     demo = paths.root() / "tools/demo"
     picture, question = demo / "samples/vqa.png", "What color is the star?"
     serves_demo = options.model.resolve() == (demo / "checkpoint").resolve()
     if not (serves_demo and picture.is_file()):
-        picture, question = Path("picture.png"), "What do you see?"
+        picture, question = Path(OWN_PICTURE), "What do you see?"
     request = f"""'{{"text_input": "{question}", "image": "%s"}}'"""
     return (
         f"""printf {request} "$(base64 -w0 {shlex.quote(str(picture))})" |"""
-        f" curl -s {url}/v2/models/video_analytics/generate -d @-; echo"
+        f" curl -s {generate} -d @-; echo"
     )
+
+
+def _takes_images(model: Path) -> bool:
+    """Return whether the config of a checkpoint describes a vision tower."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return "vision_config" in config or "visual" in config

@@ -137,7 +137,9 @@ class Gateway:
                 visit.model = ask.model
                 return await self._answer(request, visit, ask)
         except ApiError as error:
-            if ask is not None and error.param is None:
+            if error.code == "NOT_FOUND":
+                error.message += f"; the base model is {self.options.base_name!r}"
+            elif ask is not None and error.param is None:
                 error.param = ask.conversation.place_of(error.message)
             raise
         except (ClientDisconnect, Disconnected):

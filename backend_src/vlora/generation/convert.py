@@ -322,7 +322,8 @@ def _factorize(
 def _vision_stays(source: _Source) -> str:
     return (
         f"changes the vision tower or connector by {source.method}, which is converted for the"
-        " language model only"
+        " language model only; merge it into a checkpoint with PEFT's merge_and_unload, or train"
+        " it again with target_modules of the language model"
     )
 
 

@@ -265,7 +265,9 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
         if len(content) > MAX_JSON_BYTES:
             raise invalid(f"has more than {MAX_JSON_BYTES} bytes")
         value = json.loads(content)
-    except (OSError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"is not valid JSON: {error}") from error
+    except OSError as error:
         raise invalid(f"cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise invalid("must hold a JSON object")

@@ -52,12 +52,14 @@ class WeightsFile:
                 header = int.from_bytes(start, "little")
                 if header > MAX_HEADER_BYTES:
                     raise invalid(
-                        f"cannot be read: its header has {header} bytes;"
+                        f"is not a complete safetensors file: its header has {header} bytes;"
                         f" the limit is {MAX_HEADER_BYTES}"
                     )
                 self._header = start + opened.read(header)
             self._opened = _open(path)
-        except (SafetensorError, OSError) as error:
+        except SafetensorError as error:
+            raise invalid(f"is not a complete safetensors file: {error}") from error
+        except OSError as error:
             raise invalid(f"cannot be read: {error}") from error
         slices = {key: self._opened.get_slice(key) for key in self._opened.keys()}  # noqa: SIM118
         self.shapes: dict[str, tuple[int, ...]] = {

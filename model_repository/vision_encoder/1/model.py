@@ -25,8 +25,8 @@ from vlora.serving.vision_encoder import VisionService
 from vlora.serving.waiting import WaitingExporter, WaitingRequests
 from vlora.vision.adapters import VisionAdapters
 from vlora.vision.decoder import ImageDecoder
-from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
+from vlora.vision.text_only import TextOnlyEncoder, open_encoder
 
 MIN_DECODERS = 2
 """Minimum number of requests that are decoded at the same time."""
@@ -38,7 +38,7 @@ class TritonPythonModel:
         options = options_of_instance(self._process.options, args)
         threads = cores.split_threads(options).encoder
         decoder = ImageDecoder(options.limits, max(MIN_DECODERS, threads))
-        encoder = VisionEncoder(
+        encoder = open_encoder(
             options.model,
             threads,
             dtype_of(options.dtype, options.model),
@@ -78,7 +78,11 @@ class TritonPythonModel:
             before_answers=(lambda: None) if exporter is None else exporter.flush,
             part_of=self._adapters.part,
         )
-        logging.getLogger("vlora").info("image features have a width of %d", encoder.hidden)
+        log = logging.getLogger("vlora")
+        if isinstance(encoder, TextOnlyEncoder):
+            log.info("the checkpoint is text-only: requests with images are refused")
+        else:
+            log.info("image features have a width of %d", encoder.hidden)
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """Answer the requests without images. Queue the others, and return None in their place."""

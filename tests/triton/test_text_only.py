@@ -1,0 +1,59 @@
+"""Tests of a server whose checkpoint has no vision tower."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
+
+from tests.support.triton_client import Asker, Refused, asking, picture
+from vlora.launcher.server import ServerOptions, TritonServer
+
+GREEDY = {"temperature": 0, "max_tokens": 6}
+PROMPT = "What color is the star?"
+
+
+@pytest.fixture(scope="module")
+def text_only(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the decoder of the checkpoint alone."""
+    folder = tmp_path_factory.mktemp("text-only")
+    whole = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
+    decoder = LlamaForCausalLM(whole.config.text_config)
+    decoder.model.load_state_dict(whole.model.language_model.state_dict())
+    decoder.lm_head.load_state_dict(whole.lm_head.state_dict())
+    decoder.save_pretrained(folder)
+    for file in [*checkpoint.glob("tokenizer*"), *checkpoint.glob("*.jinja")]:
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(text_only: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    log = tmp_path_factory.mktemp("text-only-server") / "tritonserver.log"
+    with TritonServer(ServerOptions(model=text_only, log=log)) as running:
+        yield running
+
+
+@pytest.fixture
+def ask(server: TritonServer) -> Iterator[Asker]:
+    with asking(server) as asker:
+        yield asker
+    assert server.poll() is None, server.explain()
+
+
+def test_every_model_answers_a_question_without_images(ask: Asker) -> None:
+    question = {"text_input": PROMPT, "task": "raw", "sampling_parameters": GREEDY}
+    whole = ask.once("video_analytics", **question)["text_output"]
+    assert ask.once("lmm_unary", **question, exclude_input_in_output=True)["text_output"] == whole
+    pieces = ask.stream("visual_retrieval", **question)
+    assert "".join(piece["text_output"] for piece in pieces) == whole
+
+
+@pytest.mark.parametrize("model", ["video_analytics", "visual_retrieval"])
+def test_an_image_is_refused_with_the_type_of_the_checkpoint(ask: Asker, model: str) -> None:
+    call = ask.once if model == "video_analytics" else ask.stream
+    with pytest.raises(Refused, match=r"UNSUPPORTED: the request has images, but .*'llama'"):
+        call(model, text_input=PROMPT, image=picture())
