@@ -133,6 +133,18 @@ def test_an_adapter_is_refused_as_the_folder_of_adapters(
     assert result.stderr.rstrip().endswith(f"the folder that contains it: {parent}")
 
 
+@pytest.mark.parametrize("command", [["serve"], ["adapters", "check"], ["capacity"]])
+@pytest.mark.parametrize("words", [["--max-model-len", "9"], ["--quantization=int8"]])
+def test_a_key_of_model_json_is_no_option_and_the_error_names_the_file_for_it(
+    command: list[str], words: list[str]
+) -> None:
+    result = CliRunner().invoke(app, [*command, *words], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    key = words[0].partition("=")[0].removeprefix("--").replace("-", "_")
+    assert f"'{key}' is a key of model.json" in result.stderr
+    assert "--options FILE" in result.stderr
+
+
 PYTHON_TYPES = re.compile(r"<[\w\[\]. ]+>|\blist\[|\brange\b *\[")
 
 

@@ -14,6 +14,7 @@ from rich.table import Table
 from vlora.cli.common import (
     AdaptersOption,
     Configuration,
+    ConfiguredCommand,
     ModelOption,
     OptionsFileOption,
     RepositoryOption,
@@ -41,7 +42,7 @@ app.command("generate", cls=Command)(generate)
 app.command("convert", cls=Command)(convert)
 
 
-@app.command("list", cls=Command)
+@app.command("list", cls=ConfiguredCommand)
 def list_adapters(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
@@ -60,7 +61,7 @@ def list_adapters(
         print_plain(f"{name} failed to load; `vlora adapters check` with the same options says why")
 
 
-@app.command("check", cls=Command)
+@app.command("check", cls=ConfiguredCommand)
 def check_adapters(
     model: ModelOption = None,
     adapters: AdaptersOption = None,

@@ -11,6 +11,7 @@ from rich.table import Table
 
 from vlora.cli.common import (
     AdaptersOption,
+    ConfiguredCommand,
     ModelOption,
     OptionsFileOption,
     RepositoryOption,
@@ -18,7 +19,6 @@ from vlora.cli.common import (
     load_configuration,
     report_errors,
 )
-from vlora.cli.help import Command
 
 if TYPE_CHECKING:
     from vlora.capacity import Capacity
@@ -29,7 +29,7 @@ GIB = 1 << 30
 app = typer.Typer(add_completion=False)
 
 
-@app.command(cls=Command)
+@app.command(cls=ConfiguredCommand)
 def capacity(
     model: ModelOption = None,
     adapters: AdaptersOption = None,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
+from vlora.cli.help import Command
 from vlora.config import (
     ADAPTERS_VARIABLE,
     MODEL_VARIABLE,
@@ -58,6 +60,26 @@ OptionsFileOption = Annotated[
         "--options", metavar="FILE", help="JSON file with keys that replace those of model.json."
     ),
 ]
+
+
+class ConfiguredCommand(Command):
+    """A command with `--options FILE`, which says so if a key of `model.json` is used as an option
+    of its own, such as `--quantization int8`.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
+        keys = {field.name for field in fields(Options)} - {"notes"}
+        for word in takewhile(lambda word: word != "--", args):
+            name = word.partition("=")[0]
+            key = name.removeprefix("--").replace("-", "_")
+            if name.startswith("--") and name not in known and key in keys:
+                raise typer.BadParameter(
+                    f"{name} is no option of this command; '{key}' is a key of model.json. Write"
+                    f' {{"{key}": …}} into a file, and name the file with --options FILE.',
+                    ctx,
+                )
+        return super().parse_args(ctx, args)
 
 
 @dataclass(frozen=True)
@@ -125,7 +147,8 @@ def load_configuration(
     if not (options.model / "config.json").is_file():
         missing = "has no config.json" if options.model.is_dir() else "does not exist"
         raise ServerError(
-            f"no checkpoint at {options.model}: the folder {missing}; set it with --model FOLDER"
+            f"no checkpoint at {options.model}: the folder {missing} (nothing is downloaded);"
+            " set it with --model FOLDER"
         )
     if options.adapters is not None:
         _check_adapter_root(options.adapters)

@@ -15,6 +15,7 @@ import typer
 from vlora import paths
 from vlora.cli.common import (
     AdaptersOption,
+    ConfiguredCommand,
     ModelOption,
     OptionsFileOption,
     RepositoryOption,
@@ -24,7 +25,6 @@ from vlora.cli.common import (
     report_errors,
 )
 from vlora.cli.gateway import check_installed
-from vlora.cli.help import Command
 from vlora.config import Options
 from vlora.errors import MAX_NAMES
 from vlora.launcher.assembly import ServerError
@@ -42,7 +42,7 @@ OWN_PICTURE = "picture.png"
 """File in the working directory that the printed command sends to a model of the user."""
 
 
-@app.command(cls=Command)
+@app.command(cls=ConfiguredCommand)
 def serve(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
