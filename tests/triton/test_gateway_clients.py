@@ -132,5 +132,6 @@ def test_the_example_of_an_openai_client(gateway: Gateway, expected: str, tmp_pa
     unknown = run(image, QUESTION, "--model", "nothing")
     assert unknown.returncode == 1
     assert unknown.stderr.startswith("error: NOT_FOUND: unknown adapter 'nothing'")
+    assert unknown.stderr.endswith("; the base model is 'base'\n")
     assert "Traceback" not in unknown.stderr
     assert run().stderr.endswith("give a question, with the images before it\n")
