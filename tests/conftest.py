@@ -14,20 +14,28 @@ if "VLORA_GPU_TESTS" not in os.environ:
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
+SERVERS = ("server", "playground_server")
+"""Fixtures of servers that the tests of several files share."""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Keep the tests of a file in one worker of `make test WORKERS=2`. Start the slow files first.
 
-    The tests that share the server of `tests/triton/conftest.py` stay in one worker as well.
-    A run without workers keeps the order of the files.
+    Files whose tests share a server stay in one worker as well. A run without workers keeps the
+    order of the files.
     """
     if not hasattr(config, "workerinput"):
         return
     slow = {item.path for item in items if item.get_closest_marker("slow")}
-    sharing = {item.path for item in items if "server" in getattr(item, "fixturenames", ())}
+    server_of = {
+        item.path: name
+        for item in items
+        for name in SERVERS
+        if name in getattr(item, "fixturenames", ())
+    }
     for item in items:
-        group = "server" if item.path in sharing else str(item.path)
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(server_of.get(item.path, str(item.path))))
     items.sort(key=lambda item: item.path not in slow)
 
 
