@@ -2,37 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
 import pytest
 import torch
 
-from tests.support.atmm_problems import check, compiled, each_form, group_of
+from tests.support.atmm_problems import check, compiled, each_form, expected, group_of
 from vlora.atmm import tiles
+from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import Segment
 from vlora.backends import Backend
 
 
-@each_form
-@pytest.mark.parametrize("threads", [2, 3, 5])
-@pytest.mark.parametrize(
-    ("ranks", "lengths"),
-    [
-        ([8], [1]),
-        ([16], [16]),
-        ([64], [3]),
-        ([128], [1]),
-        ([260], [4]),
-        ([24, 7], [1, 17]),
-        ([8, 128, None, 16], [2, 1, 4, 9]),
-    ],
-)
-def test_threads_divide_few_rows_within_their_segments(
-    ranks: list[int | None],
-    lengths: list[int],
-    threads: int,
-    backend: Backend,
+class Problem(NamedTuple):
+    """A problem of few rows with wide adapters, and its result in float64."""
+
+    group: LoraGroup
+    segments: list[Segment]
+    x: torch.Tensor
+    y: torch.Tensor
+    desired: torch.Tensor
+
+
+@cache
+def wide_problem(
+    ranks: tuple[int | None, ...],
+    lengths: tuple[int, ...],
     dtype: torch.dtype,
     rows_dtype: torch.dtype,
-) -> None:
+) -> Problem:
+    """Return a random problem, which all implementations and numbers of threads share."""
     d_in, d_outs = 6001, [4030, 2513]
     group = group_of(d_in, d_outs, ranks, dtype)
     segments, row = [], 1
@@ -40,7 +41,51 @@ def test_threads_divide_few_rows_within_their_segments(
         segments.append(Segment(row, length, slot, 1 if slot % 2 else -1))
         row += length
     x, y = torch.randn(row, d_in).to(rows_dtype), torch.randn(row, sum(d_outs)).to(rows_dtype)
-    check(y, x, segments, group, backend, threads=threads)
+    return Problem(group, segments, x, y, expected(y, x, segments, group))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _free_problems() -> Iterator[None]:
+    yield
+    wide_problem.cache_clear()
+
+
+@each_form
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize(
+    ("ranks", "lengths"),
+    [
+        ((8,), (1,)),
+        ((16,), (16,)),
+        ((64,), (3,)),
+        ((128,), (1,)),
+        ((260,), (4,)),
+        ((24, 7), (1, 17)),
+        ((8, 128, None, 16), (2, 1, 4, 9)),
+    ],
+)
+def test_threads_divide_few_rows_within_their_segments(
+    ranks: tuple[int | None, ...],
+    lengths: tuple[int, ...],
+    threads: int,
+    backend: Backend,
+    dtype: torch.dtype,
+    rows_dtype: torch.dtype,
+) -> None:
+    problem = wide_problem(ranks, lengths, dtype, rows_dtype)
+    # A group of its own is packed for the implementation.
+    group = LoraGroup(problem.group.d_in, problem.group.d_outs, dtype)
+    for pairs in zip(*problem.group.pairs, strict=True):
+        group.append(pairs)
+    check(
+        problem.y,
+        problem.x,
+        problem.segments,
+        group,
+        backend,
+        threads=threads,
+        desired=problem.desired,
+    )
 
 
 @each_form
