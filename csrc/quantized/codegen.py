@@ -16,7 +16,7 @@ TILE_ROWS, REDUCED_TILE_ROWS = (1, 4, 8, 12, 16), (4, 16)
 """Numbers of rows of x in a tile for which there are kernels for panels. The last must be 16."""
 
 DIGITS_BODY = """\
-DigitGemms digit_gemms() { return {{digit_gemm_of<4>(), digit_gemm_of<2>()}}; }
+DigitGemms digit_gemms() { return {{digit_gemm_of<4>(), digit_gemm_of<2>()}, fewest_digits}; }
 """
 
 
@@ -58,6 +58,9 @@ def units(build: Path) -> list[Unit]:
     headers = ("quantized/unpack_avx512.h", "quantized/panels_digits.h")
     body_ = "PanelDigits panel_digits() { return panel_digits_of_vectors(); }\n"
     all_units.append(kernels.unit(build, "quantized", "panel_digits", vnni, headers, body_))
+    headers = (headers[0], "quantized/digits_avx512.h", "quantized/gemv_digits.h")
+    body_ = "DigitGemv digit_gemv() { return digit_gemv_of_vectors(); }\n"
+    all_units.append(kernels.unit(build, "quantized", "digits", vnni, headers, body_))
     header = "quantized/quantized.h"
     tables = [
         kernels.table(build, "quantized", header),
@@ -65,5 +68,6 @@ def units(build: Path) -> list[Unit]:
         kernels.pointer_table(build, "quantized", header, "TilePanels", "tile_panels"),
         kernels.pointer_table(build, "quantized", header, "DigitGemms", "digit_gemms"),
         kernels.pointer_table(build, "quantized", header, "PanelDigits", "panel_digits", (vnni,)),
+        kernels.pointer_table(build, "quantized", header, "DigitGemv", "digit_gemv", (vnni,)),
     ]
     return [*all_units, *tables]

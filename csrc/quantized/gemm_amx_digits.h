@@ -1,10 +1,5 @@
-// Gemm of int8 weights with one scale for each output on a tile unit that multiplies bytes.
-//
-// A row of x is multiplied by a factor, so that its values become integers of 8 kDigits bits. Each
-// integer is split into kDigits signed bytes. W stays as it is stored. Sums of products of bytes
-// are exact, and kDigits of them make a sum of x. With four digits, the error of a value of x is at
-// most 2^-32 times the largest value of its row, and with two digits 2^-16 times this value. About
-// 2^-23 times the value itself is added when it is scaled.
+// Gemm of int8 weights with one scale for each output, multiplied by digits of x (digits_of_rows.h)
+// on a tile unit that multiplies bytes. W stays as it is stored.
 //
 // W is the left factor. The right factor has panels of 16 / kDigits rows of x. It has a column for
 // each digit of a row. Included after the digits of an instruction set (digits_amx.h or
@@ -13,7 +8,7 @@
 
 #include <algorithm>
 
-#include "quantized/digits.h"
+#include "quantized/digits_of_rows.h"
 #include "runtime/tile_product.h"
 
 namespace vlora::quantized::VLORA_ISA {
@@ -35,14 +30,12 @@ void pack_digits(const Product& p, const Digits& to, int64_t from, int64_t until
     for (int64_t row = 0; row < kRows; ++row) {
       const int64_t t = panel * kRows + row;
       const float* const x = p.x + t * p.x_stride;
-      const float largest = t < p.rows ? largest_magnitude(x, p.w.k) : 0;
-      const bool finite = largest < INFINITY;  // false for NaN
-      const float unit = std::max(largest, kSmallestMaximum) / largest_integer(kDigits);
-      const float scale = finite ? 1 / unit : 0;
-      if (t < p.rows) to.factors[t] = finite ? unit : NAN;
+      const RowScale row_of_x = t < p.rows ? row_scale<kDigits>(x, p.w.k) : RowScale{};
+      if (t < p.rows) to.factors[t] = row_of_x.factor;
       char* out = tiles + row * 4 * kDigits;
       for (int64_t k = 0; k < depth * kBlock; k += kBlock, out += together * kTileBytes)
-        write_digits<kDigits>(x + k, int(t < p.rows ? std::min(kBlock, p.w.k - k) : 0), scale, out);
+        write_digits<kDigits>(x + k, int(t < p.rows ? std::min(kBlock, p.w.k - k) : 0),
+                              row_of_x.scale, out);
     }
   }
 }
@@ -126,23 +119,9 @@ void gemm_digits(const Product& p, const Digits& x, int64_t from, int64_t to) {
   }
 }
 
-// Returns whether digits represent most values of each row. Values that are not finite are not
-// considered, because they spoil the product of their row anyway.
-template <int kDigits>
-bool digits_are_exact(const Product& p, Dtype dtype) {
-  const float ratio = error_of_largest(kDigits) / kMaxError[int(dtype)];
-  for (int64_t t = 0; t < p.rows; ++t) {
-    const float* const x = p.x + t * p.x_stride;
-    const float largest = largest_magnitude(x, p.w.k);
-    const float limit = std::max(largest, kSmallestMaximum) * ratio;
-    if (largest < INFINITY && kMaxSmallShare * count_smaller(x, p.w.k, limit) > p.w.k) return false;
-  }
-  return true;
-}
-
 template <int kDigits>
 DigitGemm digit_gemm_of() {
-  return {kDigits, pack_digits<kDigits>, gemm_digits<kDigits>, digits_are_exact<kDigits>};
+  return {kDigits, pack_digits<kDigits>, gemm_digits<kDigits>};
 }
 
 }  // namespace vlora::quantized::VLORA_ISA

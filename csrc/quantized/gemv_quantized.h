@@ -46,16 +46,19 @@ void pack_tiles(const Product& p, void* to) {
   }
 }
 
-// Multiplies N rows of W, `gap` rows apart, the first of which is `row`, with a packed tile of T
-// rows of x, from t0 on. zero_terms: of all rows of x, or null for W without zeros.
-template <class P, int N, int T>
-VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const float* zero_terms,
-                            int64_t row, int64_t gap, int64_t t0) {
+// Multiplies N rows of W, `gap` rows apart, the first of which is `row`, with a tile of T rows of
+// packed x, from t0 on. There is an overload for other packed x (gemv_digits.h).
+template <int N, int T, class P>
+VLORA_INLINE void gemv_tile(P, const Product& p, const void* packed, int64_t row, int64_t gap,
+                            int64_t t0) {
   constexpr int kSteps = int(kMinGroup) / P::kStep;
   // Each addition waits for the one before it: few sums are divided into two.
   constexpr int kChains = N * T <= kStreams ? 2 : 1;
   const Weight& w = p.w;
-  const int64_t row_bytes = w.row_bytes(), groups = w.groups();
+  const int64_t depth = w.blocks() * kBlock, row_bytes = w.row_bytes(), groups = w.groups();
+  const auto* x = static_cast<const typename P::X*>(packed) + t0 * depth;
+  const float* const zero_terms =
+      w.zeros ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
   const uint8_t* values[N];
   int64_t first_scale[N];
 #pragma GCC unroll 4
@@ -135,30 +138,26 @@ VLORA_INLINE void gemv_tile(const Product& p, const typename P::X* x, const floa
 // Multiplies one row of each stream with a tile of `rows` rows of x, which are at most T. If `gap`
 // is 0, it multiplies one row of W.
 template <class P, int T>
-VLORA_INLINE void gemv_rows(const Product& p, const typename P::X* x, const float* zero_terms,
-                            int64_t row, int64_t gap, int64_t t0, int64_t rows) {
+VLORA_INLINE void gemv_rows(const Product& p, const void* packed, int64_t row, int64_t gap,
+                            int64_t t0, int64_t rows) {
   if (rows == T) {
     constexpr int N = P::streams(T);
-    if (gap == 0) return gemv_tile<P, 1, T>(p, x, zero_terms, row, 0, t0);
+    if (gap == 0) return gemv_tile<1, T>(P{}, p, packed, row, 0, t0);
     for (int n = 0; n < kStreams; n += N)
-      gemv_tile<P, N, T>(p, x, zero_terms, row + n * gap, gap, t0);
+      gemv_tile<N, T>(P{}, p, packed, row + n * gap, gap, t0);
     return;
   }
-  if constexpr (T > 1) gemv_rows<P, T - 1>(p, x, zero_terms, row, gap, t0, rows);
+  if constexpr (T > 1) gemv_rows<P, T - 1>(p, packed, row, gap, t0, rows);
 }
 
 // Multiplies rows [begin, end) of W, and the rows of the other streams at distance `gap` (none if
 // it is 0), with all tiles. The tile loop is outside, so that a tile stays in L1 for all rows.
 template <class P>
 void gemv_tiles(const Product& p, const void* packed, int64_t begin, int64_t end, int64_t gap) {
-  const auto* const x = static_cast<const typename P::X*>(packed);
-  const int64_t depth = p.w.blocks() * kBlock;
-  const float* const zero_terms =
-      p.w.zeros ? static_cast<const float*>(packed) + p.rows * depth : nullptr;
   for (int64_t tile = 0; tile < ceil_div(p.rows, P::kTileRows); ++tile) {
     const int64_t t0 = tile_begin<P>(p.rows, tile), t1 = tile_begin<P>(p.rows, tile + 1);
     for (int64_t row = begin; row < end; ++row)
-      gemv_rows<P, P::kTileRows>(p, x + t0 * depth, zero_terms, row, gap, t0, t1 - t0);
+      gemv_rows<P, P::kTileRows>(p, packed, row, gap, t0, t1 - t0);
   }
 }
 

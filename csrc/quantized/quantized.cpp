@@ -38,7 +38,7 @@ constexpr int64_t kSharedBytes = 8 << 20;
 // A tile unit multiplies W in panels by parts of x. A part has at most this many rows, by type of
 // the product. Enough of its depth then fits into L2, and W is converted only once for many rows.
 constexpr int64_t kMaxPartRows[kDtypes] = {128, 256};
-// Minimum number of rows for which the threads share the packing of x.
+// From this many rows on, the threads share the packing of x for a tile unit.
 constexpr int64_t kMinSharedPackRows = 64;
 // Up to this many rows of x, W in panels is multiplied with digits by vectors: with any number of
 // digits, and with fewer than kMaxDigits.
@@ -58,6 +58,13 @@ void in_pieces(int threads, int64_t count, int64_t each, const Work& work) {
     const int64_t piece = thread * (pieces / used) + std::min(thread, longer) + taken / used;
     work(piece * each, std::min(count, (piece + 1) * each));
   });
+}
+
+// Calls pack(from, until) for all `parts` of x, which has `rows` rows.
+template <class Pack>
+void pack_parts(int64_t rows, int64_t parts, int threads, const Pack& pack) {
+  if (rows < kMinSharedPackRows) return pack(0, parts);
+  runtime::share_out(threads, parts, [&](int64_t i) { pack(i, i + 1); });
 }
 
 // Returns the product with rows [from, to) of W, which are at `w`, as a gemm takes it.
@@ -89,20 +96,33 @@ const gemm::AmxGemm* tiles_for(const Product& p, Dtype dtype) {
   return amx_gemm(runtime::isa(dtype));
 }
 
+// Returns whether bytes of W can be multiplied with digits of x.
+bool may_use_digits(const Weight& w) {
+  return w.bits == 8 && w.has_row_scales() && w.k > 0 && w.k <= kMaxDigitDepth;
+}
+
 // Returns the gemm of digits if it should multiply, else null.
 const DigitGemm* digits_for(const Product& p, Dtype dtype) {
   const bool some_rows = p.rows >= kMinDigitRows && p.rows <= kMaxDigitRows;
-  const bool possible = some_rows && p.w.bits == 8 && p.w.has_row_scales() && p.w.k > 0 &&
-                        p.w.k <= kMaxDigitDepth;
-  const DigitGemms* const gemms = possible ? digit_gemms(runtime::isa(Dtype::kBf16)) : nullptr;
+  const DigitGemms* const gemms =
+      some_rows && may_use_digits(p.w) ? digit_gemms(runtime::isa(Dtype::kBf16)) : nullptr;
   if (!gemms) return nullptr;
-  const auto suits = [&](const DigitGemm& gemm) {
-    return p.rows * p.w.k * gemm.digits <= kMaxDigitBytes && gemm.is_exact(p, dtype);
+  const auto fits = [&](const DigitGemm& gemm) {
+    return p.rows * p.w.k * gemm.digits <= kMaxDigitBytes;
   };
   const DigitGemm &few = gemms->of[int(dtype)], &more = gemms->of[int(Dtype::kFp32)];
-  if (suits(few)) return &few;
-  return few.digits < more.digits && p.rows <= kMaxRowsOfMoreDigits && suits(more) ? &more
-                                                                                     : nullptr;
+  if (!fits(few)) return nullptr;
+  const bool may_use_more = p.rows <= kMaxRowsOfMoreDigits && fits(more);
+  const int digits = gemms->fewest(p, dtype, may_use_more ? more.digits : few.digits);
+  if (digits == 0) return nullptr;
+  return digits <= few.digits ? &few : &more;
+}
+
+// Returns the number of digits of x that a gemv should multiply, or 0 if it should convert W. In
+// fp32, kMaxGemvDigits almost never suffice.
+int gemv_digits(const Product& p, Dtype dtype, const DigitGemv* gemv) {
+  const bool possible = gemv && dtype == Dtype::kBf16 && may_use_digits(p.w);
+  return possible ? gemv->fewest(p, dtype, kMaxGemvDigits) : 0;
 }
 
 void multiply_digits(const Product& p, const DigitGemm& gemm, int threads) {
@@ -111,11 +131,8 @@ void multiply_digits(const Product& p, const DigitGemm& gemm, int threads) {
   static thread_local runtime::LargeScratch scratch;
   float* const memory = scratch.get(factors + panels * p.w.blocks() * kPanelBlockBytes / 4);
   const Digits x{memory, reinterpret_cast<char*>(memory + factors), panels};
-  if (p.rows < kMinSharedRows) {
-    gemm.pack(p, x, 0, panels);
-  } else {
-    runtime::share_out(threads, panels, [&](int64_t i) { gemm.pack(p, x, i, i + 1); });
-  }
+  pack_parts(p.rows, panels, threads,
+             [&](int64_t from, int64_t until) { gemm.pack(p, x, from, until); });
   const int64_t blocks = ceil_div(p.w.n, kDigitBlock);
   const int64_t share = ceil_div(blocks, int64_t(threads) * 8);
   in_pieces(threads, blocks, std::max<int64_t>(1, std::min(share, kPieceBlocks)),
@@ -152,12 +169,8 @@ void multiply_slice(const TilePanels& kernels, const Product& p, const PanelSlic
                     int threads) {
   static thread_local runtime::LargeScratch packed;
   auto* const x = reinterpret_cast<char*>(packed.get(slice.tiles() * slice.tile_bytes() / 4));
-  if (slice.rows < kMinSharedPackRows) {
-    kernels.pack(p, slice, x, 0, slice.tiles());
-  } else {
-    runtime::share_out(threads, slice.tiles(),
-                       [&](int64_t i) { kernels.pack(p, slice, x, i, i + 1); });
-  }
+  pack_parts(slice.rows, slice.tiles(), threads,
+             [&](int64_t from, int64_t until) { kernels.pack(p, slice, x, from, until); });
   // Rounded weights are multiplied in pairs of panels.
   const int64_t panels = p.w.n / kTilePanelRows, share = ceil_div(panels, int64_t(threads) * 8),
                 fitting = kPieceBytes / (kTilePanelRows * p.w.row_bytes()),
@@ -245,7 +258,9 @@ void multiply(const Product& p, Dtype dtype, int threads) {
     return;
   }
   if (p.rows <= here.max_gemv_rows && !tile_panels) {
-    const Gemv& gemv = gemv_for(p, dtype, here);
+    const DigitGemv* const of_digits = digit_gemv(runtime::vector_isa(Dtype::kFp32));
+    const int digits = gemv_digits(p, dtype, of_digits);
+    const Gemv& gemv = digits ? of_digits->of[digits - kMinDigits] : gemv_for(p, dtype, here);
     const int64_t together = p.w.panel_rows ? kPanelRows : gemm::kStreams;
     const int64_t rows = p.w.n / together, row_bytes = together * p.w.row_bytes();
     const int64_t share = ceil_div(rows, int64_t(threads) * 8);
@@ -253,7 +268,7 @@ void multiply(const Product& p, Dtype dtype, int threads) {
     const int64_t each =
         ceil_div(std::max<int64_t>(1, std::min(share, kPieceBytes / row_bytes)), least) * least;
     static thread_local runtime::LargeScratch scratch;
-    float* const x = scratch.get(gemv_scratch(p));
+    float* const x = scratch.get(digits ? digit_gemv_scratch(p, digits) : gemv_scratch(p));
     gemv.pack(p, x);
     in_pieces(threads, rows, each, [&](int64_t from, int64_t to) { gemv.run(p, x, from, to); });
     return;

@@ -102,6 +102,13 @@ const Kernels& kernels(runtime::Isa isa);
 // scale for each output.
 const gemm::AmxGemm* amx_gemm(runtime::Isa isa);
 
+// Numbers of digits, signed bytes, that a value of x is split into. A gemv of kMaxDigits would not
+// be faster than one that converts W.
+constexpr int kMinDigits = 2, kMaxDigits = 4, kMaxGemvDigits = 3;
+// Returns the fewest digits, at most `most`, that represent x about as exactly as the type of the
+// product does, except a few small values of each row, or 0.
+using FewestDigits = int (*)(const Product&, Dtype, int most);
+
 // Rows of W in a block of a product of digits.
 constexpr int64_t kDigitBlock = 32;
 // Largest depth for which sums of products of bytes fit 32 bits.
@@ -121,16 +128,30 @@ struct DigitGemm {
   void (*pack)(const Product&, const Digits& to, int64_t from, int64_t until);
   // Multiplies blocks [from, to) of W.
   void (*run)(const Product&, const Digits& x, int64_t from, int64_t to);
-  // Returns whether digits represent x about as exactly as the type of the product does, except a
-  // few small values of each row.
-  bool (*is_exact)(const Product&, Dtype);
 };
-// The gemms by type of the product.
 struct DigitGemms {
-  DigitGemm of[kDtypes];
+  DigitGemm of[kDtypes];  // by type of the product
+  FewestDigits fewest;
 };
 // Returns null if the instruction set has no such unit.
 const DigitGemms* digit_gemms(runtime::Isa isa);
+
+// A gemv of digits by vectors, for int8 with one scale for each output (gemv_digits.h).
+struct DigitGemv {
+  Gemv of[kMaxGemvDigits - kMinDigits + 1];  // by number of digits, from kMinDigits on
+  FewestDigits fewest;
+};
+// Returns null if the instruction set does not multiply bytes.
+const DigitGemv* digit_gemv(runtime::Isa isa);
+
+// Returns the number of floats for the factors of rows of x, which are read in whole registers.
+inline int64_t padded_factors(const Product& p) {
+  return (ceil_div(p.rows, int64_t(kLanes)) + 1) * kLanes;
+}
+// Returns the number of floats that `Gemv::pack` needs for a number of digits.
+inline int64_t digit_gemv_scratch(const Product& p, int digits) {
+  return padded_factors(p) + p.rows * digits * (p.w.blocks() + 1) * kBlock / 4;
+}
 
 // Rows of x, and a part of the depth, for which a tile unit multiplies W in panels at a time.
 struct PanelSlice {
@@ -174,8 +195,6 @@ struct TilePanels {
 // Returns null if the instruction set has no such unit.
 const TilePanels* tile_panels(runtime::Isa isa);
 
-// Numbers of digits that a value of x is split into by kernels of vectors.
-constexpr int kMinDigits = 2, kMaxDigits = 4;
 // Maximum number of rows of x in a tile of digits.
 constexpr int64_t kMaxDigitTile = 8;
 
@@ -203,8 +222,8 @@ int64_t preferred_panel_rows();
 // dtype: the type in which weights and x are multiplied. For bf16, x is rounded to bf16 where the
 // CPU multiplies pairs of bf16 fast, unless it is split into digits. So are converted weights,
 // except the exact integers of int8 with one scale for each output and of int4 in panels of
-// kTilePanelRows rows. A single row, which memory limits, is in fp32 unless W is in such panels. Few
-// rows with W in panels of kPanelRows rows are always in fp32.
+// kTilePanelRows rows. A single row, which memory limits, is in fp32 or split into digits unless W
+// is in such panels. Few rows with W in panels of kPanelRows rows are always in fp32.
 //
 // Throws std::invalid_argument if W is in panels that the instruction set in use does not multiply.
 void multiply(const Product& product, Dtype dtype, int threads);

@@ -124,11 +124,14 @@ struct Rows {
   }
 };
 
+// digits: number of digits of x that are multiplied, or 0.
 void check_gemv(const quantized::Kernels& kernels, const quantized::Gemv& gemv,
-                const Matrix& matrix, double error) {
+                const Matrix& matrix, double error, int digits = 0) {
   const Rows rows(matrix, draw(1, kernels.max_gemv_rows));
-  const int64_t pieces = matrix.w.n / (matrix.w.panel_rows ? matrix.w.panel_rows : gemm::kStreams);
-  const std::unique_ptr<float[]> packed(new float[size_t(quantized::gemv_scratch(rows.p))]);
+  const int64_t pieces = matrix.w.n / (matrix.w.panel_rows ? matrix.w.panel_rows : gemm::kStreams),
+                floats = digits ? quantized::digit_gemv_scratch(rows.p, digits)
+                                : quantized::gemv_scratch(rows.p);
+  const std::unique_ptr<float[]> packed(new float[size_t(floats)]);
   gemv.pack(rows.p, packed.get());
   const int64_t middle = draw(0, pieces);
   if (middle > 0 && middle < pieces) gemv.run(rows.p, packed.get(), 0, middle);
@@ -226,6 +229,12 @@ void check_quantized(runtime::Isa isa) {
   if (!kernels.fp32.run) return;
   check_gemv(kernels, kernels.fp32, rows, 2e-6);
   if (kernels.pairs.run) check_gemv(kernels, kernels.pairs, rows, 2e-2);
+  const quantized::DigitGemv* const gemv = quantized::digit_gemv(isa);
+  if (gemv && rows.w.bits == 8 && rows.w.has_row_scales()) {
+    const int digits = int(draw(quantized::kMinDigits, quantized::kMaxGemvDigits));
+    check_gemv(kernels, gemv->of[digits - quantized::kMinDigits], rows,
+               digits == quantized::kMinDigits ? 2e-3 : 2e-6, digits);
+  }
   check_widening(kernels, rows);
   if (!kernels.panels.run) return;
   const Matrix panels(quantized::kPanelRows);
