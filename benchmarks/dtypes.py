@@ -22,7 +22,7 @@ class ModelType:
 
     dtype: key of DTYPES, the type of everything that is not quantized, and of products.
     quantization: "int8" or "int4", the type of the decoder's linear layers; None if they are not
-        quantized.
+        quantized. With either type, the LM head is int8.
     """
 
     dtype: str
@@ -55,6 +55,6 @@ MODEL_TYPES: Mapping[str, ModelType] = {
     "int8-bf16": ModelType("bf16", "int8"),
     "int4-bf16": ModelType("bf16", "int4"),
 }
-"""Types of models by name. In a quantized type, everything but the linear layers is stored in fp32,
-or in bf16 if the name ends in "-bf16".
+"""Types of models by name. In a quantized type, everything but the linear layers and the LM head is
+stored in fp32, or in bf16 if the name ends in "-bf16".
 """

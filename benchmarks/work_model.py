@@ -6,11 +6,13 @@ once per request. Activations stay in the caches and do not count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from benchmarks.llava import Sizes
 from vlora.kernels.quantized import Format
+from vlora.model.decoder_config import LM_HEAD_FORMAT
 
 ADAPTED_TARGETS = 4
 """Number of adapted projections per layer: q, k, v, o."""
@@ -61,13 +63,16 @@ def step_work(
     """Return the work of one step.
 
     itemsize: number of bytes of a value.
-    form: format of the target matrices of all layers if they are quantized.
+    form: format of the target matrices of all layers if they are quantized at load, as the LM head
+        then is.
 
     In the last layer all rows compute keys and values. Only rows with logits compute the rest.
     """
     head = sizes.hidden // sizes.heads
     slab = slab_elements(sizes)
-    lm_head = sizes.vocabulary * sizes.hidden
+    head_shape = sizes.vocabulary, sizes.hidden
+    lm_head = math.prod(head_shape)
+    lm_head_bytes = itemsize * lm_head if form is None else LM_HEAD_FORMAT.matrix_bytes(*head_shape)
     rows = sum(chunk.rows for chunk in chunks)
     sampled = sum(chunk.logits for chunk in chunks)
     # Row i of a chunk attends to context + i + 1 positions: a product with keys, one with values.
@@ -84,7 +89,7 @@ def step_work(
     used = {c.adapter for c in chunks if c.adapter is not None}
     return Work(
         flops=float(flops),
-        weights=slab_bytes(sizes, itemsize, form) + itemsize * lm_head * (sampled > 0),
+        weights=slab_bytes(sizes, itemsize, form) + lm_head_bytes * (sampled > 0),
         kv=itemsize * positions * 2 * sizes.kv_heads * head * sizes.layers,
         adapters=itemsize * width * sum(rank_of(index, sizes) for index in used),
     )

@@ -24,7 +24,13 @@ from vlora.memory.device import PageLayout
 from vlora.memory.kv_cache import page_bytes
 from vlora.memory.pool import Run
 from vlora.model.decoder import lora_groups
-from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
+from vlora.model.decoder_config import (
+    DecoderConfig,
+    dtype_of,
+    lm_head_format,
+    load_config,
+    quantization_of,
+)
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape
 from vlora.model.workspace import FP32_BYTES, workspace_bytes
@@ -204,7 +210,13 @@ def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = No
     shapes = config.target_shapes
     stored = sum(math.prod(shape) for shape in shapes.values()) * itemsize
     quantized = sum(padded_bytes(form, group, shapes) for group in GROUPS)
-    return total + config.layers * (quantized - stored)
+    total += config.layers * (quantized - stored)
+    head_form, head = lm_head_format(form, config), (config.vocabulary, config.hidden)
+    if head_form is not None:
+        # The embedding that a tied LM head is made from is not quantized.
+        unquantized = 0 if config.tied else math.prod(head) * itemsize
+        total += head_form.matrix_bytes(*head) - unquantized
+    return total
 
 
 def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:

@@ -32,11 +32,11 @@ def footprint(folder: Path, dtype: str) -> dict[str, int]:
     config, chosen = load_config(folder), MODEL_TYPES[dtype]
     before = status_bytes("VmRSS")
     weights = load_weights(folder, config, DTYPES[chosen.dtype], chosen.form)
-    tensors = [weights.embedding, weights.lm_head, weights.final_norm]
-    tensors += [*weights.norms.values(), *weights.biases.values()]
-    sizes = {tensor.data_ptr(): tensor.nbytes for tensor in tensors}
+    parts = [weights.slab, weights.embedding, weights.lm_head, weights.final_norm]
+    parts += [*weights.norms.values(), *weights.biases.values()]
+    sizes = {id(part): part.nbytes for part in parts}
     return {
-        "weights": (weights.slab.nbytes + sum(sizes.values())) // MIB,
+        "weights": sum(sizes.values()) // MIB,
         "before": before // MIB,
         "peak": status_bytes("VmHWM") // MIB,
     }

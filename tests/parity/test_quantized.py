@@ -23,8 +23,10 @@ from transformers import (
 
 from benchmarks import llava
 from tests.support.logits import SMALL, engine_logits, stock_logits
+from tests.support.make_adapters import AdapterSpec, make_adapters
 from tests.support.quantized_checkpoints import LINEAR, VISION, Layout, quantize_checkpoint
 from tests.support.questions import WORDS
+from tests.support.small_adapter import edit_tensors
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
@@ -40,6 +42,7 @@ from vlora.vision.encoder import VisionEncoder
 from vlora.vision.images import DecodedImage
 
 TOLERANCE = 3e-4
+FORMS = {"int8": Format(8, None), "int4": Format(4, 32, zeros=True)}
 LAYOUTS = {
     "gptq": Layout("gptq"),
     "gptq-symmetric": Layout("gptq", symmetric=True, group=64),
@@ -56,7 +59,7 @@ LAYOUTS = {
 }
 
 
-def save_decoder(checkpoint: Path, folder: Path) -> LlamaForCausalLM:
+def save_decoder(checkpoint: Path, folder: Path, *, tied: bool = False) -> LlamaForCausalLM:
     """Save a random decoder with the demo's tokenizer, and return it."""
     torch.manual_seed(3)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -70,6 +73,7 @@ def save_decoder(checkpoint: Path, folder: Path) -> LlamaForCausalLM:
         max_position_embeddings=128,
         initializer_range=0.2,
         attention_bias=True,
+        tie_word_embeddings=tied,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
     )
@@ -126,6 +130,7 @@ def test_published_layouts_equal_the_dequantized_model(
     assert logits_gap(model, tmp_path) <= TOLERANCE
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize(
     ("options", "form"),
     [
@@ -135,20 +140,29 @@ def test_published_layouts_equal_the_dequantized_model(
     ],
 )
 def test_quantizing_at_load_equals_the_dequantized_model(
-    options: dict[str, Any], form: Format, checkpoint: Path, tmp_path: Path
+    options: dict[str, Any], form: Format, tied: bool, checkpoint: Path, tmp_path: Path
 ) -> None:
-    model = save_decoder(checkpoint, tmp_path)
+    model = save_decoder(checkpoint, tmp_path, tied=tied)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
     _dequantize(model, form)
     assert logits_gap(model, tmp_path, **options) <= TOLERANCE
 
 
 def _dequantize(model: torch.nn.Module, form: Format) -> None:
-    """Replace a model's decoder matrices by their quantized and dequantized values."""
+    """Replace a model's decoder matrices by their quantized and dequantized values.
+
+    The LM head is quantized to int8. Embeddings are not changed, even if they are tied to it.
+    """
     for key, parameter in model.named_parameters():
         if LINEAR.match(key) and VISION not in key:
-            stored = allocate(form, *parameter.shape, torch.float32)
-            quantize(parameter.data, stored)
-            parameter.data.copy_(dequantize(stored))
+            parameter.data.copy_(_rounded(parameter.data, form))
+    model.lm_head.weight = torch.nn.Parameter(_rounded(model.lm_head.weight.data, Format(8, None)))
+
+
+def _rounded(weight: torch.Tensor, form: Format) -> torch.Tensor:
+    stored = allocate(form, *weight.shape, torch.float32)
+    quantize(weight, stored)
+    return dequantize(stored)
 
 
 @pytest.mark.parametrize("method", ["int8", "awq"])
@@ -182,6 +196,39 @@ def test_adapters_and_images_on_quantized_weights_equal_peft(method: str, tmp_pa
             small.folder, "float32", prompts, images, small.adapters, [name] * 4, **options
         )
         torch.testing.assert_close(served, expected, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_an_adapter_of_the_lm_head_acts_on_its_quantized_weight(
+    quantization: str, tmp_path: Path
+) -> None:
+    small = llava.make(SMALL, tmp_path / "small")
+    spec = AdapterSpec("head", rank=16, targets=("q_proj", "lm_head"))
+    with pytest.warns(UserWarning, match="save_embedding_layers"):
+        adapters = make_adapters(small.folder, tmp_path / "adapters", (spec,))
+    exact, plain = tmp_path / "exact", tmp_path / "plain"
+    shutil.copytree(small.folder, exact)
+    model = LlavaForConditionalGeneration.from_pretrained(exact, dtype=torch.float32)
+    _dequantize(model, FORMS[quantization])
+    model.save_pretrained(exact)
+    # The server compares this copy of the LM head with the unquantized one. PEFT would use it.
+    shutil.copytree(adapters / "head", plain)
+    copy = "base_model.model.lm_head.base_layer.weight"
+    edit_tensors(plain, lambda tensors: tensors.pop(copy))
+    rng = np.random.default_rng(6)
+    prompts = [f"<image> {llava.prompt(8 + index, index, SMALL)}" for index in range(3)]
+    images = [
+        DecodedImage(rng.integers(0, 256, (SMALL.image, SMALL.image, 3), dtype=np.uint8))
+        for _ in prompts
+    ]
+    expected = stock_logits(exact, "float32", prompts, images, plain)
+    served = engine_logits(
+        small.folder, "float32", prompts, images, adapters, ["head"] * 3, quantization=quantization
+    )
+    torch.testing.assert_close(served, expected, rtol=0, atol=TOLERANCE)
+    edit_tensors(adapters / "head", lambda tensors: tensors[copy][-1].add_(1))
+    engine = Engine(Options(model=small.folder, adapters=adapters, quantization=quantization))
+    assert "differs from the base model's own lm_head" in str(engine.adapters.broken["head"])
 
 
 @pytest.mark.parametrize("policy", ["unmerge_only", "predictive", "credit"])

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from vlora import capacity, cli
@@ -86,11 +87,17 @@ def test_the_planned_weights_equal_the_loaded_ones(checkpoint: Path) -> None:
 @pytest.mark.parametrize(
     "form", [Format(8, None), Format(4, 32, zeros=True), Format(4, 128, zeros=True)]
 )
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_the_planned_quantized_weights_equal_the_loaded_ones(
-    checkpoint: Path, form: Format
+    tmp_path: Path, tied: bool, form: Format
 ) -> None:
-    config = load_config(checkpoint)
-    weights = load_weights(checkpoint, config, torch.bfloat16, form)
+    sizes = {"vocab_size": 301, "hidden_size": 96, "intermediate_size": 160}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "attention_bias": True}
+    LlamaForCausalLM(LlamaConfig(**sizes, **layers, tie_word_embeddings=tied)).save_pretrained(
+        tmp_path
+    )
+    config = load_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.bfloat16, form)
     loaded = [weights.slab.memory, weights.embedding, weights.lm_head, weights.final_norm]
     loaded += [*weights.norms.values(), *weights.biases.values()]
     assert capacity.weights_bytes(config, 2, form) == sum(t.nbytes for t in loaded)

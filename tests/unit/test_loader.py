@@ -16,9 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.process_status import status_bytes
 from tests.support.fake_device import fake_gpu
 from vlora.errors import InvalidArgument
-from vlora.kernels.quantized import Format
+from vlora.kernels.quantize import quantize
+from vlora.kernels.quantized import Format, QuantizedWeight, allocate, dequantize
 from vlora.model.decoder_config import load_config
-from vlora.model.loader import DecoderWeights, load_lm_head, load_weights
+from vlora.model.loader import DecoderWeights, adapter_shape, load_weights, stored_lm_head
 
 Tensors = dict[str, torch.Tensor]
 HIDDEN, VOCABULARY = 16, 40
@@ -94,7 +95,55 @@ def test_an_untied_model_without_a_head_is_refused(folder: Path) -> None:
 def test_tied_embeddings_are_the_head(tied: Path) -> None:
     weights = load(tied)
     assert weights.lm_head is weights.embedding
-    assert torch.equal(load_lm_head(tied, load_config(tied)), weights.embedding)
+    assert torch.equal(stored_lm_head(tied, load_config(tied))[:], weights.embedding)
+
+
+@pytest.mark.parametrize("form", [Format(8, None), Format(4, 32, zeros=True)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+def test_quantizing_at_load_gives_an_lm_head_of_8_bits(
+    tmp_path: Path, is_tied: bool, dtype: torch.dtype, form: Format
+) -> None:
+    """The integers are those of the stored floats, even if the embedding is rounded."""
+    config = load_config(save(tmp_path, tied=is_tied))
+    weights = load_weights(tmp_path, config, dtype, form)
+    tensors = load_file(tmp_path / "model.safetensors")
+    embedding = tensors["model.embed_tokens.weight"]
+    stored = embedding if is_tied else tensors["lm_head.weight"]
+    expected = allocate(Format(8, None), VOCABULARY, HIDDEN, dtype)
+    quantize(stored, expected)
+    assert isinstance(weights.lm_head, QuantizedWeight)
+    assert weights.lm_head.format == expected.format
+    assert weights.lm_head.dtype == dtype
+    assert torch.equal(dequantize(weights.lm_head), dequantize(expected))
+    assert torch.equal(weights.embedding, embedding.to(dtype))
+    unquantized = adapter_shape(tmp_path, config, weights).lm_head()
+    assert torch.equal(unquantized[0:VOCABULARY], stored.to(dtype))
+
+
+def test_the_rows_of_a_stored_lm_head_are_read_from_its_file(folder: Path) -> None:
+    head = stored_lm_head(folder, load_config(folder), torch.bfloat16)
+    stored = load_file(folder / "model.safetensors")["lm_head.weight"].bfloat16()
+    assert head.shape == stored.shape
+    for rows in (slice(0, 7), slice(35, 99), slice(None)):
+        assert torch.equal(head[rows], stored[rows])
+
+
+def test_a_stored_lm_head_that_cannot_be_read_is_named(folder: Path) -> None:
+    head = stored_lm_head(folder, load_config(folder))
+    file, name = folder / "model.safetensors", "lm_head.weight"
+    edit(folder, lambda tensors: tensors.update({name: torch.zeros(VOCABULARY, HIDDEN + 1)}))
+    with pytest.raises(InvalidArgument, match=r"'lm_head.weight' of shape \(40, 17\)"):
+        head[:]
+    edit(folder, lambda tensors: tensors.update({name: torch.zeros(VOCABULARY, HIDDEN).char()}))
+    with pytest.raises(InvalidArgument, match=r"'lm_head.weight' as I8"):
+        head[:]
+    edit(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(InvalidArgument, match=r"'lm_head.weight' cannot be read"):
+        head[:]
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(InvalidArgument, match=r"model.safetensors cannot be read"):
+        head[:]
 
 
 def test_a_stale_head_stored_with_tied_embeddings_is_ignored_with_a_warning(
@@ -104,7 +153,7 @@ def test_a_stale_head_stored_with_tied_embeddings_is_ignored_with_a_warning(
     weights = load(tied)
     assert weights.lm_head is weights.embedding
     assert "lm_head.weight" in caplog.text
-    assert torch.equal(load_lm_head(tied, load_config(tied)), weights.embedding)
+    assert torch.equal(stored_lm_head(tied, load_config(tied))[:], weights.embedding)
 
 
 def test_a_head_equal_to_the_tied_embeddings_gives_no_warning(
@@ -164,8 +213,8 @@ def test_weights_of_a_quantized_type_are_refused(folder: Path, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("form", [Format(8, None), Format(4, 32, zeros=True)], ids=str)
-def test_a_weight_that_cannot_be_quantized_is_named(folder: Path, form: Format) -> None:
-    name = "model.layers.1.mlp.up_proj.weight"
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.up_proj.weight", "lm_head.weight"])
+def test_a_weight_that_cannot_be_quantized_is_named(folder: Path, form: Format, name: str) -> None:
     edit(folder, lambda tensors: tensors[name][3].fill_(float("nan")))
     with pytest.raises(InvalidArgument) as error:
         load_weights(folder, load_config(folder), quantization=form)

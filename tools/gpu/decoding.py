@@ -78,7 +78,7 @@ class RandomModel:
                 self._config.vocabulary,
                 self._config.target_shapes,
                 "",
-                lambda: self._weights.lm_head,
+                lambda: cast(torch.Tensor, self._weights.lm_head),
                 tuple,
             ),
             dtype,

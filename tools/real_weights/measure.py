@@ -60,7 +60,7 @@ class Measured:
         self._config, dtype = load_config(folder), dtype_of(chosen.dtype, folder)
         weights = load_weights(folder, self._config, dtype, quantization_of(chosen, self._config))
         self.matrix_bytes = int(weights.slab.nbytes)
-        shape = adapter_shape(folder, self._config, weights.lm_head)
+        shape = adapter_shape(folder, self._config, weights)
         store = AdapterStore(shape, 1 << 30, dtype, 1 << 30)
         store.load(find_folders(adapters, {}))
         self._slot = store.slot(store.names()[0]) if adapters else BASE

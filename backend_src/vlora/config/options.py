@@ -162,8 +162,8 @@ class Options:
     """Type to which the decoder's linear layers are quantized at load: "int8" or "int4".
 
     int8 has one scale per output. int4 has one scale per `quantization_group_size` inputs of an
-    output. A checkpoint that is stored quantized needs no option. Adapters are never merged into
-    quantized weights.
+    output. The LM head becomes int8 with both. A checkpoint that is stored quantized needs no
+    option. Adapters are never merged into quantized weights.
     """
 
     quantization_group_size: int = 32

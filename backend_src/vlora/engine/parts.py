@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -87,7 +88,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     require_engine_memory(options, adapter_names, device)
     weights = load_weights(options.model, config, dtype, quantization, device)
     adapters = AdapterStore(
-        adapter_shape(options.model, config, weights.lm_head),
+        adapter_shape(options.model, config, weights),
         options.limits.max_adapter_bytes,
         dtype,
         options.adapter_host_bytes,
@@ -110,7 +111,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         guess(
             weights.slab.elements,
             dtype.itemsize,
-            weights.lm_head.numel(),
+            math.prod(weights.lm_head.shape),
             stored=weights.slab.nbytes,
         ),
         sizes,

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import torch
 
@@ -40,6 +41,17 @@ def vision_path(path: str) -> str | None:
     return f"{match[1]}.{match[2]}" if match else None
 
 
+class Rows(Protocol):
+    """A matrix in memory or in a file, of which slices of rows can be read."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the matrix."""
+
+    def __getitem__(self, rows: slice, /) -> torch.Tensor:
+        """Return some of the rows."""
+
+
 @dataclass(frozen=True)
 class ModelShape:
     """Shapes and module paths of the served model that an adapter has to fit.
@@ -49,8 +61,8 @@ class ModelShape:
     vocabulary: number of tokens of the decoder.
     shapes: (d_out, d_in) by target. All layers have the same shapes.
     prefix: text before `layers` in the module paths of the served model.
-    lm_head: function that returns the weight of the base model's LM head. It is called only for an
-        adapter that has a copy of this weight.
+    lm_head: function that returns the unquantized weight of the base model's LM head. It is called
+        only for an adapter that has a copy of this weight.
     other_modules: function that returns the paths of all modules outside the decoder. It is called
         only for an adapter that names a module which the decoder does not have.
     vision: function that returns (d_out, d_in) of each linear layer of the vision tower and the
@@ -64,7 +76,7 @@ class ModelShape:
     vocabulary: int
     shapes: Mapping[str, tuple[int, int]]
     prefix: str
-    lm_head: Callable[[], torch.Tensor]
+    lm_head: Callable[[], Rows]
     other_modules: Callable[[], Iterable[str]]
     vision: Callable[[], Mapping[str, tuple[int, int]]] = dict
     modules: Mapping[str, str] = field(default_factory=dict)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vlora.lora.model_shape import Rows
 from vlora.lora.peft_config import ErrorFactory, require_file
 from vlora.lora.weights_reader import FLOATS, Layout
 
@@ -113,8 +114,8 @@ class WeightsFile:
             raise self._invalid(f"has NaN or Inf in '{key}'")
         return tensor
 
-    def equals(self, key: str, expected: torch.Tensor) -> bool:
-        """Return whether a stored tensor, rounded to the dtype of `expected`, equals `expected`.
+    def equals(self, key: str, expected: Rows) -> bool:
+        """Return whether a stored matrix, rounded to the dtype of `expected`, equals `expected`.
 
         Raises InvalidArgument if a tensor of the file is not floating-point, or if the file cannot
         be read.
@@ -122,13 +123,13 @@ class WeightsFile:
         if self.shapes[key] != tuple(expected.shape):
             return False
         offset, dtype = self.layout.offset(key), FLOATS[self._types[key]]
-        values = max(1, PIECE_BYTES // dtype.itemsize)
+        count, width = expected.shape
+        rows = max(1, PIECE_BYTES // (dtype.itemsize * max(1, width)))
         try:
             with self._path.open("rb") as file:
                 file.seek(offset)
-                flat = expected.flatten()
-                for start in range(0, len(flat), values):
-                    piece = flat[start : start + values].cpu()
+                for start in range(0, count, rows):
+                    piece = expected[start : start + rows].flatten().cpu()
                     stored = bytearray(file.read(len(piece) * dtype.itemsize))
                     if len(stored) < len(piece) * dtype.itemsize:
                         raise self._invalid("cannot be read: it ends early")

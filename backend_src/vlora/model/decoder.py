@@ -17,6 +17,7 @@ from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
 from vlora.kernels import norms, ops
+from vlora.kernels.quantized import matrix_of
 from vlora.lora.layers import LoraLinear
 from vlora.lora.model_shape import LM_HEAD
 from vlora.lora.slab import GROUPS
@@ -62,7 +63,7 @@ class Decoder:
             weights.inverse_frequencies, weights.rope_scale, config.rope_axes, device.torch_device
         )
         self._workspace = Workspace(config, device, weights.slab.dtype)
-        self._lm_head = ops.Matrix(weights.lm_head)
+        self._lm_head = matrix_of(weights.lm_head, None)
         self.lora_groups = [adapters.group(group) for group in lora_groups(config.layers)]
         """Groups of projections, in the order of execution; the LM head is last."""
         self._lm_head_lora = self.lora_groups[-1]

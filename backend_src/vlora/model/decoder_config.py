@@ -117,6 +117,9 @@ class DecoderConfig:
         return shapes
 
 
+LM_HEAD_FORMAT = Format(8, None)
+"""Format of the LM head of a checkpoint that is quantized at load."""
+
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Types of weights in memory, by their names in the option `dtype`."""
 
@@ -150,6 +153,17 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
     if options.quantization == "int8":
         return Format(8, None)
     return Format(4, options.quantization_group_size, zeros=True)
+
+
+def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | None:
+    """Return the format in which the LM head is kept in memory; None for floats.
+
+    matrices: format of the target matrices; None for floats.
+
+    A checkpoint that is stored quantized keeps its LM head as it is stored.
+    """
+    quantized_at_load = matrices is not None and config.quantization is None
+    return LM_HEAD_FORMAT if quantized_at_load else None
 
 
 def load_config(folder: Path) -> DecoderConfig:

@@ -14,27 +14,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
 from vlora.kernels.quantize import quantize
-from vlora.kernels.quantized import Format, QuantizedWeight
+from vlora.kernels.quantized import Format, QuantizedWeight, allocate
 from vlora.lora.model_shape import ModelShape, vision_path
 from vlora.lora.quantized_slab import QuantizedSlab
 from vlora.lora.slab import TARGETS, WeightSlab
 from vlora.memory.device import HOST, Device
-from vlora.model.decoder_config import DecoderConfig, load_rope_frequencies
+from vlora.model.decoder_config import DecoderConfig, lm_head_format, load_rope_frequencies
 from vlora.model.quantized_checkpoint import Parts, read_quantized
+from vlora.model.stored_tensors import StoredRows, check, read
 from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
 
 log = logging.getLogger(__name__)
-
-STORED_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
-"""Types in which a checkpoint's weights may be stored."""
 
 POSITIONS = (".position_embedding", ".pos_embed")
 """Ends of the paths of a vision tower's position embeddings, which no product multiplies."""
@@ -45,9 +41,10 @@ class DecoderWeights:
     """Weights of the decoder. The target matrices are in the slab; all others are separate tensors.
 
     All matrices have the same type: fp32, bf16, or on a GPU fp16. Those in the slab may instead be
-    quantized. Norms and biases are fp32.
+    quantized, and so may the LM head. Norms and biases are fp32.
 
-    embedding, lm_head: [vocabulary, hidden]; the same tensor if they are tied.
+    embedding, lm_head: [vocabulary, hidden]. If they are tied, they are the same tensor, or a
+        quantized LM head has the values of the embedding.
     final_norm: [hidden].
     norms: (layer, name) → [hidden], or [head_dim] for the norms of heads.
     biases: (layer, target) → [d_out].
@@ -57,7 +54,7 @@ class DecoderWeights:
 
     slab: WeightSlab | QuantizedSlab
     embedding: torch.Tensor
-    lm_head: torch.Tensor
+    lm_head: torch.Tensor | QuantizedWeight
     final_norm: torch.Tensor
     norms: Mapping[tuple[int, str], torch.Tensor]
     biases: Mapping[tuple[int, str], torch.Tensor]
@@ -75,6 +72,7 @@ def load_weights(
     """Return the weights in the folder's safetensors files, with matrices as `dtype` on `device`.
 
     quantization: format of the target matrices. If None, they are stored as `dtype`, too.
+        `lm_head_format` has the format of the LM head.
 
     Each tensor is copied directly to its final location. So loading needs as much memory as the
     model and its largest tensor. Matrices that are stored quantized are unpacked one by one, which
@@ -95,6 +93,9 @@ def load_weights(
         for layer in range(config.layers)
         for target in TARGETS
     }
+    head = _quantized_head(config, quantization, dtype)
+    if head is not None and not config.tied:
+        matrices[names.lm_head] = head
     tensors = {
         name: device.zeros(*shape, dtype=dtype)
         if len(shape) == 2
@@ -109,10 +110,12 @@ def load_weights(
         with open_weights(file) as opened:
             for name, key in entries:
                 if name in tensors:
-                    part = _part(_read(opened, file, key), name, names.stored(key))
+                    part = _part(read(opened, file, key), name, names.stored(key))
                     _copy_into(tensors[name], part, f"{file} holds '{key}'")
+                    if head is not None and config.tied and name == names.embedding:
+                        _store(head, part, f"{file} holds '{key}'")
                 elif name in matrices and config.quantization is None:
-                    part = _part(_read(opened, file, key), name, names.stored(key))
+                    part = _part(read(opened, file, key), name, names.stored(key))
                     _store(matrices[name], part, f"{file} holds '{key}'")
     if isinstance(slab, QuantizedSlab):
         if config.quantization is not None:
@@ -124,7 +127,7 @@ def load_weights(
     return DecoderWeights(
         slab=slab,
         embedding=tensors[names.embedding],
-        lm_head=tensors[names.embedding if config.tied else names.lm_head],
+        lm_head=head or tensors[names.embedding if config.tied else names.lm_head],
         final_norm=tensors[names.final_norm],
         norms={
             (layer, norm): tensors[names.norm(layer, norm)]
@@ -141,44 +144,68 @@ def load_weights(
     )
 
 
+def _quantized_head(
+    config: DecoderConfig, quantization: Format | None, dtype: torch.dtype
+) -> QuantizedWeight | None:
+    """Return memory for the LM head, or None if it is not quantized.
+
+    quantization: format of the target matrices.
+    """
+    form = lm_head_format(quantization, config)
+    if form is None:
+        return None
+    shape = config.vocabulary, config.hidden
+    memory = HOST.zeros(form.matrix_bytes(*shape), dtype=torch.uint8)
+    return allocate(form, *shape, dtype, memory)
+
+
 def adapter_shape(
-    folder: Path, config: DecoderConfig, lm_head: torch.Tensor | None = None
+    folder: Path, config: DecoderConfig, weights: DecoderWeights | None = None
 ) -> ModelShape:
     """Return the shapes that adapters of this checkpoint must fit.
 
-    lm_head: the loaded LM head. If None, the LM head is read from the folder when the first adapter
-        needs it.
+    weights: the loaded weights. If they are None or have a quantized LM head only, an adapter's
+        copy of the LM head is compared with the one in the folder.
     """
+
+    def lm_head() -> torch.Tensor | StoredRows:
+        if weights is None:
+            return stored_lm_head(folder, config)
+        head = weights.embedding if config.tied else weights.lm_head
+        if isinstance(head, torch.Tensor):
+            return head
+        return stored_lm_head(folder, config, weights.embedding.dtype)
+
     return ModelShape(
         layers=config.layers,
         hidden=config.hidden,
         vocabulary=config.vocabulary,
         shapes=config.target_shapes,
         prefix=config.prefix,
-        lm_head=cache(lambda: load_lm_head(folder, config) if lm_head is None else lm_head),
+        lm_head=cache(lm_head),
         other_modules=cache(lambda: _module_paths(folder)),
         vision=cache(lambda: _vision_shapes(folder)),
         modules=config.names.modules,
     )
 
 
-def load_lm_head(folder: Path, config: DecoderConfig) -> torch.Tensor:
-    """Return the LM head in a folder, [vocabulary, hidden] fp32. Raises the errors of
-    `load_weights`.
+def stored_lm_head(
+    folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
+) -> StoredRows:
+    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`.
+
+    Raises InvalidArgument if a weight is missing.
     """
     names = config.names
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
     file, key = stored[names.embedding if config.tied else names.lm_head]
-    head = torch.empty(config.vocabulary, config.hidden, dtype=torch.float32)
-    with open_weights(file) as opened:
-        _copy_into(head, _read(opened, file, key), f"{file} holds '{key}'")
-    return head
+    return StoredRows(file, key, (config.vocabulary, config.hidden), dtype)
 
 
 def read_weight(file: Path, key: str) -> torch.Tensor:
     """Return a stored weight in fp32. Raise InvalidArgument if it cannot be read."""
     with open_weights(file) as opened:
-        return _read(opened, file, key).to(torch.float32)
+        return read(opened, file, key).to(torch.float32)
 
 
 def _module_paths(folder: Path) -> frozenset[str]:
@@ -200,7 +227,7 @@ def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor
 def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin: str) -> None:
     """Copy a stored matrix to its final location. Quantize the matrix if `target` is quantized."""
     if isinstance(target, QuantizedWeight):
-        _check(target.shape, tensor, origin)
+        check(target.shape, tensor.shape, tensor.dtype, origin)
         try:
             quantize(tensor, target)
         except ValueError as error:
@@ -231,19 +258,8 @@ def _copy_into(target: torch.Tensor, tensor: torch.Tensor, origin: str) -> None:
 
     origin: file and key of the tensor, for error messages.
     """
-    _check(tuple(target.shape), tensor, origin)
+    check(tuple(target.shape), tensor.shape, tensor.dtype, origin)
     target.copy_(tensor)
-
-
-def _check(shape: tuple[int, ...], tensor: torch.Tensor, origin: str) -> None:
-    """Raise InvalidArgument if a stored tensor has another shape or an unsupported type."""
-    if tensor.dtype not in STORED_DTYPES:
-        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
-        raise InvalidArgument(f"model: {origin} as {tensor.dtype}; supported: {supported}")
-    if tensor.shape != shape:
-        raise InvalidArgument(
-            f"model: {origin} of shape {tuple(tensor.shape)}; by config.json it must be {shape}"
-        )
 
 
 def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
@@ -252,7 +268,7 @@ def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
     The stored head is then not used, because config.json decides (decision 20).
     """
     with open_weights(file) as opened:
-        head = _read(opened, file, key)
+        head = read(opened, file, key)
     if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
         log.warning(
             "%s holds '%s', which differs from the embeddings; config.json ties the two, so the"
@@ -324,13 +340,5 @@ def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts
             module, _, part = key.rpartition(".")
             matrix = matrices.get(config.names.without_prefix(f"{module}.weight") or "")
             if matrix is not None:
-                parts[matrix][part] = partial(_read, opened, file, key)
+                parts[matrix][part] = partial(read, opened, file, key)
     return parts
-
-
-def _read(opened: Any, file: Path, key: str) -> torch.Tensor:
-    try:
-        tensor: torch.Tensor = opened.get_tensor(key)
-    except (SafetensorError, OSError) as error:
-        raise InvalidArgument(f"model: {file}: '{key}' cannot be read: {error}") from error
-    return tensor

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.support.device_tensors import DEVICE, separate_devices
 from tests.support.memory import peak_growth
@@ -28,6 +28,7 @@ from vlora.lora.adapter import load_adapter
 from vlora.lora.folders import find_folders
 from vlora.lora.model_shape import ModelShape
 from vlora.lora.store import AdapterStore
+from vlora.model.stored_tensors import StoredRows
 
 
 def test_the_scale_is_folded_into_b(folder: Path, model: ModelShape) -> None:
@@ -133,12 +134,22 @@ def test_a_copy_of_the_lm_head_is_compared_with_the_one_of_a_gpu(
             load_adapter("x", folder, replace(model, lm_head=lambda: on_gpu))
 
 
+@pytest.mark.parametrize("stored", [False, True], ids=["in-memory", "stored"])
 @pytest.mark.parametrize("change", [0.0, 1.0, math.nan])
 def test_a_copy_of_the_lm_head_is_compared_without_memory_for_it(
-    folder: Path, model: ModelShape, change: float
+    folder: Path, model: ModelShape, change: float, stored: bool, tmp_path: Path
 ) -> None:
     head = torch.zeros(1 << 18, HIDDEN * 8, dtype=torch.bfloat16)
-    model = replace(model, vocabulary=head.shape[0], hidden=head.shape[1], lm_head=lambda: head)
+    save_file({"lm_head.weight": head}, tmp_path / "head.safetensors")
+    rows = StoredRows(
+        tmp_path / "head.safetensors", "lm_head.weight", (1 << 18, HIDDEN * 8), head.dtype
+    )
+    model = replace(
+        model,
+        vocabulary=head.shape[0],
+        hidden=head.shape[1],
+        lm_head=lambda: rows if stored else head,
+    )
     name = "base_model.model.lm_head.base_layer.weight"
     head[-1, -1] = change
     edit_tensors(folder, lambda t: t.update({name: head}))
