@@ -34,8 +34,7 @@ from vlora.model.runner import Runner
 log = logging.getLogger(__name__)
 
 VERSION = 4
-"""Version of the profile's format and of the products of a step. A profile of another version is
-not used."""
+"""Version of the profile's format and of a step's products. Other versions are measured again."""
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Numbers of rows of the steps that measure the matrix products, in the order of measurement."""
 REPEATS = 3
