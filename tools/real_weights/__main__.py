@@ -47,6 +47,7 @@ def make(
         checkpoint.make(folder, connector_steps, typer.echo)
     except InvalidArgument as error:
         raise typer.BadParameter(str(error)) from error
+    typer.echo(f"The checkpoint is in {folder}.")
 
 
 @app.command(cls=Command)
