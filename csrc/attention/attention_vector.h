@@ -70,12 +70,8 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
       panel_bytes * kMaxAhead <= kAheadBytes ? kMaxAhead : ceil_div(kAheadBytes, panel_bytes);
   // Panels that are read in rotation are prefetched for a later head, because all heads of a page
   // are contiguous. This was measured on CPUs with AMX only.
-  static const bool prefetches = runtime::runs_here(runtime::Isa::kAmx);
-  const auto ahead_of = [&](int64_t h) {
-    return prefetches && h + kHeadsAhead < heads
-               ? ptrdiff_t(kHeadsAhead * layout.head() * int64_t(sizeof(T)))
-               : 0;
-  };
+  static const bool on_amx = runtime::runs_here(runtime::Isa::kAmx);
+  const bool prefetches = on_amx && streams > 1 && heads > kHeadsAhead;
   const int64_t blocks = ceil_div(piece.panels, kBlockPanels);
   for (int64_t block = 0; block < blocks; ++block) {
     const int64_t begin = piece.panel + kBlockPanels * block;
@@ -85,14 +81,15 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
     for (int64_t j = 0; j < count; ++j) keys[j] = keys_of(begin + j);
     // The panels in the order in which they are read: keys of all panels and heads, then their
     // values, then the first keys of the next block.
-    const T* order[(2 * kBlockPanels * kMaxHeads) + kMaxAhead];
+    const T* order[(2 * kBlockPanels + kStreams) * kMaxHeads];
     const int64_t steps = count * heads;
     for (int64_t j = 0, step = 0; j < count; ++j)
       for (int64_t h = 0; h < heads; ++h, ++step) {
         order[step] = keys[j] + h * layout.head();
         order[steps + step] = order[step] + layout.values();
       }
-    for (int64_t step = 0; step < kMaxAhead; ++step) {
+    const int64_t following = std::min(kStreams, end_panel - begin - count);
+    for (int64_t step = 0; step < std::max(kMaxAhead, kStreams * heads); ++step) {
       const int64_t panel = begin + count + step / heads;
       order[2 * steps + step] =
           panel < end_panel ? keys_of(panel) + step % heads * layout.head() : nullptr;
@@ -109,6 +106,16 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
       for (int64_t j = first; j < until; ++j) to[j - first] = order[j * heads + head];
     };
     const T* panels[kBlockPanels];
+    // The panels that are prefetched while `panels` are read, which are panels [first, until) of
+    // `order` for one head. The first heads of the next panels follow the last heads.
+    const T* later[kBlockPanels];
+    const auto find_later = [&](int64_t first, int64_t until, int64_t head) {
+      const bool same = head + kHeadsAhead < heads;
+      const int64_t at = same ? first : until, end = same ? until : 2 * count + following,
+                    ahead = head + kHeadsAhead - (same ? 0 : heads);
+      for (int64_t j = 0; j < until - first; ++j)
+        later[j] = at + j < end ? order[(at + j) * heads + ahead] : panels[j];
+    };
     const int64_t key_runs = ceil_div(count, key_run);
     for (int64_t r = 0; r < key_runs; ++r) {
       const int64_t j = r * key_run, until = std::min(count, j + key_run);
@@ -120,13 +127,14 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
           write_key(layout, Stored<T>(p, chunk.row, piece.kv_head + h), slot_of(h));
         }
         panels_of_head(j, until, h, panels);
+        if (prefetches) find_later(j, until, h);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           if (j >= seen[t]) continue;
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;
           score_queries<T>(left < tile ? left : tile, q + i * kQueryStride, panels,
                            (seen[t] < until ? seen[t] : until) - j, dim,
                            scores + i * kScoreStride + j * kLanes, prefetch,
-                           key_run > 1 ? ahead_of(h) : 0);
+                           prefetches ? later : nullptr);
           prefetch = nullptr;
         }
       }
@@ -151,6 +159,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
           write_value(layout, Stored<T>(p, chunk.row, piece.kv_head + h), slot_of(h));
         }
         panels_of_head(count + j, count + until, h, panels);
+        if (prefetches) find_later(count + j, count + until, h);
         for (int64_t t = 0; t * tile < per_head; ++t) {
           const int64_t i = h * per_head + t * tile, left = per_head - t * tile;
           // Returns the number of a panel's tokens that the last row sees. Later tokens may belong
@@ -169,11 +178,12 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             if (streams > 1) {
               add_values_of_queries<T, kStreamQueries, true>(rows, weights, from, k - first, each,
                                                              padded, out + i * padded, nullptr,
-                                                             ahead_of(h));
+                                                             prefetches ? later + (first - j)
+                                                                        : nullptr);
             } else {
               add_values_of_queries<T, kMaxTileQueries, false>(rows, weights, from, k - first, each,
                                                                padded, out + i * padded, prefetch,
-                                                               0);
+                                                               nullptr);
             }
             prefetch = nullptr;
           }

@@ -42,20 +42,20 @@ VLORA_INLINE void load(const T* pair, ptrdiff_t row, int second, R (&to)[N]) {
   }
 }
 
-// Prefetches the line that is `ahead` bytes after `line` to L2.
+// Prefetches a line to L2.
 template <class T>
-VLORA_INLINE void prefetch_ahead(const T* line, ptrdiff_t ahead) {
-  __builtin_prefetch(reinterpret_cast<const char*>(line) + ahead, 0, 2);
+VLORA_INLINE void prefetch_to_l2(const T* line) {
+  __builtin_prefetch(line, 0, 2);
 }
 
 // Computes scores of the tokens of P panels, [dim][kLanes], for M queries, over depths from …
 // until, which are even. Unless `from` is 0, the scores so far are added. kPrefetch: whether a
-// panel's bytes are prefetched from `prefetch`. ahead: bytes from each line that is read to a line
-// that is prefetched, or 0. A small tile keeps several partial sums of each score, since an addition
-// waits for the one before it.
+// panel's bytes are prefetched from `prefetch`. later: for each panel another one, which is
+// prefetched to L2, or null. A small tile keeps several partial sums of each score, since an
+// addition waits for the one before it.
 template <class T, int M, int P, bool kPrefetch>
 VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int64_t until,
-                        float* scores, const char* prefetch, ptrdiff_t ahead) {
+                        float* scores, const char* prefetch, const T* const* later) {
   constexpr int kSums = M * P == 1 ? 4 : M * P <= (kFullLines ? 6 : 3) ? 2 : 1;
   R acc[kSums][P][M][kRegisters];
 #pragma GCC unroll 4
@@ -94,9 +94,9 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
     for (int k = 0; k < kSteps; ++k) {
       if constexpr (kPrefetch)
         if (k * kRow % 64 == 0) __builtin_prefetch(prefetch + (d + k) * kRow);
-      if (ahead && k * kRow % 64 == 0) {
+      if (later && k * kRow % 64 == 0) {
 #pragma GCC unroll 4
-        for (int p = 0; p < P; ++p) prefetch_ahead(panels[p] + (d + k) * kLanes, ahead);
+        for (int p = 0; p < P; ++p) prefetch_to_l2(later[p] + (d + k) * kLanes);
       }
       add(k % kSums, d + k / 2 * 2, k % 2);
     }
@@ -121,23 +121,24 @@ VLORA_INLINE void score(const float* q, const T* const* keys, int64_t from, int6
 // Computes scores for at most P panels.
 template <class T, int M, int P>
 VLORA_INLINE void score_up_to(int64_t panels, const float* q, const T* const* keys, int64_t from,
-                              int64_t until, float* scores, ptrdiff_t ahead) {
-  if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr, ahead);
-  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores, ahead);
+                              int64_t until, float* scores, const T* const* later) {
+  if (panels >= P) return score<T, M, P, false>(q, keys, from, until, scores, nullptr, later);
+  if constexpr (P > 1) score_up_to<T, M, P - 1>(panels, q, keys, from, until, scores, later);
 }
 
 // Computes scores for any number of panels. As many are taken together as fill the registers with
 // sums. If there are more, they take turns for a run of depths each.
 template <class T, int M>
 void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t dim, float* scores,
-                  const char* prefetch, ptrdiff_t ahead) {
+                  const char* prefetch, const T* const* later) {
   constexpr int kAtOnce = at_once(M);
-  if (prefetch) return score<T, M, 1, true>(q, keys, 0, dim, scores, prefetch, 0);
+  if (prefetch) return score<T, M, 1, true>(q, keys, 0, dim, scores, prefetch, nullptr);
   const int64_t each = panels <= kAtOnce ? dim : kKeyRunBytes / (kLanes * int64_t(sizeof(T)));
   for (int64_t d = 0; d < dim; d += each) {
     const int64_t until = d + each < dim ? d + each : dim;
     for (int64_t p = 0; p < panels; p += kAtOnce)
-      score_up_to<T, M, kAtOnce>(panels - p, q, keys + p, d, until, scores + p * kLanes, ahead);
+      score_up_to<T, M, kAtOnce>(panels - p, q, keys + p, d, until, scores + p * kLanes,
+                                 later ? later + p : nullptr);
   }
 }
 
@@ -145,20 +146,20 @@ void score_panels(const float* q, const T* const* keys, int64_t panels, int64_t 
 template <class T, int M = kMaxTileQueries>
 VLORA_INLINE void score_queries(int64_t queries, const float* q, const T* const* keys,
                                 int64_t panels, int64_t dim, float* scores, const char* prefetch,
-                                ptrdiff_t ahead) {
-  if (queries >= M) return score_panels<T, M>(q, keys, panels, dim, scores, prefetch, ahead);
+                                const T* const* later) {
+  if (queries >= M) return score_panels<T, M>(q, keys, panels, dim, scores, prefetch, later);
   if constexpr (M > 1)
-    score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch, ahead);
+    score_queries<T, M - 1>(queries, q, keys, panels, dim, scores, prefetch, later);
 }
 
 // Adds weights times values to `out`, for tokens from … until of some panels, M queries and N
 // registers of columns. `from` is even. kInterleaved: panels are read in rotation, two tokens of
-// each. kPrefetch: as in `score`, for the first panel. ahead: as in `score`, if panels are
+// each. kPrefetch: as in `score`, for the first panel. later: as in `score`, if panels are
 // interleaved.
 template <class T, int M, int N, bool kInterleaved, bool kPrefetch>
 VLORA_INLINE void add_values(const float* weights, const T* const* values, int64_t panels,
                              int64_t from, int64_t until, int64_t column, int64_t padded,
-                             float* out, const char* prefetch, ptrdiff_t ahead) {
+                             float* out, const char* prefetch, const T* const* later) {
   // Number of values of a column that are contiguous in memory.
   constexpr int kPair = int(4 / sizeof(T));
   R acc[M][N];
@@ -186,12 +187,12 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
   if constexpr (kInterleaved) {
     for (int64_t t = from; t < until; t += 2)
       for (int64_t p = 0; p < panels; ++p) {
-        if (ahead) {
-          const T* const lines = values[p] + t * padded + column * kPair;
+        if (later) {
+          const T* const lines = later[p] + t * padded + column * kPair;
 #pragma GCC unroll 8
           for (int i = 0; i < N * R::kWidth * kPair; i += int(64 / sizeof(T))) {
-            prefetch_ahead(lines + i, ahead);
-            if (kPair == 1) prefetch_ahead(lines + padded + i, ahead);
+            prefetch_to_l2(lines + i);
+            if (kPair == 1) prefetch_to_l2(lines + padded + i);
           }
         }
         add_pair(p, t);
@@ -219,7 +220,7 @@ VLORA_INLINE void add_values(const float* weights, const T* const* values, int64
 // Adds weights times values for all columns. As many are taken together as fill the registers.
 template <class T, int M, bool kInterleaved>
 void add_all_values(const float* weights, const T* const* values, int64_t panels, int64_t tokens,
-                    int64_t padded, float* out, const char* prefetch, ptrdiff_t ahead) {
+                    int64_t padded, float* out, const char* prefetch, const T* const* later) {
   constexpr int N = at_once(M) * kRegisters;
   const int64_t each = kInterleaved && panels > 1 ? kValueRunTokens : tokens;
   for (int64_t t = 0; t < tokens; t += each) {
@@ -227,12 +228,12 @@ void add_all_values(const float* weights, const T* const* values, int64_t panels
     int64_t column = 0;
     for (; column + N * R::kWidth <= padded; column += N * R::kWidth)
       prefetch ? add_values<T, M, N, false, true>(weights, values, panels, t, until, column, padded,
-                                                  out, prefetch, 0)
+                                                  out, prefetch, nullptr)
                : add_values<T, M, N, kInterleaved, false>(weights, values, panels, t, until, column,
-                                                          padded, out, nullptr, ahead);
+                                                          padded, out, nullptr, later);
     for (; column < padded; column += kLanes)
       add_values<T, M, kRegisters, kInterleaved, false>(weights, values, panels, t, until, column,
-                                                        padded, out, nullptr, ahead);
+                                                        padded, out, nullptr, later);
   }
 }
 
@@ -240,15 +241,15 @@ void add_all_values(const float* weights, const T* const* values, int64_t panels
 template <class T, int M, bool kInterleaved>
 void add_values_of_queries(int64_t queries, const float* weights, const T* const* values,
                            int64_t panels, int64_t tokens, int64_t padded, float* out,
-                           const char* prefetch, ptrdiff_t ahead) {
+                           const char* prefetch, const T* const* later) {
   for (; queries >= M;
        queries -= M, weights += M * kScoreStride, out += M * padded, prefetch = nullptr)
     add_all_values<T, M, kInterleaved>(weights, values, panels, tokens, padded, out, prefetch,
-                                       ahead);
+                                       later);
   if constexpr (M > 1)
     if (queries > 0)
       add_values_of_queries<T, M - 1, kInterleaved>(queries, weights, values, panels, tokens,
-                                                    padded, out, prefetch, ahead);
+                                                    padded, out, prefetch, later);
 }
 
 }  // namespace vlora::attention::VLORA_ISA

@@ -143,6 +143,10 @@ constexpr int kParts = V::kRegisters;
 // compiler would keep what they capture in memory, because the instructions of tiles may read it.
 template <int kRows>
 struct Totals {
+  // Whether zeros are multiplied by the scales once for all rows of x, so that the corrections are
+  // added to the totals. For a single row, it is faster to add them to the sums before scaling.
+  static constexpr bool kScalesZeros = kRows > 1;
+
   R total[kRows * kParts];
 
   // Begins with a stored row of sums each, `stride` floats apart; from `rows` on with zeros.
@@ -162,6 +166,7 @@ struct Totals {
     for (int i = 0; i < kParts; ++i) {
       scale[i] = R::load(scales + i * R::kWidth);
       zero[i] = kZeros ? load_bytes(zeros + i * R::kWidth) : R::zero();
+      if constexpr (kScalesZeros) zero[i] = zero[i] * scale[i];
     }
     add<kZeros, kConverts>(sums, scale, zero, terms, conversion,
                            std::make_integer_sequence<int, kRows>{});
@@ -201,8 +206,10 @@ struct Totals {
 #pragma GCC unroll 4
     for (int i = 0; i < kParts; ++i) {
       R products = R::load(sums + kRow * kLanes + i * R::kWidth);
-      if constexpr (kZeros) products.add_product(R::broadcast(terms + kRow), zero[i]);
-      total[kRow * kParts + i].add_product(products, scale[i]);
+      R& sum = total[kRow * kParts + i];
+      if constexpr (kZeros)
+        (kScalesZeros ? sum : products).add_product(R::broadcast(terms + kRow), zero[i]);
+      sum.add_product(products, scale[i]);
     }
   }
 };
@@ -272,7 +279,7 @@ void multiply_panels(const Product& p, const PanelSlice& slice, const char* x, i
   Pass pass;
   pass.first_step = slice.from / kTiles;
   // A group has several steps if the last one of a row is not complete.
-  pass.shift = w.group_shift - 5 - (kTiles == 4 ? 2 : kTiles / 2);
+  for (pass.shift = 0; kMinGroup * kTiles << pass.shift < int64_t(1) << w.group_shift;) ++pass.shift;
   for (int64_t panel = from; panel < to; ++panel) {
     pass.scales = w.scales + panel * w.groups() * kTilePanelRows;
     pass.zeros = w.zeros + (kZeros ? panel * w.groups() * kTilePanelRows : 0);
