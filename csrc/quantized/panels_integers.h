@@ -103,8 +103,8 @@ class Starts {
   VLORA_INLINE void add_tiles(std::integer_sequence<int, kTileOf...>) {
     (add_tile<kSum, kTileOf>(), ...);
   }
-  // Uses few tile registers. With two of each factor, products in fp32 took 10 % longer at times when
-  // other work slowed the CPU, and were not faster at other times.
+  // Uses few tile registers. With two of each factor, products in fp32 took 10 % longer at times
+  // when other work slowed the CPU, and were not faster at other times.
   template <int kSum, int kTileOf>
   VLORA_INLINE void add_tile() {
     constexpr int kLine = kRows * kTileLine;
@@ -280,7 +280,8 @@ void multiply_panels(const Product& p, const PanelSlice& slice, const char* x, i
   Pass pass;
   pass.first_step = slice.from / kTiles;
   // A group has several steps if the last one of a row is not complete.
-  for (pass.shift = 0; kMinGroup * kTiles << pass.shift < int64_t(1) << w.group_shift;) ++pass.shift;
+  pass.shift = 0;
+  while (kMinGroup * kTiles << pass.shift < int64_t(1) << w.group_shift) ++pass.shift;
   for (int64_t panel = from; panel < to; ++panel) {
     pass.scales = w.scales + panel * w.groups() * kTilePanelRows;
     pass.zeros = w.zeros + (kZeros ? panel * w.groups() * kTilePanelRows : 0);
