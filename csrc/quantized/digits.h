@@ -2,8 +2,6 @@
 // that multiply digits.
 #pragma once
 
-#include <cmath>
-
 #include "quantized/quantized.h"
 
 namespace vlora::quantized {

@@ -2,8 +2,8 @@
 //
 // A row of x is multiplied by a factor, so that its values become integers of 8 kDigits bits. Each
 // integer is split into kDigits signed bytes. Sums of products of bytes are exact, and kDigits of
-// them make a sum of x. The error of a value of x is at most 2^(-8 kDigits) times the largest value
-// of its row. About 2^-23 times the value itself is added when it is scaled.
+// them make a sum of x. The error of a value of x is at most about 2^(-8 kDigits) times the largest
+// value of its row. About 2^-23 times the value itself is added when it is scaled.
 //
 // Included after largest_magnitude and count_smaller (digits_avx512.h or digits_twin.h).
 #pragma once

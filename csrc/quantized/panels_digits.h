@@ -3,23 +3,27 @@
 //
 // The instruction multiplies four unsigned bytes with four signed ones in each lane, and adds the
 // products to 32 bits. The stored integers of W are the unsigned bytes; each lane belongs to a row
-// of the panel. The signed bytes are digits of x: each kMinGroup values of a row of x are multiplied
-// by a factor of their own, and become integers of some bytes. All sums of a group are exact.
+// of the panel. The signed bytes are digits of x: each kMinGroup values of a row of x are
+// multiplied by a factor of their own, and become integers of some bytes. All sums of a group are
+// exact.
 #pragma once
 
 #include <immintrin.h>
 
 #include <algorithm>
+#include <cmath>
 
 #include "quantized/digits.h"
+#include "quantized/digits_avx512.h"
 #include "quantized/unpack_avx512.h"
 
 namespace vlora::quantized::VLORA_ISA {
 
 constexpr int kGroup = int(kMinGroup), kRowsOfPanel = int(kTilePanelRows);
-// Bytes of a group of a panel, in four lines. Four bits of each byte of a line make one operand, the
-// other four bits another.
-constexpr int kGroupBytes = kRowsOfPanel * kGroup / 2, kLinesOfGroup = 4, kParts = 2 * kLinesOfGroup;
+// Bytes of a group of a panel, in four lines. Four bits of each byte of a line make one operand,
+// the other four bits another.
+constexpr int kGroupBytes = kRowsOfPanel * kGroup / 2, kLinesOfGroup = 4;
+constexpr int kParts = 2 * kLinesOfGroup;
 static_assert(kRowsOfPanel == kLanes && kGroupBytes == 64 * kLinesOfGroup);
 // Bytes that the values, scales and zeros of W are prefetched ahead, into L1.
 constexpr int64_t kValuesAhead = 2048, kScalesAhead = 1024, kZerosAhead = 256;
@@ -29,8 +33,8 @@ struct GroupFactors {
   // Minus kMiddle times the sum of the integers, for the sums of the two lower digits, and for
   // those of the digits above.
   int32_t lower, upper;
-  float unit;  // of the integers
-  float zero_term;  // minus the sum of the integers, in units of kZeroStep
+  float unit;       // of the integers
+  float zero_term;  // minus kZeroStep times the sum of the integers
 };
 
 // A tile of x has the groups of all its rows after another: their digits, then their factors. The
@@ -52,29 +56,17 @@ struct GroupOfX {
     // 2j and 2j + 1.
     const __m512i order = _mm512_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15);
     const auto half = [&](int64_t from) __attribute__((always_inline)) {
-      const unsigned some = count >= from + 16 ? 0xffffu
-                            : count <= from    ? 0
-                                               : (1u << (count - from)) - 1;
-      return _mm512_permutexvar_ps(order, _mm512_maskz_loadu_ps(__mmask16(some), x + from));
+      return _mm512_permutexvar_ps(order, load_values(x + from, count - from));
     };
     return {half(0), half(16)};
   }
-  // Returns the largest magnitude, or NaN if a value is NaN. The bits of magnitudes are ordered as
-  // integers, and those of NaN are the largest.
+  // Returns the largest magnitude, or NaN if a value is NaN.
   VLORA_INLINE float largest() const {
-    const __m512i both = _mm512_max_epu32(_mm512_castps_si512(_mm512_abs_ps(low)),
-                                          _mm512_castps_si512(_mm512_abs_ps(high)));
-    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128(int(_mm512_reduce_max_epu32(both)))));
+    return largest_of(larger_magnitudes(larger_magnitudes(_mm512_setzero_si512(), low), high));
   }
   // Returns how many values have a magnitude below `limit` and are not zero.
   VLORA_INLINE int smaller(float limit) const {
-    const auto count = [&](__m512 values) __attribute__((always_inline)) {
-      const __m512 magnitudes = _mm512_abs_ps(values);
-      const __mmask16 below = _mm512_cmp_ps_mask(magnitudes, _mm512_set1_ps(limit), _CMP_LT_OQ);
-      return __builtin_popcount(
-          _mm512_mask_cmp_ps_mask(below, magnitudes, _mm512_setzero_ps(), _CMP_GT_OQ));
-    };
-    return count(low) + count(high);
+    return count_smaller(low, limit) + count_smaller(high, limit);
   }
 };
 
@@ -108,19 +100,11 @@ VLORA_INLINE void pack_group(const GroupOfX& x, char* digits, GroupFactors& fact
   const float unit = std::max(largest, kSmallestMaximum) / largest_integer(kDigits);
   const __m512 scale = _mm512_set1_ps(1 / unit);
   const __mmask16 used = finite ? 0xffff : 0;
-  // Adding 128 to each of the lower digits carries into the next digit where a digit of 128 to 255
-  // becomes a negative one. The subtraction is an exclusive or.
-  const __m512i middle = _mm512_set1_epi32(kDigits == 4   ? 0x808080
-                                           : kDigits == 3 ? 0x8080
-                                                          : 0x80);
-  const __m512i by_digit = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   constexpr int kLowerDigits = std::min(kDigits, 2);
   constexpr auto kWords = __mmask16(kDigits == 4 ? 0xffff : kDigits == 3 ? 0x7777 : 0x3333);
   __m512i upper = _mm512_setzero_si512(), lower = _mm512_setzero_si512();
   const auto half = [&](__m512 values, char* to) __attribute__((always_inline)) {
     const __m512i integers = _mm512_maskz_cvtps_epi32(used, _mm512_mul_ps(values, scale));
-    const __m512i carried = _mm512_add_epi32(integers, middle);
     const __m512i above = _mm512_srai_epi32(
         _mm512_add_epi32(integers, _mm512_set1_epi32(0x8080)), 8 * kLowerDigits);
     if constexpr (kDigits > kLowerDigits) {
@@ -130,8 +114,7 @@ VLORA_INLINE void pack_group(const GroupOfX& x, char* digits, GroupFactors& fact
     } else {
       lower = _mm512_add_epi32(lower, integers);
     }
-    const __m512i words = _mm512_maskz_compress_epi32(
-        kWords, _mm512_shuffle_epi8(_mm512_xor_si512(carried, middle), by_digit));
+    const __m512i words = _mm512_maskz_compress_epi32(kWords, split_integers<kDigits>(integers));
     constexpr auto kStored = __mmask16((1u << (4 * kDigits)) - 1);
     _mm512_mask_storeu_epi32(to, kStored, words);
   };
@@ -167,8 +150,8 @@ VLORA_INLINE __m512i broadcast_word(const char* p) {
   return _mm512_set1_epi32(word);
 }
 
-// Returns the sums of the products of kCount digits, from kFirst on, of a group with the integers of
-// W less kMiddle. correction: minus kMiddle times the sum of these digits.
+// Returns the sums of the products of kCount digits, from kFirst on, of a group with the integers
+// of W less kMiddle. correction: minus kMiddle times the sum of these digits.
 template <int kDigits, int kFirst, int kCount>
 VLORA_INLINE __m512 sums_of_digits(const __m512i (&w)[kParts], const char* x, int32_t correction) {
   __m512i sums[kCount] = {_mm512_set1_epi32(correction)};
@@ -266,7 +249,8 @@ void gemm_digits_of_panels(const Product& p, const char* x, int64_t from, int64_
 template <class Out>
 void widen_tile_panels(const Weight& w, int64_t from, int64_t to, void* to_rows) {
   // Bits of value i of a line, in the 32 bits of a row.
-  const __m512i shifts = _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
+  const __m512i shifts =
+      _mm512_setr_epi32(0, 16, 4, 20, 8, 24, 12, 28, 0, 16, 4, 20, 8, 24, 12, 28);
   const int64_t shift = w.group_shift - 5;
   for (int64_t n = from; n < to; ++n) {
     auto* const out = static_cast<Out*>(to_rows) + (n - from) * w.k;

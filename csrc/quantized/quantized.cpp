@@ -21,8 +21,8 @@ constexpr int64_t kMinTileRows[kDtypes] = {8, 6};
 constexpr int64_t kMinDigitRows = 2, kMaxDigitRows = 64;
 // Up to this many rows, as many digits as for fp32 are as fast as bf16.
 constexpr int64_t kMaxRowsOfMoreDigits = 16;
-// Maximum bytes of packed digits, which stay in L2 while W is read. Bytes of a panel of digits for a
-// block of depth.
+// Maximum bytes of packed digits, which stay in L2 while W is read. Bytes of a panel of digits for
+// a block of depth.
 constexpr int64_t kMaxDigitBytes = 1 << 20, kPanelBlockBytes = 1024;
 // Maximum number of blocks of W in a piece of a product of digits.
 constexpr int64_t kPieceBlocks = 8;
@@ -149,7 +149,8 @@ const PanelDigits* panels_on_vectors() { return panel_digits(runtime::isa(Dtype:
 // Throws std::invalid_argument if W is in panels that the instruction set in use does not multiply.
 void check_panels(const Weight& w, const Kernels& here) {
   const bool possible = w.panel_rows == 0 || (w.panel_rows == kPanelRows && here.panels.run) ||
-                        (w.panel_rows == kTilePanelRows && (panels_on_tiles() || panels_on_vectors()));
+                        (w.panel_rows == kTilePanelRows &&
+                         (panels_on_tiles() || panels_on_vectors()));
   if (possible) return;
   throw std::invalid_argument(
       "weights in panels of " + std::to_string(w.panel_rows) + " rows, which '" +

@@ -212,9 +212,9 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 def arrange(weight: QuantizedWeight) -> QuantizedWeight:
     """Store a matrix in the layout that its kernels read fastest. Return the rearranged matrix.
 
-    The memory of the matrix is reused. On CPUs that have AMX, or AVX2 but not AVX-512, this puts
-    int4 into panels. A matrix whose number of rows is not a multiple of those of a panel is not
-    changed.
+    The memory of the matrix is reused. On CPUs that have AMX or the instruction set
+    `avx512_bf16`, or AVX2 but not AVX-512, this puts int4 into panels. A matrix whose number of
+    rows is not a multiple of those of a panel is not changed.
     """
     panel_rows = panels.preferred_rows()
     fits = weight.format.bits == 4 and panel_rows > 0 and len(weight.values) % panel_rows == 0

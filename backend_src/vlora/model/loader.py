@@ -127,7 +127,9 @@ def load_weights(
     return DecoderWeights(
         slab=slab,
         embedding=tensors[names.embedding],
-        lm_head=head or tensors[names.embedding if config.tied else names.lm_head],
+        lm_head=tensors[names.embedding if config.tied else names.lm_head]
+        if head is None
+        else head,
         final_norm=tensors[names.final_norm],
         norms={
             (layer, norm): tensors[names.norm(layer, norm)]

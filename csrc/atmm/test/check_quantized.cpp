@@ -90,7 +90,8 @@ struct Rows {
   std::vector<float> y;
   quantized::Product p;
 
-  Rows(const Matrix& matrix, int64_t rows)
+  // max_outliers: largest number of values that are 10^4 times as large as the others.
+  Rows(const Matrix& matrix, int64_t rows, int64_t max_outliers = 5)
       : matrix(matrix),
         rows(rows),
         x_stride(matrix.w.k + draw(0, 3)),
@@ -101,7 +102,8 @@ struct Rows {
         p{matrix.w, floats(x), rows, x_stride, y.data(), y_stride,
           draw(0, 1) ? floats(bias) : nullptr} {
     // The products of a large value with its weight and with its zero may cancel.
-    for (int64_t outliers = p.w.zeros ? 0 : draw(0, 5); p.w.panel_rows && outliers > 0; --outliers)
+    const bool some = p.w.panel_rows && !p.w.zeros;
+    for (int64_t outliers = some ? draw(0, max_outliers) : 0; outliers > 0; --outliers)
       floats(x)[draw(0, int64_t(x.count) - 1)] *= 1e4f;
   }
 
@@ -198,12 +200,27 @@ void check_panels_on_tiles(const quantized::TilePanels& tiles, const Matrix& mat
   rows.compare_all("product with panels on tiles", slice.dtype == Dtype::kFp32 ? 2e-6 : 2e-2);
 }
 
-void check_widening(const quantized::Kernels& kernels, const Matrix& matrix) {
+// Values of x differ so little that digits represent them as exactly as the type does.
+void check_panel_digits(const quantized::PanelDigits& kernels, const Matrix& matrix) {
+  const Rows rows(matrix, draw(1, 40), 0);
+  const int64_t panels = matrix.w.n / matrix.w.panel_rows, middle = draw(0, panels);
+  const int digits = int(draw(quantized::kMinDigits, quantized::kMaxDigits)),
+            index = digits - quantized::kMinDigits;
+  const std::unique_ptr<char[]> x(
+      new char[size_t(rows.rows * kernels.row_bytes(matrix.w, digits))]);
+  kernels.pack[index](rows.p, x.get());
+  kernels.run[index](rows.p, x.get(), middle, panels);
+  kernels.run[index](rows.p, x.get(), 0, middle);
+  rows.compare_all("product of digits and panels", digits == quantized::kMinDigits ? 2e-3 : 2e-6);
+}
+
+using Widen = decltype(quantized::Kernels::widen);
+
+void check_widening(const Widen& widen, const Matrix& matrix) {
   const Dtype dtype = Dtype(draw(0, 1));
   const int64_t step = matrix.w.panel_rows ? matrix.w.panel_rows : 1, all = matrix.w.n / step,
                 first = draw(0, all - 1), from = step * first, to = step * draw(first + 1, all);
   const Values wide(dtype, (to - from) * matrix.w.k, 0);
-  const auto widen = matrix.w.panel_rows ? kernels.widen_panels : kernels.widen;
   widen[int(dtype)](matrix.w, from, to, wide.bytes.get());
   for (int64_t n = from; n < to; ++n)
     for (int64_t k = 0; k < matrix.w.k; ++k) {
@@ -226,6 +243,11 @@ void check_quantized(runtime::Isa isa) {
   }
   if (const quantized::DigitGemms* const gemms = quantized::digit_gemms(isa))
     check_digits(*gemms, rows);
+  if (const quantized::PanelDigits* const panels = quantized::panel_digits(isa)) {
+    const Matrix matrix(quantized::kTilePanelRows);
+    check_panel_digits(*panels, matrix);
+    check_widening(panels->widen, matrix);
+  }
   if (!kernels.fp32.run) return;
   check_gemv(kernels, kernels.fp32, rows, 2e-6);
   if (kernels.pairs.run) check_gemv(kernels, kernels.pairs, rows, 2e-2);
@@ -235,9 +257,9 @@ void check_quantized(runtime::Isa isa) {
     check_gemv(kernels, gemv->of[digits - quantized::kMinDigits], rows,
                digits == quantized::kMinDigits ? 2e-3 : 2e-6, digits);
   }
-  check_widening(kernels, rows);
+  check_widening(kernels.widen, rows);
   if (!kernels.panels.run) return;
   const Matrix panels(quantized::kPanelRows);
   check_gemv(kernels, kernels.panels, panels, 2e-6);
-  check_widening(kernels, panels);
+  check_widening(kernels.widen_panels, panels);
 }

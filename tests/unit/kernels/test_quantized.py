@@ -207,14 +207,15 @@ def test_depth_is_cut_if_many_rows_do_not_fit_the_cache(backend: Backend, form: 
 def test_a_value_that_is_not_finite_spoils_its_row_only(
     backend: Backend, form: Format, bad: float, dtype: torch.dtype, rows: int
 ) -> None:
-    matrix = QuantizedMatrix(arranged(random_weight(form, 24, 300, dtype), backend))
-    x = torch.randn(rows, 300)
-    expected = matrix(x, backend=backend)
-    x[3, 290] = bad
-    product = matrix(x, backend=backend)
-    assert not product[3].isfinite().any()
-    others = [row for row in range(rows) if row != 3]
-    assert torch.equal(product[others], expected[others])
+    for width in (24, 48):  # three panels of 8 outputs, or of 16
+        matrix = QuantizedMatrix(arranged(random_weight(form, width, 300, dtype), backend))
+        x = torch.randn(rows, 300)
+        expected = matrix(x, backend=backend)
+        x[3, 290] = bad
+        product = matrix(x, backend=backend)
+        assert not product[3].isfinite().any()
+        others = [row for row in range(rows) if row != 3]
+        assert torch.equal(product[others], expected[others])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -281,7 +282,7 @@ def test_no_memory_after_rows_of_x_is_read(backend: Backend, form: Format) -> No
         memory = torch.full((rows * 37 + 64,), float("nan"))
         x = memory[: rows * 37].view(rows, 37)
         x.copy_(torch.randn(rows, 37))
-        for width in (8, 11):
+        for width in (8, 11, 16):
             matrix = QuantizedMatrix(arranged(random_weight(form, width, 37), backend))
             assert matrix(x, backend=backend).isfinite().all()
 
