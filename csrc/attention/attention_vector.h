@@ -55,9 +55,7 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
   // The lines of the next head's key and value are prefetched before a head's are written. Without
   // that, each store would wait for its line.
   const bool writes = chunk.length == 1 && piece.last();
-  const auto slot_of = [&](int64_t h) {
-    return Slot<T>(p, chunk, chunk.start, piece.kv_head + h);
-  };
+  const auto slot_of = [&](int64_t h) { return Slot<T>(p, chunk, chunk.start, piece.kv_head + h); };
   const int64_t panel_bytes = layout.panel() * int64_t(sizeof(T));
   // Several panels are read in rotation if reading takes longer than multiplying. With more
   // products per byte, changing between panels costs more than it saves: then one panel is read,
@@ -176,10 +174,9 @@ void attend(const Problem& p, const Piece& piece, float* scratch, float* partial
             const float* const weights = scores + i * kScoreStride + first * kLanes;
             const T* const* const from = panels + (first - j);
             if (streams > 1) {
-              add_values_of_queries<T, kStreamQueries, true>(rows, weights, from, k - first, each,
-                                                             padded, out + i * padded, nullptr,
-                                                             prefetches ? later + (first - j)
-                                                                        : nullptr);
+              add_values_of_queries<T, kStreamQueries, true>(
+                  rows, weights, from, k - first, each, padded, out + i * padded, nullptr,
+                  prefetches ? later + (first - j) : nullptr);
             } else {
               add_values_of_queries<T, kMaxTileQueries, false>(rows, weights, from, k - first, each,
                                                                padded, out + i * padded, prefetch,

@@ -49,8 +49,8 @@ void bind_gemm(py::module_& m) {
                        int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
     const runtime::KernelCall call;
-    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)), gemm::amx_gemm_for(product.dtype),
-                   product, threads);
+    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)),
+                   gemm::amx_gemm_for(product.dtype), product, threads);
   });
   m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x,
                              ptrdiff_t x_stride, int64_t rows, uintptr_t w, bool bf16, int64_t n,

@@ -123,8 +123,7 @@ void gemm_by_vectors(const Kernels& kernels, const Product& p, int threads) {
              [&](float* to, int64_t from, int64_t end) { kernel.pack(p, to, from, end); });
   const int64_t parts = ceil_div(panels, kMaxPiecePanels), each = ceil_div(panels, parts);
   const int64_t blocks = ceil_div(p.n, kBlockRows);
-  const int64_t fitting =
-      rows_in_l1(runtime::machine(), p.k * int64_t(size_of(p.dtype)));
+  const int64_t fitting = rows_in_l1(runtime::machine(), p.k * int64_t(size_of(p.dtype)));
   run(
       threads, blocks * parts,
       [&](int64_t i) {

@@ -80,7 +80,7 @@ struct Norm {
 // The norm of each head of `heads` queries and `kv_heads` keys in place, for each row; values
 // follow.
 struct HeadNorm {
-  float* qkv;  // [rows, (heads + 2 kv_heads) dim]
+  float* qkv;                              // [rows, (heads + 2 kv_heads) dim]
   const float *query_weight, *key_weight;  // [dim]
   int64_t rows, heads, kv_heads, dim;
   float eps;

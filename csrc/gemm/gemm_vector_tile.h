@@ -117,8 +117,9 @@ struct Lookahead {
 
 enum class LookaheadKind { kNone, kPrefetch, kPrefetchAndCopy };
 
-// Multiplies M rows of W, `stride` values apart, with N registers of x over `depth` values. Adds the
-// products to the sums in `c`, or overwrites these if `first`. All sums stay in registers meanwhile.
+// Multiplies M rows of W, `stride` values apart, with N registers of x over `depth` values. Adds
+// the products to the sums in `c`, or overwrites these if `first`. All sums stay in registers
+// meanwhile.
 template <class P, int M, int N, LookaheadKind kKind>
 VLORA_INLINE void gemm_tile(const typename P::W* w, ptrdiff_t stride, const typename P::X* panel,
                             ptrdiff_t register_stride, int64_t depth, float* c, bool first,

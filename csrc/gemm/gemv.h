@@ -177,8 +177,7 @@ VLORA_INLINE void gemv_streams(const Product& p, int64_t row, int64_t gap, const
                                ptrdiff_t stride, int64_t t0, int64_t rows) {
   if (rows == T) {
     constexpr int N = P::streams(T);
-    for (int n = 0; n < kStreams; n += N)
-      gemv_tile<P, N, T>(p, row + n * gap, gap, x, stride, t0);
+    for (int n = 0; n < kStreams; n += N) gemv_tile<P, N, T>(p, row + n * gap, gap, x, stride, t0);
     return;
   }
   if constexpr (T > 1) gemv_streams<P, T - 1>(p, row, gap, x, stride, t0, rows);

@@ -20,35 +20,34 @@ void bind_quantized(py::module_& m) {
                        int64_t rows, int bits, uintptr_t values, uintptr_t scales, uintptr_t zeros,
                        int64_t n, int64_t k, int group_shift, int64_t panel_rows, uintptr_t bias,
                        bool bf16, int threads) {
-    const quantized::Product product{{bits, reinterpret_cast<const uint8_t*>(values),
-                                      reinterpret_cast<const float*>(scales),
-                                      reinterpret_cast<const int8_t*>(zeros), n, k, group_shift,
-                                      panel_rows},
-                                     reinterpret_cast<const float*>(x),
-                                     rows,
-                                     x_stride,
-                                     reinterpret_cast<float*>(y),
-                                     y_stride,
-                                     reinterpret_cast<const float*>(bias)};
+    const quantized::Product product{
+        {bits, reinterpret_cast<const uint8_t*>(values), reinterpret_cast<const float*>(scales),
+         reinterpret_cast<const int8_t*>(zeros), n, k, group_shift, panel_rows},
+        reinterpret_cast<const float*>(x),
+        rows,
+        x_stride,
+        reinterpret_cast<float*>(y),
+        y_stride,
+        reinterpret_cast<const float*>(bias)};
     const runtime::KernelCall call;
     quantized::multiply(product, bf16 ? Dtype::kBf16 : Dtype::kFp32, threads);
   });
-  m.def("quantize", [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,
-                       uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift,
-                       int threads) {
-    const quantized::Quantization quantization{bf16 ? Dtype::kBf16 : Dtype::kFp32,
-                                               reinterpret_cast<const void*>(weights),
-                                               stride,
-                                               bits,
-                                               reinterpret_cast<uint8_t*>(values),
-                                               reinterpret_cast<float*>(scales),
-                                               reinterpret_cast<int8_t*>(zeros),
-                                               n,
-                                               k,
-                                               group_shift};
-    const runtime::KernelCall call;
-    return quantized::quantize(quantization, threads);
-  });
+  m.def("quantize",
+        [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,
+           uintptr_t scales, uintptr_t zeros, int64_t n, int64_t k, int group_shift, int threads) {
+          const quantized::Quantization quantization{bf16 ? Dtype::kBf16 : Dtype::kFp32,
+                                                     reinterpret_cast<const void*>(weights),
+                                                     stride,
+                                                     bits,
+                                                     reinterpret_cast<uint8_t*>(values),
+                                                     reinterpret_cast<float*>(scales),
+                                                     reinterpret_cast<int8_t*>(zeros),
+                                                     n,
+                                                     k,
+                                                     group_shift};
+          const runtime::KernelCall call;
+          return quantized::quantize(quantization, threads);
+        });
   m.def("interleave", [](uintptr_t values, uintptr_t scales, uintptr_t zeros, int64_t n,
                          int64_t row_bytes, int64_t groups, int64_t panel_rows, int threads) {
     const runtime::KernelCall call;

@@ -44,8 +44,7 @@ VLORA_INLINE void store_digit_sums(const int32_t* sums, int row, int rows, const
   };
   __m512 sum = sum_of(kDigits - 1);
 #pragma GCC unroll 3
-  for (int i = kDigits - 2; i >= 0; --i)
-    sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256), sum_of(i));
+  for (int i = kDigits - 2; i >= 0; --i) sum = _mm512_fmadd_ps(sum, _mm512_set1_ps(256), sum_of(i));
   const __mmask16 valid = first_lanes(rows);
   sum = _mm512_mul_ps(sum, _mm512_maskz_loadu_ps(valid, scales));
   const __m512 biases = bias ? _mm512_maskz_loadu_ps(valid, bias) : _mm512_setzero_ps();

@@ -64,8 +64,8 @@ VLORA_INLINE __m512i split_integers(__m512i integers) {
   // Adding 128 to each of the lower digits carries into the next digit where a digit of 128 to 255
   // becomes a negative one. The subtraction is an exclusive or.
   const __m512i middle = _mm512_set1_epi32(0x808080 & ((1 << 8 * (kDigits - 1)) - 1));
-  const __m512i by_digit = _mm512_broadcast_i32x4(
-      _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m512i by_digit =
+      _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
   return _mm512_shuffle_epi8(_mm512_xor_si512(_mm512_add_epi32(integers, middle), middle),
                              by_digit);
 }

@@ -63,9 +63,8 @@ void multiply_digits(RowsOfBlock rows, ptrdiff_t ahead, const char* x, ptrdiff_t
       body(At<kRow>{}, At<kPanel>{}, At<2 * kRow + kPanel>{});
     });
   };
-  for_each_sum([](auto, auto, auto sum) __attribute__((always_inline)) {
-    U::template zero<sum.value>();
-  });
+  for_each_sum([](auto, auto, auto sum)
+                   __attribute__((always_inline)) { U::template zero<sum.value>(); });
   for (; depth > 0; --depth, rows.w += kBlock, x += depth_bytes) {
     U::template load<4>(rows.w, rows.row_bytes);
     if constexpr (kLower) U::template load<5>(rows.second(), rows.row_bytes);
@@ -99,10 +98,10 @@ void gemm_digits(const Product& p, const Digits& x, int64_t from, int64_t to) {
     for (int64_t panel = 0; panel < x.panels; panel += kPanelsOfDigits) {
       const ptrdiff_t ahead = panel == 0 ? kDigitBlock * row_bytes : 0;
       const int64_t together = std::min<int64_t>(kPanelsOfDigits, x.panels - panel);
-      const auto multiply =
-          lower > 0 ? together > 1 ? multiply_digits<true, 2> : multiply_digits<true, 1>
-          : together > 1 ? multiply_digits<false, 2>
-                         : multiply_digits<false, 1>;
+      const auto multiply = lower > 0
+                                ? together > 1 ? multiply_digits<true, 2> : multiply_digits<true, 1>
+                            : together > 1 ? multiply_digits<false, 2>
+                                           : multiply_digits<false, 1>;
       multiply(rows, ahead, x.tiles + panel * depth * kTileBytes, together * kTileBytes, depth,
                sums);
       const int64_t first_row = panel * kRows, end = std::min(p.rows, first_row + together * kRows);
@@ -110,10 +109,9 @@ void gemm_digits(const Product& p, const Digits& x, int64_t from, int64_t to) {
         for (int half = 0; half < (lower > 0 ? 2 : 1); ++half) {
           const int64_t row = t - first_row, first = n + half * kAmxRows;
           const int32_t* const tile = sums + (2 * half + row / kRows) * kAmxRows * kAmxRows;
-          store_digit_sums<kDigits>(tile, int(row % kRows), int(half ? lower : upper),
-                                    p.w.scales + first, x.factors[t],
-                                    p.bias ? p.bias + first : nullptr,
-                                    p.y + t * p.y_stride + first);
+          store_digit_sums<kDigits>(
+              tile, int(row % kRows), int(half ? lower : upper), p.w.scales + first, x.factors[t],
+              p.bias ? p.bias + first : nullptr, p.y + t * p.y_stride + first);
         }
     }
   }

@@ -65,8 +65,7 @@ inline void scale_sums(const gemm::Product& p, const Piece& piece, float* sums) 
     for (int64_t row = 0; row < rows.rows[half]; ++row) {
       float* const line = sums + (half * kAmxRows + row) * kSumStride;
       const R scale = R::all(w.scales[rows.row[half] + row]);
-      for (int i = 0; i < kSumStride; i += R::kWidth)
-        (R::load(line + i) * scale).store(line + i);
+      for (int i = 0; i < kSumStride; i += R::kWidth) (R::load(line + i) * scale).store(line + i);
     }
 }
 

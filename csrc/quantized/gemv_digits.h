@@ -66,8 +66,8 @@ void pack_digits_of_x(const Product& p, void* to) {
       const float* const x = p.x + t * p.x_stride;
       const RowScale row = row_scale<kDigits>(x, p.w.k);
       static_cast<float*>(to)[t] = row.factor;
-      char* const initial = static_cast<char*>(to) + tile_offset<kDigits>(p, begin) +
-                            (t - begin) * kDigits * kBlock;
+      char* const initial =
+          static_cast<char*>(to) + tile_offset<kDigits>(p, begin) + (t - begin) * kDigits * kBlock;
       char* out = initial;
       __m512i sums[kDigits] = {};
       for (int64_t k = 0; k < p.w.k; k += kBlock) {
@@ -160,8 +160,7 @@ VLORA_INLINE void gemv_tile(DigitsOfX<kDigits>, const Product& p, const void* pa
   for (int n = 0; n < N; ++n) {
     const auto lanes = __mmask16(((1 << T) - 1) << n * T);
     scales = _mm512_mask_mov_ps(scales, lanes, _mm512_set1_ps(p.w.scales[row + n * gap]));
-    if (p.bias)
-      biases = _mm512_mask_mov_ps(biases, lanes, _mm512_set1_ps(p.bias[row + n * gap]));
+    if (p.bias) biases = _mm512_mask_mov_ps(biases, lanes, _mm512_set1_ps(p.bias[row + n * gap]));
 #pragma GCC unroll 6
     for (int t = 0; t < T; ++t) {
       __m512 sum = _mm512_cvtepi32_ps(sums[n][t][kDigits - 1]);
@@ -174,8 +173,8 @@ VLORA_INLINE void gemv_tile(DigitsOfX<kDigits>, const Product& p, const void* pa
   const __m512 factors = _mm512_permutexvar_ps(
       _mm512_load_si512(kRows.rows), _mm512_loadu_ps(static_cast<const float*>(packed) + t0));
   alignas(64) float products[kLanes];
-  _mm512_store_ps(products, _mm512_fmadd_ps(_mm512_mul_ps(sums_of_lanes(combined), scales), factors,
-                                            biases));
+  _mm512_store_ps(products,
+                  _mm512_fmadd_ps(_mm512_mul_ps(sums_of_lanes(combined), scales), factors, biases));
   float* y = p.y + t0 * p.y_stride + row;
 #pragma GCC unroll 6
   for (int t = 0; t < T; ++t, y += p.y_stride)
@@ -184,9 +183,9 @@ VLORA_INLINE void gemv_tile(DigitsOfX<kDigits>, const Product& p, const void* pa
 }
 
 inline DigitGemv digit_gemv_of_vectors() {
-  return {{{pack_digits_of_x<2>, gemv_of<DigitsOfX<2>>},
-           {pack_digits_of_x<3>, gemv_of<DigitsOfX<3>>}},
-          fewest_digits};
+  return {
+      {{pack_digits_of_x<2>, gemv_of<DigitsOfX<2>>}, {pack_digits_of_x<3>, gemv_of<DigitsOfX<3>>}},
+      fewest_digits};
 }
 
 }  // namespace vlora::quantized::VLORA_ISA

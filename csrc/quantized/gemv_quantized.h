@@ -143,8 +143,7 @@ VLORA_INLINE void gemv_rows(const Product& p, const void* packed, int64_t row, i
   if (rows == T) {
     constexpr int N = P::streams(T);
     if (gap == 0) return gemv_tile<1, T>(P{}, p, packed, row, 0, t0);
-    for (int n = 0; n < kStreams; n += N)
-      gemv_tile<N, T>(P{}, p, packed, row + n * gap, gap, t0);
+    for (int n = 0; n < kStreams; n += N) gemv_tile<N, T>(P{}, p, packed, row + n * gap, gap, t0);
     return;
   }
   if constexpr (T > 1) gemv_rows<P, T - 1>(p, packed, row, gap, t0, rows);

@@ -44,7 +44,6 @@ struct Int8Lines {
       }
     }
   }
-
 };
 
 // The 16 values of an int4 integer less kMiddle, in bf16.
@@ -63,8 +62,8 @@ class IntegerTable {
     const __m512i words = _mm512_loadu_si512(from);
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i)
-      _mm512_store_si512(to + 64 * i, _mm512_permutexvar_epi16(
-                                          _mm512_srli_epi16(words, unsigned(4 * i)), table_));
+      _mm512_store_si512(
+          to + 64 * i, _mm512_permutexvar_epi16(_mm512_srli_epi16(words, unsigned(4 * i)), table_));
   }
   // The same for the weights scale * integer + offset of each row, rounded to bf16, ties away from
   // zero.

@@ -40,8 +40,7 @@ class IntegerTable {
   }
   void convert_scaled(const uint8_t* from, const float* scales, const float* offsets,
                       char* to) const {
-    write(from, to,
-          [&](float integer, int row) { return scales[row] * integer + offsets[row]; });
+    write(from, to, [&](float integer, int row) { return scales[row] * integer + offsets[row]; });
   }
 
  private:

@@ -105,8 +105,8 @@ VLORA_INLINE void pack_group(const GroupOfX& x, char* digits, GroupFactors& fact
   __m512i upper = _mm512_setzero_si512(), lower = _mm512_setzero_si512();
   const auto half = [&](__m512 values, char* to) __attribute__((always_inline)) {
     const __m512i integers = _mm512_maskz_cvtps_epi32(used, _mm512_mul_ps(values, scale));
-    const __m512i above = _mm512_srai_epi32(
-        _mm512_add_epi32(integers, _mm512_set1_epi32(0x8080)), 8 * kLowerDigits);
+    const __m512i above =
+        _mm512_srai_epi32(_mm512_add_epi32(integers, _mm512_set1_epi32(0x8080)), 8 * kLowerDigits);
     if constexpr (kDigits > kLowerDigits) {
       upper = _mm512_add_epi32(upper, above);
       lower = _mm512_add_epi32(
@@ -203,12 +203,11 @@ VLORA_INLINE void multiply_panel_digits(const Product& p, int64_t panel, const c
     for (int t = 0; t < kRows; ++t, x += kDigitBytes<kDigits>) {
       __m512 sum = sums_of_digits<kDigits, 0, 2>(parts, x, factors[t].lower);
       if constexpr (kDigits > 2)
-        sum = _mm512_fmadd_ps(
-            sums_of_digits<kDigits, 2, kDigits - 2>(parts, x, factors[t].upper),
-            _mm512_set1_ps(1 << 16), sum);
+        sum = _mm512_fmadd_ps(sums_of_digits<kDigits, 2, kDigits - 2>(parts, x, factors[t].upper),
+                              _mm512_set1_ps(1 << 16), sum);
       if constexpr (kZeros) sum = _mm512_fmadd_ps(zero, _mm512_set1_ps(factors[t].zero_term), sum);
-      totals[t] = _mm512_fmadd_ps(_mm512_mul_ps(sum, _mm512_set1_ps(factors[t].unit)), scale,
-                                  totals[t]);
+      totals[t] =
+          _mm512_fmadd_ps(_mm512_mul_ps(sum, _mm512_set1_ps(factors[t].unit)), scale, totals[t]);
     }
     x = reinterpret_cast<const char*>(factors + kRows);
   }
@@ -222,8 +221,7 @@ template <int kDigits, bool kZeros, int kRows = int(kMaxDigitTile)>
 VLORA_INLINE void multiply_panel_tile(const Product& p, int64_t panel, const char* x, int64_t row,
                                       int64_t rows) {
   if (rows == kRows) return multiply_panel_digits<kDigits, kRows, kZeros>(p, panel, x, row);
-  if constexpr (kRows > 1)
-    multiply_panel_tile<kDigits, kZeros, kRows - 1>(p, panel, x, row, rows);
+  if constexpr (kRows > 1) multiply_panel_tile<kDigits, kZeros, kRows - 1>(p, panel, x, row, rows);
 }
 
 // Multiplies panels [from, to) of W with packed x.
@@ -265,8 +263,8 @@ void widen_tile_panels(const Weight& w, int64_t from, int64_t to, void* to_rows)
         int words[2];
         __builtin_memcpy(&words[0], values + 128 * half, 4);
         __builtin_memcpy(&words[1], values + 128 * half + 64, 4);
-        const __m512i both = _mm512_inserti64x4(_mm512_set1_epi32(words[0]),
-                                                _mm256_set1_epi32(words[1]), 1);
+        const __m512i both =
+            _mm512_inserti64x4(_mm512_set1_epi32(words[0]), _mm256_set1_epi32(words[1]), 1);
         const R weights{_mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), factors.table.r)};
         const int64_t at = k + 16 * half, count = w.k - at;
         if (count >= 16)

@@ -177,9 +177,9 @@ struct Totals {
   template <int... kIndex>
   VLORA_INLINE void load(const float* from, ptrdiff_t stride, int64_t rows,
                          std::integer_sequence<int, kIndex...>) {
-    ((total[kIndex] = kIndex / kParts < rows ? R::load(from + kIndex / kParts * stride +
-                                                       kIndex % kParts * R::kWidth)
-                                             : R::zero()),
+    ((total[kIndex] = kIndex / kParts < rows
+                          ? R::load(from + kIndex / kParts * stride + kIndex % kParts * R::kWidth)
+                          : R::zero()),
      ...);
   }
   template <int... kIndex>

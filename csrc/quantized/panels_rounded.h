@@ -1,6 +1,6 @@
-// Products with int4 weights in panels of 16 rows that are rounded to bf16, on a tile unit. x is the
-// left factor and W the right one. The conversion takes longer than that of integers, but sums stay
-// in tiles. With more rows of x this is faster.
+// Products with int4 weights in panels of 16 rows that are rounded to bf16, on a tile unit. x is
+// the left factor and W the right one. The conversion takes longer than that of integers, but sums
+// stay in tiles. With more rows of x this is faster.
 #pragma once
 
 #include <algorithm>
@@ -70,9 +70,9 @@ void add_block(const char* x, int64_t x_tile_bytes, const char* w, int64_t tiles
     Block::zero();
   else
     Block::load(sums, kWide * kLanes);
-  Block::template multiply_depth<false>({x, kTileLine, kTile, x_tile_bytes},
-                                        {w, kTileLine, kTile, kRoundedTiles * kTile}, tiles,
-                                        [](auto) {}, between);
+  Block::template multiply_depth<false>(
+      {x, kTileLine, kTile, x_tile_bytes}, {w, kTileLine, kTile, kRoundedTiles * kTile}, tiles,
+      [](auto) {}, between);
   Block::store(sums, kWide * kLanes);
 }
 

@@ -213,14 +213,13 @@ class Groups {
   // Returns the scale with the smallest squared error for these values.
   VLORA_INLINE R fitted_scale(const Sums& sums, R zero) const {
     const R squares = sums.squares - zero * (sums.values + sums.values - count_ * zero);
-    const R products =
-        sums.products - zero * rest_ + mean_ * (sums.values - count_ * zero);
+    const R products = sums.products - zero * rest_ + mean_ * (sums.values - count_ * zero);
     return products / positive_or_one(squares);
   }
 
   const int size_;
   const R count_;
-  R low_, high_;  // extremes of the weights and 0
+  R low_, high_;   // extremes of the weights and 0
   R mean_, rest_;  // mean of the weights; sum of the centred weights, which rounding leaves
   float columns_[kMaxGroup * R::kWidth];  // column i has centred weight i of each group
 };

@@ -69,16 +69,8 @@ void pack_parts(int64_t rows, int64_t parts, int threads, const Pack& pack) {
 
 // Returns the product with rows [from, to) of W, which are at `w`, as a gemm takes it.
 gemm::Product with_matrix(const Product& p, Dtype dtype, const void* w, int64_t from, int64_t to) {
-  return {dtype,
-          w,
-          to - from,
-          p.w.k,
-          p.x,
-          p.rows,
-          p.x_stride,
-          p.y + from,
-          p.y_stride,
-          p.bias ? p.bias + from : nullptr};
+  return {dtype,  w,          to - from,  p.w.k,      p.x,
+          p.rows, p.x_stride, p.y + from, p.y_stride, p.bias ? p.bias + from : nullptr};
 }
 
 const Gemv& gemv_for(const Product& p, Dtype dtype, const Kernels& here) {
@@ -148,9 +140,9 @@ const PanelDigits* panels_on_vectors() { return panel_digits(runtime::isa(Dtype:
 
 // Throws std::invalid_argument if W is in panels that the instruction set in use does not multiply.
 void check_panels(const Weight& w, const Kernels& here) {
-  const bool possible = w.panel_rows == 0 || (w.panel_rows == kPanelRows && here.panels.run) ||
-                        (w.panel_rows == kTilePanelRows &&
-                         (panels_on_tiles() || panels_on_vectors()));
+  const bool possible =
+      w.panel_rows == 0 || (w.panel_rows == kPanelRows && here.panels.run) ||
+      (w.panel_rows == kTilePanelRows && (panels_on_tiles() || panels_on_vectors()));
   if (possible) return;
   throw std::invalid_argument(
       "weights in panels of " + std::to_string(w.panel_rows) + " rows, which '" +
@@ -191,7 +183,7 @@ void multiply_panels(const TilePanels& kernels, const Product& p, Dtype dtype, i
                 groups = p.w.blocks() * (kBlock / kMinGroup), size = p.rows * p.w.n * 4;
   const bool writes_lines = reinterpret_cast<uintptr_t>(p.y) % 64 == 0 && p.y_stride % kLanes == 0;
   for (int64_t row = 0; row < p.rows; row += each) {
-    PanelSlice slice{dtype, row, std::min(each, p.rows - row), 0, groups, runtime::kAmxRows,
+    PanelSlice slice{dtype, row,  std::min(each, p.rows - row), 0, groups, runtime::kAmxRows,
                      false, false};
     slice.rounded = dtype == Dtype::kBf16 && p.rows >= kMinRoundedRows;
     if (!slice.rounded) {
@@ -213,15 +205,13 @@ void multiply_panels(const TilePanels& kernels, const Product& p, Dtype dtype, i
 void multiply_digits_of_panels(const PanelDigits& kernels, const Product& p, int digits,
                                int threads) {
   static thread_local runtime::LargeScratch packed;
-  auto* const x =
-      reinterpret_cast<char*>(packed.get(p.rows * kernels.row_bytes(p.w, digits) / 4));
+  auto* const x = reinterpret_cast<char*>(packed.get(p.rows * kernels.row_bytes(p.w, digits) / 4));
   kernels.pack[digits - kMinDigits](p, x);
   const int64_t panels = p.w.n / kTilePanelRows, share = ceil_div(panels, int64_t(threads) * 8),
                 fitting = kPieceBytes / (kTilePanelRows * p.w.row_bytes()),
                 each = std::max<int64_t>(1, std::min(share, fitting));
-  in_pieces(threads, panels, each, [&](int64_t from, int64_t to) {
-    kernels.run[digits - kMinDigits](p, x, from, to);
-  });
+  in_pieces(threads, panels, each,
+            [&](int64_t from, int64_t to) { kernels.run[digits - kMinDigits](p, x, from, to); });
 }
 
 // Multiplies W in panels of kTilePanelRows rows. Returns false if its rows should be widened.

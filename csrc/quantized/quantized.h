@@ -40,7 +40,7 @@ struct Weight {
   const float* scales;    // [n, groups()]
   const int8_t* zeros;    // [n, groups()], or null
   int64_t n, k;
-  int group_shift;  // logarithm of the values that share a scale; kWholeRow: all of a row
+  int group_shift;     // logarithm of the values that share a scale; kWholeRow: all of a row
   int64_t panel_rows;  // kPanelRows, kTilePanelRows, or 0 if W is in rows
 
   static constexpr int kWholeRow = 62;
@@ -83,8 +83,8 @@ struct Quantization;  // quantize.h
 
 // The kernels of an instruction set.
 struct Kernels {
-  Gemv fp32;   // with weights and x in fp32
-  Gemv pairs;  // with both in bf16; null if the CPU does not multiply bf16 pairs
+  Gemv fp32;          // with weights and x in fp32
+  Gemv pairs;         // with both in bf16; null if the CPU does not multiply bf16 pairs
   int max_gemv_rows;  // of x
   // Writes rows [from, to) of W to `out` as fp32 or bf16, k values apart.
   void (*widen[kDtypes])(const Weight&, int64_t from, int64_t to, void* out);

@@ -47,9 +47,7 @@ struct Nibbles {
 
 #ifdef VLORA_HAS_BF16_PRODUCTS
 // Rounds to 32 bf16, in order.
-VLORA_INLINE R::Pairs pairs_of(R first, R second) {
-  return _mm512_cvtne2ps_pbh(second.r, first.r);
-}
+VLORA_INLINE R::Pairs pairs_of(R first, R second) { return _mm512_cvtne2ps_pbh(second.r, first.r); }
 
 // The table in bf16, twice: the five lowest bits of a lane select from 32 entries, and the fifth
 // bit belongs to another value.

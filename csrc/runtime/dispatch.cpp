@@ -92,8 +92,8 @@ bool runs_here(Isa isa) {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") &&
                       __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
                       __builtin_cpu_supports("avx512dq");
-  const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16") &&
-                    __builtin_cpu_supports("avx512vnni");
+  const bool bf16 =
+      avx512 && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
   static const bool amx = has_amx();
   switch (isa) {
     case Isa::kTwin:
