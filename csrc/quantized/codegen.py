@@ -56,11 +56,11 @@ def units(build: Path) -> list[Unit]:
         all_units.append(kernels.unit(build, "quantized", "digits", isa, headers, DIGITS_BODY))
     vnni = kernels.AVX512_BF16
     headers = ("quantized/unpack_avx512.h", "quantized/panels_digits.h")
-    body_ = "PanelDigits panel_digits() { return panel_digits_of_vectors(); }\n"
-    all_units.append(kernels.unit(build, "quantized", "panel_digits", vnni, headers, body_))
+    source = "PanelDigits panel_digits() { return panel_digits_of_vectors(); }\n"
+    all_units.append(kernels.unit(build, "quantized", "panel_digits", vnni, headers, source))
     headers = (headers[0], "quantized/digits_avx512.h", "quantized/gemv_digits.h")
-    body_ = "DigitGemv digit_gemv() { return digit_gemv_of_vectors(); }\n"
-    all_units.append(kernels.unit(build, "quantized", "digits", vnni, headers, body_))
+    source = "DigitGemv digit_gemv() { return digit_gemv_of_vectors(); }\n"
+    all_units.append(kernels.unit(build, "quantized", "digits", vnni, headers, source))
     header = "quantized/quantized.h"
     tables = [
         kernels.table(build, "quantized", header),

@@ -157,6 +157,13 @@ int tile_rows(const TilePanels& kernels, int64_t rows) {
   return runtime::kAmxRows;
 }
 
+// Returns the number of panels of kTilePanelRows rows in a piece of a product.
+int64_t panels_of_piece(const Weight& w, int threads) {
+  const int64_t share = ceil_div(w.n / kTilePanelRows, int64_t(threads) * 8),
+                fitting = kPieceBytes / (kTilePanelRows * w.row_bytes());
+  return std::max<int64_t>(1, std::min(share, fitting));
+}
+
 // Multiplies a slice of the depth with some rows of x.
 void multiply_slice(const TilePanels& kernels, const Product& p, const PanelSlice& slice,
                     int threads) {
@@ -165,10 +172,8 @@ void multiply_slice(const TilePanels& kernels, const Product& p, const PanelSlic
   pack_parts(slice.rows, slice.tiles(), threads,
              [&](int64_t from, int64_t until) { kernels.pack(p, slice, x, from, until); });
   // Rounded weights are multiplied in pairs of panels.
-  const int64_t panels = p.w.n / kTilePanelRows, share = ceil_div(panels, int64_t(threads) * 8),
-                fitting = kPieceBytes / (kTilePanelRows * p.w.row_bytes()),
-                each = ceil_div(std::max<int64_t>(1, std::min(share, fitting)), 2) * 2;
-  in_pieces(threads, panels, each, [&](int64_t from, int64_t to) {
+  const int64_t each = ceil_div(panels_of_piece(p.w, threads), 2) * 2;
+  in_pieces(threads, p.w.n / kTilePanelRows, each, [&](int64_t from, int64_t to) {
     static thread_local runtime::Scratch scratch;
     kernels.run(p, slice, x, from, to,
                 reinterpret_cast<char*>(scratch.get(slice.scratch_bytes() / 4)));
@@ -207,10 +212,7 @@ void multiply_digits_of_panels(const PanelDigits& kernels, const Product& p, int
   static thread_local runtime::LargeScratch packed;
   auto* const x = reinterpret_cast<char*>(packed.get(p.rows * kernels.row_bytes(p.w, digits) / 4));
   kernels.pack[digits - kMinDigits](p, x);
-  const int64_t panels = p.w.n / kTilePanelRows, share = ceil_div(panels, int64_t(threads) * 8),
-                fitting = kPieceBytes / (kTilePanelRows * p.w.row_bytes()),
-                each = std::max<int64_t>(1, std::min(share, fitting));
-  in_pieces(threads, panels, each,
+  in_pieces(threads, p.w.n / kTilePanelRows, panels_of_piece(p.w, threads),
             [&](int64_t from, int64_t to) { kernels.run[digits - kMinDigits](p, x, from, to); });
 }
 

@@ -149,7 +149,7 @@ def test_quantizing_at_load_equals_the_dequantized_model(
 
 
 def _dequantize(model: torch.nn.Module, form: Format) -> None:
-    """Replace a model's decoder matrices by their quantized and dequantized values.
+    """Quantize the decoder matrices of a model, and replace them by the dequantized values.
 
     The LM head is quantized to int8. Embeddings are not changed, even if they are tied to it.
     """

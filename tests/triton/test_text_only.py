@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
 
-from tests.support.triton_client import Asker, Refused, asking, picture
+from tests.support.triton_client import Asker, Refused, picture
 from vlora.launcher.server import ServerOptions, TritonServer
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
@@ -32,16 +32,10 @@ def text_only(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture(scope="module")
 def server(text_only: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[TritonServer]:
+    """Yield a server that replaces the session's server in this file, also for `ask`."""
     log = tmp_path_factory.mktemp("text-only-server") / "tritonserver.log"
     with TritonServer(ServerOptions(model=text_only, log=log)) as running:
         yield running
-
-
-@pytest.fixture
-def ask(server: TritonServer) -> Iterator[Asker]:
-    with asking(server) as asker:
-        yield asker
-    assert server.poll() is None, server.explain()
 
 
 def test_every_model_answers_a_question_without_images(ask: Asker) -> None:

@@ -194,7 +194,9 @@ def adapter_shape(
 def stored_lm_head(
     folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
 ) -> StoredRows:
-    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`.
+    """Return the LM head in a folder, [vocabulary, hidden].
+
+    Its rows are read when they are requested, and converted to `dtype`.
 
     Raises InvalidArgument if a weight is missing.
     """

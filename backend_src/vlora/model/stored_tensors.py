@@ -87,5 +87,5 @@ def check(
 
 
 def unreadable(file: Path, key: str, error: Exception) -> InvalidArgument:
-    """Return the error of a stored tensor that cannot be read."""
+    """Return the error which says that a stored tensor cannot be read, and why."""
     return InvalidArgument(f"model: {file}: '{key}' cannot be read: {error}")

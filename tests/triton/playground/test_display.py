@@ -1,4 +1,4 @@
-"""Tests of how the playground shows answers, and of its use by keyboard and screen reader."""
+"""Tests of how the playground shows answers, and of its use by keyboard or screen reader."""
 
 from __future__ import annotations
 

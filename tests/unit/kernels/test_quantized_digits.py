@@ -28,7 +28,7 @@ def _seeded() -> None:
 
 
 def positive_weight(width: int, depth: int) -> QuantizedWeight:
-    """Return a matrix in which the rounding errors of x do not cancel.
+    """Return a matrix without negative weights, so that rounding errors of x add up in a product.
 
     The even outputs have the weight 0 for every sixteenth input, from the first on.
     """
