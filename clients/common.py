@@ -181,7 +181,7 @@ def stream_responses(
     Leaving the loop cancels the request, even through an error or Ctrl-C. Raise the server's
     error, or ClientError if `seconds` pass without a response.
     """
-    answers: queue.SimpleQueue[tuple[Any, Any]] = queue.SimpleQueue()
+    answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))
     finished = False
     try:

@@ -39,7 +39,7 @@ class OverGrpc:
         self._streams = streams
         self._stack = ExitStack()
         self._clients: list[Any] = []
-        self._responses: queue.SimpleQueue[tuple[int, float, Any, Any]] = queue.SimpleQueue()
+        self._responses: queue.Queue[tuple[int, float, Any, Any]] = queue.Queue()
 
     def __enter__(self) -> OverGrpc:
         import tritonclient.grpc as grpcclient

@@ -150,6 +150,32 @@ def test_only_serving_triton_imports_triton() -> None:
     assert all(name.startswith("serving/triton/") for name in users), users
 
 
+def test_no_simple_queue_is_read_with_a_timeout() -> None:
+    """Such a call may wait forever in CPython 3.11; `queue.Queue` does not.
+
+    If the timeout ends between two tries to take the queue's lock, the time left is negative, and
+    the second try waits without a limit. With short timeouts, one call of some thousands hangs.
+    """
+    folders = ("backend_src", "benchmarks", "clients", "model_repository", "tests", "tools")
+    readers = {
+        path.relative_to(TOP).as_posix()
+        for folder in folders
+        for path in (TOP / folder).rglob("*.py")
+        if path != Path(__file__) and "SimpleQueue" in (text := path.read_text())
+        if any(map(_has_timeout, ast.walk(ast.parse(text))))
+    }
+    assert readers == set()
+
+
+def _has_timeout(node: ast.AST) -> bool:
+    """Return whether a node is a call `X.get(timeout=…)` or `X.get(True, …)`."""
+    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        return False
+    is_positional = len(node.args) == 2 and isinstance(node.args[0], ast.Constant)
+    named = any(keyword.arg == "timeout" for keyword in node.keywords)
+    return node.func.attr == "get" and (named or (is_positional and node.args[0].value is True))
+
+
 def test_the_scheduler_is_pure() -> None:
     for module in ("engine/scheduler", "engine/plan", "engine/sequence", "model/chunk"):
         names = imports_of(ROOT / f"{module}.py")

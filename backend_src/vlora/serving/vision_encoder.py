@@ -134,8 +134,7 @@ class VisionService:
         """Bytes of the images in the queue. They are held until the decoder drops the images, even
         if the request has ended before.
         """
-        self._decoded: queue.SimpleQueue[tuple[_Queued, DecodedRequest] | None]
-        self._decoded = queue.SimpleQueue()
+        self._decoded: queue.Queue[tuple[_Queued, DecodedRequest] | None] = queue.Queue()
         """Requests whose images are decoded; None to stop."""
         self._closed = threading.Event()
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
@@ -246,7 +245,7 @@ class VisionService:
         until = first[0].arrival + COLLECT_SECONDS
         while True:
             try:
-                following = self._decoded.get(timeout=max(until - time.monotonic(), 1e-6))
+                following = self._decoded.get(timeout=max(until - time.monotonic(), 0.0))
             except queue.Empty:
                 return group
             if following is None:
