@@ -22,9 +22,9 @@ from types import ModuleType
 CSRC = Path(__file__).resolve().parent
 DIRECTORIES = ("runtime", "atmm", "gemm", "attention", "quantized")
 """Directories that hold kernels."""
-SUBMODULES = (*DIRECTORIES, "folder_scan")
-"""Submodules of `vlora._kernels`: one for each kernel directory, and the scan of adapter folders,
-which is not a kernel."""
+SUBMODULES = (*DIRECTORIES, "folder_scan", "steps")
+"""Submodules of `vlora._kernels`: one for each kernel directory, the scan of adapter folders, and
+recorded steps. The last two have no kernels."""
 REDUCED_TILES = False
 """Generate only a few sizes of each kind of register tile, to shorten the sanitizer build."""
 INCLUDE = (CSRC, CSRC / "atmm" / "include", CSRC / "atmm" / "cpu")

@@ -21,3 +21,13 @@ def kernels() -> Any:
         raise ImportError(f"the kernels are not compiled (no compiler at install?): {error}") from (
             error
         )
+
+
+def spoil_recording() -> None:
+    """Mark the recording that this thread makes, if any, as one that must not be repeated.
+
+    A function must call this before it passes kernels the address of memory that is freed after the
+    step.
+    """
+    if kernels.cache_info().currsize:
+        kernels().steps.spoil_recording()

@@ -19,12 +19,14 @@ from benchmarks.step.parts import ATTENTION, PARTS, timed_parts
 from benchmarks.synthetic_model import SyntheticModel
 from benchmarks.timing import Timing, interleaved, rounded_mean
 from benchmarks.work_model import ChunkWork, Work, step_work
+from vlora.model import step_recordings
 
 READ_BYTES = 256 << 20
 MULTIPLY_ROUNDS = 2_000_000
 """Iterations of the peak microbenchmark, which measures the speed of the cores in each round."""
 SPARE_POSITIONS = 64
 """Number of positions in the pages beyond those that the cells need."""
+EACH_CALL = "each call"
 QUANTIZED_ROWS = (1, 4, 16)
 """Numbers of rows for which the summary has a figure of each quantized type."""
 TYPICAL_ROWS, TYPICAL_CONTEXT = 16, 256
@@ -105,7 +107,9 @@ class StepCell:
 class StepResult:
     """Figures of one cell by number of adapters, and the machine's rates in the same rounds.
 
-    shares: share of the step's time by part, for each number of adapters; empty on a GPU.
+    each_call: time of a decode step without adapters that makes each kernel call from Python,
+        instead of repeating a recording (`model.step_recordings`); None for other steps.
+    shares: share of such a step's time by part, for each number of adapters; empty on a GPU.
     rate: bytes/s read from memory.
     peak: flop/s of multiplications.
     interpreter: seconds of the same step in a model with minimal matrices, without its attention;
@@ -114,6 +118,7 @@ class StepResult:
 
     cell: StepCell
     timings: Mapping[int, Timing]
+    each_call: Timing | None
     shares: Mapping[int, Mapping[str, float]]
     rate: float
     peak: float
@@ -134,6 +139,11 @@ class StepResult:
     def cost_by_bytes(self, adapters: int) -> float:
         """Return the prediction of `cost` from the numbers of bytes read and written alone."""
         return self.cell.work(adapters).moved / self.cell.work(0).moved
+
+    @property
+    def repeated(self) -> float | None:
+        """Time of the step without adapters, divided by `each_call`; None if not measured."""
+        return None if self.each_call is None else self.timings[0].median / self.each_call.median
 
     @property
     def elsewhere(self) -> float | None:
@@ -162,6 +172,9 @@ class StepResult:
                 str(n): {part: round(share, 4) for part, share in shares.items()}
                 for n, shares in self.shares.items()
             },
+            "each_call_ms": None
+            if self.each_call is None
+            else round(self.each_call.median * 1e3, 2),
             "python": None if self.python is None else round(self.python, 4),
             "gflops": round(self.peak / 1e9, 1),
             "gb_per_s": round(self.rate / 1e9, 1),
@@ -213,14 +226,18 @@ def measure(
     peak_type = max(("fp32", MODEL_TYPES[cell.dtype].dtype), key=roofline.peak)
     concurrent = ConcurrentRates(peak_type, MULTIPLY_ROUNDS, READ_BYTES)
     timings: dict[int, Timing] = {}
+    each_call: Timing | None = None
     shares: dict[int, Mapping[str, float]] = {}
     rates: list[tuple[float | None, float | None]] = []
     for requests, numbers in itertools.groupby(cell.adapters, key=cell.requests):
         group = list(numbers)
         model.stage(requests, cell.length(group[0]), cell.context)
         steps = {str(n): model.step(model.mix(requests, n)) for n in group}
+        others = {} if on_gpu else concurrent.calls()
+        if cell.phase == "decode" and 0 in group and not on_gpu:
+            others[EACH_CALL] = step_recordings.disabled()(steps["0"])
         group_timings = interleaved(
-            steps | ({} if on_gpu else concurrent.calls()),
+            steps | others,
             rounds=effort.rounds,
             # The first step on a GPU compiles kernels and captures a graph.
             warm=on_gpu,
@@ -228,6 +245,7 @@ def measure(
         )
         rates.append(concurrent.rates(group_timings))
         timings |= {n: group_timings[str(n)] for n in group}
+        each_call = group_timings.get(EACH_CALL, each_call)
         if not on_gpu:
             shares |= {n: _shares(steps[str(n)], effort.profiled) for n in group}
     roofline.remeasure_if_due()
@@ -235,6 +253,7 @@ def measure(
     return StepResult(
         cell,
         timings,
+        each_call,
         shares,
         rate=read or roofline.bandwidth(READ_BYTES, cold=True),
         peak=peak or roofline.peak(peak_type),
@@ -251,7 +270,8 @@ def measure_interpreter(cell: StepCell, tiny: SyntheticModel, effort: Effort) ->
     tiny.stage(cell.rows, cell.context + 1, cell.context)
     step = tiny.step(tiny.mix(cell.rows, 0))
     timing = interleaved({"": step}, rounds=effort.rounds, warm=True, budget=effort.budget)[""]
-    return timing.median * (1 - _shares(step, effort.profiled)[ATTENTION])
+    spent, _ = _spent(step, effort.profiled)
+    return timing.median - spent[ATTENTION]
 
 
 def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
@@ -277,6 +297,7 @@ def summarize(results: Sequence[StepResult]) -> dict[str, Any]:
     summary["elsewhere"] = rounded_mean(
         [r.elsewhere for r in typical if r.elsewhere is not None], 4
     )
+    summary["repeated"] = rounded_mean([r.repeated for r in typical if r.repeated is not None], 4)
     summary["python"] = rounded_mean([r.python for r in typical if r.python is not None], 4)
     return summary
 
@@ -291,12 +312,18 @@ def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[
 
 def _shares(step: Callable[[], None], steps: int) -> dict[str, float]:
     """Return the share of the step's time that each part takes, measured over `steps` steps."""
+    spent, total = _spent(step, steps)
+    return {part: seconds / total for part, seconds in spent.items()}
+
+
+def _spent(step: Callable[[], None], steps: int) -> tuple[dict[str, float], float]:
+    """Return the seconds that each part of a step takes, and those of the step."""
     with timed_parts() as spent:
         started = time.perf_counter()
         for _ in range(steps):
             step()
         total = time.perf_counter() - started
-    return {part: spent[part] / total for part in PARTS}
+    return {part: spent[part] / steps for part in PARTS}, total / steps
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

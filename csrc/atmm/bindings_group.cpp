@@ -16,6 +16,7 @@
 #include "runtime/large_pages.h"
 #include "runtime/kernel_call.h"
 #include "runtime/names.h"
+#include "steps/recording.h"
 
 namespace py = pybind11;
 
@@ -157,12 +158,15 @@ class Group {
   // x and y are fp32 if `fp32`. Otherwise they have the type of the matrices.
   void apply(uintptr_t y, int64_t y_stride, uintptr_t x, int64_t x_stride, int64_t rows, bool fp32,
              const SegmentList& segments, int64_t config, int threads) const {
-    const std::shared_ptr<const Snapshot> current = snapshot();
-    const Problem p = problem(*current, y, y_stride, x, x_stride, rows, segments,
-                              fp32 ? Dtype::kFp32 : dtype_);
-    const TileChooser chooser(Operation::kApply, config);
-    const runtime::KernelCall call;
-    atmm::apply(current_kernels(dtype_), p, segments, chooser, threads);
+    steps::Inputs own{threads};
+    own.segments = &segments;
+    steps::perform(own, [=](const steps::Inputs& inputs) {
+      const std::shared_ptr<const Snapshot> current = snapshot();
+      const Problem p = problem(*current, y, y_stride, x, x_stride, rows, *inputs.segments,
+                                fp32 ? Dtype::kFp32 : dtype_);
+      const TileChooser chooser(Operation::kApply, config);
+      atmm::apply(current_kernels(dtype_), p, *inputs.segments, chooser, inputs.threads);
+    });
   }
 
   // Calls apply() on fp32 rows. Arguments that are known before the rows come first, so that Python

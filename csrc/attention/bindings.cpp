@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "attention/attention.h"
-#include "runtime/kernel_call.h"
 #include "runtime/names.h"
+#include "steps/recording.h"
 
 namespace py = pybind11;
 using namespace vlora;
@@ -41,17 +41,21 @@ void bind_attention(py::module_& m) {
       .def(py::init(&make_plan))
       .def("attend", [](const attention::Plan& plan, uintptr_t cache, uintptr_t y, uintptr_t qkv,
                         uintptr_t cosines, uintptr_t sines, float scale, int threads) {
-        const int64_t dim = plan.layout.dim;
-        const attention::Problem problem{&plan,
-                                         reinterpret_cast<char*>(cache),
-                                         reinterpret_cast<const float*>(qkv),
-                                         (plan.heads + 2 * plan.layout.kv_heads) * dim,
-                                         reinterpret_cast<float*>(y),
-                                         plan.heads * dim,
-                                         reinterpret_cast<const float*>(cosines),
-                                         reinterpret_cast<const float*>(sines),
-                                         scale};
-        const runtime::KernelCall call;
-        attention::attend(attention::kernels_of(plan.layout.dtype), problem, threads);
+        const steps::Inputs own{threads, &plan, reinterpret_cast<const float*>(cosines),
+                                reinterpret_cast<const float*>(sines)};
+        steps::perform(own, [cache, y, qkv, scale](const steps::Inputs& inputs) {
+          const attention::Plan& plan = *inputs.plan;
+          const int64_t dim = plan.layout.dim;
+          const attention::Problem problem{&plan,
+                                           reinterpret_cast<char*>(cache),
+                                           reinterpret_cast<const float*>(qkv),
+                                           (plan.heads + 2 * plan.layout.kv_heads) * dim,
+                                           reinterpret_cast<float*>(y),
+                                           plan.heads * dim,
+                                           inputs.cosines,
+                                           inputs.sines,
+                                           scale};
+          attention::attend(attention::kernels_of(plan.layout.dtype), problem, inputs.threads);
+        });
       });
 }

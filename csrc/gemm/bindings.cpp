@@ -10,6 +10,7 @@
 #include "gemm/gemm.h"
 #include "runtime/kernel_call.h"
 #include "runtime/names.h"
+#include "steps/recording.h"
 
 namespace py = pybind11;
 using namespace vlora;
@@ -48,18 +49,20 @@ void bind_gemm(py::module_& m) {
                        int64_t rows, uintptr_t w, bool bf16, int64_t n, int64_t k, uintptr_t bias,
                        int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
-    const runtime::KernelCall call;
-    gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)),
-                   gemm::amx_gemm_for(product.dtype), product, threads);
+    steps::perform({threads}, [product](const steps::Inputs& inputs) {
+      gemm::multiply(gemm::kernels(runtime::vector_isa(product.dtype)),
+                     gemm::amx_gemm_for(product.dtype), product, inputs.threads);
+    });
   });
   m.def("multiply_gated", [](uintptr_t out, uintptr_t y, ptrdiff_t y_stride, uintptr_t x,
                              ptrdiff_t x_stride, int64_t rows, uintptr_t w, bool bf16, int64_t n,
                              int64_t k, uintptr_t bias, int threads) {
     const gemm::Product product = product_of(y, y_stride, x, x_stride, rows, w, bf16, n, k, bias);
-    const runtime::KernelCall call;
-    gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)),
-                         gemm::amx_gemm_for(product.dtype), product, reinterpret_cast<float*>(out),
-                         threads);
+    float* const gated = reinterpret_cast<float*>(out);
+    steps::perform({threads}, [product, gated](const steps::Inputs& inputs) {
+      gemm::multiply_gated(gemm::kernels(runtime::vector_isa(product.dtype)),
+                           gemm::amx_gemm_for(product.dtype), product, gated, inputs.threads);
+    });
   });
   m.def("embed", [](uintptr_t out, uintptr_t tokens, uintptr_t replacements, uintptr_t table,
                     bool bf16, int64_t words, int64_t rows, int64_t width, int threads) {
@@ -88,8 +91,9 @@ void bind_gemm(py::module_& m) {
                           rows,
                           width,
                           eps};
-    const runtime::KernelCall call;
-    gemm::add_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, threads);
+    steps::perform({threads}, [norm](const steps::Inputs& inputs) {
+      gemm::add_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, inputs.threads);
+    });
   });
   m.def("head_norm", [](uintptr_t qkv, uintptr_t query_weight, uintptr_t key_weight, int64_t rows,
                         int64_t heads, int64_t kv_heads, int64_t dim, float eps, int threads) {
@@ -101,14 +105,16 @@ void bind_gemm(py::module_& m) {
                               kv_heads,
                               dim,
                               eps};
-    const runtime::KernelCall call;
-    gemm::head_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, threads);
+    steps::perform({threads}, [norm](const steps::Inputs& inputs) {
+      gemm::head_norm(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), norm, inputs.threads);
+    });
   });
   m.def("gate", [](uintptr_t out, uintptr_t x, int64_t rows, int64_t width, int threads) {
     const gemm::Gate gate{reinterpret_cast<const float*>(x), reinterpret_cast<float*>(out), rows,
                           width};
-    const runtime::KernelCall call;
-    gemm::gate(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), gate, threads);
+    steps::perform({threads}, [gate](const steps::Inputs& inputs) {
+      gemm::gate(gemm::kernels(runtime::vector_isa(Dtype::kFp32)), gate, inputs.threads);
+    });
   });
   m.def("argmax", [](uintptr_t index, uintptr_t finite, uintptr_t x, int64_t rows, int64_t width,
                      int threads) {

@@ -5,6 +5,7 @@
 #include "quantized/quantize.h"
 #include "quantized/quantized.h"
 #include "runtime/kernel_call.h"
+#include "steps/recording.h"
 
 namespace py = pybind11;
 using namespace vlora;
@@ -29,8 +30,10 @@ void bind_quantized(py::module_& m) {
         reinterpret_cast<float*>(y),
         y_stride,
         reinterpret_cast<const float*>(bias)};
-    const runtime::KernelCall call;
-    quantized::multiply(product, bf16 ? Dtype::kBf16 : Dtype::kFp32, threads);
+    const Dtype dtype = bf16 ? Dtype::kBf16 : Dtype::kFp32;
+    steps::perform({threads}, [product, dtype](const steps::Inputs& inputs) {
+      quantized::multiply(product, dtype, inputs.threads);
+    });
   });
   m.def("quantize",
         [](uintptr_t weights, bool bf16, ptrdiff_t stride, int bits, uintptr_t values,

@@ -20,7 +20,7 @@ from benchmarks.work_model import ChunkWork, slab_elements, step_work
 KEYS = {
     *("decode_fp32", "decode_bf16", "prefill_fp32", "prefill_bf16"),
     *("lora_cost_1", "lora_cost_16", "lora_cost_1_over_bytes", "lora_cost_16_over_bytes"),
-    *("elsewhere", "python", "busy_neighbour", "memory_mib_fp32", "memory_mib_bf16"),
+    *("elsewhere", "repeated", "python", "busy_neighbour", "memory_mib_fp32", "memory_mib_bf16"),
 }
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=128))
 

@@ -310,6 +310,7 @@ def alloc_out(out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
     Raises ValueError if `out` has a wrong shape, type or layout.
     """
     if out is None:
+        native.spoil_recording()
         return torch.empty(rows, width)
     if out.shape != (rows, width) or out.dtype != torch.float32 or not out.is_contiguous():
         raise ValueError(

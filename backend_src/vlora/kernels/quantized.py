@@ -301,6 +301,7 @@ class QuantizedMatrix(Matrix):
 
     def _multiply(self, y: int, x: torch.Tensor) -> None:
         if self.weight.order is not None:
+            native.spoil_recording()
             x = x.index_select(1, self.weight.order)
         native.kernels().quantized.multiply(
             y,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from vlora import backends, native
-from vlora.atmm.types import DTYPES
+from vlora.atmm.types import DTYPES, Segments
 from vlora.backends import Backend
 from vlora.kernels import norms, ops
 from vlora.kernels.norms import HeadNorms
@@ -59,6 +59,16 @@ class AttentionPlan:
         # the time of attention for a row with a short context.
         self._shape = self.positions.shape[-1], (heads + 2 * kv_cache.kv_heads) * kv_cache.head_dim
         self._layer_bytes = kv_cache.cache.stride(1) * kv_cache.cache.itemsize
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Addresses of the pages. Recorded steps contain them."""
+        return (self._kv_cache.cache.data_ptr(),)
+
+    @property
+    def is_compiled(self) -> bool:
+        """True if the compiled kernels of the CPU compute attention."""
+        return self._backend == "cpu"
 
     @cached_property
     def _native(self) -> Any:
@@ -144,6 +154,20 @@ class AttentionPlan:
             torch.get_num_threads(),
         )
         return out
+
+    def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:
+        """Repeat recorded kernel calls of all layers with the pages of this plan.
+
+        recording: complete recording of a step with the same number of rows.
+        rotary, segments: of this step.
+        """
+        recording.repeat(
+            self._native,
+            rotary.cosines.data_ptr(),
+            rotary.sines.data_ptr(),
+            Segments.of(segments).native,
+            torch.get_num_threads(),
+        )
 
 
 def _padded(positions: torch.Tensor, shape: DecodeShape) -> torch.Tensor:

@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from vlora import backends
 from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
@@ -23,10 +24,12 @@ from vlora.lora.model_shape import LM_HEAD
 from vlora.lora.slab import GROUPS
 from vlora.lora.store import AdapterStore
 from vlora.lora.switcher import Switcher
+from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
 from vlora.model.rotary import Rotary, RotaryTable
+from vlora.model.step_recordings import MAX_ROWS, RecordingKey, StepRecordings
 from vlora.model.workspace import StepBuffers, Workspace
 
 
@@ -67,6 +70,8 @@ class Decoder:
         self.lora_groups = [adapters.group(group) for group in lora_groups(config.layers)]
         """Groups of projections, in the order of execution; the LM head is last."""
         self._lm_head_lora = self.lora_groups[-1]
+        self._switcher = switcher
+        self.recordings = StepRecordings()
         self._layers = [
             DecoderLayer(layer, config, weights, adapters, switcher)
             for layer in range(config.layers)
@@ -121,6 +126,42 @@ class Decoder:
         After the attention of the last layer, only the output rows are computed (decision 36).
         """
         rotary = self._rotary.lookup(attention.placed_positions)
+        compute = partial(
+            self._compute_layers,
+            hidden,
+            attention,
+            rotary,
+            segments,
+            output_rows,
+            output_segments,
+            levels,
+        )
+        key = None
+        if output_rows is None and levels is None:
+            key = self._recording_key(hidden, attention, segments)
+        if key is None:
+            hidden, delta = compute()
+        else:
+            active = self._switcher.active
+            self.recordings.run(key, active, attention, rotary, segments, compute)
+            delta = self._workspace.buffers(len(hidden)).delta
+        return norms.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
+
+    def _compute_layers(
+        self,
+        hidden: torch.Tensor,
+        attention: AttentionPlan,
+        rotary: Rotary,
+        segments: Segments,
+        output_rows: torch.Tensor | None,
+        output_segments: Segments,
+        levels: LevelFeatures | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute all layers. Return the residual stream of the output rows, and the output of the
+        last layer, which is not added to it yet.
+
+        The arguments are those of `forward`.
+        """
         buffers = self._workspace.buffers(len(hidden))
         delta: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
@@ -132,7 +173,25 @@ class Decoder:
             delta = layer.finish(hidden, attended, segments, buffers)
             if levels is not None and number < len(levels.features):
                 hidden.index_add_(0, levels.rows, levels.features[number])
-        return norms.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
+        return hidden, buffers.delta
+
+    def _recording_key(
+        self, hidden: torch.Tensor, attention: AttentionPlan, segments: Segments
+    ) -> RecordingKey | None:
+        """Return the key of the recording of a step whose rows are all output rows; None if its
+        kernel calls cannot be repeated.
+        """
+        rows = len(hidden)
+        compiled = attention.is_compiled and backends.backend_of("atmm") == "cpu"
+        if not compiled or rows > MAX_ROWS or not step_recordings.enabled():
+            return None
+        layers = self.lora_groups[:-1] if segments else ()
+        return RecordingKey(
+            rows,
+            id(self._switcher.active),
+            tuple(group.has(segments) for group in layers),
+            (hidden.data_ptr(), *self._workspace.addresses, *attention.addresses),
+        )
 
     def logits(
         self, hidden: torch.Tensor, segments: Segments, out: torch.Tensor | None = None

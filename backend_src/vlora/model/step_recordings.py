@@ -1,0 +1,115 @@
+"""Recorded kernel calls of decoding steps on the CPU.
+
+The layers of a decoding step make the same kernel calls as those of the step before, with the same
+addresses. Each call from Python costs about ten microseconds, which together is a tenth of the step
+of a small model. So the calls are recorded once. In later steps, one call of the compiled core
+repeats all of them. Values that differ between the steps are arguments of this call: pages, angles,
+segments and the number of threads. Steps on a GPU have captured graphs instead (`step_graphs.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from cachetools import LRUCache
+
+from vlora import native
+from vlora.atmm.types import Segments
+from vlora.lora.switcher import Active
+from vlora.model.attention import AttentionPlan
+from vlora.model.rotary import Rotary
+
+MAX_RECORDINGS = 64
+"""Maximum number of recordings. Beyond it, the least recently used one is discarded."""
+
+MAX_ROWS = 64
+"""Maximum number of rows of a recorded step. In larger steps, Python takes little of the time."""
+
+_enabled = True
+
+
+class RecordingKey(NamedTuple):
+    """Properties on which the kernel calls of a step depend.
+
+    rows: number of rows.
+    active: `id` of the active weights.
+    adapted: for each group of projections, whether the step applies an adapter to it; () if it
+        applies none.
+    addresses: addresses of the memory that the calls read and write.
+    """
+
+    rows: int
+    active: int
+    adapted: tuple[bool, ...]
+    addresses: tuple[int, ...]
+
+
+class _Recorded(NamedTuple):
+    """A recording, and the weights that it reads. The reference keeps their `id` in use."""
+
+    calls: Any
+    active: Active
+
+
+class StepRecordings:
+    """The recordings of one decoder. Only the engine's thread may use them.
+
+    repeated: number of steps that a recording has computed.
+    """
+
+    def __init__(self) -> None:
+        self.repeated = 0
+        self._recorded: LRUCache[RecordingKey, _Recorded] = LRUCache(MAX_RECORDINGS)
+
+    def run(
+        self,
+        key: RecordingKey,
+        active: Active,
+        attention: AttentionPlan,
+        rotary: Rotary,
+        segments: Segments,
+        compute: Callable[[], object],
+    ) -> None:
+        """Compute the layers of a step: repeat the recording of `key`, or call `compute` and record
+        its kernel calls.
+
+        active: the weights that the step reads.
+        compute: function that makes the kernel calls of the layers, and has no other effect.
+        """
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            self._recorded[key] = _Recorded(_record(compute), active)
+        elif recorded.calls.complete:
+            attention.repeat(recorded.calls, rotary, segments)
+            self.repeated += 1
+        else:
+            compute()
+
+
+def _record(compute: Callable[[], object]) -> Any:
+    """Call a function, and return the recording of its kernel calls."""
+    recording = native.kernels().steps.Recording()
+    recording.begin()
+    try:
+        compute()
+    finally:
+        recording.end()
+    return recording
+
+
+def enabled() -> bool:
+    """Return whether steps may be recorded and repeated."""
+    return _enabled
+
+
+@contextmanager
+def disabled() -> Iterator[None]:
+    """Compute each step call by call while the context is open, for comparisons and timers."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before

@@ -1,0 +1,126 @@
+"""Tests of the recordings of steps: which calls are recorded, and when they are repeated."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from vlora import native
+from vlora.atmm.types import Segments
+from vlora.kernels import ops
+from vlora.kernels.quantize import quantize
+from vlora.kernels.quantized import Format, QuantizedMatrix, allocate
+from vlora.lora.switcher import Active
+from vlora.model.attention import AttentionPlan
+from vlora.model.rotary import Rotary
+from vlora.model.step_recordings import MAX_RECORDINGS, RecordingKey, StepRecordings
+
+
+class FakePlan:
+    """A plan that counts the recordings that are repeated with it."""
+
+    def __init__(self) -> None:
+        self.repeated: list[Any] = []
+
+    def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:
+        self.repeated.append(recording)
+
+
+class Steps:
+    """The recordings, and a product in place of the layers of a step."""
+
+    def __init__(self, matrix: ops.Matrix) -> None:
+        self.recordings = StepRecordings()
+        self.plan = FakePlan()
+        self.computed = 0
+        self.out: torch.Tensor | None = torch.empty(2, matrix.shape[0])
+        self._matrix = matrix
+        self._x = torch.randn(2, matrix.shape[1])
+        self._active = Active(-1, ())
+
+    def run(self, key: int = 0) -> None:
+        self.recordings.run(
+            RecordingKey(2, key, (), ()),
+            self._active,
+            cast(AttentionPlan, self.plan),
+            cast(Rotary, None),
+            Segments(),
+            self._compute,
+        )
+
+    def _compute(self) -> None:
+        self.computed += 1
+        self._matrix(self._x, out=self.out)
+
+
+def float_matrix() -> ops.Matrix:
+    return ops.Matrix(torch.randn(32, 64))
+
+
+def quantized_matrix(order: torch.Tensor | None = None) -> ops.Matrix:
+    weight = allocate(Format(8, None), 32, 64, torch.float32)
+    quantize(torch.randn(32, 64), weight)
+    return QuantizedMatrix(replace(weight, order=order))
+
+
+@pytest.mark.parametrize("make", [float_matrix, quantized_matrix])
+def test_a_step_is_recorded_once_and_then_repeated(make: Any) -> None:
+    steps = Steps(make())
+    for _ in range(3):
+        steps.run()
+    assert steps.computed == 1
+    assert steps.recordings.repeated == len(steps.plan.repeated) == 2
+    assert len(steps.plan.repeated[0]) == 1
+    steps.run(key=1)
+    assert steps.computed == 2
+
+
+def test_a_step_with_memory_of_its_own_is_computed_each_time() -> None:
+    """The result of a product without `out`, or the permuted rows of a product with an order, are
+    freed after the step."""
+    allocating = Steps(float_matrix())
+    allocating.out = None
+    permuting = Steps(quantized_matrix(torch.randperm(64)))
+    for steps in (allocating, permuting):
+        for _ in range(3):
+            steps.run()
+        assert steps.computed == 3
+        assert steps.recordings.repeated == 0
+
+
+def test_a_step_that_fails_is_recorded_again() -> None:
+    steps = Steps(float_matrix())
+    out, steps.out = steps.out, torch.empty(2, 3)
+    with pytest.raises(ValueError, match="out"):
+        steps.run()
+    steps.out = out
+    for _ in range(2):
+        steps.run()
+    assert (steps.computed, steps.recordings.repeated) == (2, 1)
+
+
+def test_the_least_recently_used_recording_is_discarded() -> None:
+    steps = Steps(float_matrix())
+    for key in range(MAX_RECORDINGS + 1):
+        steps.run(key)
+        steps.run(0)
+    steps.run(1)
+    assert steps.computed == MAX_RECORDINGS + 2
+
+
+def test_calls_of_other_threads_are_not_recorded() -> None:
+    matrix, x, out = float_matrix(), torch.randn(2, 64), torch.empty(2, 32)
+    recording = native.kernels().steps.Recording()
+    recording.begin()
+    other = threading.Thread(target=matrix, args=(x,), kwargs={"out": out})
+    other.start()
+    other.join()
+    with pytest.raises(RuntimeError, match="records another step already"):
+        native.kernels().steps.Recording().begin()
+    recording.end()
+    assert recording.complete
+    assert len(recording) == 0
