@@ -50,7 +50,7 @@ class Recording {
   }
 
   void end() {
-    if (current() != this) throw std::logic_error("this recording has not begun on this thread");
+    if (current() != this) throw std::logic_error("this thread makes another recording, or none");
     current() = nullptr;
     complete_ = !spoiled_;
   }
