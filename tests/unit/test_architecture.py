@@ -151,7 +151,7 @@ def test_only_serving_triton_imports_triton() -> None:
 
 
 def test_no_simple_queue_is_read_with_a_timeout() -> None:
-    """In CPython 3.11, a call with a timeout may wait forever. That of a `queue.Queue` does not.
+    """A read with a timeout may wait forever in CPython 3.11, unless the queue is a `queue.Queue`.
 
     If the timeout ends between two tries to take the queue's lock, the time left is negative, and
     the second try waits without a limit. With short timeouts, one call of some thousands hangs.
