@@ -34,9 +34,10 @@ struct Grouped {
   using Warp = cutlass::gemm::GemmShape<WM, WN, WK>;
   using Sum = cutlass::epilogue::thread::LinearCombination<Out, 16 / sizeof(Out), float, float>;
   using Parts = typename cutlass::gemm::kernel::DefaultGemmGrouped<
-      Element, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, 8,
-      Element, cutlass::layout::ColumnMajor, cutlass::ComplexTransform::kNone, 8,
-      Out, cutlass::layout::RowMajor, float, cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
+      Element, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, 8,     // A
+      Element, cutlass::layout::ColumnMajor, cutlass::ComplexTransform::kNone, 8,  // B
+      Out, cutlass::layout::RowMajor, float,                                       // C, sums
+      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
       Block, Warp, cutlass::gemm::GemmShape<16, 8, 16>, Sum,
       cutlass::gemm::threadblock::GemmBatchedIdentityThreadblockSwizzle, Stages,
       cutlass::gemm::kernel::GroupScheduleMode::kDeviceOnly>::GemmKernel;
