@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 from vlora import capacity, cli
 from vlora.config import Options
 from vlora.engine.engine import Engine
+from vlora.errors import InvalidArgument
 from vlora.kernels.quantized import Format
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import load_weights
@@ -129,3 +131,19 @@ def test_too_little_memory_for_the_weights_fails_without_a_table_of_adapters(
     enough = CliRunner().invoke(cli.app, [*arguments[:-1], found[1]])
     assert enough.exit_code == 0, enough.output
     assert "packed MiB" not in result.output
+
+
+@pytest.mark.parametrize("pickles", [[], ["pytorch_model.bin"]], ids=["no weights", "pickles"])
+def test_a_checkpoint_without_readable_weights_is_refused_as_by_the_loader(
+    checkpoint: Path, tmp_path: Path, pickles: list[str]
+) -> None:
+    folder = shutil.copytree(
+        checkpoint, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors*")
+    )
+    for name in pickles:
+        (folder / name).touch()
+    with pytest.raises(InvalidArgument) as refused:
+        load_weights(folder, load_config(folder), torch.float32)
+    result = CliRunner().invoke(cli.app, ["capacity", "--model", str(folder)])
+    assert (result.exit_code, result.stderr) == (1, f"error: {refused.value}\n")
+    assert ("save_pretrained" in result.stderr) == bool(pickles)

@@ -43,12 +43,15 @@ def capacity(
 
     The exit status is 1 if no memory is left for KV-cache pages.
     """
-    # Imported here because it imports torch.
+    # Imported here because they import torch.
     from vlora.capacity import plan, process_bytes
+    from vlora.model.weight_files import check_files
 
     with report_errors():
         configured = load_configuration(model, adapters, repository, options_file)
-        options, process = configured.options, process_bytes(configured.options)
+        options = configured.options
+        check_files(options.model)
+        process = process_bytes(options)
         result = plan(options, configured.names, int(memory * GIB), process)
         console.print(_parts_table(result))
         if not result.pages:
