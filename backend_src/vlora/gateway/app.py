@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -23,6 +25,7 @@ from vlora.gateway.bodies import Bodies
 from vlora.gateway.disconnects import Disconnected, connected
 from vlora.gateway.door import App, Door, Visit, send_error
 from vlora.gateway.errors import ApiError
+from vlora.gateway.first_answer import wait_for_first_answer
 from vlora.gateway.keys import RateLimit, load_keys
 from vlora.gateway.media import MediaLoader
 from vlora.gateway.metrics import GatewayMetrics
@@ -63,7 +66,11 @@ class Gateway:
         self._bodies = Bodies(self.options)
         gc.collect()
         gc.freeze()  # Exclude the objects of imported libraries from later garbage collections.
+        say = partial(print, file=sys.stderr, flush=True)
+        waiting = asyncio.create_task(wait_for_first_answer(self._backend, self.options.grpc, say))
         yield
+        waiting.cancel()
+        await asyncio.wait([waiting])
         self._bodies.close()
         await self._media.close()
         await self._backend.close()

@@ -17,8 +17,8 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from vlora.gateway.channel import open_channel
 from vlora.gateway.errors import ApiError, from_grpc, from_server
-from vlora.launcher.direct import grpc_options
 from vlora.launcher.grpc_stubs import load_grpc_stubs
 from vlora.serving.responder import from_message
 
@@ -38,9 +38,6 @@ CONTENT_TAG = bytes(
     [service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2]
 )
 """Tag of a serialized `raw_input_contents`: its field number, and the type for bytes."""
-
-UNLIMITED = (("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1))
-"""Options of the channel. Other code limits the sizes of requests and answers."""
 
 OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "details")
 HEAD_OUTPUTS = ("head_scores", "head_labels")
@@ -141,8 +138,7 @@ class Backend:
         answer_seconds: time limit of each response.
         """
         self._answer_seconds = answer_seconds
-        host = address.rpartition(":")[0]
-        self._channel = grpc.aio.insecure_channel(address, [*UNLIMITED, *grpc_options(host)])
+        self._channel = open_channel(address)
         # Requests are sent as bytes, which `_request` serializes.
         self._stream = self._channel.stream_stream(
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from vlora.errors import VLoraError
+from vlora.launcher.probe import port_hint
 from vlora.serving.responder import from_message
 
 STATUSES = {
@@ -104,7 +105,8 @@ def from_grpc(error: Any) -> ApiError:
     """
     details = error.details() or "no details"
     if error.code() == grpc.StatusCode.UNAVAILABLE:
-        return ApiError("UNAVAILABLE", f"the V-LoRA server cannot be reached: {details}")
+        reason = f"{details}{port_hint(details)}"
+        return ApiError("UNAVAILABLE", f"the V-LoRA server cannot be reached: {reason}")
     if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED:
         return ApiError("UNAVAILABLE", "the V-LoRA server did not answer in time")
     found = from_message(details)

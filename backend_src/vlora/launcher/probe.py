@@ -146,7 +146,7 @@ def probe(
         except grpc.RpcError as error:
             if is_local(host) and port.isdecimal() and _is_starting(int(port)):
                 return finding(Health.ALIVE, "the server is starting; it is loading its models")
-            hint = "; is this the gRPC port?" if NOT_GRPC.search(error.details() or "") else ""
+            hint = port_hint(error.details() or "")
             return finding(Health.DEAD, f"no server answers at {address}: {_describe(error)}{hint}")
         if not (live and ready):
             return finding(Health.ALIVE, "the server is running; its models are not ready yet")
@@ -163,6 +163,14 @@ def probe(
                     )
             return finding(*_judge(error, deadline))
     return finding(Health.READY, f"{ENSEMBLE} answered")
+
+
+def port_hint(details: str) -> str:
+    """Return the end of a message about a failed connection: a question if the port is not gRPC's.
+
+    details: text of gRPC's error.
+    """
+    return "; is this the gRPC port?" if NOT_GRPC.search(details) else ""
 
 
 def _judge(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:
