@@ -1,8 +1,9 @@
 """Set up the virtual environment of the Makefile, and print a line for each part of the work.
 
-The script runs on a bare Python 3, so it uses the standard library only. Everything that pip and
-the compiler print goes into build/set-up.log. If the script is interrupted, it continues with the
-packages that pip has in its cache and with the objects that are compiled.
+While a part prints nothing, the script prints the time that has passed. The script runs on a bare
+Python 3, so it uses the standard library only. Everything that pip and the compiler print goes into
+build/set-up.log. If the script is interrupted, it continues with the packages that pip has in its
+cache and with the objects that are compiled.
 
 usage: python3 tools/set_up.py .venv
 """
@@ -12,8 +13,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "build" / "set-up.log"
@@ -23,10 +29,79 @@ LARGE_MB = 10.0
 PACKAGES_PER_MESSAGE = 20
 LAST_LINES = 30
 """Number of lines of the log that are printed after an error."""
+TERMINAL_SECONDS = 1.0
+PIPE_SECONDS = 15.0
+"""Seconds between two lines about work that prints nothing, on a terminal and elsewhere. A terminal
+shows them on one line, each in the place of the former."""
+CLEAR_LINE = "\r\x1b[K"
 
 
 class SetUpError(Exception):
     """A command that failed."""
+
+
+class Reporter:
+    """Prints messages, and while there is none, how long the current work has taken.
+
+    It is a context manager. A thread prints the times until its end.
+
+    detail: function that returns what is known of the current work, such as "5 of 9 packages", or
+        an empty string.
+    """
+
+    def __init__(self, detail: Callable[[], str] = str, stream: TextIO | None = None) -> None:
+        self._detail = detail
+        self._stream = sys.stdout if stream is None else stream
+        self._terminal = self._stream.isatty()
+        self._seconds = TERMINAL_SECONDS if self._terminal else PIPE_SECONDS
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._report, daemon=True)
+
+    def __enter__(self) -> Reporter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        if self._terminal:
+            self._write(CLEAR_LINE)
+
+    def say(self, message: str) -> None:
+        """Print a message, with which other work begins."""
+        with self._lock:
+            self._started = time.monotonic()
+            self._write(f"{CLEAR_LINE if self._terminal else ''}{message}\n")
+
+    def _report(self) -> None:
+        while not self._ended.wait(self._seconds):
+            with self._lock:
+                passed = time.monotonic() - self._started
+                if passed < self._seconds:
+                    continue
+                line = f"  {', '.join(filter(None, [self._detail(), f'{passed:.0f} s']))}"
+                self._write(f"{CLEAR_LINE}{line}" if self._terminal else f"{line}\n")
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()
+
+
+def installed(venv: Path, since: float) -> str:
+    """Return how many packages pip has installed, or an empty string if there are none yet.
+
+    pip prints nothing between the start and the end of an installation.
+
+    venv: folder of the virtual environment.
+    since: time (`time.time`) from which on packages count.
+    """
+    count = 0
+    for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
+        with suppress(OSError):  # pip removes the folders of old versions.
+            count += folder.stat().st_mtime >= since
+    return f"{count} package{'s' * (count > 1)} installed" if count else ""
 
 
 def progress(lines: Iterable[str]) -> Iterator[str]:
@@ -83,16 +158,19 @@ def set_up(venv: Path) -> None:
     """Create the environment if there is none, and install this package with its requirements."""
     python = venv / "bin" / "python"
     if not python.exists():
-        print(f"creating {venv}", flush=True)
-        list(run([sys.executable, "-m", "venv", str(venv)]))
+        with Reporter() as reporter:
+            reporter.say(f"creating {venv}")
+            list(run([sys.executable, "-m", "venv", str(venv)]))
     install = [str(python), "-m", "pip", "install", "--verbose", "--progress-bar", "off"]
     install += ["--constraint", "constraints.txt", "--editable", f".[{EXTRAS}]"]
-    print("downloading the packages", flush=True)
-    for message in progress(run(install)):
-        print(message, flush=True)
-    print("downloading perf_analyzer", flush=True)
+    with Reporter(partial(installed, venv, time.time())) as reporter:
+        reporter.say("downloading the packages")
+        for message in progress(run(install)):
+            reporter.say(message)
     try:
-        list(run([str(python), "-m", "benchmarks.perf_analyzer.fetch"]))
+        with Reporter() as reporter:
+            reporter.say("downloading perf_analyzer")
+            list(run([str(python), "-m", "benchmarks.perf_analyzer.fetch"]))
     except SetUpError:
         print("warning: no perf_analyzer; its tests will be skipped", file=sys.stderr)
 
