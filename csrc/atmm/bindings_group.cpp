@@ -13,8 +13,8 @@
 
 #include "atmm/bindings_tiles.h"
 #include "atmm/operator.h"
-#include "runtime/large_pages.h"
 #include "runtime/kernel_call.h"
+#include "runtime/large_pages.h"
 #include "runtime/names.h"
 #include "steps/recording.h"
 

@@ -135,28 +135,27 @@ TileConfig TileChooser::choose(const Shape& shape) const {
 bool TileChooser::fixed_order() const { return state().fixed_order; }
 
 void bind_tiles(py::module_& m) {
-  m.def("bundle",
-        [](const std::string& dtype) { return current_kernels(dtype_of(dtype)).bundle; });
+  m.def("bundle", [](const std::string& dtype) { return current_kernels(dtype_of(dtype)).bundle; });
   m.def("configs", &configs);
   m.def("key", [](const std::string& operation, const std::string& dtype, int64_t rows,
                   int64_t d_in, int64_t d_out, int64_t rank, int64_t segments, int64_t threads) {
     const Key key = key_of(shape_of(operation, dtype, rows, d_in, d_out, rank, segments, threads));
     return std::make_tuple(key.low, key.high);
   });
-  m.def("built_in", [](const std::string& operation, const std::string& dtype, int64_t rows,
-                       int64_t d_in, int64_t d_out, int64_t rank, int64_t segments,
-                       int64_t threads) {
-    return name_of(
-        built_in(shape_of(operation, dtype, rows, d_in, d_out, rank, segments, threads)));
-  });
+  m.def("built_in",
+        [](const std::string& operation, const std::string& dtype, int64_t rows, int64_t d_in,
+           int64_t d_out, int64_t rank, int64_t segments, int64_t threads) {
+          return name_of(
+              built_in(shape_of(operation, dtype, rows, d_in, d_out, rank, segments, threads)));
+        });
   // The built-in choice on another machine: l1 and l2 in bytes, memory in bytes/s for one core.
-  m.def("built_in_on", [](const std::string& operation, const std::string& dtype, int64_t rows,
-                          int64_t rank, int64_t l1, int64_t l2, double memory, bool widening,
-                          bool tiles) {
-    const Shape shape = shape_of(operation, dtype, rows, 1024, 1024, rank, 1, 1);
-    return name_of(
-        built_in(shape, runtime::Machine{l1, l2, 32 << 20, {}, memory}, widening, tiles));
-  });
+  m.def("built_in_on",
+        [](const std::string& operation, const std::string& dtype, int64_t rows, int64_t rank,
+           int64_t l1, int64_t l2, double memory, bool widening, bool tiles) {
+          const Shape shape = shape_of(operation, dtype, rows, 1024, 1024, rank, 1, 1);
+          return name_of(
+              built_in(shape, runtime::Machine{l1, l2, 32 << 20, {}, memory}, widening, tiles));
+        });
   m.def("use_table", &use_table);
   m.def("pin", &pin);
   m.def("counters", [] {

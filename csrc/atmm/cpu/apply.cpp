@@ -4,10 +4,10 @@
 #include <vector>
 
 #include "atmm/operator.h"
+#include "products.h"
 #include "runtime/machine.h"
 #include "runtime/scratch.h"
 #include "runtime/threads.h"
-#include "products.h"
 #include "shared_wave.h"
 
 namespace vlora::atmm {
@@ -231,8 +231,7 @@ class Plan {
       if (wave.shared)
         (*wave.shared)(team);
       else
-        apply_blocks(call_, small_blocks_ ? &*small_blocks_ : nullptr, wave.segments,
-                     *wave.blocks);
+        apply_blocks(call_, small_blocks_ ? &*small_blocks_ : nullptr, wave.segments, *wave.blocks);
     }
   }
 
@@ -267,9 +266,8 @@ void heads(const Kernels& kernels, const Problem& p, const SegmentList& segments
       for (int64_t row = 0; row < s->length; row += kMaxDirectRows) {
         const int64_t rows = std::min(kMaxDirectRows, s->length - row);
         float* low = low_scratch(low_floats(pair, rows));
-        over_depth(c, config, s->start + row, rows, 0, p.d_in, [&](const Rows& x) {
-          shrink(c, config, pair, rows, x, low);
-        });
+        over_depth(c, config, s->start + row, rows, 0, p.d_in,
+                   [&](const Rows& x) { shrink(c, config, pair, rows, x, low); });
         const float* bias = static_cast<const float*>(pair.b);
         for (int64_t i = 0; i < rows; ++i) {
           float* y = static_cast<float*>(p.y) + (s->start + row + i) * p.y_stride;

@@ -126,9 +126,9 @@ void merge_block(const Kernels& kernels, Dtype dtype, char* out, const char* in,
   loop.fetch_rows = true;
   // With narrow tiles, the rows of one tile are computed from end to end before the next rows. The
   // hardware prefetches as many streams as a tile has rows.
-  const int64_t rows =
-      wide_tiles ? kTaskRows
-                 : std::min<int64_t>(kMaxDirectRows, kernels.max_rows[loop.columns - 1]);
+  const int64_t rows = wide_tiles
+                           ? kTaskRows
+                           : std::min<int64_t>(kMaxDirectRows, kernels.max_rows[loop.columns - 1]);
   for (int64_t row = task.first_row; row < task.first_row + task.rows; row += rows) {
     const int64_t offset = m.offset + row * m.d_in + task.first;
     t.x = m.b + row * m.rank;

@@ -157,7 +157,7 @@ void shrink_block(const Call& c, const TileConfig& config, const Pair& pair, int
   t.prefetch = config.prefetch * 64;
   TileLoop loop{};
   const bool in_pieces = x.source == RowSource::kCopiedByPieces;
-  loop.kernels = in_pieces                            ? set.packed
+  loop.kernels = in_pieces                          ? set.packed
                  : variant == Variant::kPrefetching ? set.prefetching
                                                     : set.direct;
   loop.kernel_rows = c.kernels.max_rows;

@@ -95,8 +95,8 @@ float* row_scratch(int64_t floats);
 template <class Use>
 void over_depth(const Call& c, const TileConfig& config, int64_t row, int64_t rows, int64_t from,
                 int64_t to, const Use& use) {
-  const bool one_pass = config.shrink_columns >= c.p.bundle * kPanel &&
-                        rows <= c.kernels.max_rows[c.p.bundle - 1];
+  const bool one_pass =
+      config.shrink_columns >= c.p.bundle * kPanel && rows <= c.kernels.max_rows[c.p.bundle - 1];
   // Without a depth block in the configuration, panels that are read once are read as one stream.
   // Panels that are read several times are read in pieces, which stay in L2 meanwhile.
   const int64_t steps = config.depth_block ? config.depth_block

@@ -3,8 +3,8 @@
 
 #include <vector>
 
-#include "runtime/threads.h"
 #include "products.h"
+#include "runtime/threads.h"
 
 namespace vlora::atmm {
 

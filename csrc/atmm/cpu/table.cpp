@@ -1,12 +1,12 @@
 // Choice of tiles: keys, tables and the built-in configuration.
 #include "atmm/table.h"
 
-#include "tile_loop.h"
-
 #include <algorithm>
 #include <cstdlib>
 #include <initializer_list>
 #include <stdexcept>
+
+#include "tile_loop.h"
 
 namespace vlora::atmm {
 namespace {

@@ -100,7 +100,8 @@ struct NarrowWidened {
       const V b = V::load_half_of_pairs(panel, half);
 #pragma GCC unroll 24
       for (int m = 0; m < M; ++m)
-        acc[m][0].add_product(V::broadcast_two_of_four(x + m * (kStride ? kStride : stride), half), b);
+        acc[m][0].add_product(V::broadcast_two_of_four(x + m * (kStride ? kStride : stride), half),
+                              b);
     }
   }
 };

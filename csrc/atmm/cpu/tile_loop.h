@@ -79,8 +79,7 @@ inline void run_tiles(const TileLoop& loop, const Panels& p, Tile t) {
     const int64_t begin = panel / p.bundle * p.bundle;
     const int64_t width = narrow ? 1 : std::min<int64_t>(p.bundle, p.wide() - begin);
     const int64_t remaining = narrow ? 1 : std::min(begin + width, loop.last) - panel;
-    const int columns =
-        int(ceil_div(remaining, ceil_div(remaining, std::max(1, loop.columns))));
+    const int columns = int(ceil_div(remaining, ceil_div(remaining, std::max(1, loop.columns))));
     const int64_t tiles =
         ceil_div(loop.rows, std::min(loop.kernel_rows[columns - 1], loop.max_rows));
     t.steps = loop.steps;

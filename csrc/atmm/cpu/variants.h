@@ -55,7 +55,7 @@ constexpr Variants variants_of(const BlockTraits& t) {
     return {rows, Variant::kTileUnit, Variant::kTileUnit};
   const Variant packed = widens ? Variant::kWidened : Variant::kPacked;
   // A single panel has too few sums to fill the pipeline, for any number of rows.
-  const Variant shrink = rows == RowSource::kCopiedByPieces         ? packed
+  const Variant shrink = rows == RowSource::kCopiedByPieces       ? packed
                          : !t.fixed_order && (few || t.one_panel) ? Variant::kPrefetching
                                                                   : Variant::kDirect;
   const Variant expand = few && !t.fixed_order ? Variant::kPrefetching : packed;

@@ -12,7 +12,7 @@ namespace {
 
 thread_local std::string last_error, fault_text;
 
-int32_t fail(int32_t code, const std::string &why) {
+int32_t fail(int32_t code, const std::string& why) {
   last_error = why;
   return code;
 }
@@ -34,7 +34,7 @@ std::mutex devices_mutex;
 Device devices[kMaxDevices];
 
 // Returns the current device, or null with the error in `code`.
-const Device *current_device(int32_t *code) {
+const Device* current_device(int32_t* code) {
   int device = 0;
   const cudaError_t error = cudaGetDevice(&device);
   if (error != cudaSuccess) return *code = status_of(error), nullptr;
@@ -49,8 +49,8 @@ const Device *current_device(int32_t *code) {
 
 bool known_type(int type) { return type >= VLORA_FP16 && type <= VLORA_FP32; }
 
-int32_t check(const VloraCall &call) {
-  const auto bad = [](const std::string &why) { return fail(VLORA_BAD_ARGUMENT, why); };
+int32_t check(const VloraCall& call) {
+  const auto bad = [](const std::string& why) { return fail(VLORA_BAD_ARGUMENT, why); };
   if (call.rows < 0 || call.d_in <= 0 || call.slots < 0 || call.ldx < 0)
     return bad("a size is negative or d_in is 0");
   if (call.max_rank <= 0)
@@ -74,7 +74,7 @@ int32_t check(const VloraCall &call) {
   if (call.heads && call.waves > 1)
     return bad("heads need exactly 1 wave, not " + std::to_string(call.waves));
   for (int p = 0; p < call.projection_count; ++p) {
-    const VloraProjection &out = call.projections[p];
+    const VloraProjection& out = call.projections[p];
     if (out.adapters == nullptr || out.y == nullptr || out.ldy < 0 || out.d_out <= 0)
       return bad("projection " + std::to_string(p) + " has a null pointer or no columns");
   }
@@ -83,24 +83,24 @@ int32_t check(const VloraCall &call) {
 
 // Returns the names of arguments that 16-byte loads and stores cannot access, or null. The loader
 // pads ranks to 8.
-const char *misaligned(const VloraCall &call) {
+const char* misaligned(const VloraCall& call) {
   if (!aligned16(call.x) || call.ldx % 8 || call.d_in % 8) return "x, ldx or d_in";
   if (call.max_rank % kRankStep) return "max_rank";
   for (int p = 0; p < call.projection_count; ++p) {
-    const VloraProjection &out = call.projections[p];
+    const VloraProjection& out = call.projections[p];
     if (!aligned16(out.y) || out.ldy % 8 || out.d_out % 8) return "y, ldy or d_out";
   }
   return nullptr;
 }
 
-const Instance *find(int index, int type, bool expand) {
+const Instance* find(int index, int type, bool expand) {
   if (index < 0 || index >= kInstanceCount) return nullptr;
-  const Instance *instance = kInstances + index;
+  const Instance* instance = kInstances + index;
   return instance->tile.type == type && bool(instance->tile.expand) == expand ? instance : nullptr;
 }
 
-int32_t check(const VloraCall &call, const VloraTiles &tiles) {
-  const auto bad = [](const std::string &why) { return fail(VLORA_BAD_TILE, why); };
+int32_t check(const VloraCall& call, const VloraTiles& tiles) {
+  const auto bad = [](const std::string& why) { return fail(VLORA_BAD_TILE, why); };
   const bool rows = tiles.shrink == VLORA_ROWS;
   for (int slices : {rows ? 1 : tiles.slices, tiles.row_slices})
     if (slices < 1 || slices > VLORA_MAX_SLICES)
@@ -117,7 +117,7 @@ int32_t check(const VloraCall &call, const VloraTiles &tiles) {
       find(tiles.expand, call.type, true) == nullptr)
     return bad("shrink tile " + std::to_string(tiles.shrink) + " or expand tile " +
                std::to_string(tiles.expand) + " does not exist for this type");
-  if (const char *what = misaligned(call))
+  if (const char* what = misaligned(call))
     return fail(VLORA_MISALIGNED, std::string(what) + " is not a multiple of 16 bytes");
   return VLORA_OK;
 }
@@ -125,8 +125,8 @@ int32_t check(const VloraCall &call, const VloraTiles &tiles) {
 // The grouped products. They compute segments longer than rows_up_to.
 class GroupedProducts {
  public:
-  GroupedProducts(const VloraCall &call, Workspace *w, const VloraTiles &tiles,
-                  const Device &device)
+  GroupedProducts(const VloraCall& call, Workspace* w, const VloraTiles& tiles,
+                  const Device& device)
       : call_(call), w_(*w), device_(device), shrink_(tiles.shrink), expand_(tiles.expand) {
     const VloraTile &first = kInstances[shrink_].tile, &second = kInstances[expand_].tile;
     w->shrink.block_rows = first.block[0];
@@ -150,23 +150,23 @@ class GroupedProducts {
   }
 
  private:
-  cudaError_t run(int index, const Group &g, int begin, int end, int64_t columns,
+  cudaError_t run(int index, const Group& g, int begin, int end, int64_t columns,
                   cudaStream_t stream) const {
     if (begin == end) return cudaSuccess;
-    const int64_t tiles = max_tiles(call_, g.block_rows, g.block_columns, columns,
-                                     g.slices.count, end - begin);
+    const int64_t tiles =
+        max_tiles(call_, g.block_rows, g.block_columns, columns, g.slices.count, end - begin);
     return kInstances[index].launch(g, begin * call_.projection_count, end * call_.projection_count,
                                     int(min64(tiles, device_.tiles[size_t(index)])), stream);
   }
 
-  const VloraCall &call_;
-  const Workspace &w_;
-  const Device &device_;
+  const VloraCall& call_;
+  const Workspace& w_;
+  const Device& device_;
   int shrink_, expand_;
 };
 
-cudaError_t launch_all(const VloraCall &call, Workspace w, const VloraTiles &tiles,
-                       const Device &device, cudaStream_t stream) {
+cudaError_t launch_all(const VloraCall& call, Workspace w, const VloraTiles& tiles,
+                       const Device& device, cudaStream_t stream) {
   const RowWork work = row_work(call, tiles);
   const bool uses_rows = call.shortest <= work.up_to, uses_tiles = call.longest > work.up_to;
   cudaError_t error = cudaSuccess;
@@ -190,7 +190,7 @@ cudaError_t launch_all(const VloraCall &call, Workspace w, const VloraTiles &til
 }
 
 // Texts of the fault codes. The value replaces %.
-const char *const kFaults[] = {
+const char* const kFaults[] = {
     "no fault",
     "starts at row %, outside the call's rows",
     "has % rows, outside the call's shortest ... longest",
@@ -219,7 +219,7 @@ int32_t vlora_cuda_size_of(int32_t which) {
 
 int32_t vlora_cuda_tiles(void) { return vlora::kInstanceCount; }
 
-int32_t vlora_cuda_tile(int32_t index, VloraTile *tile) {
+int32_t vlora_cuda_tile(int32_t index, VloraTile* tile) {
   if (index < 0 || index >= vlora::kInstanceCount || tile == nullptr)
     return vlora::fail(VLORA_BAD_TILE, "tile " + std::to_string(index) + " does not exist");
   *tile = vlora::kInstances[index].tile;
@@ -250,8 +250,8 @@ int32_t vlora_cuda_warm_up(void) {
   return VLORA_OK;
 }
 
-int32_t vlora_cuda_arrange(const VloraSegment *segments, int32_t count, VloraSegment *out,
-                           int32_t *wave_end) {
+int32_t vlora_cuda_arrange(const VloraSegment* segments, int32_t count, VloraSegment* out,
+                           int32_t* wave_end) {
   using namespace vlora;
   if (count < 0 || (count > 0 && (!segments || !out || !wave_end)))
     return -fail(VLORA_BAD_ARGUMENT, "an argument is null");
@@ -263,21 +263,20 @@ int32_t vlora_cuda_arrange(const VloraSegment *segments, int32_t count, VloraSeg
     int written = 0, waves = 0;
     for (int wave = 0; wave < arranged.waves(); ++wave) {
       const int begin = written;
-      for (const atmm::Segment *s = arranged.begin(wave); s != arranged.end(wave); ++s)
+      for (const atmm::Segment* s = arranged.begin(wave); s != arranged.end(wave); ++s)
         out[written++] = {int32_t(s->start), int32_t(s->length), s->slot, s->sign};
       if (written == begin) continue;
-      std::sort(out + begin, out + written, [](const VloraSegment &a, const VloraSegment &b) {
-        return a.start < b.start;
-      });
+      std::sort(out + begin, out + written,
+                [](const VloraSegment& a, const VloraSegment& b) { return a.start < b.start; });
       wave_end[waves++] = written;
     }
     return waves;
-  } catch (const std::exception &error) {
+  } catch (const std::exception& error) {
     return -fail(VLORA_BAD_ARGUMENT, error.what());
   }
 }
 
-int64_t vlora_cuda_workspace(const VloraCall *call, const VloraTiles *tiles) {
+int64_t vlora_cuda_workspace(const VloraCall* call, const VloraTiles* tiles) {
   using namespace vlora;
   if (call == nullptr || tiles == nullptr || check(*call) || check(*call, *tiles)) return 0;
   VloraCall without_workspace = *call;
@@ -285,7 +284,7 @@ int64_t vlora_cuda_workspace(const VloraCall *call, const VloraTiles *tiles) {
   return workspace_of(without_workspace, *tiles).bytes;
 }
 
-int32_t vlora_cuda_apply(const VloraCall *call, const VloraTiles *tiles, void *stream) {
+int32_t vlora_cuda_apply(const VloraCall* call, const VloraTiles* tiles, void* stream) {
   using namespace vlora;
   if (call == nullptr || tiles == nullptr) return fail(VLORA_BAD_ARGUMENT, "an argument is null");
   if (const int32_t code = check(*call)) return code;
@@ -293,15 +292,15 @@ int32_t vlora_cuda_apply(const VloraCall *call, const VloraTiles *tiles, void *s
   if (const int32_t code = check(*call, *tiles)) return code;
   const Workspace w = workspace_of(*call, *tiles);
   if (call->workspace == nullptr || !aligned16(call->workspace) || w.bytes > call->workspace_bytes)
-    return fail(VLORA_NO_WORKSPACE, "the workspace needs " + std::to_string(w.bytes) +
-                                           " bytes aligned to 16 bytes");
+    return fail(VLORA_NO_WORKSPACE,
+                "the workspace needs " + std::to_string(w.bytes) + " bytes aligned to 16 bytes");
   int32_t code = VLORA_OK;
-  const Device *device = current_device(&code);
+  const Device* device = current_device(&code);
   if (device == nullptr) return code;
   return status_of(launch_all(*call, w, *tiles, *device, static_cast<cudaStream_t>(stream)));
 }
 
-int64_t vlora_cuda_merge_blocks(VloraMerge *merges, int32_t count) {
+int64_t vlora_cuda_merge_blocks(VloraMerge* merges, int32_t count) {
   int64_t blocks = 0;
   for (int i = 0; merges != nullptr && i < count; ++i) {
     merges[i].first = blocks;
@@ -310,7 +309,7 @@ int64_t vlora_cuda_merge_blocks(VloraMerge *merges, int32_t count) {
   return blocks;
 }
 
-int32_t vlora_cuda_merge(const VloraMergeCall *call, void *stream) {
+int32_t vlora_cuda_merge(const VloraMergeCall* call, void* stream) {
   using namespace vlora;
   if (call == nullptr) return fail(VLORA_BAD_ARGUMENT, "an argument is null");
   if (call->count < 0 || call->blocks < 0 || !known_type(call->type) ||
@@ -321,14 +320,14 @@ int32_t vlora_cuda_merge(const VloraMergeCall *call, void *stream) {
   if (call->out == nullptr || call->base == nullptr || call->merges == nullptr)
     return fail(VLORA_BAD_ARGUMENT, "a pointer is null");
   int32_t code = VLORA_OK;
-  const Device *device = current_device(&code);
+  const Device* device = current_device(&code);
   if (device == nullptr) return code;
   return status_of(merge(*call, device->merge, static_cast<cudaStream_t>(stream)));
 }
 
-const char *vlora_cuda_last_error(void) { return vlora::last_error.c_str(); }
+const char* vlora_cuda_last_error(void) { return vlora::last_error.c_str(); }
 
-const char *vlora_cuda_fault(uint64_t word) {
+const char* vlora_cuda_fault(uint64_t word) {
   using vlora::fault_text;
   const int code = int(word >> 58), projection = int(word >> 52 & 63);
   const int segment = int(word >> 32 & 0xfffff);

@@ -33,12 +33,12 @@ enum { VLORA_ROWS = -1 };
 
 enum {
   VLORA_OK = 0,
-  VLORA_BAD_ARGUMENT = 1,   // a null pointer, a negative size, an unknown type
-  VLORA_BAD_TILE = 2,       // an unknown tile for this type and product
-  VLORA_MISALIGNED = 3,     // tensor cores need rows aligned to 16 bytes; the row kernels do not
-  VLORA_NO_WORKSPACE = 4,   // null, unaligned, or smaller than vlora_cuda_workspace returns
-  VLORA_CUDA_ERROR = 5,     // see vlora_cuda_last_error
-  VLORA_COLD = 6            // vlora_cuda_warm_up was not called for this device
+  VLORA_BAD_ARGUMENT = 1,  // a null pointer, a negative size, an unknown type
+  VLORA_BAD_TILE = 2,      // an unknown tile for this type and product
+  VLORA_MISALIGNED = 3,    // tensor cores need rows aligned to 16 bytes; the row kernels do not
+  VLORA_NO_WORKSPACE = 4,  // null, unaligned, or smaller than vlora_cuda_workspace returns
+  VLORA_CUDA_ERROR = 5,    // see vlora_cuda_last_error
+  VLORA_COLD = 6           // vlora_cuda_warm_up was not called for this device
 };
 
 // The first fault that the device found. It skipped that segment or adapter.
@@ -66,8 +66,8 @@ typedef struct {
 } VloraAdapter;
 
 typedef struct {
-  const VloraAdapter *adapters;  // device, [slots]
-  void *y;                       // device, [rows, d_out], rows ldy elements apart
+  const VloraAdapter* adapters;  // device, [slots]
+  void* y;                       // device, [rows, d_out], rows ldy elements apart
   int64_t ldy;
   int64_t d_out;
 } VloraProjection;
@@ -76,10 +76,10 @@ typedef struct {
 // up to its capacity. Waves run one after another, so that a row's own segment and its -live
 // segment are added in order. vlora_cuda_arrange divides any list into waves.
 typedef struct {
-  const void *x;  // device, [rows, d_in], rows ldx elements apart
+  const void* x;  // device, [rows, d_in], rows ldx elements apart
   int64_t ldx;
-  const VloraSegment *segments;  // device, [wave_end[waves - 1]]
-  void *workspace;               // device, aligned to 16 bytes
+  const VloraSegment* segments;  // device, [wave_end[waves - 1]]
+  void* workspace;               // device, aligned to 16 bytes
   int64_t workspace_bytes;
   int32_t rows, d_in, slots, max_rank;
   int32_t type, heads;
@@ -116,9 +116,9 @@ typedef struct {
 } VloraMerge;
 
 typedef struct {
-  void *out;         // device; may be `base`
-  const void *base;  // device
-  const VloraMerge *merges;  // device, [count]
+  void* out;                 // device; may be `base`
+  const void* base;          // device
+  const VloraMerge* merges;  // device, [count]
   int64_t blocks;            // as returned by vlora_cuda_merge_blocks
   int32_t count, type, sign;
 } VloraMergeCall;
@@ -128,7 +128,7 @@ int32_t vlora_cuda_version(void);
 // merge, 7 merge call.
 int32_t vlora_cuda_size_of(int32_t which);
 int32_t vlora_cuda_tiles(void);  // number of tile instances in this build
-int32_t vlora_cuda_tile(int32_t index, VloraTile *tile);
+int32_t vlora_cuda_tile(int32_t index, VloraTile* tile);
 
 // Loads every kernel of the current device and sizes its grids. Call it once per device.
 int32_t vlora_cuda_warm_up(void);
@@ -136,19 +136,19 @@ int32_t vlora_cuda_warm_up(void);
 // Writes all segments that are not empty to `out`, wave by wave and ascending within a wave, and
 // the end of each wave to wave_end [count]. All pointers are host memory. Returns the number of
 // waves (0 ... count), or a negative error code.
-int32_t vlora_cuda_arrange(const VloraSegment *segments, int32_t count, VloraSegment *out,
-                           int32_t *wave_end);
+int32_t vlora_cuda_arrange(const VloraSegment* segments, int32_t count, VloraSegment* out,
+                           int32_t* wave_end);
 
 // Returns the bytes of workspace that a call needs, or 0 if the call is invalid.
-int64_t vlora_cuda_workspace(const VloraCall *call, const VloraTiles *tiles);
-int32_t vlora_cuda_apply(const VloraCall *call, const VloraTiles *tiles, void *stream);
+int64_t vlora_cuda_workspace(const VloraCall* call, const VloraTiles* tiles);
+int32_t vlora_cuda_apply(const VloraCall* call, const VloraTiles* tiles, void* stream);
 
 // Sets `first` of each merge (host memory) and returns the total number of blocks.
-int64_t vlora_cuda_merge_blocks(VloraMerge *merges, int32_t count);
-int32_t vlora_cuda_merge(const VloraMergeCall *call, void *stream);
+int64_t vlora_cuda_merge_blocks(VloraMerge* merges, int32_t count);
+int32_t vlora_cuda_merge(const VloraMergeCall* call, void* stream);
 
-const char *vlora_cuda_last_error(void);      // the calling thread's last error
-const char *vlora_cuda_fault(uint64_t word);  // text of a fault word; "" for 0
+const char* vlora_cuda_last_error(void);      // the calling thread's last error
+const char* vlora_cuda_fault(uint64_t word);  // text of a fault word; "" for 0
 
 #ifdef __cplusplus
 }

@@ -5,7 +5,7 @@ namespace vlora {
 namespace {
 
 // Returns the number of segments of a wave before its empty ones. All lanes of a warp must call it.
-__device__ inline int live_segments(const VloraCall &call, int wave) {
+__device__ inline int live_segments(const VloraCall& call, int wave) {
   const int lane = int(threadIdx.x) % kWarp, end = call.wave_end[wave];
   int live = 0;
   for (int first = wave_begin(call, wave); first < end; first += kWarp) {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kRowThreads, R == 1 ? 3 : 2)
     fused_kernel(VloraCall call, Workspace w, RowWork work, int row_groups) {
   VLORA_SHARED(float, low);
   __shared__ unsigned taken;
-  Counters &counters = *w.counters;
+  Counters& counters = *w.counters;
   const unsigned shrinks = unsigned(work.slices.count) * unsigned(call.projection_count) *
                            unsigned(work.rank_blocks) * unsigned(row_groups);
   const unsigned expands = unsigned(work.column_blocks) * unsigned(row_groups);
@@ -83,7 +83,7 @@ Fused fused_of(int type) {
 
 }  // namespace
 
-cudaError_t warm_fused(int *resident) {
+cudaError_t warm_fused(int* resident) {
   cudaError_t error = cudaSuccess;
   int min_resident = INT32_MAX;
   for (int type : {VLORA_FP16, VLORA_BF16, VLORA_FP32}) {
@@ -96,22 +96,21 @@ cudaError_t warm_fused(int *resident) {
   return error;
 }
 
-bool can_fuse(const VloraCall &call) {
+bool can_fuse(const VloraCall& call) {
   return !call.heads && call.waves <= kFusedWaves && capacity_of(call) <= VLORA_FUSED_SEGMENTS;
 }
 
-cudaError_t fused_rows(const VloraCall &call, const Workspace &w, const RowWork &work,
+cudaError_t fused_rows(const VloraCall& call, const Workspace& w, const RowWork& work,
                        int row_block, int resident, cudaStream_t stream) {
-  const int64_t shrinks = int64_t(capacity_of(call)) * work.slices.count * call.projection_count *
-                          work.rank_blocks;
+  const int64_t shrinks =
+      int64_t(capacity_of(call)) * work.slices.count * call.projection_count * work.rank_blocks;
   const int64_t expands = int64_t(capacity_of(call)) * work.column_blocks;
   const int64_t items = shrinks > expands ? shrinks : expands;
   const int64_t rows = div_up(min64(call.longest, work.up_to), row_block);
   const int row_groups = int(min64(rows, div_up(resident, items)));
   const dim3 grid(unsigned(min64(items * row_groups, resident)));
-  return launch(row_block == 1 ? fused_of<1>(call.type) : fused_of<4>(call.type), grid,
-                kRowThreads, size_t(rows_shared_bytes(call, row_block)), stream, call, w, work,
-                row_groups);
+  return launch(row_block == 1 ? fused_of<1>(call.type) : fused_of<4>(call.type), grid, kRowThreads,
+                size_t(rows_shared_bytes(call, row_block)), stream, call, w, work, row_groups);
 }
 
 }  // namespace vlora

@@ -37,8 +37,8 @@ struct Grouped {
       Element, cutlass::layout::RowMajor, cutlass::ComplexTransform::kNone, 8,     // A
       Element, cutlass::layout::ColumnMajor, cutlass::ComplexTransform::kNone, 8,  // B
       Out, cutlass::layout::RowMajor, float,                                       // C, sums
-      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80,
-      Block, Warp, cutlass::gemm::GemmShape<16, 8, 16>, Sum,
+      cutlass::arch::OpClassTensorOp, cutlass::arch::Sm80, Block, Warp,
+      cutlass::gemm::GemmShape<16, 8, 16>, Sum,
       cutlass::gemm::threadblock::GemmBatchedIdentityThreadblockSwizzle, Stages,
       cutlass::gemm::kernel::GroupScheduleMode::kDeviceOnly>::GemmKernel;
   using Mma = typename Parts::Mma;
@@ -68,9 +68,9 @@ __global__ void __launch_bounds__(G::kThreads) grouped_kernel(Group group, int b
     const Tile t = tile_at(group, begin, end, index);
     const Problem p = group.problems[t.problem];
     using Element = typename Mma::IteratorA::Element;
-    auto *const a = const_cast<Element *>(static_cast<const Element *>(p.a)) + t.from;
-    auto *const b = const_cast<Element *>(static_cast<const Element *>(p.b)) + t.from;
-    auto *const c = static_cast<typename Rows::Element *>(p.c) + t.offset;
+    auto* const a = const_cast<Element*>(static_cast<const Element*>(p.a)) + t.from;
+    auto* const b = const_cast<Element*>(static_cast<const Element*>(p.b)) + t.from;
+    auto* const c = static_cast<typename Rows::Element*>(p.c) + t.offset;
     typename Mma::IteratorA rows_of_a(typename Mma::IteratorA::Layout(p.lda), a, {p.m, t.depth},
                                       thread, {t.row, 0});
     typename Mma::IteratorB rows_of_b(typename Mma::IteratorB::Layout(p.ldb), b, {t.depth, p.n},
@@ -94,8 +94,8 @@ __global__ void __launch_bounds__(G::kThreads) grouped_kernel(Group group, int b
 template <typename Element, bool Expand, int BM, int BN, int BK, int WM, int WN, int WK, int Stages>
 Instance Grouped<Element, Expand, BM, BN, BK, WM, WN, WK, Stages>::instance() {
   return {{{BM, BN, BK}, {WM, WN, WK}, Stages, TypeOf<Element>::kCode, Expand, kThreads, kShared},
-          [](int *resident) { return warm(grouped_kernel<Grouped>, kThreads, kShared, resident); },
-          [](const Group &group, int begin, int end, int blocks, cudaStream_t stream) {
+          [](int* resident) { return warm(grouped_kernel<Grouped>, kThreads, kShared, resident); },
+          [](const Group& group, int begin, int end, int blocks, cudaStream_t stream) {
             return vlora::launch(grouped_kernel<Grouped>, dim3(unsigned(blocks)), kThreads, kShared,
                                  stream, group, begin, end);
           }};

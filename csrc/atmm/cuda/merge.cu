@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call)
           for (int j = 0; j < 8; ++j) sums[i][j] += p[i] * q[j];
       }
     }
-    const T *const base = static_cast<const T *>(call.base) + m.offset;
-    T *const out = static_cast<T *>(call.out) + m.offset;
+    const T* const base = static_cast<const T*>(call.base) + m.offset;
+    T* const out = static_cast<T*>(call.out) + m.offset;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const int64_t r = row + i / kQuad * kHalf + ty * kQuad + i % kQuad;
@@ -89,16 +89,16 @@ __global__ void __launch_bounds__(kThreads, 2) merge_kernel(VloraMergeCall call)
 
 }  // namespace
 
-int64_t merge_blocks(const VloraMerge &m) { return div_up(m.d_out, kSide) * div_up(m.d_in, kSide); }
+int64_t merge_blocks(const VloraMerge& m) { return div_up(m.d_out, kSide) * div_up(m.d_in, kSide); }
 
-cudaError_t warm_merge(int *resident) {
+cudaError_t warm_merge(int* resident) {
   cudaError_t error = cudaSuccess;
   for (auto kernel : {merge_kernel<Half>, merge_kernel<Bfloat>, merge_kernel<float>})
     if (error == cudaSuccess) error = warm(kernel, kThreads, 0, resident);
   return error;
 }
 
-cudaError_t merge(const VloraMergeCall &call, int resident, cudaStream_t stream) {
+cudaError_t merge(const VloraMergeCall& call, int resident, cudaStream_t stream) {
   const dim3 grid(unsigned(min64(call.blocks, resident)));
   if (call.type == VLORA_FP32) return launch(merge_kernel<float>, grid, kThreads, 0, stream, call);
   return call.type == VLORA_FP16 ? launch(merge_kernel<Half>, grid, kThreads, 0, stream, call)

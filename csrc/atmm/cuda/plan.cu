@@ -10,8 +10,8 @@ constexpr int kSumVector = 4;  // elements that a thread sums together; ranks ar
 
 // Runs as one block. Each thread takes one problem at a time, and a scan counts the tiles before
 // each problem. The lower half of a 64-bit number counts shrink tiles, the upper half expand tiles.
-__global__ void __launch_bounds__(kPlanThreads, 1) plan_kernel(VloraCall call, Workspace w,
-                                                            int rows_up_to) {
+__global__ void __launch_bounds__(kPlanThreads, 1)
+    plan_kernel(VloraCall call, Workspace w, int rows_up_to) {
   __shared__ uint64_t scan[2][kPlanThreads];
   const int thread = int(threadIdx.x);
   uint64_t before = 0;
@@ -64,29 +64,28 @@ __global__ void __launch_bounds__(kSumThreads) reduce_kernel(Workspace w) {
       load16(w.partial + slice * w.plane + i, part);
       for (int k = 0; k < kSumVector; ++k) sum[k] += part[k];
     }
-    for (int k = 0; k < kSumVector; ++k) static_cast<T *>(w.low)[i + k] = from_float<T>(sum[k]);
+    for (int k = 0; k < kSumVector; ++k) static_cast<T*>(w.low)[i + k] = from_float<T>(sum[k]);
   }
 }
 
 }  // namespace
 
-cudaError_t warm_plan(int *resident) {
+cudaError_t warm_plan(int* resident) {
   cudaError_t error = warm(plan_kernel, kPlanThreads, 0, resident);
   if (error == cudaSuccess) error = warm(reduce_kernel<Half>, kSumThreads, 0, resident);
   if (error == cudaSuccess) error = warm(reduce_kernel<Bfloat>, kSumThreads, 0, resident);
   return error;
 }
 
-cudaError_t plan(const VloraCall &call, const Workspace &w, int rows_up_to, cudaStream_t stream) {
+cudaError_t plan(const VloraCall& call, const Workspace& w, int rows_up_to, cudaStream_t stream) {
   return launch(plan_kernel, dim3(1), kPlanThreads, 0, stream, call, w, rows_up_to);
 }
 
-cudaError_t reduce(const VloraCall &call, const Workspace &w, int resident, cudaStream_t stream) {
+cudaError_t reduce(const VloraCall& call, const Workspace& w, int resident, cudaStream_t stream) {
   const int64_t blocks = div_up(w.plane, kSumThreads * kSumVector);
   const dim3 grid(unsigned(min64(blocks, resident)));
-  return call.type == VLORA_FP16
-             ? launch(reduce_kernel<Half>, grid, kSumThreads, 0, stream, w)
-             : launch(reduce_kernel<Bfloat>, grid, kSumThreads, 0, stream, w);
+  return call.type == VLORA_FP16 ? launch(reduce_kernel<Half>, grid, kSumThreads, 0, stream, w)
+                                 : launch(reduce_kernel<Bfloat>, grid, kSumThreads, 0, stream, w);
 }
 
 }  // namespace vlora

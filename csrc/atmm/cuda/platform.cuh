@@ -37,20 +37,26 @@ VLORA_HD float to_float(Bfloat v) { return __bfloat162float(v); }
 template <typename T>
 VLORA_HD T from_float(float v);
 template <>
-VLORA_HD float from_float<float>(float v) { return v; }
+VLORA_HD float from_float<float>(float v) {
+  return v;
+}
 template <>
-VLORA_HD Half from_float<Half>(float v) { return __float2half_rn(v); }
+VLORA_HD Half from_float<Half>(float v) {
+  return __float2half_rn(v);
+}
 template <>
-VLORA_HD Bfloat from_float<Bfloat>(float v) { return __float2bfloat16_rn(v); }
+VLORA_HD Bfloat from_float<Bfloat>(float v) {
+  return __float2bfloat16_rn(v);
+}
 
 // Launches a kernel and returns the error of this launch only. That error is cleared from the
 // thread's record, so that later callers of cudaGetLastError do not see it. Earlier errors stay in
 // the record.
 template <typename... P>
-cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared,
-                   cudaStream_t stream, typename Same<P>::Type... args) {
-  void *pointers[] = {const_cast<void *>(static_cast<const void *>(&args))...};
-  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void *>(kernel), grid,
+cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared, cudaStream_t stream,
+                   typename Same<P>::Type... args) {
+  void* pointers[] = {const_cast<void*>(static_cast<const void*>(&args))...};
+  const cudaError_t error = cudaLaunchKernel(reinterpret_cast<const void*>(kernel), grid,
                                              dim3(threads), pointers, shared, stream);
   if (error != cudaSuccess) (void)cudaGetLastError();
   return error;
@@ -58,8 +64,8 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared,
 
 // Loads a kernel, and sets `resident` to the number of its blocks that fit on the device.
 template <typename... P>
-cudaError_t warm(void (*kernel)(P...), int threads, int shared, int *resident) {
-  const void *function = reinterpret_cast<const void *>(kernel);
+cudaError_t warm(void (*kernel)(P...), int threads, int shared, int* resident) {
+  const void* function = reinterpret_cast<const void*>(kernel);
   cudaFuncAttributes attributes;
   int device = 0, sms = 0, per_sm = 0;
   cudaError_t error = cudaFuncGetAttributes(&attributes, function);  // loads the module
@@ -91,7 +97,7 @@ __device__ __forceinline__ int count_lanes(bool value) {
 }
 
 // Adds 1 to a counter after everything that the block has written. All threads must call it.
-__device__ __forceinline__ void signal(unsigned *counter) {
+__device__ __forceinline__ void signal(unsigned* counter) {
   __syncthreads();
   if (threadIdx.x != 0) return;
   __threadfence();
@@ -100,9 +106,9 @@ __device__ __forceinline__ void signal(unsigned *counter) {
 
 // Waits until a counter has reached `value`. What was written before is then visible to the block.
 // All threads must call it.
-__device__ __forceinline__ void wait_for(unsigned *counter, unsigned value) {
+__device__ __forceinline__ void wait_for(unsigned* counter, unsigned value) {
   if (threadIdx.x == 0) {
-    while (*static_cast<volatile unsigned *>(counter) < value) __nanosleep(20);
+    while (*static_cast<volatile unsigned*>(counter) < value) __nanosleep(20);
     __threadfence();
   }
   __syncthreads();
@@ -110,7 +116,7 @@ __device__ __forceinline__ void wait_for(unsigned *counter, unsigned value) {
 
 #define VLORA_SHARED(type, name)                                        \
   extern __shared__ __align__(16) unsigned char vlora_dynamic_shared[]; \
-  type *const name = reinterpret_cast<type *>(vlora_dynamic_shared)
+  type* const name = reinterpret_cast<type*>(vlora_dynamic_shared)
 
 #else
 
@@ -135,15 +141,15 @@ constexpr int kVector = 16 / int(sizeof(T));
 
 // Loads 16 bytes and converts their elements to fp32.
 template <typename T>
-__device__ __forceinline__ void load16(const T *from, float (&to)[kVector<T>]) {
-  const uint4 raw = __ldg(reinterpret_cast<const uint4 *>(from));
+__device__ __forceinline__ void load16(const T* from, float (&to)[kVector<T>]) {
+  const uint4 raw = __ldg(reinterpret_cast<const uint4*>(from));
   T elements[kVector<T>];
   memcpy(elements, &raw, sizeof raw);
 #pragma unroll
   for (int i = 0; i < kVector<T>; ++i) to[i] = to_float(elements[i]);
 }
 
-VLORA_HD bool aligned16(const void *p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
+VLORA_HD bool aligned16(const void* p) { return reinterpret_cast<uintptr_t>(p) % 16 == 0; }
 VLORA_HD int64_t div_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 VLORA_HD int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 

@@ -27,7 +27,7 @@ VLORA_HD Slices slices_of(int d_in, int max_count) {
 // C += alpha * A B^T, with A [m, k], B [n, k] and C [m, n], all row-major.
 struct Problem {
   const void *a, *b;
-  void *c;
+  void* c;
   int64_t lda, ldb, ldc;
   int32_t m, n, k;
   float alpha;
@@ -36,8 +36,8 @@ struct Problem {
 // The problems of one grouped product, ordered by segment, then by projection. first[i] is the
 // number of tiles before problem i, first[count] the number of all tiles.
 struct Group {
-  Problem *problems;
-  int32_t *first;
+  Problem* problems;
+  int32_t* first;
   int32_t count;
   int32_t block_rows, block_columns;
   Slices slices;
@@ -51,14 +51,14 @@ struct Tile {
   int64_t offset;       // of the slice in C, in elements
 };
 
-VLORA_HD int64_t tiles_of(const Problem &p, int block_rows, int block_columns, int slices) {
+VLORA_HD int64_t tiles_of(const Problem& p, int block_rows, int block_columns, int slices) {
   if (p.m <= 0 || p.n <= 0 || p.k <= 0) return 0;
   return div_up(p.m, block_rows) * div_up(p.n, block_columns) * slices;
 }
 
 // Returns the problem that contains a tile: the last one with first <= tile, which is never empty.
 // The lanes of a warp search together, so that 1024 problems take two dependent reads.
-__device__ inline int problem_of(const int32_t *first, int begin, int end, int tile) {
+__device__ inline int problem_of(const int32_t* first, int begin, int end, int tile) {
   const int lane = int(threadIdx.x) % kWarp;
   while (end - begin > 1) {
     const int step = int(div_up(end - begin, kWarp)), at = begin + lane * step;
@@ -70,10 +70,10 @@ __device__ inline int problem_of(const int32_t *first, int begin, int end, int t
 }
 
 // All lanes of a warp must call it.
-__device__ inline Tile tile_at(const Group &g, int begin, int end, int tile) {
+__device__ inline Tile tile_at(const Group& g, int begin, int end, int tile) {
   Tile t;
   t.problem = problem_of(g.first, begin, end, tile);
-  const Problem &p = g.problems[t.problem];
+  const Problem& p = g.problems[t.problem];
   const int columns = int(div_up(p.n, g.block_columns));
   const int per_slice = columns * int(div_up(p.m, g.block_rows));
   const int index = tile - g.first[t.problem];
@@ -99,62 +99,62 @@ constexpr int kFusedWaves = 2;  // a row's own segment and its -live segment
 static_assert(16 + sizeof(Counters) == VLORA_HEADER_BYTES, "the caller zeroes the header");
 
 struct Workspace {
-  unsigned long long *fault;  // the workspace's first 8 bytes
-  Counters *counters;
+  unsigned long long* fault;  // the workspace's first 8 bytes
+  Counters* counters;
   Group shrink, expand;
-  float *partial;  // [slices, projections, waves * rows, max_rank]: the slices of the shrink
-  void *low;       // [projections, waves * rows, max_rank] in the call's type
+  float* partial;  // [slices, projections, waves * rows, max_rank]: the slices of the shrink
+  void* low;       // [projections, waves * rows, max_rank] in the call's type
   int64_t plane;   // elements of one slice
   int64_t bytes;   // of the whole workspace
 };
 
 // Number of segments that the call has memory for, empty ones included.
-VLORA_HD int capacity_of(const VloraCall &call) { return call.wave_end[call.waves - 1]; }
+VLORA_HD int capacity_of(const VloraCall& call) { return call.wave_end[call.waves - 1]; }
 
-inline Workspace workspace_of(const VloraCall &call, const VloraTiles &tiles) {
+inline Workspace workspace_of(const VloraCall& call, const VloraTiles& tiles) {
   const uintptr_t begin = reinterpret_cast<uintptr_t>(call.workspace);
   uintptr_t end = begin;
   auto take = [&end](int64_t bytes) {
     const uintptr_t part = end;
     end += uintptr_t(div_up(bytes, 16) * 16);
-    return reinterpret_cast<void *>(part);
+    return reinterpret_cast<void*>(part);
   };
   const int count = capacity_of(call) * call.projection_count;
   auto group = [&] {
     Group g{};
     g.count = count;
-    g.problems = static_cast<Problem *>(take(int64_t(sizeof(Problem)) * count));
-    g.first = static_cast<int32_t *>(take(int64_t(sizeof(int32_t)) * (count + 1)));
+    g.problems = static_cast<Problem*>(take(int64_t(sizeof(Problem)) * count));
+    g.first = static_cast<int32_t*>(take(int64_t(sizeof(int32_t)) * (count + 1)));
     g.slices = {1, INT32_MAX};
     return g;
   };
   Workspace w;
-  w.fault = static_cast<unsigned long long *>(take(16));
-  w.counters = static_cast<Counters *>(take(sizeof(Counters)));
+  w.fault = static_cast<unsigned long long*>(take(16));
+  w.counters = static_cast<Counters*>(take(sizeof(Counters)));
   w.shrink = group();
   w.expand = group();
   w.plane = int64_t(call.projection_count) * call.waves * call.rows * call.max_rank;
   const int row_slices = slices_of(call.d_in, tiles.row_slices).count;
   const int tile_slices = tiles.shrink == VLORA_ROWS ? 1 : slices_of(call.d_in, tiles.slices).count;
   const int slices = row_slices > tile_slices ? row_slices : tile_slices;
-  w.partial = static_cast<float *>(take(w.plane * int64_t(sizeof(float)) * slices));
+  w.partial = static_cast<float*>(take(w.plane * int64_t(sizeof(float)) * slices));
   w.low = take(w.plane * 2);
   w.bytes = int64_t(end - begin);
   return w;
 }
 
-VLORA_HD int wave_of(const VloraCall &call, int index) {
+VLORA_HD int wave_of(const VloraCall& call, int index) {
   int wave = 0;
   while (call.wave_end[wave] <= index) ++wave;
   return wave;
 }
 
-VLORA_HD int wave_begin(const VloraCall &call, int wave) {
+VLORA_HD int wave_begin(const VloraCall& call, int wave) {
   return wave == 0 ? 0 : call.wave_end[wave - 1];
 }
 
 // Returns the offset, in elements, of a row of x in a slice of the intermediate.
-VLORA_HD int64_t low_offset(const VloraCall &call, int projection, int wave, int64_t row) {
+VLORA_HD int64_t low_offset(const VloraCall& call, int projection, int wave, int64_t row) {
   return ((int64_t(projection) * call.waves + wave) * call.rows + row) * call.max_rank;
 }
 
@@ -164,7 +164,7 @@ VLORA_HD uint64_t fault_word(int code, int projection, int segment, int64_t valu
 }
 
 // Returns the fault of a segment regardless of the others, or 0.
-VLORA_HD uint64_t fault_of(const VloraCall &call, const VloraSegment &s, int index) {
+VLORA_HD uint64_t fault_of(const VloraCall& call, const VloraSegment& s, int index) {
   if (s.start < 0 || s.length < 0 || int64_t(s.start) + s.length > call.rows)
     return fault_word(VLORA_FAULT_ROWS, 0, index, s.start);
   if (s.length == 0) return 0;
@@ -181,7 +181,7 @@ struct CheckedSegment {
   uint64_t fault;
 };
 
-VLORA_HD CheckedSegment segment_at(const VloraCall &call, int wave, int index) {
+VLORA_HD CheckedSegment segment_at(const VloraCall& call, int wave, int index) {
   VloraSegment s = call.segments[index];
   if (s.length == 0) return {s, 0};
   uint64_t fault = fault_of(call, s, index);
@@ -191,7 +191,7 @@ VLORA_HD CheckedSegment segment_at(const VloraCall &call, int wave, int index) {
     while (before >= wave_begin(call, wave) && fault_of(call, call.segments[before], before))
       --before;
     if (before >= wave_begin(call, wave)) {
-      const VloraSegment &b = call.segments[before];
+      const VloraSegment& b = call.segments[before];
       if (b.length == 0 || b.start + b.length > s.start)
         fault = fault_word(VLORA_FAULT_ORDER, 0, index, s.start);
     }
@@ -208,7 +208,7 @@ struct CheckedAdapter {
 };
 
 // tiles: whether tensor cores will read the adapter.
-VLORA_HD CheckedAdapter adapter_at(const VloraCall &call, int projection, int index, int slot,
+VLORA_HD CheckedAdapter adapter_at(const VloraCall& call, int projection, int index, int slot,
                                    bool tiles) {
   VloraAdapter adapter = call.projections[projection].adapters[slot];
   uint64_t fault = 0;
@@ -233,13 +233,13 @@ struct ProblemPair {
   uint64_t fault;
 };
 
-VLORA_HD ProblemPair problems_at(const VloraCall &call, const Workspace &w, int i, int rows_up_to) {
+VLORA_HD ProblemPair problems_at(const VloraCall& call, const Workspace& w, int i, int rows_up_to) {
   constexpr int kBytes = 2;  // of an element of fp16 or bf16: tiles take no other types
   const int index = i / call.projection_count, projection = i % call.projection_count;
   const int wave = wave_of(call, index);
   ProblemPair pair{};
   const CheckedSegment checked = segment_at(call, wave, index);
-  const VloraSegment &s = checked.segment;
+  const VloraSegment& s = checked.segment;
   pair.fault = checked.fault;
   if (s.length == 0 || s.length <= rows_up_to) return pair;
   const CheckedAdapter checked_adapter = adapter_at(call, projection, index, s.slot, true);
@@ -247,8 +247,8 @@ VLORA_HD ProblemPair problems_at(const VloraCall &call, const Workspace &w, int 
   if (checked_adapter.adapter.rank == 0) return pair;
   const int rank = int(checked_adapter.adapter.rank);
   const int64_t low = low_offset(call, projection, wave, s.start);
-  const VloraProjection &out = call.projections[projection];
-  pair.shrink.a = static_cast<const char *>(call.x) + s.start * call.ldx * kBytes;
+  const VloraProjection& out = call.projections[projection];
+  pair.shrink.a = static_cast<const char*>(call.x) + s.start * call.ldx * kBytes;
   pair.shrink.b = checked_adapter.adapter.a;
   pair.shrink.c = w.partial + low;
   pair.shrink.lda = call.ldx;
@@ -258,9 +258,9 @@ VLORA_HD ProblemPair problems_at(const VloraCall &call, const Workspace &w, int 
   pair.shrink.n = rank;
   pair.shrink.k = call.d_in;
   pair.shrink.alpha = 1;
-  pair.expand.a = static_cast<const char *>(w.low) + low * kBytes;
+  pair.expand.a = static_cast<const char*>(w.low) + low * kBytes;
   pair.expand.b = checked_adapter.adapter.b;
-  pair.expand.c = static_cast<char *>(out.y) + s.start * out.ldy * kBytes;
+  pair.expand.c = static_cast<char*>(out.y) + s.start * out.ldy * kBytes;
   pair.expand.lda = call.max_rank;
   pair.expand.ldb = rank;
   pair.expand.ldc = out.ldy;
@@ -273,8 +273,8 @@ VLORA_HD ProblemPair problems_at(const VloraCall &call, const Workspace &w, int 
 
 // Returns an upper bound of the number of tiles. With it the host sizes a grid without reading the
 // segments.
-inline int64_t max_tiles(const VloraCall &call, int block_rows, int block_columns, int64_t columns,
-                          int slices, int segments) {
+inline int64_t max_tiles(const VloraCall& call, int block_rows, int block_columns, int64_t columns,
+                         int slices, int segments) {
   const int64_t rows = min64(int64_t(call.rows), int64_t(segments) * call.longest);
   const int64_t row_blocks = rows / block_rows + segments;
   return row_blocks * div_up(columns, block_columns) * slices * call.projection_count;
@@ -285,7 +285,7 @@ inline int64_t max_tiles(const VloraCall &call, int block_rows, int block_column
 // vary slowest.
 struct RowWork {
   Slices slices;
-  int up_to;  // maximum rows of a segment; tiles compute longer ones
+  int up_to;                       // maximum rows of a segment; tiles compute longer ones
   int rank_blocks, column_blocks;  // column_blocks: of all projections
   int first_column_block[VLORA_MAX_PROJECTIONS];
 };
@@ -295,14 +295,14 @@ constexpr int kRanksPerWarp = 2;
 constexpr int kRanksPerBlock = kRowWarps * kRanksPerWarp;
 constexpr int kColumnsPerBlock = kRowWarps * kWarp;
 
-inline int64_t max_d_out(const VloraCall &call) {
+inline int64_t max_d_out(const VloraCall& call) {
   int64_t result = 0;
   for (int p = 0; p < call.projection_count; ++p)
     if (call.projections[p].d_out > result) result = call.projections[p].d_out;
   return result;
 }
 
-inline RowWork row_work(const VloraCall &call, const VloraTiles &tiles) {
+inline RowWork row_work(const VloraCall& call, const VloraTiles& tiles) {
   RowWork work;
   work.slices = call.heads ? Slices{1, call.d_in} : slices_of(call.d_in, tiles.row_slices);
   work.up_to = tiles.shrink == VLORA_ROWS ? INT32_MAX : tiles.rows_up_to;

@@ -9,8 +9,7 @@ namespace {
 template <typename T, int R>
 __global__ void __launch_bounds__(kRowThreads, R == 1 ? 3 : 2)
     shrink_kernel(VloraCall call, Workspace w, RowWork work) {
-  const int64_t per_segment =
-      int64_t(work.slices.count) * call.projection_count * work.rank_blocks;
+  const int64_t per_segment = int64_t(work.slices.count) * call.projection_count * work.rank_blocks;
   const int64_t items = capacity_of(call) * per_segment;
   for (int64_t i = blockIdx.x; i < items;) {
     const int index = int(i / per_segment);
@@ -60,7 +59,7 @@ Expand expand_of(int type) {
 }
 
 // Returns a grid with the items along x and the row blocks of a segment along y.
-dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int resident) {
+dim3 grid_of(const VloraCall& call, int64_t items, int row_block, int up_to, int resident) {
   // There are more blocks than fit on the device, because their work is not equal.
   constexpr int kBlocksPerResident = 4;
   const int64_t rows = div_up(min64(call.longest, up_to), row_block);
@@ -71,7 +70,7 @@ dim3 grid_of(const VloraCall &call, int64_t items, int row_block, int up_to, int
 
 }  // namespace
 
-cudaError_t warm_rows(int *resident) {
+cudaError_t warm_rows(int* resident) {
   cudaError_t error = cudaSuccess;
   int min_resident = INT32_MAX;
   for (int type : {VLORA_FP16, VLORA_BF16, VLORA_FP32}) {
@@ -88,23 +87,22 @@ cudaError_t warm_rows(int *resident) {
   return error;
 }
 
-int rows_shared_bytes(const VloraCall &call, int row_block) {
+int rows_shared_bytes(const VloraCall& call, int row_block) {
   return row_block * call.max_rank * int(sizeof(float));
 }
 
-cudaError_t shrink_rows(const VloraCall &call, const Workspace &w, const RowWork &work,
+cudaError_t shrink_rows(const VloraCall& call, const Workspace& w, const RowWork& work,
                         int row_block, int resident, cudaStream_t stream) {
-  const int64_t items = int64_t(capacity_of(call)) * work.slices.count * call.projection_count *
-                        work.rank_blocks;
+  const int64_t items =
+      int64_t(capacity_of(call)) * work.slices.count * call.projection_count * work.rank_blocks;
   const dim3 grid = grid_of(call, items, row_block, work.up_to, resident);
   return launch(row_block == 1 ? shrink_of<1>(call.type) : shrink_of<4>(call.type), grid,
                 kRowThreads, 0, stream, call, w, work);
 }
 
-cudaError_t expand_rows(const VloraCall &call, const Workspace &w, const RowWork &work,
+cudaError_t expand_rows(const VloraCall& call, const Workspace& w, const RowWork& work,
                         int row_block, int wave, int resident, cudaStream_t stream) {
-  const int64_t items = int64_t(call.wave_end[wave] - wave_begin(call, wave)) *
-                        work.column_blocks;
+  const int64_t items = int64_t(call.wave_end[wave] - wave_begin(call, wave)) * work.column_blocks;
   if (items == 0) return cudaSuccess;
   const dim3 grid = grid_of(call, items, row_block, work.up_to, resident);
   return launch(row_block == 1 ? expand_of<1>(call.type) : expand_of<4>(call.type), grid,

@@ -1,5 +1,5 @@
-// The parts of the row kernels (rows.cu, fused.cu), which serve decode, and problems that tensor cores
-// do not accept (fp32, odd or unaligned sizes).
+// The parts of the row kernels (rows.cu, fused.cu), which serve decode, and problems that tensor
+// cores do not accept (fp32, odd or unaligned sizes).
 //
 // With few rows per segment, a tile of 16 rows would be mostly padding, and bandwidth is the limit.
 // Both products read an adapter once for every R rows, in coalesced loads of 16 bytes. The depth of
@@ -20,7 +20,7 @@ struct ShrinkItem {
 };
 
 // Returns item number `item` of those of a segment.
-__device__ __forceinline__ ShrinkItem shrink_item_at(const VloraCall &call, const RowWork &work,
+__device__ __forceinline__ ShrinkItem shrink_item_at(const VloraCall& call, const RowWork& work,
                                                      int index, int item) {
   ShrinkItem result{};
   result.index = index;
@@ -33,34 +33,32 @@ __device__ __forceinline__ ShrinkItem shrink_item_at(const VloraCall &call, cons
 // Computes low[slice, row, j] = x[row] · A[j] over the slice's depth. Each warp takes two ranks.
 // For heads it computes y[row, j] = x[row] · A[j] + bias[j].
 template <typename T, int R>
-__device__ void shrink(const VloraCall &call, const Workspace &w, const RowWork &work,
-                       const ShrinkItem &item, int wave, const CheckedSegment &checked) {
+__device__ void shrink(const VloraCall& call, const Workspace& w, const RowWork& work,
+                       const ShrinkItem& item, int wave, const CheckedSegment& checked) {
   constexpr int kStep = kVector<T>;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
   const int projection = item.projection, slice = item.slice;
-  const T *const all_x = static_cast<const T *>(call.x);
+  const T* const all_x = static_cast<const T*>(call.x);
   const bool aligned_x = aligned16(call.x) && call.ldx % kStep == 0 && call.d_in % kStep == 0;
   const VloraSegment s = checked.segment;
   const bool reports_faults =
       threadIdx.x == 0 && item.rank_block == 0 && slice == 0 && item.first_row == 0;
   if (checked.fault != 0 && reports_faults) record_fault(w, checked.fault);
   if (s.length == 0 || s.length > work.up_to) return;
-  const CheckedAdapter checked_adapter =
-      adapter_at(call, projection, item.index, s.slot, false);
+  const CheckedAdapter checked_adapter = adapter_at(call, projection, item.index, s.slot, false);
   if (checked_adapter.fault != 0 && reports_faults) record_fault(w, checked_adapter.fault);
   const int rank = int(checked_adapter.adapter.rank);
   const int j = item.rank_block * kRanksPerBlock + warp * kRanksPerWarp;
   if (j >= rank) return;  // the same for all lanes of the warp
-  const T *const a0 = static_cast<const T *>(checked_adapter.adapter.a) + int64_t(j) * call.d_in;
-  const T *const a1 = j + 1 < rank ? a0 + call.d_in : a0;
+  const T* const a0 = static_cast<const T*>(checked_adapter.adapter.a) + int64_t(j) * call.d_in;
+  const T* const a1 = j + 1 < rank ? a0 + call.d_in : a0;
   const int from = slice * work.slices.depth;
   const int to = int(min64(int64_t(from) + work.slices.depth, call.d_in));
   const bool aligned = aligned_x && aligned16(checked_adapter.adapter.a);
   for (int r = item.first_row; r < s.length; r += item.row_step) {
-    const T *x[R];
+    const T* x[R];
 #pragma unroll
-    for (int i = 0; i < R; ++i)
-      x[i] = all_x + (s.start + min64(r + i, s.length - 1)) * call.ldx;
+    for (int i = 0; i < R; ++i) x[i] = all_x + (s.start + min64(r + i, s.length - 1)) * call.ldx;
     float sums[R * kRanksPerWarp] = {};
     if (aligned) {
 #pragma unroll 2
@@ -97,9 +95,9 @@ __device__ void shrink(const VloraCall &call, const Workspace &w, const RowWork 
       const int row = r + i / kRanksPerWarp, rank_index = j + i % kRanksPerWarp;
       if (row >= s.length || rank_index >= rank) continue;
       if (call.heads) {
-        const VloraProjection &out = call.projections[projection];
-        static_cast<float *>(out.y)[(s.start + row) * out.ldy + rank_index] =
-            sums[i] + static_cast<const float *>(checked_adapter.adapter.b)[rank_index];
+        const VloraProjection& out = call.projections[projection];
+        static_cast<float*>(out.y)[(s.start + row) * out.ldy + rank_index] =
+            sums[i] + static_cast<const float*>(checked_adapter.adapter.b)[rank_index];
       } else {
         const int64_t low = low_offset(call, projection, wave, s.start + row);
         w.partial[slice * w.plane + low + rank_index] = sums[i];
@@ -120,8 +118,8 @@ struct ExpandItem {
 // B. Each lane multiplies the same piece of all columns, and keeps the sum of the column that it
 // writes. All threads of the block must call it, with its shared memory `low` of [R, max_rank].
 template <typename T, int R, typename Low>
-__device__ void expand(const VloraCall &call, const Workspace &w, const RowWork &work,
-                       const ExpandItem &item, int wave, const VloraSegment &s, Low low) {
+__device__ void expand(const VloraCall& call, const Workspace& w, const RowWork& work,
+                       const ExpandItem& item, int wave, const VloraSegment& s, Low low) {
   constexpr int kStep = kVector<T>;
   const int lane = int(threadIdx.x) % kWarp, warp = int(threadIdx.x) / kWarp;
   int projection = 0, first_block = 0;
@@ -137,7 +135,7 @@ __device__ void expand(const VloraCall &call, const Workspace &w, const RowWork 
   const CheckedAdapter checked_adapter = adapter_at(call, projection, item.index, s.slot, false);
   const int rank = int(checked_adapter.adapter.rank);
   if (rank == 0) return;
-  const VloraProjection &out = call.projections[projection];
+  const VloraProjection& out = call.projections[projection];
   const bool aligned = rank % kStep == 0 && aligned16(checked_adapter.adapter.b);
   const int pieces = aligned ? rank / kStep : rank;
   int lanes = 1;
@@ -174,7 +172,7 @@ __device__ void expand(const VloraCall &call, const Workspace &w, const RowWork 
       for (int c = 0; c < lanes; ++c) {
         float sums[R] = {};
         if (piece < pieces && group_column + c < out.d_out) {
-          const T *const b =
+          const T* const b =
               static_cast<const T*>(checked_adapter.adapter.b) + (group_column + c) * rank;
           float q[kStep] = {};
           if (aligned) {
@@ -197,7 +195,7 @@ __device__ void expand(const VloraCall &call, const Workspace &w, const RowWork 
 #pragma unroll
     for (int i = 0; i < R; ++i) {
       if (r + i >= s.length) continue;
-      T *const y = static_cast<T *>(out.y) + (s.start + r + i) * out.ldy + column;
+      T* const y = static_cast<T*>(out.y) + (s.start + r + i) * out.ldy + column;
       *y = from_float<T>(to_float(*y) + results[i]);
     }
   }

@@ -93,7 +93,8 @@ void check_large_pages(int rounds) {
 int main(int argc, char** argv) {
   const int rounds = argc > 1 ? std::atoi(argv[1]) : 200;
   const bool uses_openmp = argc > 2 && !std::strcmp(argv[2], "openmp");
-  if (!runtime::set_thread_source(uses_openmp ? runtime::ThreadSource::kOpenMp : runtime::ThreadSource::kOwn)) {
+  if (!runtime::set_thread_source(uses_openmp ? runtime::ThreadSource::kOpenMp
+                                              : runtime::ThreadSource::kOwn)) {
     std::printf("no OpenMP runtime in this process\n");
     return 1;
   }

@@ -138,8 +138,8 @@ void check_attention(runtime::Isa isa) {
   std::vector<float> y(static_cast<size_t>(rows * heads * dim),
                        std::numeric_limits<float>::quiet_NaN());
   const float scale = 1 / std::sqrt(float(dim));
-  const attention::Problem problem{&plan, cache.data(), q.data(), width, y.data(), heads * dim,
-                                   cosines.data(), sines.data(), scale};
+  const attention::Problem problem{&plan,       cache.data(),   q.data(),     width, y.data(),
+                                   heads * dim, cosines.data(), sines.data(), scale};
   attention::attend(attention::kernels(isa), problem, threads);
 
   for (size_t i = 0; i < chunks.size(); ++i)
@@ -147,7 +147,7 @@ void check_attention(runtime::Isa isa) {
       for (int64_t head = 0; head < heads; ++head) {
         const int64_t row = chunks[i].row + r, seen = chunks[i].start + r + 1, own = head / group;
         const auto query = rotated(q.data() + row * width + head * dim, dim,
-                                  &cosines[size_t(row * dim / 2)], &sines[size_t(row * dim / 2)]);
+                                   &cosines[size_t(row * dim / 2)], &sines[size_t(row * dim / 2)]);
         std::vector<double> weights;
         for (int64_t p = 0; p < seen; ++p) {
           double score = 0;
@@ -189,9 +189,9 @@ void check_product(runtime::Isa isa) {
       gemm::amx_gemm(isa == runtime::Isa::kAvx512Bf16 ? runtime::Isa::kAmx : runtime::Isa::kTwin);
   if (draw(0, 1)) tiles = nullptr;
   gemm::multiply(kernels, tiles,
-                   {dtype, stored.get(), n, k, x.data(), rows, x_stride, y.data(), y_stride,
-                    biased ? bias.data() : nullptr},
-                   int(draw(1, 3)));
+                 {dtype, stored.get(), n, k, x.data(), rows, x_stride, y.data(), y_stride,
+                  biased ? bias.data() : nullptr},
+                 int(draw(1, 3)));
   // Products of bf16 pairs round x.
   const bool exact = dtype == Dtype::kFp32 || (isa != runtime::Isa::kAvx512Bf16 && !tiles);
   const double each = std::ldexp(1, exact ? -21 : -8);

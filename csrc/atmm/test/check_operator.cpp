@@ -92,8 +92,8 @@ void check_apply(const Kernels& kernels, Dtype dtype, Dtype rows_dtype, bool lar
   std::vector<std::unique_ptr<Aligned>> packed;
   std::vector<Pair> pairs;
   for (int i = 0; i < slots * outputs; ++i) {
-    const int64_t positive_rank = large ? any_of<int64_t>({8, 40, 64, 260})
-                               : any_of<int64_t>({1, 7, 8, 16, 24, 33, 64, 260});
+    const int64_t positive_rank =
+        large ? any_of<int64_t>({8, 40, 64, 260}) : any_of<int64_t>({1, 7, 8, 16, 24, 33, 64, 260});
     const int64_t rank = draw(0, 5) ? positive_rank : 0;
     const int64_t d_out = out[size_t(i % outputs)].d_out;
     as.emplace_back(dtype, rank * d_in, float(1 / std::sqrt(double(d_in))));
@@ -152,8 +152,7 @@ void check_heads(const Kernels& kernels) {
   const Values w(Dtype::kFp32, classes * d_in, 0.1f), bias(Dtype::kFp32, classes, 1);
   const Values x(Dtype::kFp32, rows * d_in, 1), y(Dtype::kFp32, rows * classes, 1);
   const Aligned packed(packed_bytes(classes, d_in, Dtype::kFp32, true));
-  pack(packed.data, w.bytes.get(), classes, d_in, d_in, 1, Dtype::kFp32,
-       kernels.bundle, true);
+  pack(packed.data, w.bytes.get(), classes, d_in, d_in, 1, Dtype::kFp32, kernels.bundle, true);
   const Output out{1, 0};
   const Pair pair{int32_t(classes), packed.data, bias.bytes.get()};
   const Problem p{Dtype::kFp32,
@@ -187,7 +186,11 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
   const Aligned out(size_t(d_out * d_in) * size_of(dtype));
   const bool in_place = draw(0, 1);
   if (in_place) std::memcpy(out.data, in.bytes.get(), in.count * size_of(dtype));
-  const Merge m{0, d_out, d_in, rank, reinterpret_cast<const float*>(a.bytes.get()),
+  const Merge m{0,
+                d_out,
+                d_in,
+                rank,
+                reinterpret_cast<const float*>(a.bytes.get()),
                 reinterpret_cast<const float*>(b.bytes.get())};
   merge(kernels, dtype, out.data, in_place ? out.data : in.bytes.get(), &m, 1, -1.0f,
         chooser(Operation::kMerge), int(draw(1, 2)));
@@ -203,7 +206,8 @@ void check_merge(const Kernels& kernels, Dtype dtype) {
 
 void check_tiles(const Kernels& kernels) {
   const int64_t steps = any_of<int64_t>({1, 5, 16, 40}), pad = draw(0, 2);
-  const int rows = int(draw(1, runtime::kAmxBlockRows)), panels = int(draw(1, runtime::kAmxBlockPanels));
+  const int rows = int(draw(1, runtime::kAmxBlockRows)),
+            panels = int(draw(1, runtime::kAmxBlockPanels));
   const bool interleaved = draw(0, 1), first = draw(0, 1);
   const Values left(Dtype::kBf16, (rows - 1) * 2 * (steps + pad) + 2 * steps, 1);
   const Values right(Dtype::kBf16, panels * steps * 2 * kPanel, 1);

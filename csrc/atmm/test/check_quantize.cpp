@@ -34,8 +34,7 @@ void check_rows(const quantized::Kernels& kernels) {
   const Dtype dtype = Dtype(draw(0, 1));
   const int bits = any_of<int>({4, 8});
   const int64_t n = draw(1, 6), k = any_of<int64_t>({draw(1, 64), draw(1, 300), draw(513, 4500)});
-  const int shift =
-      bits == 8 && draw(0, 1) ? quantized::Weight::kWholeRow : any_of<int>({5, 6, 7});
+  const int shift = bits == 8 && draw(0, 1) ? quantized::Weight::kWholeRow : any_of<int>({5, 6, 7});
   const int64_t stride = k + draw(0, 3);
   const Values weights(dtype, (n - 1) * stride + k, 1);
   const quantized::Weight sizes{bits, nullptr, nullptr, nullptr, n, k, shift, false};

@@ -99,7 +99,12 @@ struct Rows {
         x(Dtype::kFp32, (rows - 1) * x_stride + matrix.w.k, 1),
         bias(Dtype::kFp32, matrix.w.n, 1),
         y(size_t((rows - 1) * y_stride + matrix.w.n)),
-        p{matrix.w, floats(x), rows, x_stride, y.data(), y_stride,
+        p{matrix.w,
+          floats(x),
+          rows,
+          x_stride,
+          y.data(),
+          y_stride,
           draw(0, 1) ? floats(bias) : nullptr} {
     // The products of a large value with its weight and with its zero may cancel.
     const bool some = p.w.panel_rows && !p.w.zeros;
@@ -179,8 +184,8 @@ void check_panels_on_tiles(const quantized::TilePanels& tiles, const Matrix& mat
   const quantized::Product& p = rows.p;
   const int64_t groups = p.w.blocks() * 2, slices = draw(1, 3), panels = p.w.n / p.w.panel_rows;
   const int64_t each = ceil_div(groups, 4 * slices) * 4;
-  quantized::PanelSlice slice{
-      Dtype(draw(0, 1)), 0, 0, 0, groups, tiles.tile_rows[draw(0, 4)], false, false};
+  quantized::PanelSlice slice{Dtype(draw(0, 1)),           0,     0,    0, groups,
+                              tiles.tile_rows[draw(0, 4)], false, false};
   if (slice.tile_rows == 0) slice.tile_rows = runtime::kAmxRows;
   slice.rounded = slice.dtype == Dtype::kBf16 && slice.tile_rows == 16 && draw(0, 1);
   for (slice.row = 0; slice.row < p.rows; slice.row += slice.rows) {

@@ -8,6 +8,8 @@
 // (a launch is complete when it returns). Nothing here is specific to ATMM.
 #pragma once
 
+#include <ucontext.h>
+
 #include <csetjmp>
 #include <cstdint>
 #include <cstdio>
@@ -16,8 +18,6 @@
 #include <functional>
 #include <memory>
 #include <vector>
-
-#include <ucontext.h>
 
 #define __global__
 #define __device__
@@ -34,10 +34,10 @@ struct dim3 {
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
 };
-using cudaStream_t = void *;
+using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
-inline const char *cudaGetErrorString(cudaError_t) { return "no error"; }
-inline cudaError_t cudaGetDevice(int *device) { return *device = 0, cudaSuccess; }
+inline const char* cudaGetErrorString(cudaError_t) { return "no error"; }
+inline cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 
 namespace emulation {
 
@@ -85,7 +85,7 @@ struct Counts {
   uint64_t warp_counts;      // calls of count_lanes, once for each lane
   uint64_t launches;
 };
-inline Counts &counts() {
+inline Counts& counts() {
   static Counts all{};
   return all;
 }
@@ -101,18 +101,18 @@ struct Thread {
   std::unique_ptr<char[]> stack;
   State state = State::kDone;
   dim3 index;
-  float *values = nullptr;  // arguments of sum_lanes
+  float* values = nullptr;  // arguments of sum_lanes
   int count = 0, lanes = 0;
 };
 
 class Block {
  public:
-  static Block &here() {
+  static Block& here() {
     static thread_local Block block;
     return block;
   }
 
-  void run(dim3 grid, int threads, const std::function<void()> &body) {
+  void run(dim3 grid, int threads, const std::function<void()>& body) {
     grid_ = grid, size_ = dim3(unsigned(threads)), body_ = &body;
     while (int(threads_.size()) < threads) threads_.push_back(std::make_unique<Thread>());
     const uint64_t blocks = uint64_t(grid.x) * grid.y * grid.z;
@@ -135,21 +135,21 @@ class Block {
 
   // Called by the running thread: runs the other threads until its wait is over.
   void wait(State what) {
-    Thread &thread = *current_;
+    Thread& thread = *current_;
     thread.state = what;
     if (_setjmp(thread.at) == 0) _longjmp(scheduler_, 1);
   }
 
-  [[noreturn]] static void stop(const char *why) {
+  [[noreturn]] static void stop(const char* why) {
     std::fprintf(stderr, "emulated kernel: %s\n", why);
     std::abort();
   }
 
-  Thread &current() { return *current_; }
-  const dim3 &index() const { return index_; }
-  const dim3 &size() const { return size_; }
-  const dim3 &grid() const { return grid_; }
-  uint4 *shared() { return shared_.data(); }
+  Thread& current() { return *current_; }
+  const dim3& index() const { return index_; }
+  const dim3& size() const { return size_; }
+  const dim3& grid() const { return grid_; }
+  uint4* shared() { return shared_.data(); }
 
  private:
   void run_block(int threads) {
@@ -184,14 +184,14 @@ class Block {
   // Sums with the xor tree of the device's shuffles, in the same order. Returns false if no lane
   // waits.
   bool sum_warp(int first, int threads) {
-    Thread &leader = *threads_[size_t(first)];
+    Thread& leader = *threads_[size_t(first)];
     int arrived = 0;
     for (int l = first; l < first + kLanes && l < threads; ++l)
       arrived += threads_[size_t(l)]->state == State::kWarp;
     if (arrived == 0) return false;
     if (arrived != kLanes) stop("not all lanes of a warp reach its sum");
     for (int l = 0; l < kLanes; ++l) {
-      const Thread &lane = *threads_[size_t(first + l)];
+      const Thread& lane = *threads_[size_t(first + l)];
       if (lane.count != leader.count || lane.lanes != leader.lanes)
         stop("lanes differ in their sums");
     }
@@ -206,7 +206,7 @@ class Block {
     return true;
   }
 
-  void resume(Thread &thread) {
+  void resume(Thread& thread) {
     current_ = &thread;
     if (_setjmp(scheduler_) != 0) return;
     if (thread.stack) _longjmp(thread.at, 1);
@@ -222,7 +222,7 @@ class Block {
   // The entry point of every thread: runs the body of one block after another.
   static void enter() {
     for (;;) {
-      Block &block = here();
+      Block& block = here();
       (*block.body_)();
       block.wait(State::kDone);
     }
@@ -230,8 +230,8 @@ class Block {
 
   std::vector<std::unique_ptr<Thread>> threads_;
   std::vector<uint4> shared_ = std::vector<uint4>(kSharedBytes / sizeof(uint4));
-  const std::function<void()> *body_ = nullptr;
-  Thread *current_ = nullptr;
+  const std::function<void()>* body_ = nullptr;
+  Thread* current_ = nullptr;
   jmp_buf scheduler_;
   dim3 grid_, size_, index_;
   uint64_t random_ = 1;
@@ -241,13 +241,13 @@ class Block {
 template <typename T>
 class Shared {
  public:
-  T &operator[](int64_t i) const {
+  T& operator[](int64_t i) const {
     ++counts().shared_accesses;
     return values_[i];
   }
 
  private:
-  T *values_ = reinterpret_cast<T *>(Block::here().shared());
+  T* values_ = reinterpret_cast<T*>(Block::here().shared());
 };
 
 template <typename... P, typename... A>
@@ -259,14 +259,14 @@ cudaError_t launch(void (*kernel)(P...), dim3 grid, int threads, size_t shared_b
 }
 
 template <typename... P>
-cudaError_t warm(void (*)(P...), int, int, int *resident) {
+cudaError_t warm(void (*)(P...), int, int, int* resident) {
   *resident = 5;  // a small number, so that each block computes several items
   return cudaSuccess;
 }
 
 template <int N>
 void sum_lanes(float (&values)[N], int lanes) {
-  Thread &thread = Block::here().current();
+  Thread& thread = Block::here().current();
   thread.values = values, thread.count = N, thread.lanes = lanes;
   Block::here().wait(State::kWarp);
 }
@@ -281,13 +281,13 @@ inline int count_lanes(bool value) {
 
 inline void sync_block() { Block::here().wait(State::kBlock); }
 
-inline void signal(unsigned *counter) {
+inline void signal(unsigned* counter) {
   sync_block();
   if (Block::here().current().index.x == 0) ++*counter;
 }
 
 // Blocks run one after another, so a block that would wait would never end.
-inline void wait_for(const unsigned *counter, unsigned value) {
+inline void wait_for(const unsigned* counter, unsigned value) {
   if (*counter < value) Block::stop("a block waits for work that no earlier block has done");
   sync_block();
 }
@@ -302,18 +302,18 @@ inline void wait_for(const unsigned *counter, unsigned value) {
 inline void __syncthreads() { emulation::sync_block(); }
 
 template <typename T>
-T __ldg(const T *p) {
+T __ldg(const T* p) {
   return *p;
 }
 
-inline uint64_t atomicCAS(unsigned long long *at, unsigned long long expected,
+inline uint64_t atomicCAS(unsigned long long* at, unsigned long long expected,
                           unsigned long long value) {
   const unsigned long long before = *at;
   if (before == expected) *at = value;
   return before;
 }
 
-inline unsigned atomicAdd(unsigned *at, unsigned value) {
+inline unsigned atomicAdd(unsigned* at, unsigned value) {
   const unsigned before = *at;
   *at = before + value;
   return before;

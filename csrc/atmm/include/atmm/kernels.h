@@ -38,9 +38,9 @@ struct Tile {
   ptrdiff_t group_bytes;  // bytes between bundles
   int64_t steps;
   int64_t groups;
-  void* out;              // shrink: fp32 scratch, kScratchStride apart; expand: y; merge: M
-  ptrdiff_t out_stride;   // elements
-  const void* in;         // expand, merge: the values to which the product is added
+  void* out;             // shrink: fp32 scratch, kScratchStride apart; expand: y; merge: M
+  ptrdiff_t out_stride;  // elements
+  const void* in;        // expand, merge: the values to which the product is added
   ptrdiff_t in_stride;
   ptrdiff_t in_ahead;     // elements of `in` beyond the tile that are prefetched
   int32_t group_columns;  // columns of `out` and `in` between bundles
@@ -48,7 +48,7 @@ struct Tile {
   bool first_part;        // shrink: the sums start from zero, not from `out`
   bool last_part;         // shrink: no more depth follows
   float sign;
-  ptrdiff_t prefetch;     // bytes to prefetch ahead in the panels
+  ptrdiff_t prefetch;  // bytes to prefetch ahead in the panels
 };
 
 using TileKernel = void (*)(const Tile&);
