@@ -16,6 +16,7 @@ GPU ?=
 DIST ?=
 LOCK ?=
 DEPLOY ?=
+CPP := $(shell find csrc -name "*.cpp" -o -name "*.h" -o -name "*.cu" -o -name "*.cuh")
 CORE := setup.py $(shell find csrc -type f -not -path "*/cuda/*" -not -path "*/test/*" -not -name "*.md")
 
 .DEFAULT_GOAL := help
@@ -68,6 +69,7 @@ sanitize: $(READY) ## Check the kernels under the address, undefined-behaviour a
 lint: $(READY) ## Check style and formatting
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/clang-format --dry-run -Werror $(CPP)
 
 types: $(READY) ## Check types
 	@$(BIN)/mypy

@@ -46,6 +46,9 @@ LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
 MAX_LINES = 350
 """Maximum number of lines of a source file."""
+CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
+CPP_COLUMNS = 100
+"""Maximum length of a line of C++. clang-format breaks longer lines, except for some text."""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -135,9 +138,21 @@ def test_no_source_file_is_longer_than_the_limit() -> None:
         path.relative_to(TOP).as_posix(): len(path.read_text().splitlines())
         for folder in folders
         for path in folder.rglob("*")
-        if path.suffix in {".py", ".h", ".cpp", ".cu", ".cuh"}
+        if path.suffix in {".py", *CPP_SUFFIXES}
     }
     assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
+
+
+def test_no_line_of_cpp_is_longer_than_the_limit() -> None:
+    sources = [path for path in (TOP / "csrc").rglob("*") if path.suffix in CPP_SUFFIXES]
+    assert sources
+    lines = [
+        f"{path.relative_to(TOP)}:{number}"
+        for path in sources
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if len(line) > CPP_COLUMNS
+    ]
+    assert lines == []
 
 
 def test_only_serving_triton_imports_triton() -> None:
