@@ -7,6 +7,7 @@ import io
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_the_command_that_serve_prints_sends_a_request_with_a_picture(
     own = tmp_path / "picture.png"
     # The picture is longer than an argument may be.
     own.write_bytes(b"a picture of the user's " * 9000)
-    (tmp_path / "config.json").write_text('{"vision_config": {}}')
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     monkeypatch.chdir(tmp_path)
     model = samples / "checkpoint" if demo else tmp_path
     command = first_question(Options(model=model), "localhost:8000")
@@ -75,14 +76,22 @@ def test_the_command_that_serve_prints_sends_a_request_with_a_picture(
     assert base64.b64decode(json.loads(sent)["image"]) == picture.read_bytes()
 
 
+@pytest.mark.parametrize("config", [{}, {"vision_config": {}}, {"visual": {}}], ids=str)
 def test_the_command_that_serve_prints_for_a_text_only_model_has_no_picture(
-    tmp_path: Path,
+    tmp_path: Path, config: dict[str, Any]
 ) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    """The model type alone decides, as in the encoder."""
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
     assert first_question(Options(model=tmp_path), "localhost:8000") == (
         "curl -s localhost:8000/v2/models/video_analytics/generate"
         """ -d '{"text_input": "What is the capital of France?"}'; echo"""
     )
+
+
+def test_vlora_serve_is_imported_without_torch() -> None:
+    code = "import sys, vlora.cli.serve; print({'torch', 'transformers'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ import pytest
 
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
-from vlora.model.families.registry import FAMILIES, MULTIMODAL
+from vlora.model.families.registry import FAMILIES
+from vlora.model.multimodal import MULTIMODAL
 from vlora.paths import SOURCE_TREE
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.families.registry import VISION_FAMILIES

@@ -35,6 +35,7 @@ from vlora.launcher.options import GRACE_SECONDS, ServerOptions
 from vlora.launcher.ports import check_ports
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
+from vlora.model.multimodal import takes_images
 
 app = typer.Typer(add_completion=False)
 
@@ -201,7 +202,8 @@ def first_question(options: Options, url: str) -> str:
     `OWN_PICTURE` in the working directory. A text-only model gets a question without an image.
     """
     generate = f"{url}/v2/models/video_analytics/generate"
-    if not _takes_images(options.model):
+    config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
+    if not takes_images(config.get("model_type")):
         return (
             f"""curl -s {generate} -d '{{"text_input": "What is the capital of France?"}}'; echo"""
         )
@@ -215,9 +217,3 @@ def first_question(options: Options, url: str) -> str:
         f"""printf {request} "$(base64 -w0 {shlex.quote(str(picture))})" |"""
         f" curl -s {generate} -d @-; echo"
     )
-
-
-def _takes_images(model: Path) -> bool:
-    """Return whether the config of a checkpoint describes a vision tower."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    return "vision_config" in config or "visual" in config

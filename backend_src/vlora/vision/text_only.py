@@ -10,11 +10,10 @@ import torch
 from vlora.errors import Unsupported
 from vlora.memory.device import HOST, Device
 from vlora.model.decoder_config import read_config
-from vlora.model.families.registry import FAMILIES
+from vlora.model.multimodal import takes_images
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart
 from vlora.vision.encoder import VisionEncoder
-from vlora.vision.families.registry import VISION_FAMILIES
 from vlora.vision.images import DecodedImage
 
 
@@ -59,10 +58,10 @@ def open_encoder(
 ) -> VisionEncoder | TextOnlyEncoder:
     """Return the encoder of a checkpoint folder. Arguments and errors are those of `VisionEncoder`.
 
-    A checkpoint counts as text-only if its model type names a decoder but no vision family.
+    Whether the checkpoint is text-only depends on its model type (`takes_images`).
     """
     if (checkpoint / "config.json").is_file():
         config = read_config(checkpoint)
-        if config.model_type in FAMILIES and config.model_type not in VISION_FAMILIES:
+        if not takes_images(config.model_type):
             return TextOnlyEncoder(config.model_type, int(config.hidden_size))
     return VisionEncoder(checkpoint, threads, dtype, device)
