@@ -301,7 +301,9 @@ def test_a_quantized_checkpoint_is_refused_where_its_floats_are_needed(
     quantize_checkpoint(tmp_path, Layout("awq"))
     with pytest.raises(InvalidArgument, match="quantized by awq; this operation needs weights"):
         find_weights(tmp_path, load_config(tmp_path))
-    with pytest.raises(InvalidArgument, match="stored by awq as int4 in groups of 32; remove"):
+    with pytest.raises(
+        InvalidArgument, match="stored by awq as int4 in groups of 32; remove the key"
+    ):
         Engine(Options(model=tmp_path, quantization="int8"))
 
 

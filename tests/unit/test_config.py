@@ -228,6 +228,21 @@ def test_quantization_is_read_and_rules_out_merging_in_place() -> None:
         parse(quantization="int8", merging="in_place")
 
 
+@pytest.mark.parametrize("value", [8, "INT8", "none", "awq", ["int8"]])
+def test_an_unknown_quantization_is_answered_with_the_valid_ones(value: Any) -> None:
+    valid = 'it must be "int8" or "int4"; remove the key to serve the weights as they are stored'
+    with pytest.raises(InvalidArgument, match=valid) as refused:
+        parse(quantization=value)
+    assert f"'quantization' = {json.dumps(value)} is unknown" in str(refused.value)
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_a_group_size_without_groups_is_rejected(quantization: str | None) -> None:
+    with pytest.raises(InvalidArgument, match="'quantization_group_size' = 64 has an effect only"):
+        parse(quantization=quantization, quantization_group_size=64)
+    assert parse(quantization=quantization, quantization_group_size=32).quantization is quantization
+
+
 def test_multi_lora_json_maps_names_to_folders(tmp_path: Path) -> None:
     path = tmp_path / "multi_lora.json"
     assert load_adapter_names(path) == {}

@@ -57,7 +57,9 @@ RepositoryOption = Annotated[
 OptionsFileOption = Annotated[
     Path | None,
     typer.Option(
-        "--options", metavar="FILE", help="JSON file with keys that replace those of model.json."
+        "--options",
+        metavar="FILE",
+        help="JSON file with keys that replace those of model.json, such as quantization.",
     ),
 ]
 

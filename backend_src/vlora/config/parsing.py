@@ -132,6 +132,13 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
         raise InvalidArgument(f"{where}: 'model' is missing; set it to the checkpoint's folder")
     options = Options(**values)
     _check_shares(options, where)
+    size = options.quantization_group_size
+    if size != QUANTIZATION_GROUPS[0] and options.quantization != "int4":
+        raise InvalidArgument(
+            f"{where}: 'quantization_group_size' = {size} has an effect only with"
+            f" 'quantization' = \"int4\"; set that, or 'quantization_group_size' to"
+            f" {QUANTIZATION_GROUPS[0]}, its default"
+        )
     if options.quantization is not None and options.merging == "in_place":
         raise InvalidArgument(
             f"{where}: 'merging' = 'in_place' changes the base weights, which is not supported with"
@@ -177,6 +184,12 @@ def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
         values[key] = value
     if isinstance(values.get("limits"), dict):
         values["limits"] = Limits(**_checked(Limits, values["limits"], f"{where}: limits"))
+    if (quantization := values.get("quantization")) not in (None, *QUANTIZATIONS):
+        raise InvalidArgument(
+            f"{where}: 'quantization' = {json.dumps(quantization)} is unknown; it must be"
+            f" {_one_of(map(json.dumps, QUANTIZATIONS))}; remove the key to serve the weights as"
+            " they are stored, floats or quantized"
+        )
     values = _checked(Options, values, where)
     _check_choices(values, where)
     return values, tuple(notes)
@@ -193,11 +206,6 @@ def _check_choices(values: Mapping[str, Any], where: str) -> None:
         raise InvalidArgument(
             f"{where}: 'device' = '{values['device']}' is unknown; it must be cpu, cuda, cuda:N"
             " (a GPU's number) or auto"
-        )
-    if values.get("quantization") not in (None, *QUANTIZATIONS):
-        raise InvalidArgument(
-            f"{where}: 'quantization' = '{values['quantization']}' is unknown; it must be"
-            f" {_one_of(QUANTIZATIONS)}, or missing for a checkpoint that is stored quantized"
         )
     size = values.get("quantization_group_size", QUANTIZATION_GROUPS[0])
     if size not in QUANTIZATION_GROUPS:

@@ -148,7 +148,8 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
     if stored is not None:
         raise InvalidArgument(
             f"'quantization' = '{options.quantization}', but the checkpoint is stored by"
-            f" {stored.method} as {stored.form.name}; remove the option"
+            f" {stored.method} as {stored.form.name}; remove the key 'quantization' to serve the"
+            " stored weights, or name the float checkpoint that they were made from"
         )
     if options.quantization == "int8":
         return Format(8, None)
