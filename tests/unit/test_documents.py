@@ -11,7 +11,15 @@ import pytest
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 RECORDS = sorted((DOCS / "decisions").glob("[0-9]*.md"))
-PAGES = sorted([*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "tests" / "README.md"])
+PAGES = sorted(
+    [
+        *DOCS.rglob("*.md"),
+        *ROOT.glob("*.md"),
+        *(ROOT / "csrc").rglob("*.md"),
+        ROOT / "tests" / "README.md",
+    ]
+)
+PAGE_COLUMNS = 120
 KERNEL_PAGE_LINES = 250
 RECORD_LINES = 60
 RECORD_COLUMNS = 100
@@ -69,6 +77,17 @@ def test_every_cited_decision_has_a_record_or_is_part_of_another() -> None:
         for number in re.findall(r"\d+", citation)
     }
     assert {citation for citation in cited if citation[0] not in known} == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=_name)
+def test_every_line_but_rows_of_tables_is_within_the_limit(page: Path) -> None:
+    """Markdown cannot break a row of a table."""
+    long = [
+        f"{number}: {len(line)} characters"
+        for number, line in enumerate(page.read_text().splitlines(), 1)
+        if len(line) > PAGE_COLUMNS and not line.lstrip().startswith("|")
+    ]
+    assert long == []
 
 
 @pytest.mark.parametrize("page", sorted((DOCS / "kernels").glob("*.md")), ids=_name)
