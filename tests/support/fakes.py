@@ -31,6 +31,10 @@ def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) 
     )
 
 
+class RustPanic(BaseException):
+    """A panic of a Rust library, such as tokenizers or safetensors. It is not an Exception."""
+
+
 @dataclass
 class Clock:
     """A clock that shows the time in `now`."""
@@ -73,7 +77,7 @@ class FakeEngine:
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []
-        self.refuse: VLoraError | None = None
+        self.refuse: BaseException | None = None
         self.admitted: set[str] = set()
         self.max_admitted: int | None = None
         self._sinks: dict[str, OutputSink] = {}

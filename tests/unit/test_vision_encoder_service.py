@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.support.fakes import FakeResponder
+from tests.support.fakes import FakeResponder, RustPanic
 from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
@@ -122,7 +122,12 @@ class HeldDecoder:
 class Setting:
     """A service with fakes of the decoder, the encoder and the clients."""
 
-    def __init__(self, decoder: ImageDecoder, **limits: Any) -> None:
+    def __init__(
+        self,
+        decoder: ImageDecoder,
+        part_of: Callable[[str | None], VisionPart | None] = lambda name: None,
+        **limits: Any,
+    ) -> None:
         self.decoder = HeldDecoder(decoder)
         self.encoder = FakeEncoder()
         self.stamps = ArrivalStamps(b"key")
@@ -136,6 +141,7 @@ class Setting:
             self.waiting,
             max_requests=4,
             before_answers=self._flush,
+            part_of=part_of,
         )
 
     def _flush(self) -> None:
@@ -308,3 +314,56 @@ def test_the_queue_is_bounded_in_requests_and_bytes(decoder: ImageDecoder) -> No
     setting.service.close()
     assert all(isinstance(failure_of(one), Unavailable) for one in waiting)
     assert isinstance(failure_of(setting.ask(encoder_request(png()))), Unavailable)
+
+
+def test_refused_requests_leave_nothing_in_the_queue(setting: Setting) -> None:
+    for _ in range(9):
+        responder = setting.ask(encoder_request(png(), lora_name=5))
+        assert "'lora_name' must be a string" in failure_of(responder).message
+    answer_of(setting.ask(encoder_request(png())))
+
+
+def test_an_answer_that_cannot_be_made_fails_only_its_request(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = setting.occupy()
+    second, third = (setting.ask(encoder_request(png())) for _ in range(2))
+    until(lambda: setting.decoder.decoded == 3)
+    make, left = setting.stamps.make, iter((True, False))
+
+    def fail_once(arrival: float) -> Any:
+        if next(left, True):
+            return make(arrival)
+        raise MemoryError
+
+    monkeypatch.setattr(setting.stamps, "make", fail_once)
+    setting.encoder.gate.set()
+    answer_of(first)
+    assert isinstance(failure_of(second), Internal)
+    answer_of(third)
+
+
+def test_a_panic_while_an_adapter_is_read_fails_only_its_request(decoder: ImageDecoder) -> None:
+    def panic(name: str | None) -> VisionPart | None:
+        if name is not None:
+            raise RustPanic("index out of bounds")
+        return None
+
+    setting = Setting(decoder, part_of=panic)
+    try:
+        failed = setting.ask(encoder_request(png(), lora_name="a"))
+        assert isinstance(failure_of(failed), Internal)
+        answer_of(setting.ask(encoder_request(png())))
+    finally:
+        setting.close()
+
+
+def test_requests_are_answered_while_no_thread_can_be_started(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    for _ in range(2):
+        answer_of(setting.ask(encoder_request(png())))

@@ -138,6 +138,8 @@ class VisionService:
         """Requests whose images are decoded; None to stop."""
         self._closed = threading.Event()
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
+        # This starts the thread, which may fail later, when the process has too many.
+        self._answers.submit(lambda: None)
         self._threads = [
             threading.Thread(target=self._encode, name="encode", daemon=True),
             threading.Thread(target=self._watch, name="deadlines", daemon=True),
@@ -185,11 +187,10 @@ class VisionService:
                 sampling = read_sampling(Inputs(tensors), parameters, self._limits)
                 freshness = freshness_of(sampling, arrival)
                 request = read_images(tensors, self._limits)
-                responder = make_responder()
+                queued = _Queued(key, adapter_name(sampling), arrival, make_responder())
             except BaseException:
                 self._held.release(key)
                 raise
-            queued = _Queued(key, adapter_name(sampling), arrival, responder)
             self._waiting.add(key, freshness, partial(self._fail, queued), client_id)
             self._decode(queued, request)
         except Exception as error:
@@ -274,14 +275,14 @@ class VisionService:
                     continue
                 try:
                     adapters.append(self._part_of(queued.adapter))
-                except Exception as error:
+                except BaseException as error:  # A panic of a Rust library is not an Exception.
                     self._answers.submit(self._fail, queued, error)
                     continue
                 wanted.append(queued)
                 images.append(decoded.images)
             if wanted:
                 encoded = self._encoder.run(images, adapters)
-        except Exception as error:
+        except BaseException as error:
             encoded = as_vlora_error(error, "encoding images")
         finally:
             for queued, decoded in part:
@@ -295,13 +296,19 @@ class VisionService:
     ) -> None:
         self._before_answers()
         for index, queued in enumerate(requests):
-            if isinstance(encoded, VLoraError):
-                self._fail(queued, encoded)
-            else:
-                answer(queued.responder, self._to_tensors(encoded[index], queued.arrival))
+            content: Tensors | VLoraError
+            try:
+                content = (
+                    encoded
+                    if isinstance(encoded, VLoraError)
+                    else self._to_tensors(encoded[index], queued.arrival)
+                )
+            except Exception as error:
+                content = as_vlora_error(error, "making the answer")
+            answer(queued.responder, content)
 
     @staticmethod
-    def _fail(queued: _Queued, error: Exception) -> None:
+    def _fail(queued: _Queued, error: BaseException) -> None:
         answer(queued.responder, as_vlora_error(error, "encoding images"))
 
     def _to_tensors(self, encoded: EncodedImages, arrival: float) -> Tensors:
