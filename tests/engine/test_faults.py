@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.engine_client import PATIENCE, Collector, endless, request, run_together
+from tests.support.fakes import RustPanic
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import FATAL_EXIT, EngineLoop
@@ -279,3 +280,28 @@ def test_a_blocked_client_does_not_keep_a_failed_engine_alive(
     monkeypatch.setattr(loop, "_end_process", lambda _: None)
     released.set()
     loop.shutdown(drain_seconds=0.0)
+
+
+@pytest.mark.parametrize("broken", ["schedule", "answer"])
+def test_a_panic_of_a_library_ends_all_requests_and_the_process(
+    loop: EngineLoop,
+    engine: Engine,
+    ended: ProcessEnd,
+    monkeypatch: pytest.MonkeyPatch,
+    broken: str,
+) -> None:
+    def panic(*_: Any, **__: Any) -> Any:
+        raise RustPanic("index out of bounds")
+
+    sink = Collector()
+    for index in range(3):
+        loop.submit(endless(f"r{index}"), sink)
+    sink.wait(lambda: len(sink.outputs["r0"]) > 2)
+    if broken == "schedule":
+        monkeypatch.setattr(engine.scheduler, "schedule", panic)
+    else:
+        monkeypatch.setattr(loop, "_answer", _once_then(panic, loop._answer))
+    assert ended.wait(PATIENCE)
+    assert ended.code == FATAL_EXIT
+    for index in range(3):
+        assert isinstance(sink.outputs[f"r{index}"][-1].error, Internal)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from tests.support.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, features
+from tests.support.fakes import TEMPLATE, FakeEngine, FakeResponder, RustPanic, adapter, features
 from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
@@ -401,3 +401,17 @@ def test_a_request_that_has_ended_holds_no_bytes(setting: Setting) -> None:
     assert setting.service._held.total == features(2)["image_features"].nbytes
     setting.engine.say("a", finish_reason="stop")
     assert setting.service._held.total == 0
+
+
+@pytest.mark.parametrize("with_image", [False, True])
+def test_a_panic_of_a_library_fails_its_request(setting: Setting, *, with_image: bool) -> None:
+    """The request is submitted on Triton's thread, and with an image on a pool thread."""
+    image = {"image": strings([b"png"])} if with_image else {}
+    setting.engine.refuse = RustPanic("stride must be less than max_len")
+    responder = setting.ask(**image)
+    assert responder.done.wait(5)
+    assert isinstance(responder.failure, Internal)
+    until(lambda: not setting.service.live and not setting.engine.admitted)
+    setting.engine.refuse = None
+    setting.ask(**image)
+    until(lambda: setting.engine.requests)

@@ -232,7 +232,7 @@ class EngineLoop:
                 self._run_once()
             for request_id in self._engine.request_ids:
                 self._outbox.put(self._engine.abort(request_id, self._shutdown_reason()))
-        except Exception:
+        except BaseException:  # A panic of a Rust library is not an Exception.
             self._fail("the engine's thread")
         self._outbox.put(None)
         if self._failed:
@@ -306,7 +306,7 @@ class EngineLoop:
                 for output in outputs:
                     self._answer(output)
                 self.after_outputs()
-        except Exception:
+        except BaseException:
             self._fail("the response thread")
         reason = self._shutdown_reason()
         for request_id in self._clients.request_ids:

@@ -142,7 +142,7 @@ class FolderReader:
         """Read the adapter of a folder and report it, or the error of reading it."""
         try:
             description, adapter = self._read_files(name, folder, stamp)
-        except Exception as error:
+        except BaseException as error:  # A panic of a Rust library is not an Exception.
             transient = is_transient(error)
             if transient:
                 self._retries.setdefault(name, Backoff()).failed(self._clock())
@@ -168,7 +168,7 @@ class FolderReader:
             size = files.description.host_bytes
             fits = self._read_bytes + size <= self._allowed_bytes()
             adapter = files.read() if fits else None
-        except Exception as error:
+        except BaseException as error:
             if not is_transient(error):
                 _require_unchanged(name, folder, stamp)
             raise

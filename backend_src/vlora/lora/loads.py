@@ -159,7 +159,7 @@ class AdapterLoads:
         else:
             self._tiers.packed(handle)
 
-    def _fail(self, handle: AdapterHandle, error: Exception) -> None:
+    def _fail(self, handle: AdapterHandle, error: BaseException) -> None:
         """Handle a failed load or packing.
 
         If the cause lies outside the adapter's files, there is another attempt after a delay. Any

@@ -68,7 +68,7 @@ def is_transient(error: BaseException) -> bool:
     return False
 
 
-def as_adapter_error(name: str, folder: Path, error: Exception) -> InvalidArgument:
+def as_adapter_error(name: str, folder: Path, error: BaseException) -> InvalidArgument:
     """Return `error` as an InvalidArgument that names the adapter.
 
     An OutOfMemory, and any error that is not an InvalidArgument, is logged with its traceback.

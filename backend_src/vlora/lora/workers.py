@@ -15,6 +15,9 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
+Failed = Callable[[BaseException], None]
+"""Function that is called with the exception of a job."""
+
 
 class Results:
     """Queue of results of other threads.
@@ -63,17 +66,16 @@ class Workers:
         self._results = results
         self._loader = ThreadPoolExecutor(1, "adapter-loader")
         self._packer = ThreadPoolExecutor(1, "adapter-packer")
+        for thread in (self._loader, self._packer):
+            # This starts the thread, which may fail later, when the process has too many.
+            thread.submit(lambda: None)
         self._unfinished = 0
 
-    def load(
-        self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]
-    ) -> None:
+    def load(self, job: Callable[[], T], done: Callable[[T], None], failed: Failed) -> None:
         """Run a job on the loader's thread."""
         self._submit(self._loader, job, done, failed)
 
-    def pack(
-        self, job: Callable[[], T], done: Callable[[T], None], failed: Callable[[Exception], None]
-    ) -> None:
+    def pack(self, job: Callable[[], T], done: Callable[[T], None], failed: Failed) -> None:
         """Run a job on the packer's thread."""
         self._submit(self._packer, job, done, failed)
 
@@ -82,12 +84,12 @@ class Workers:
         thread: Executor,
         job: Callable[[], T],
         done: Callable[[T], None],
-        failed: Callable[[Exception], None],
+        failed: Failed,
     ) -> None:
         def run() -> None:
             try:
                 apply = partial(done, job())
-            except Exception as error:
+            except BaseException as error:  # A panic of a Rust library is not an Exception.
                 apply = partial(failed, error)
             self._results.post(partial(self._finish_job, apply))
 

@@ -199,7 +199,7 @@ class LmmService:
                 pool.submit(self._encode_then_submit, request_id)
             else:
                 self._submit(call, request_id, responder)
-        except Exception as error:
+        except BaseException as error:  # A panic of a Rust library is not an Exception.
             if not self._waiting.end(request_id, error):
                 self._fail(request_id, responder, error)
 
@@ -252,7 +252,7 @@ class LmmService:
                 if held is not None:
                     self._held.hold(request_id, held)
                 self._submit(call, request_id, encoding.responder)
-        except Exception as error:
+        except BaseException as error:
             if taken:
                 self._fail(request_id, encoding.responder, error)
             else:
@@ -307,7 +307,7 @@ class LmmService:
                 self._engine.abort(request_id)
             self._fail(request_id, responder, error)
 
-    def _fail(self, request_id: str, responder: Responder, error: Exception) -> None:
+    def _fail(self, request_id: str, responder: Responder, error: BaseException) -> None:
         self._forget(request_id)
         self._engine.withdraw(request_id)
         fail(responder, as_vlora_error(error, "answering the request"))

@@ -164,7 +164,7 @@ class LmmUnaryService:
         except Exception as error:
             self._fail(key, responder, error)
 
-    def _fail(self, key: str, responder: Responder, error: Exception) -> None:
+    def _fail(self, key: str, responder: Responder, error: BaseException) -> None:
         self._forget(key)
         fail(responder, as_vlora_error(error, "relaying the request"))
 

@@ -16,7 +16,7 @@ from vlora.metrics import EngineStats, exported_stats
 from vlora.request import MIN_STOPPABLE_ID, Freshness
 from vlora.serving.registry import Exporter, Level, Registry
 
-EndRequest = Callable[[Exception], None]
+EndRequest = Callable[[BaseException], None]
 """Function that answers a request with an error. It never raises."""
 
 
@@ -84,7 +84,7 @@ class WaitingRequests:
         entry = self._remove(key)
         return entry is not None and not self._end_if_late(entry)
 
-    def end(self, key: str, reason: Exception) -> bool:
+    def end(self, key: str, reason: BaseException) -> bool:
         """End a request; return False if it is not waiting here."""
         entry = self._remove(key)
         if entry is not None:

@@ -141,7 +141,7 @@ class VisionAdapters:
             try:
                 files = AdapterFiles(name, folder, self._model, self._max_bytes)
                 self._check_layers(name, files.description.vision)
-            except Exception as failure:
+            except BaseException as failure:  # A panic of a Rust library is not an Exception.
                 error = as_adapter_error(name, folder, failure)
                 if is_transient(failure):
                     raise error from failure

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,9 @@ import torch
 from safetensors import SafetensorError
 
 from tests.support.adapter_store import no_free_descriptors, write_adapter
+from tests.support.fakes import RustPanic
 from vlora.errors import InvalidArgument
-from vlora.lora import transient
+from vlora.lora import folder_reader, loads, transient
 from vlora.lora.folders import stamp_of
 
 
@@ -123,3 +125,52 @@ def test_the_number_of_an_error_decides_whether_it_is_transient() -> None:
     ):
         assert not transient.is_transient(read(cause)), cause
     assert not transient.is_transient(InvalidArgument("os error 5"))
+
+
+def test_a_panic_while_weights_are_loaded_is_an_error_of_their_adapter(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(*_: Any) -> Any:
+        raise RustPanic("index out of bounds")
+
+    harness = make_harness(2, 0)
+    handle = harness.handle(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(loads, "read_adapter", panic)
+        harness.store.advance([handle])
+        harness.store.finish()
+    with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*index out of bounds"):
+        harness.handle(0)
+    assert harness.request(1) is None
+
+
+def test_a_panic_while_a_folder_is_read_is_an_error_of_its_adapter(
+    make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = folder_reader.AdapterFiles
+
+    def panic(name: str, *more: Any) -> Any:
+        if name == "new":
+            raise RustPanic("index out of bounds")
+        return read(name, *more)
+
+    harness = make_harness(1)
+    for number, name in enumerate(("new", "newer")):
+        write_adapter(root / name, 50 + number)
+    monkeypatch.setattr(folder_reader, "AdapterFiles", panic)
+    harness.store.update({path.name: (path, stamp_of(path)) for path in root.iterdir()})
+    harness.store.apply()
+    assert set(harness.store.broken) == {"new"}
+    assert "newer" in harness.store.names()
+
+
+def test_adapters_are_loaded_while_no_thread_can_be_started(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    harness = make_harness(2, 0)
+    monkeypatch.setattr(threading.Thread, "start", fail)
+    assert harness.request(0) is None
+    assert harness.resident() == {"a0"}

@@ -48,7 +48,10 @@ def make_stepped(make_harness: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
 
     def make(pages: int, host: int | None = None) -> tuple[Harness, SteppedThread, SteppedThread]:
         harness = make_harness(pages, host)
-        return harness, threads[-2], threads[-1]
+        loader, packer = threads[-2:]
+        for started in (loader, packer):
+            started.run_next()  # This job only starts the thread.
+        return harness, loader, packer
 
     return make
 
