@@ -18,6 +18,7 @@ import struct
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,7 +32,16 @@ new process is sent along with FORK.
 """
 
 ANSWER = struct.Struct("<i")
-"""Answer of the fork server: the id of the new process, or an exit code as in `subprocess`."""
+"""Answer of the fork server: an exit code as in `subprocess`, or the id of the new process, or
+NO_PROCESS if the system refuses to fork.
+"""
+
+NO_PROCESS = 0
+
+ANSWER_SECONDS = 60.0
+"""Maximum time of an answer, including the start of the fork server. Ordinary answers take
+milliseconds, and a start takes a second.
+"""
 
 OUT_OF_MEMORY = 3
 """Exit code of a forked process that exceeds its limit of memory."""
@@ -62,7 +72,7 @@ class ForkServer:
         self._kind = kind
         self._lock = threading.Lock()
         self._closed = False
-        self._data = os.memfd_create("vlora-data")
+        self._data: int | None = os.memfd_create("vlora-data")
         with os.fdopen(os.dup(self._data), "wb") as file:
             file.write(data)
         self._start()
@@ -70,13 +80,13 @@ class ForkServer:
     def fork(self) -> tuple[int, socket.socket]:
         """Fork a process, and return its process id and the caller's end of its socket.
 
-        Raises ConnectionError if this object is closed or the fork server cannot be started.
+        Raises ConnectionError if this object is closed, or no process can be started at present.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, self._kind)
         try:
-            with theirs:
+            with theirs, self._lock:
                 return self._fork(theirs), ours
-        except ConnectionError:
+        except BaseException:
             ours.close()
             raise
 
@@ -86,43 +96,61 @@ class ForkServer:
         If the process had ended before, the result is the exit code with which it ended.
         """
         try:
-            return self._ask(STOP, process, [])
+            with self._lock:
+                return self._ask(STOP, process, [])
         except ConnectionError:
             return None
 
     def close(self) -> None:
         """End the fork server and all forked processes."""
+        self._closed = True
+        # If another thread waits for an answer, this ends its wait.
+        self._process.kill()
         with self._lock:
-            if not self._closed:
-                self._closed = True
+            if self._data is not None:
                 os.close(self._data)
+                self._data = None
                 self._end()
 
     def _fork(self, theirs: socket.socket) -> int:
+        """Fork a process. If the fork server has ended, start it again. The caller holds the lock,
+        so that no other thread replaces the new fork server.
+        """
+        files = [theirs.fileno()]
         try:
-            return self._ask(FORK, 0, [theirs.fileno()])
+            process = self._ask(FORK, 0, files)
         except ConnectionError:
-            with self._lock:
-                if self._closed:
-                    raise
-                self._end()
+            if self._closed:
+                raise
+            try:
                 self._start()
-            return self._ask(FORK, 0, [theirs.fileno()])
+            except OSError as error:
+                raise ConnectionError(f"the fork server cannot be started: {error}") from None
+            process = self._ask(FORK, 0, files)
+        if process == NO_PROCESS:
+            raise ConnectionError("the fork server cannot start a process")
+        return process
 
     def _ask(self, kind: bytes, process: int, files: list[int]) -> int:
-        with self._lock:
-            if self._closed:
-                raise ConnectionError("the fork server is closed")
-            command = COMMAND.pack(kind, process)
+        """Return the answer to a command. If there is none, end the fork server and raise
+        ConnectionError. The caller holds the lock.
+        """
+        if self._closed:
+            raise ConnectionError("the fork server is closed")
+        command = COMMAND.pack(kind, process)
+        try:
             socket.send_fds(self._control, [command], files, socket.MSG_NOSIGNAL)
-            try:
-                answer = receive(self._control, ANSWER.size)
-            except EOFError:
-                raise ConnectionError("the fork server has ended") from None
+            answer = receive(self._control, ANSWER.size)
+        except (EOFError, OSError) as error:
+            # An answer that arrives late would be taken for that to the next command.
+            self._end()
+            raise ConnectionError(f"the fork server has ended: {error}") from None
         return int(ANSWER.unpack(answer)[0])
 
     def _start(self) -> None:
         self._control, theirs = socket.socketpair()
+        self._control.settimeout(ANSWER_SECONDS)
+        assert self._data is not None
         with theirs:
             files = (theirs.fileno(), self._data)
             self._process = subprocess.Popen(
@@ -163,6 +191,7 @@ def serve(run: Callable[[socket.socket], object]) -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     kernel = ctypes.CDLL(None)
     server = os.getpid()
+    children: set[int] = set()
     # Freezing keeps garbage collection from writing to memory that forked processes share.
     gc.freeze()
     with suppress(EOFError, ConnectionError):
@@ -170,19 +199,46 @@ def serve(run: Callable[[socket.socket], object]) -> None:
             command, files = receive_with_file(control, COMMAND.size)
             kind, pid = COMMAND.unpack(command)
             if kind == STOP:
-                os.kill(pid, signal.SIGKILL)
-                _, status = os.waitpid(pid, 0)
-                answer = os.waitstatus_to_exitcode(status)
+                answer = _stop(pid, children)
+            elif not files:  # This process had no free file descriptor for the socket.
+                answer = NO_PROCESS
             else:
-                answer = os.fork()
-                if not answer:
-                    kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-                    if os.getppid() == server:
-                        control.close()
-                        run(socket.socket(fileno=files[0]))
-                    os._exit(0)
+                try:
+                    answer = os.fork()
+                except OSError:
+                    answer = NO_PROCESS
+                else:
+                    if not answer:
+                        kernel.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+                        if os.getppid() == server:
+                            control.close()
+                            run(socket.socket(fileno=files[0]))
+                        os._exit(0)
+                    children.add(answer)
                 os.close(files[0])
             send(control, ANSWER.pack(answer))
+
+
+def _stop(process: int, children: set[int]) -> int:
+    """End a child process, and return its exit code.
+
+    Any other process belonged to an earlier fork server and was killed with it. Its id may be that
+    of a stranger by now.
+    """
+    if process not in children:
+        return -signal.SIGKILL
+    children.remove(process)
+    os.kill(process, signal.SIGKILL)
+    _, status = os.waitpid(process, 0)
+    return os.waitstatus_to_exitcode(status)
+
+
+def processor_seconds(process: int) -> float:
+    """Return the processor time of a process so far; 0 if it has ended."""
+    # This is the clock id of another process, as `clock_getcpuclockid` computes it.
+    with suppress(OSError):
+        return time.clock_gettime((~process << 3) | 2)
+    return 0.0
 
 
 def receive(connection: socket.socket, count: int) -> bytes:

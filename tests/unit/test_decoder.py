@@ -278,3 +278,31 @@ def test_a_file_whose_pages_are_in_use_is_sealed_as_soon_as_they_are_free(
                 decode_worker._seal(file)
     finally:
         os.close(file)
+
+
+def test_a_stopped_decoder_is_ended_and_replaced(
+    decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlora.vision.decoder.MAX_IDLE_POLLS", 4)
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(decode, decoder, ENDLESS)
+        (server,) = fork_servers()
+        (process,) = until(server.children)
+        process.suspend()
+        with pytest.raises(Unavailable, match="decoder of image 0 does not run"):
+            future.result(30)
+    check_that_it_works(decoder)
+
+
+def test_a_decoder_that_takes_no_data_is_ended_and_replaced(
+    decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vlora.vision.decode_process.TRANSFER_SECONDS", 0.2)
+    (server,) = fork_servers()
+    until(lambda: check_that_it_works(decoder) or server.children())
+    for process in server.children():
+        process.suspend()
+    with pytest.raises(Unavailable, match="decoder of image 0 does not run"):
+        decode(decoder, picture()[1] + bytes(4_000_000))
+    monkeypatch.undo()
+    check_that_it_works(decoder)

@@ -7,10 +7,12 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import termios
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from tests.support.grammars import HOSTILE
 from tests.support.processes import children_that_run
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, Unavailable, Unsupported, VLoraError
+from vlora.metrics import GrammarCounters
 from vlora.model.vocabulary import Vocabulary
 from vlora.structured import messages
 from vlora.structured.grammar import Grammar, Matcher, error_of
@@ -397,3 +400,16 @@ def test_json_has_bounded_white_space(
     spell(matcher, tokenizer, "[ ")
     assert space not in allowed(matcher)
     grammars.release(structure, grammar)
+
+
+def test_an_answer_that_is_ended_does_not_wait_for_the_end_of_its_process() -> None:
+    never: Future[VLoraError] = Future()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        grammar = Grammar(0, ours, 8, lambda process: never, 1.0, GrammarCounters())
+        matcher = grammar.open()
+        grammar.end(Unavailable("too slow"))
+        grammar.receive()
+        assert matcher.ready
+        with pytest.raises(Unavailable, match="too slow"):
+            _ = matcher.mask

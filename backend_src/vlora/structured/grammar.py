@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import socket
-import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
@@ -20,7 +19,7 @@ from contextlib import suppress
 import numpy as np
 
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
-from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME
+from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, processor_seconds
 from vlora.metrics import GrammarCounters
 from vlora.request import BoolArray
 from vlora.structured import messages
@@ -204,10 +203,7 @@ class Grammar:
     @property
     def processor_seconds(self) -> float:
         """Processor time of the process so far."""
-        # This is the clock id of another process, as `clock_getcpuclockid` computes it.
-        with suppress(OSError):
-            return time.clock_gettime((~self.process << 3) | 2)
-        return 0.0
+        return processor_seconds(self.process)
 
     def lower_priority(self, niceness: int) -> None:
         """Set the niceness of the process to that of this process plus `niceness`."""
@@ -255,7 +251,7 @@ class Grammar:
             matcher = self._matchers.get(number)
             if matcher is not None:
                 matcher._receive(kind, reply[messages.REPLY.size :], seconds)
-        if self._ending is not None and self._ending.done():
+        if self._ending is not None and (self._end_reason or self._ending.done()):
             error = self._end_reason or self._ending.result()
             for matcher in self._matchers.values():
                 matcher._fail(error)

@@ -43,6 +43,10 @@ replied or ended.
 """
 
 
+TRANSFER_SECONDS = 30.0
+"""Maximum time for sending a file to a decoder. A decoder that does not read it was stopped."""
+
+
 class PictureRefusedError(Exception):
     """Raised if the decoder cannot read a file. The message says why."""
 
@@ -56,6 +60,7 @@ class DecodeProcess:
     def __init__(self, process: int, connection: socket.socket) -> None:
         self.process = process
         self._connection = connection
+        connection.settimeout(TRANSFER_SECONDS)
 
     def begin(self, limits: Limits) -> None:
         """Tell the process that a request begins.
@@ -82,7 +87,8 @@ class DecodeProcess:
         accept: called for each picture. If it raises an error, the caller must stop the decoder.
         wait: called to wait for a reply of the decoder.
 
-        Raises PictureRefusedError, or ConnectionError if the decoder has ended.
+        Raises PictureRefusedError, ConnectionError if the decoder has ended, or TimeoutError if it
+        does not take the data.
         """
         kind = protocol.FRAME if element.is_frame else protocol.IMAGE
         self._send(kind, element.name.encode(), element.data)

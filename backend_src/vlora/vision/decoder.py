@@ -25,7 +25,7 @@ import numpy as np
 
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
-from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer
+from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer, processor_seconds
 from vlora.vision import decode_worker
 from vlora.vision.decode_process import SETTINGS, DecodeProcess, HasReply, PictureRefusedError
 from vlora.vision.images import DecodedImage, ImageRequest, PictureBudget
@@ -43,6 +43,13 @@ same core, the decoder gets about a tenth of the core's time.
 
 POLL_SECONDS = 0.05
 """Interval at which a waiting request checks whether it has become long or slow."""
+
+MAX_IDLE_POLLS = 600
+"""Maximum number of these intervals in which a decoder replies nothing and uses no processor time.
+
+Such a decoder was stopped, for example by a signal. Intervals are counted, instead of time, because
+the encoder's process may have been stopped as well.
+"""
 
 
 class PixelPool:
@@ -124,9 +131,17 @@ class _Permit:
         (self._long if self._is_long else self._regular).release()
 
     def wait(self, has_reply: HasReply) -> None:
-        """Wait for a reply of the decoder, and call `check` regularly."""
+        """Wait for a reply of the decoder, and call `check` regularly.
+
+        Raises TimeoutError if the decoder does not run.
+        """
+        used, idle = -1.0, 0
         while not has_reply(POLL_SECONDS):
             self.check()
+            before, used = used, processor_seconds(self.process or 0)
+            idle = idle + 1 if used == before else 0
+            if idle >= MAX_IDLE_POLLS:
+                raise TimeoutError
 
     def check(self) -> None:
         """Exchange the regular permit for one for long requests after LONG_SECONDS, and lower the
@@ -245,6 +260,11 @@ class ImageDecoder:
             except ConnectionError:
                 code = self._stop(decoder)
                 raise self._why_it_ended(code, element.name, request.limits) from None
+            except TimeoutError:
+                self._stop(decoder)
+                raise Unavailable(
+                    f"the decoder of {element.name} does not run; try again"
+                ) from None
             except PictureRefusedError as error:
                 self._put_back(decoder, permit)
                 raise InvalidArgument(str(error)) from None
@@ -266,14 +286,16 @@ class ImageDecoder:
                 self._stop(decoder)
         try:
             return DecodeProcess(*self._processes.fork())
-        except ConnectionError:
-            raise self._closed_error() from None
+        except ConnectionError as error:
+            if self._closed:
+                raise self._closed_error() from None
+            raise Unavailable(f"images cannot be decoded at present: {error}") from None
 
     def _put_back(self, decoder: DecodeProcess, permit: _Permit) -> None:
         """Keep a decoder for the next request, unless its priority was lowered."""
         try:
             decoder.end()
-        except ConnectionError:
+        except OSError:
             self._stop(decoder)
             return
         if permit.is_slow or self._closed:
