@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +21,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.launcher.direct import is_local
+from vlora.launcher.direct import get, is_local
 from vlora.launcher.ports import choose_ports
 from vlora.launcher.probe import ENSEMBLE, PROGRESS, Health, probe
 from vlora.launcher.run_folder import run_folder, starting_file
@@ -259,3 +260,19 @@ def test_proxies_of_the_environment_do_not_carry_requests_to_this_machine() -> N
 )
 def test_only_this_machine_is_local(host: str, local: bool) -> None:
     assert is_local(host) is local
+
+
+@pytest.mark.parametrize(
+    "reply", [b"SSH-2.0-server\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut off"]
+)
+def test_an_answer_that_is_not_valid_http_is_an_oserror(reply: bytes) -> None:
+    def answer(listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.recv(4096)
+            connection.sendall(reply)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        pool.submit(answer, listener)
+        with pytest.raises(OSError, match="not valid HTTP"):
+            get(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", 5.0, direct=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import signal
@@ -28,6 +29,7 @@ from vlora.launcher.run_folder import (
     run_folder,
     shared_memory_prefix,
 )
+from vlora.launcher.server import TritonServer
 
 SOURCE = Path(__file__).resolve().parents[2] / "backend_src"
 SLEEP = "import time; time.sleep(60)"
@@ -194,6 +196,23 @@ def test_a_model_drains_when_its_server_stops_and_ends_with_it(tmp_path: Path) -
         server.kill()
         until(lambda: not is_alive(model))
         until(lambda: not region.exists())
+
+
+def test_a_server_whose_models_cannot_be_notified_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space is left on the device")
+
+    monkeypatch.setattr(draining, "begin", fail)
+    server = TritonServer()
+    server._folder = tmp_path / secrets.token_hex(8)
+    server._process = subprocess.Popen(["sleep", "60"])
+    try:
+        server.stop()
+        assert not server.is_running
+    finally:
+        server.kill()
 
 
 def test_the_seconds_left_are_never_negative(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
@@ -217,3 +218,23 @@ def test_an_error_is_counted_only_by_the_model_that_raised_it_first(
             bls.unwrap(SimpleNamespace(has_error=lambda: True, error=lambda error=error: error))
         tensors.make_error_response(raised.value, counts)
     assert (counts["INVALID_ARG"], counts["INTERNAL"]) == (1, 1)
+
+
+def test_logging_never_raises(backend: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's functions take only text in valid UTF-8, and fail without shared memory."""
+    written: list[str] = []
+
+    def write(text: str) -> None:
+        text.encode()
+        if "unlucky" in text:
+            raise RuntimeError("no shared memory is left")
+        written.append(text)
+
+    backend.Logger = SimpleNamespace(log_error=write, log_warn=write, log_info=write)
+    monkeypatch.setattr(logging, "raiseExceptions", False)
+    logger = logging.Logger("test")
+    logger.addHandler(importlib.import_module(f"{PACKAGE}.logs").TritonHandler())
+    for level in (logging.INFO, logging.WARNING, logging.ERROR):
+        logger.log(level, "adapter %s", "\udcff")
+        logger.log(level, "unlucky")
+    assert written == ["adapter \\udcff"] * 3

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import urllib.request
+from http.client import HTTPException
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _BY_ENVIRONMENT = urllib.request.build_opener()
@@ -38,5 +39,8 @@ def get(url: str, seconds: float, direct: bool) -> bytes:
     Raises OSError, also for HTTP errors.
     """
     opener = _DIRECT if direct else _BY_ENVIRONMENT
-    with opener.open(url, timeout=seconds) as answer:
-        return bytes(answer.read())
+    try:
+        with opener.open(url, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except HTTPException as error:
+        raise OSError(f"the answer of {url} is not valid HTTP: {error!r}") from error

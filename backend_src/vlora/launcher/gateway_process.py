@@ -97,5 +97,8 @@ class GatewayProcess:
                     self._say(f"the gateway ended with {how}; starting it again in {wait:.0f} s")
                 if self._changed.wait_for(lambda: self._stopping, wait):
                     return
-                self._process = start_tied(command, os.environ, None)
+                try:
+                    self._process = start_tied(command, os.environ, None)
+                except OSError as error:
+                    self._say(f"the gateway cannot be started: {error.strerror}")
             wait = min(2 * wait, MAX_WAIT_SECONDS)

@@ -48,7 +48,7 @@ def start_tied(
                 stderr=None if log is None else subprocess.STDOUT,
                 start_new_session=True,
             )
-        except OSError as error:
+        except Exception as error:
             started.set_exception(error)
             return
         started.set_result(process)

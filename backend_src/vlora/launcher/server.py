@@ -246,7 +246,10 @@ class TritonServer:
         if self._process is not None and self.is_running:
             grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
             if self.failure() is None:
-                self._drain(grace)
+                # If the models cannot be notified, for example because the disk is full, the server
+                # must still be ended.
+                with suppress(OSError):
+                    self._drain(grace)
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(EXIT_SECONDS)

@@ -8,7 +8,9 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import NoReturn
 
 from vlora.launcher import draining
 from vlora.launcher.run_folder import RUN_VARIABLE, release_shared_memory
@@ -54,9 +56,9 @@ class Lifeline:
 
         The server waits until the function returns.
         """
-        self._drain = drain
         if self._folder is not None:
             draining.register(self._folder, self._name)
+        self._drain = drain
 
     def close(self) -> None:
         """Stop watching, because the server is unloading the model."""
@@ -67,24 +69,34 @@ class Lifeline:
     def _watch(self) -> None:
         while not self._closed.wait(POLL_SECONDS):
             if os.getppid() != self._server:
-                if self._folder is not None:
-                    release_shared_memory(self._folder)
-                os._exit(1)
-            if self._folder is not None and not self.draining:
-                seconds = draining.seconds_left(self._folder)
-                if seconds is not None:
-                    self._draining.set()
-                    self._finish(seconds)
+                self._end()
+            if self._folder is not None and not (self.draining and self._drain is None):
+                # If there is no free file descriptor or thread at present, look again later.
+                with suppress(OSError, RuntimeError):
+                    self._look(self._folder)
 
-    def _finish(self, seconds: float) -> None:
-        """Drain on a new thread, while this thread continues to watch."""
+    def _end(self) -> NoReturn:
+        try:
+            if self._folder is not None:
+                release_shared_memory(self._folder)
+        finally:
+            os._exit(1)
 
-        def finish(drain: Drain, folder: Path) -> None:
+    def _look(self, folder: Path) -> None:
+        """Drain once the server has started to stop. A new thread drains, so that this thread
+        continues to watch.
+        """
+
+        def finish(drain: Drain) -> None:
             try:
                 drain(seconds)
             finally:
                 draining.deregister(folder, self._name)
 
-        if self._drain is not None and self._folder is not None:
-            arguments = (self._drain, self._folder)
-            threading.Thread(target=finish, args=arguments, name="drain", daemon=True).start()
+        found = draining.seconds_left(folder)
+        if found is not None:
+            seconds = found
+            self._draining.set()
+            if (drain := self._drain) is not None:
+                threading.Thread(target=finish, args=[drain], name="drain", daemon=True).start()
+                self._drain = None

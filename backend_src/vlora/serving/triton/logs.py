@@ -8,17 +8,21 @@ import triton_python_backend_utils as pb_utils
 
 
 class TritonHandler(logging.Handler):
-    """Writes log records to Triton's log with the same severity."""
+    """Writes log records to Triton's log with the same severity; never raises."""
 
     def emit(self, record: logging.LogRecord) -> None:
         logger = pb_utils.Logger
-        text = self.format(record)
-        if record.levelno >= logging.ERROR:
-            logger.log_error(text)
-        elif record.levelno >= logging.WARNING:
-            logger.log_warn(text)
-        else:
-            logger.log_info(text)
+        try:
+            # Triton takes only text that can be encoded.
+            text = self.format(record).encode(errors="backslashreplace").decode()
+            if record.levelno >= logging.ERROR:
+                logger.log_error(text)
+            elif record.levelno >= logging.WARNING:
+                logger.log_warn(text)
+            else:
+                logger.log_info(text)
+        except Exception:
+            self.handleError(record)
 
 
 def log_to_triton(model: str) -> None:
