@@ -19,6 +19,7 @@ import grpc.aio
 
 from vlora.gateway.channel import open_channel
 from vlora.gateway.errors import ApiError, from_grpc, from_server
+from vlora.gateway.timed_call import TimedCall
 from vlora.launcher.grpc_stubs import load_grpc_stubs
 from vlora.serving.responder import from_message
 
@@ -85,49 +86,6 @@ class Piece:
     scores: Mapping[str, float] = field(default_factory=dict)
 
 
-class _Answers:
-    """Reads the messages of one gRPC call, with a time limit for each message.
-
-    One timer serves all messages, because a new timer for each message would be expensive. When the
-    timer fires, it either detects a timeout or restarts itself for the current read.
-    """
-
-    def __init__(self, call: Any, seconds: float) -> None:
-        self._call = call
-        self._seconds = seconds
-        self._loop = asyncio.get_running_loop()
-        self._reading_since: float | None = None
-        self._late = False
-        self._timer = self._loop.call_later(seconds, self._check)
-
-    async def next(self) -> Any:
-        """Return the next message, or EOF. Raise TimeoutError if none arrives in time."""
-        self._reading_since = self._loop.time()
-        try:
-            return await self._call.read()
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._late and task is not None and not task.cancelling():
-                raise TimeoutError from None
-            raise
-        finally:
-            self._reading_since = None
-
-    def close(self) -> None:
-        """Cancel the call and the timer."""
-        self._timer.cancel()
-        self._call.cancel()
-
-    def _check(self) -> None:
-        now = self._loop.time()
-        since = now if self._reading_since is None else self._reading_since
-        if now >= since + self._seconds:
-            self._late = True
-            self._call.cancel()
-        else:
-            self._timer = self._loop.call_at(since + self._seconds, self._check)
-
-
 class Backend:
     """Client of one V-LoRA server. It belongs to the event loop in which it is first used."""
 
@@ -135,7 +93,7 @@ class Backend:
         """Create the channel.
 
         address: host:port of the gRPC endpoint.
-        answer_seconds: time limit of each response.
+        answer_seconds: time limit of sending a request, and of each response.
         """
         self._answer_seconds = answer_seconds
         self._channel = open_channel(address)
@@ -144,7 +102,8 @@ class Backend:
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString
         )
         self._cancels: set[asyncio.Task[None]] = set()
-        self._described: tuple[float, dict[str, Any]] | None = None
+        self._described: tuple[float, dict[str, Any] | ApiError] | None = None
+        """Time and result of the last request for the server's description."""
         self._describing = asyncio.Lock()
 
     async def close(self) -> None:
@@ -160,13 +119,12 @@ class Backend:
         ApiError.
         """
         call = self._stream()
-        answers = _Answers(call, self._answer_seconds)
+        answers = TimedCall(call, self._answer_seconds)
         id, sampling = question.id, question.sampling
         ended = finished = False
         try:
-            await call.write(_request(question))
+            await answers.send(_request(question))
             del question  # Free the encoded images.
-            await call.done_writing()
             while not ended:
                 message = await answers.next()
                 if message is grpc.aio.EOF:
@@ -211,14 +169,29 @@ class Backend:
     async def describe(self) -> dict[str, Any]:
         """Return the server's description, which is cached for `DESCRIPTION_SECONDS`.
 
-        Raises ApiError.
+        Calls at the same time share one request, and its error. Raises ApiError.
         """
+        loop = asyncio.get_running_loop()
+        began = loop.time()
         async with self._describing:
-            now = asyncio.get_running_loop().time()
-            if self._described is None or now - self._described[0] > DESCRIPTION_SECONDS:
-                outputs = await self._control("describe")
-                self._described = now, json.loads(outputs["details"][0])
-            return self._described[1]
+            result = self._last_description(began)
+            if result is None:
+                try:
+                    result = json.loads((await self._control("describe"))["details"][0])
+                except ApiError as error:
+                    result = error
+                self._described = loop.time(), result
+            if isinstance(result, ApiError):
+                raise result
+            return result
+
+    def _last_description(self, began: float) -> dict[str, Any] | ApiError | None:
+        """Return the last result if a call that began at this time can use it, else None."""
+        if self._described is None:
+            return None
+        at, result = self._described
+        oldest = began if isinstance(result, ApiError) else began - DESCRIPTION_SECONDS
+        return result if at >= oldest else None
 
     async def _control(self, flag: str, id: str = "") -> dict[str, Any]:
         """Send a request with one BOOL input, and return the outputs of its response.

@@ -28,7 +28,7 @@ class GatewayOptions:
     max_held_bytes: maximum size in bytes of all request bodies in memory.
     max_fetch_bytes: maximum size of one fetched image.
     fetch_seconds: time limit for fetching one image.
-    answer_seconds: time limit for each response of the server.
+    answer_seconds: time limit for sending a request to the server, and for each response.
     grace_seconds: seconds that running requests get to finish when the gateway stops.
     """
 
