@@ -32,10 +32,12 @@ def implementations() -> list[str]:
     """Return the names of all implementations.
 
     These are the reference, each instruction set of this CPU, the plain C++ twin of AMX, the CUDA
-    kernels emulated on the host and, if there is a GPU, those on the GPU.
+    kernels emulated on the host and, if there is a GPU, those on the GPU. The instruction sets are
+    sorted by name, because each worker must find the tests in the same order, and `tiles.isas()`
+    orders them by a measurement.
     """
     try:
-        isas = [*tiles.isas(), TWIN]
+        isas = [*sorted(tiles.isas()), TWIN]
     except ImportError:
         isas = []
     return ["reference", *isas, EMULATED, *([CUDA] if torch.cuda.is_available() else [])]

@@ -13,10 +13,10 @@ from vlora.backends import Backend
 
 def implementations() -> list[str]:
     """Return the names of the implementations: the reference in plain torch, every instruction set
-    of this CPU, and "twin", a plain C++ version of AMX.
+    of this CPU, sorted by name, and "twin", a plain C++ version of AMX.
     """
     try:
-        return ["reference", *native.kernels().runtime.isas(), "twin"]
+        return ["reference", *sorted(native.kernels().runtime.isas()), "twin"]
     except ImportError:
         return ["reference"]
 
