@@ -26,7 +26,10 @@ SUBMODULES = (*DIRECTORIES, "folder_scan", "steps")
 """Submodules of `vlora._kernels`: one for each kernel directory, the scan of adapter folders, and
 recorded steps. The last two have no kernels."""
 REDUCED_TILES = False
-"""Generate only a few sizes of each kind of register tile, to shorten the sanitizer build."""
+"""Generate only a few sizes of each kind of register tile, to shorten the sanitizer build.
+
+The units must then be compiled with REDUCED_TILES_FLAG."""
+REDUCED_TILES_FLAG = "-DVLORA_REDUCED_TILES"
 INCLUDE = (CSRC, CSRC / "atmm" / "include", CSRC / "atmm" / "cpu")
 
 

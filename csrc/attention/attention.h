@@ -53,8 +53,13 @@ constexpr int64_t kMaxAmxQueries = 128;
 // Number of panels in a block, whose scores are kept together. The keys and values of its 128
 // tokens stay in L2 for one head.
 constexpr int64_t kBlockPanels = 8;
-// Number of queries whose sums over a panel fill 16 registers.
-constexpr int kTileQueries = 6;
+// Number of queries in a tile whose sums fill 16 or 32 registers. Reduced builds have fewer sizes
+// of tile, but at least one for each number of panels that a tile takes (`at_once`).
+#ifdef VLORA_REDUCED_TILES
+constexpr int kTileQueries = 4, kTallTileQueries = 7;
+#else
+constexpr int kTileQueries = 6, kTallTileQueries = 12;
+#endif
 // Maximum width of a head; maximum number of tiles of queries in a piece, and of heads of keys and
 // values.
 constexpr int64_t kMaxDim = 512, kMaxTiles = 64, kMaxHeads = kMaxQueries;

@@ -12,7 +12,7 @@ constexpr int kRegisters = kLanes / R::kWidth;
 // Whether a line is one register. There are then 32 registers, otherwise 16.
 constexpr bool kFullLines = kRegisters == 1;
 // Maximum number of queries in a tile. Their sums over one or two panels fill the registers.
-constexpr int kMaxTileQueries = kFullLines ? 12 : kTileQueries;
+constexpr int kMaxTileQueries = kFullLines ? kTallTileQueries : kTileQueries;
 // Amount of each panel that is read before the next panel's turn, if several panels are read in
 // rotation: bytes of keys, and tokens of values.
 constexpr int64_t kKeyRunBytes = 512, kValueRunTokens = 4;

@@ -1,6 +1,7 @@
 """Build the kernel checks with sanitizers and run them.
 
     python csrc/atmm/test/sanitize.py [--build FOLDER] [--rounds N] [--only memory|threads]
+                                    [--without-lines]
 
 memory: the address, leak and undefined-behaviour sanitizers, on our own threads and on OpenMP's.
 threads: the thread sanitizer, on our own threads only, because this sanitizer cannot follow how
@@ -25,7 +26,8 @@ sys.path.insert(0, str(CSRC))
 import kernels  # noqa: E402  # csrc is not a package
 
 FLAGS = ["-std=c++17", "-fno-strict-aliasing", "-ffp-contract=off", "-w"]
-CHECKED = ["-O1", "-g1"]
+FLAGS += [kernels.REDUCED_TILES_FLAG]
+CHECKED = ["-O1"]
 UNCHECKED = ["-O0"]
 """Flags of units that this CPU cannot run. They are only linked, so they need no optimisation."""
 CPU_FLAGS = {
@@ -36,7 +38,11 @@ CPU_FLAGS = {
 }
 """Names in /proc/cpuinfo by compiler flag. The name of any other flag is the flag without `-m`."""
 SANITIZERS = {
-    "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+    "memory": [
+        *("-fsanitize=address,undefined", "-fno-sanitize-recover=all"),
+        # Check addresses by calls. Inline checks take g++ almost twice as long to compile.
+        *("--param", "asan-instrumentation-with-call-threshold=0"),
+    ],
     "threads": ["-fsanitize=thread"],
 }
 RUNS = {"memory": ("own", "openmp"), "threads": ("own",)}
@@ -49,8 +55,11 @@ def runs_here(unit: kernels.Unit) -> bool:
     return available is not None and names <= set(available[1].split())
 
 
-def build(folder: Path, sanitize: list[str]) -> Path:
-    """Build the program, reuse objects newer than all sources, and return the program's path."""
+def build(folder: Path, sanitize: list[str], lines: str) -> Path:
+    """Build the program, reuse objects newer than all sources, and return the program's path.
+
+    lines: compiler flag of the line numbers in reports, -g0 or -g1.
+    """
     compiler = os.environ.get("CXX", "g++")
     kernels.REDUCED_TILES = True
     units = [
@@ -64,7 +73,7 @@ def build(folder: Path, sanitize: list[str]) -> Path:
     def compile_unit(unit: kernels.Unit) -> str:
         target = folder / kernels.object_name(unit)
         if not target.exists() or target.stat().st_mtime < newest:
-            checks = [*CHECKED, *sanitize] if runs_here(unit) else UNCHECKED
+            checks = [*CHECKED, lines, *sanitize] if runs_here(unit) else UNCHECKED
             command = [compiler, *FLAGS, *checks, *unit.flags, *include]
             subprocess.run([*command, "-c", unit.source, "-o", target], check=True)
         return str(target)
@@ -96,14 +105,20 @@ def main() -> None:
         help="rounds of random checks (default: %(default)s)",
     )
     parser.add_argument("--only", choices=SANITIZERS, help="run only one of the two kinds")
+    parser.add_argument(
+        "--without-lines",
+        action="store_true",
+        help="shorten the compilation; reports then have no line numbers",
+    )
     options = parser.parse_args()
+    lines, suffix = ("-g0", "-without-lines") if options.without_lines else ("-g1", "")
     environment = {
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=1",
         "TSAN_OPTIONS": "halt_on_error=1",
     }
     for name in [options.only] if options.only else SANITIZERS:
-        program = build(options.build / name, SANITIZERS[name])
+        program = build(options.build / f"{name}{suffix}", SANITIZERS[name], lines)
         for threads in RUNS[name]:
             subprocess.run([program, options.rounds, threads], check=True, env=environment)
             print(f"{name}: no errors on {threads} threads", flush=True)
