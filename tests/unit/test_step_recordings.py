@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from vlora import native
-from vlora.atmm.types import Segments
+from vlora.atmm import op
+from vlora.atmm.groups import LoraGroup
+from vlora.atmm.types import LoraPair, Segment, Segments
 from vlora.kernels import ops
 from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import Format, QuantizedMatrix, allocate
@@ -101,6 +103,26 @@ def test_a_step_that_fails_is_recorded_again() -> None:
     for _ in range(2):
         steps.run()
     assert (steps.computed, steps.recordings.repeated) == (2, 1)
+
+
+def test_a_repetition_that_fails_does_not_affect_the_calls_after_it() -> None:
+    """The caller's floating-point mode is restored, and the recording can be repeated again."""
+    group = LoraGroup.of(64, [LoraPair(torch.randn(4, 64), torch.randn(32, 4))])
+    x, y = torch.randn(2, 64), torch.zeros(2, 32)
+    core = native.kernels()
+    plan = core.attention.Plan("fp32", 16, 1, 1, 16, 0, 1, [], [], 1)
+    recording = core.steps.Recording()
+    recording.begin()
+    op.apply(y, x, Segments([Segment(0, 2, 0)]), group, backend="cpu")
+    recording.end()
+    added = y.clone()
+    with pytest.raises(ValueError, match="slot 1 is not one of the 1 adapters"):
+        recording.repeat(plan, 0, 0, Segments([Segment(0, 2, 1)]).native, 1)
+    assert torch.equal(y, added)
+    subnormal = torch.full((1,), 1e-40)
+    assert (subnormal * 1.0).item() > 0
+    recording.repeat(plan, 0, 0, Segments([Segment(0, 2, 0, -1)]).native, 1)
+    torch.testing.assert_close(y, torch.zeros_like(y), rtol=0, atol=1e-5)
 
 
 def test_the_least_recently_used_recording_is_discarded() -> None:

@@ -182,9 +182,16 @@ class Decoder:
         kernel calls cannot be repeated.
         """
         rows = len(hidden)
-        compiled = attention.is_compiled and backends.backend_of("atmm") == "cpu"
+        compiled = (
+            attention.is_compiled
+            and backends.backend_of("kernels") == backends.backend_of("atmm") == "cpu"
+        )
         if not compiled or rows > MAX_ROWS or not step_recordings.enabled():
             return None
+        if attention.positions.shape[-1] != rows:
+            return None  # The first layer reports the error.
+        # Allocate the buffers before their addresses are read.
+        self._workspace.buffers(rows)
         layers = self.lora_groups[:-1] if segments else ()
         return RecordingKey(
             rows,

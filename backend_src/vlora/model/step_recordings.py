@@ -35,8 +35,8 @@ class RecordingKey(NamedTuple):
 
     rows: number of rows.
     active: `id` of the active weights.
-    adapted: for each group of projections, whether the step applies an adapter to it; () if it
-        applies none.
+    adapted: for each group of projections, whether the step applies an adapter to it; () for a step
+        without segments.
     addresses: addresses of the memory that the calls read and write.
     """
 
