@@ -33,7 +33,8 @@ struct Inputs {
 
 using Call = std::function<void(const Inputs&)>;
 
-// Recorded calls in their order. The memory whose addresses they contain must outlive them.
+// Recorded calls in their order. The memory whose addresses they contain must exist whenever they
+// are repeated.
 class Recording {
  public:
   ~Recording() {
@@ -53,6 +54,7 @@ class Recording {
     if (current() != this) throw std::logic_error("this thread makes another recording, or none");
     current() = nullptr;
     complete_ = !spoiled_;
+    if (spoiled_) calls_.clear();
   }
 
   // Marks the recording as one that must not be repeated.
