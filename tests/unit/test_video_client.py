@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -26,14 +27,14 @@ def _short_chunks(monkeypatch):
     monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.05)
 
 
-def shared_regions() -> set[str]:
-    return {path.name for path in Path("/dev/shm").glob("vlora_frames_*")}
+def shared_regions(process: int) -> set[str]:
+    """Return the shared memory of a client's process. Other tests run at the same time."""
+    return {path.name for path in Path("/dev/shm").glob(f"vlora_frames_{process}_*")}
 
 
 @pytest.mark.parametrize("send", ["png", "jpeg", "raw"])
 def test_every_stream_sends_its_chunks_and_every_answer_is_written(send, tmp_path, capsys):
     jsonl = tmp_path / "answers.jsonl"
-    before = shared_regions()
     with FakeTriton() as server:
         arguments = ["camera", "--url", server.url, "--streams", "3", "--seconds", "2"]
         arguments += ["--send", send, "--jsonl", str(jsonl)]
@@ -45,7 +46,7 @@ def test_every_stream_sends_its_chunks_and_every_answer_is_written(send, tmp_pat
     assert {metadata_of(request)["stream"] for request in server.requests} == {0, 1, 2}
     assert len(server.registered) == (1 if send == "raw" else 0)
     assert server.regions == {}
-    assert shared_regions() == before
+    assert not shared_regions(os.getpid())
     shown = capsys.readouterr().out
     assert shown.count("moving left") == 6
     assert "p50 ms" in shown
@@ -60,19 +61,17 @@ def test_raw_frames_arrive_as_the_camera_made_them():
 
 
 def test_a_server_that_refuses_shared_memory_is_reported_with_the_remedy():
-    before = shared_regions()
     with FakeTriton() as server:
         server.allows_shared_memory = False
         arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
         with pytest.raises(ClientError, match=r"closed to clients.*--allow-shared-memory.*jpeg"):
             video_analytics.main(arguments)
-    assert shared_regions() == before
+    assert not shared_regions(os.getpid())
     assert server.requests == []
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(ending):
-    before = shared_regions()
     with FakeTriton(delay=0.3) as server:
         command = [sys.executable, "clients/video_analytics.py", "camera", "--url", server.url]
         command += ["--send", "raw", "--streams", "2", "--seconds", "60"]
@@ -89,7 +88,7 @@ def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(endi
             try:
                 until(lambda: server.requests or client.poll() is not None)
                 assert client.poll() is None, client.communicate()
-                assert shared_regions() > before
+                assert shared_regions(client.pid)
                 client.send_signal(ending)
                 shown, errors = client.communicate(timeout=20)
             finally:
@@ -98,7 +97,7 @@ def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(endi
     assert "p50 ms" in shown
     assert errors == ""
     assert server.regions == {}
-    assert shared_regions() == before
+    assert not shared_regions(client.pid)
 
 
 def test_a_stream_that_lags_drops_chunks(monkeypatch, capsys):

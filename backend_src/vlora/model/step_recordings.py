@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-from cachetools import LRUCache
-
 from vlora import native
 from vlora.atmm.types import Segments
 from vlora.lora.switcher import Active
@@ -61,7 +59,8 @@ class StepRecordings:
 
     def __init__(self) -> None:
         self.repeated = 0
-        self._recorded: LRUCache[RecordingKey, _Recorded] = LRUCache(MAX_RECORDINGS)
+        self._recorded: dict[RecordingKey, _Recorded] = {}
+        """Recordings by key, the least recently used first."""
 
     def run(
         self,
@@ -78,10 +77,15 @@ class StepRecordings:
         active: the weights that the step reads.
         compute: function that makes the kernel calls of the layers, and has no other effect.
         """
-        recorded = self._recorded.get(key)
+        recorded = self._recorded.pop(key, None)
         if recorded is None:
-            self._recorded[key] = _Recorded(_record(compute), active)
-        elif recorded.calls.complete:
+            recording = _record(compute)
+            while len(self._recorded) >= MAX_RECORDINGS:
+                del self._recorded[next(iter(self._recorded))]
+            self._recorded[key] = _Recorded(recording, active)
+            return
+        self._recorded[key] = recorded
+        if recorded.calls.complete:
             attention.repeat(recorded.calls, rotary, segments)
             self.repeated += 1
         else:
