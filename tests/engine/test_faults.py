@@ -28,6 +28,10 @@ def fail(*_: Any, **__: Any) -> Any:
     raise RuntimeError("a fault of ours")
 
 
+def panic(*_: Any, **__: Any) -> Any:
+    raise RustPanic("index out of bounds")
+
+
 def tokens(outputs: list[Output]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
@@ -230,13 +234,23 @@ def test_a_fault_while_a_request_is_queued_ends_that_request_only(
     assert sink.last("next").finish_reason == "length"
 
 
-@pytest.mark.parametrize("broken", ["schedule", "abort", "answer"])
+@pytest.mark.parametrize(
+    ("broken", "fault"),
+    [
+        ("schedule", fail),
+        ("schedule", panic),
+        ("abort", fail),
+        ("answer", fail),
+        ("answer", panic),
+    ],
+)
 def test_a_failed_engine_answers_all_requests_and_ends_the_process(
     loop: EngineLoop,
     engine: Engine,
     ended: ProcessEnd,
     monkeypatch: pytest.MonkeyPatch,
     broken: str,
+    fault: Callable[..., Any],
 ) -> None:
     sink = Collector()
     for index in range(6):
@@ -244,12 +258,12 @@ def test_a_failed_engine_answers_all_requests_and_ends_the_process(
     loop.admit("being prepared")
     sink.wait(lambda: len(sink.outputs["r0"]) > 2)
     if broken == "schedule":
-        monkeypatch.setattr(engine.scheduler, "schedule", fail)
+        monkeypatch.setattr(engine.scheduler, "schedule", fault)
     elif broken == "abort":
-        monkeypatch.setattr(engine.scheduler, "remove", fail)
+        monkeypatch.setattr(engine.scheduler, "remove", fault)
         loop.abort("r3")
     else:
-        monkeypatch.setattr(loop, "_answer", _once_then(fail, loop._answer))
+        monkeypatch.setattr(loop, "_answer", _once_then(fault, loop._answer))
     assert ended.wait(PATIENCE)
     assert ended.code == FATAL_EXIT
     for index in range(6):
@@ -280,28 +294,3 @@ def test_a_blocked_client_does_not_keep_a_failed_engine_alive(
     monkeypatch.setattr(loop, "_end_process", lambda _: None)
     released.set()
     loop.shutdown(drain_seconds=0.0)
-
-
-@pytest.mark.parametrize("broken", ["schedule", "answer"])
-def test_a_panic_of_a_library_ends_all_requests_and_the_process(
-    loop: EngineLoop,
-    engine: Engine,
-    ended: ProcessEnd,
-    monkeypatch: pytest.MonkeyPatch,
-    broken: str,
-) -> None:
-    def panic(*_: Any, **__: Any) -> Any:
-        raise RustPanic("index out of bounds")
-
-    sink = Collector()
-    for index in range(3):
-        loop.submit(endless(f"r{index}"), sink)
-    sink.wait(lambda: len(sink.outputs["r0"]) > 2)
-    if broken == "schedule":
-        monkeypatch.setattr(engine.scheduler, "schedule", panic)
-    else:
-        monkeypatch.setattr(loop, "_answer", _once_then(panic, loop._answer))
-    assert ended.wait(PATIENCE)
-    assert ended.code == FATAL_EXIT
-    for index in range(3):
-        assert isinstance(sink.outputs[f"r{index}"][-1].error, Internal)

@@ -81,7 +81,7 @@ def test_every_cited_decision_has_a_record_or_is_part_of_another() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=_name)
 def test_every_line_but_rows_of_tables_is_within_the_limit(page: Path) -> None:
-    """Markdown cannot break a row of a table."""
+    """Rows of tables may be longer, because Markdown cannot break them."""
     long = [
         f"{number}: {len(line)} characters"
         for number, line in enumerate(page.read_text().splitlines(), 1)

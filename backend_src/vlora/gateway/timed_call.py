@@ -8,10 +8,11 @@ from typing import Any
 
 
 class TimedCall:
-    """Sends the request of one gRPC call and reads its messages, with a time limit for each.
+    """Sends the request of one gRPC call and reads its messages.
 
-    One timer serves all operations, because a new timer for each would be expensive. When the timer
-    fires, it either detects a timeout or restarts itself for the current operation.
+    Each of these operations has a time limit. One timer serves all of them, because a new timer for
+    each would be expensive. When the timer fires, it either detects a timeout or restarts itself
+    for the current operation.
     """
 
     def __init__(self, call: Any, seconds: float) -> None:

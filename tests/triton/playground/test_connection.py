@@ -21,7 +21,8 @@ ENDLESS = """
     window.fetch = (path, options) => send(path, !options.body ? options :
       {...options, body: JSON.stringify({...JSON.parse(options.body), ignore_eos: true})});
 """
-"""Makes every answer `max_tokens` tokens long, so that a test can act before the answer ends."""
+"""Script for the page. It makes every answer `max_tokens` tokens long, so that a test can act
+before the answer ends."""
 
 
 def test_nothing_is_loaded_from_elsewhere(page: Page, gateway: Gateway) -> None:
