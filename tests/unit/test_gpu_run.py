@@ -16,7 +16,7 @@ import typer
 from typer.testing import CliRunner
 
 from benchmarks.gpu_timing import GpuLimits
-from benchmarks.kernels.cells import KernelCell
+from benchmarks.lora_operators import KernelCell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
 from tools.gpu import exercise, kernels, switch

@@ -1,6 +1,6 @@
 """The `kernels` benchmark on a GPU: ATMM against other LoRA operators, over the committed grid.
 
-The baselines are the operators of `benchmarks/kernels/operators.py`: PEFT's loop, a loop over the
+The baselines are the operators of `benchmarks/lora_operators.py`: PEFT's loop, a loop over the
 rows of each adapter, dLoRA's einsum, and batches padded to equal size. Further baselines are ATMM
 with one tile choice for all shapes ("static") and, if they can be imported, the kernels of vLLM and
 SGLang. Each operator is timed as a captured graph (device time) and call by call (with host time).
@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.dtypes import DTYPES
 from benchmarks.gpu_timing import Call as Pass
 from benchmarks.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
-from benchmarks.kernels.cells import KernelCell
-from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
+from benchmarks.lora_operators import BASELINES, KernelCell, LoraCall, LoraOperator
+from benchmarks.machine import DTYPES
 from tools.gpu.peers import PEERS
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator

@@ -183,8 +183,8 @@ def search(out: Path) -> str:
 def kernels(out: Path) -> str:
     """Measure ATMM and other LoRA operators on the committed grid, until the time is up."""
     operator = _operator(out)
-    from benchmarks.benchmark import GRIDS
-    from benchmarks.kernels.cells import load_grid
+    from benchmarks.frame import GRIDS
+    from benchmarks.lora_operators import load_grid
     from tools.gpu.kernels import run, summarize
     from vlora.atmm.cuda.choice import built_in
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.process_status import status_bytes
+from benchmarks.machine import status_bytes
 from tools.large_checkpoint import checkpoint
 from vlora.cli.help import Command, Group
 
