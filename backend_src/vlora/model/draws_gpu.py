@@ -13,10 +13,10 @@ import torch
 from vlora.kernels import on_gpu
 from vlora.memory.uploads import upload
 
-Draw = tuple[int, int, float, float, float, float]
+DrawKey = tuple[int, int, float, float, float, float]
 
 
-def draw_parameters(draws: Sequence[Draw]) -> list[torch.Tensor]:
+def draw_parameters(draws: Sequence[DrawKey]) -> list[torch.Tensor]:
     """Return the parameters of draws in the form that `draw_placed` takes.
 
     The result is one tensor per parameter, each [draws], in host memory.
@@ -40,7 +40,7 @@ def draw_placed(logits: torch.Tensor, parameters: Sequence[torch.Tensor]) -> tor
     return tokens
 
 
-def draw_on_gpu(logits: torch.Tensor, draws: Sequence[Draw]) -> torch.Tensor:
+def draw_on_gpu(logits: torch.Tensor, draws: Sequence[DrawKey]) -> torch.Tensor:
     """Return the drawn tokens, [draws]. The parameters of all draws are copied in one transfer.
 
     logits: [rows, vocabulary] fp32, on the GPU.

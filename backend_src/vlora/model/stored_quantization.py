@@ -62,7 +62,7 @@ def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantiza
             f" {', '.join(METHODS.values())}{INSTEAD.get(method, '')}"
         )
     if method == "compressed-tensors":
-        return _compressed(description)
+        return _compressed_description(description)
     bits, group = _integer(description, "bits"), _group(description.get("group_size", 128))
     if description.get("lm_head"):
         raise _unsupported("a quantized LM head", "'lm_head': false")
@@ -81,7 +81,7 @@ def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantiza
     return StoredQuantization(method, bits, group, form, int(version == "gptq"))
 
 
-def _compressed(description: Mapping[str, Any]) -> StoredQuantization:
+def _compressed_description(description: Mapping[str, Any]) -> StoredQuantization:
     layout = description.get("format")
     groups = description.get("config_groups")
     if not isinstance(groups, Mapping) or len(groups) != 1:

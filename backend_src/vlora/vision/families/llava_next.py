@@ -33,7 +33,7 @@ class _LlavaNextVision(LlavaNextModel):  # type: ignore[misc]
         self.post_init()
 
 
-def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
+def _next_features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
     """Return the features of each image. The tower is called once per image, with all its tiles."""
     return [
         model.get_image_features(image["pixel_values"].float(), image["image_sizes"]).pooler_output[
@@ -49,5 +49,5 @@ LLAVA_NEXT = VisionFamily(
     part=_LlavaNextVision,
     config_keys=(*LLAVA.config_keys, "image_grid_pinpoints", "use_image_newline_parameter"),
     grid=patches_of_side,
-    features=_features,
+    features=_next_features,
 )

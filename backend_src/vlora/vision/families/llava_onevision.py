@@ -68,7 +68,7 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
     return {"pixel_values": pixels["pixel_values"], "image_sizes": pixels["image_sizes"]}
 
 
-def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
+def _onevision_features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
     """Return the features of each image.
 
     The tower is called once for each image with tiles, once for all images of the view SEVERAL, and
@@ -105,7 +105,7 @@ LLAVA_ONEVISION = VisionFamily(
     part=_LlavaOnevisionVision,
     config_keys=(*LLAVA_NEXT.config_keys, "vision_aspect_ratio"),
     grid=patches_of_side,
-    features=_features,
+    features=_onevision_features,
     with_views=_with_views,
     preprocess=_preprocess,
 )
