@@ -76,5 +76,5 @@ def _in_halves(pairs: torch.Tensor) -> torch.Tensor:
     return low | high << 4
 
 
-def _separated(panels: torch.Tensor, panel_rows: int) -> torch.Tensor:
-    return panels.view(-1, panels.shape[1], panel_rows).mT.contiguous().view(panels.shape)
+def _separated(stored: torch.Tensor, panel_rows: int) -> torch.Tensor:
+    return stored.view(-1, stored.shape[1], panel_rows).mT.contiguous().view(stored.shape)

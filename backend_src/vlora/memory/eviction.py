@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import count
+from itertools import count as counter
 from typing import Generic, Protocol, TypeVar
 
 EVICT_FIRST = 0
@@ -93,7 +93,7 @@ class UseOrder(Generic[Item]):
     def __init__(self) -> None:
         self._entries: list[tuple[int, int, Item]] = []
         self._entry_of: dict[Item, tuple[int, int, Item]] = {}
-        self._serial = count()
+        self._serial = counter()
 
     def add(self, item: Item) -> None:
         self._entry_of[item] = entry = (item.last_used, next(self._serial), item)

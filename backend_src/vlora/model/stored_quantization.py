@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlora.errors import InvalidArgument
-from vlora.kernels.quantized import GROUPS, Format
+from vlora.kernels.quantized import GROUPS as GROUP_SIZES
+from vlora.kernels.quantized import Format
 
 METHODS = {
     "gptq": "gptq (4 and 8 bits)",
@@ -109,16 +110,16 @@ def _compressed_description(description: Mapping[str, Any]) -> StoredQuantizatio
 def _format(bits: int, group: int | None, *, zeros: bool) -> Format:
     """Return the format that represents the weights of the files exactly."""
     if group is None:
-        return Format(bits, None if bits == 8 else max(GROUPS), zeros)
-    return Format(bits, max(size for size in GROUPS if group % size == 0), zeros)
+        return Format(bits, None if bits == 8 else max(GROUP_SIZES), zeros)
+    return Format(bits, max(size for size in GROUP_SIZES if group % size == 0), zeros)
 
 
 def _group(size: Any) -> int | None:
     """Return a stored group size. -1 stands for all inputs and becomes None."""
     if size in (-1, None):
         return None
-    if not isinstance(size, int) or size <= 0 or size % min(GROUPS):
-        raise _unsupported(f"'group_size' {size!r}", f"-1 or a multiple of {min(GROUPS)}")
+    if not isinstance(size, int) or size <= 0 or size % min(GROUP_SIZES):
+        raise _unsupported(f"'group_size' {size!r}", f"-1 or a multiple of {min(GROUP_SIZES)}")
     return size
 
 
