@@ -14,7 +14,7 @@ import pytest
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, VLoraError
-from vlora.serving.error_counts import ErrorCounts
+from vlora.serving.metrics import ErrorCounts
 
 FINAL = 1
 PACKAGE = "vlora.serving.triton"
