@@ -28,7 +28,7 @@ LAYERS = [
         "strict_json",
         "value_readers",
     },
-    {"config", "cores", "net", "request", "sampling", "structured"},
+    {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
     {"atmm", "backends", "device", "kernels"},
     {"memory", "weights"},
     {"adapters"},

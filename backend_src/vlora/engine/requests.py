@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import bisect
 import math
-import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -19,7 +16,6 @@ from vlora.engine.checks import admissible, check_choices
 from vlora.engine.memory import EngineMemory
 from vlora.engine.sequence import Sequence
 from vlora.errors import (
-    Cancelled,
     Internal,
     InvalidArgument,
     VLoraError,
@@ -30,168 +26,15 @@ from vlora.model.inputs import PromptReader
 from vlora.model.sampler import TokenSampler
 from vlora.model.tokenizer import TextStream, Vocabulary
 from vlora.request import (
-    MIN_STOPPABLE_ID,
     NO_MODES,
     HeadScores,
     Output,
-    OutputSink,
     Request,
     Timings,
     TokenLogprob,
 )
 from vlora.structured.grammar import Grammar, Matcher
 from vlora.structured.grammars import Grammars, tokenizer_data
-
-# Checks of a request: its lengths, its `choices`, and whether its adapter can serve it.
-#
-# An error about a limit states the value and the limit.
-
-
-# Cancellations that arrive before their request.
-#
-# A client can cancel a request of an ensemble while its images are still being encoded, before the
-# engine has seen it. Such a cancellation is stored for a while. This module handles only ids and a
-# clock. It is not thread-safe.
-
-
-PATIENCE_SECONDS = 30.0
-"""Seconds for which a cancellation is stored. The cancelled request arrives once its images are
-encoded, which takes far less time.
-"""
-
-MAX_IDS = 4096
-"""Maximum number of stored cancellations, and of stored ids of ended requests."""
-
-
-class PendingCancels:
-    """Stores cancellations by client id, and the client ids of requests that ended recently.
-
-    A cancellation of a request that ended recently came too late. It is not stored, because it
-    would cancel a new request with the same id.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._pending: OrderedDict[str, float] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
-
-    def ended(self, client_id: str) -> None:
-        """Record that the request with this id has ended."""
-        self._ended[client_id] = None
-        self._ended.move_to_end(client_id)
-        _evict_oldest(self._ended)
-
-    def add(self, client_id: str) -> None:
-        """Store a cancellation, unless a request with this id ended recently.
-
-        The caller has checked that no live request has the id.
-        """
-        if client_id not in self._ended:
-            self._pending[client_id] = self._clock()
-            _evict_oldest(self._pending)
-
-    def take(self, client_id: str) -> bool:
-        """Remove the cancellation of a new request. Return True if there was one and it was at most
-        PATIENCE_SECONDS old.
-        """
-        since = self._pending.pop(client_id, None)
-        return since is not None and self._clock() - since <= PATIENCE_SECONDS
-
-
-def _evict_oldest(entries: OrderedDict[str, Any]) -> None:
-    if len(entries) > MAX_IDS:
-        entries.popitem(last=False)
-
-
-# Requests that were admitted and have not ended, by request id and by the client's id.
-
-
-@dataclass
-class Client:
-    """A request that was admitted and has not ended.
-
-    id: id that the client gave; may be empty.
-    sink: function that receives the outputs; None until the request is submitted.
-    ended: error that `submit` must raise because the request was cancelled before `submit` was
-        called; else None.
-    """
-
-    id: str
-    sink: OutputSink | None = None
-    ended: VLoraError | None = None
-
-
-class Clients:
-    """Admitted requests by request id and by client id. Not thread-safe: the callers hold the lock
-    of `EngineLoop`.
-
-    preparing: number of requests that were admitted and not yet submitted.
-    """
-
-    def __init__(self) -> None:
-        self.preparing = 0
-        self._clients: dict[str, Client] = {}
-        self._by_client_id: defaultdict[str, set[str]] = defaultdict(set)
-        self._pending_cancels = PendingCancels()
-
-    def __len__(self) -> int:
-        return len(self._clients)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._clients
-
-    def get(self, request_id: str) -> Client | None:
-        return self._clients.get(request_id)
-
-    @property
-    def request_ids(self) -> list[str]:
-        return list(self._clients)
-
-    def admit(self, request_id: str, client_id: str) -> None:
-        """Add a request that is being prepared.
-
-        Raises InvalidArgument if the request id is in use, or if the client id is in use and has at
-        least MIN_STOPPABLE_ID characters. Raises Cancelled if the client has cancelled the request
-        already.
-        """
-        if request_id in self._clients:
-            raise InvalidArgument(f"the id '{request_id}' is in use by another request")
-        if len(client_id) >= MIN_STOPPABLE_ID:
-            if self._by_client_id.get(client_id):
-                raise InvalidArgument(f"the id '{client_id}' is in use by another request")
-            if self._pending_cancels.take(client_id):
-                raise Cancelled(f"the request '{client_id}' was cancelled")
-        self._clients[request_id] = Client(client_id)
-        self._by_client_id[client_id].add(request_id)
-        self.preparing += 1
-
-    def submit(self, request_id: str, sink: OutputSink) -> None:
-        """Set the sink of an admitted request."""
-        self._clients[request_id].sink = sink
-        self.preparing -= 1
-
-    def remove(self, request_id: str) -> None:
-        """Remove a request that has ended or that will never be submitted."""
-        client = self._clients.pop(request_id)
-        if client.sink is None:
-            self.preparing -= 1
-        request_ids = self._by_client_id[client.id]
-        request_ids.discard(request_id)
-        if not request_ids:
-            del self._by_client_id[client.id]
-            if len(client.id) >= MIN_STOPPABLE_ID:
-                self._pending_cancels.ended(client.id)
-
-    def requests_to_cancel(self, client_id: str) -> list[str]:
-        """Return the ids of the requests with this client id.
-
-        If there are none, and none has ended recently, the cancellation is stored for a while (see
-        `PendingCancels`). A request that arrives with this client id meanwhile is cancelled.
-        """
-        request_ids = sorted(self._by_client_id.get(client_id, ()))
-        if not request_ids:
-            self._pending_cancels.add(client_id)
-        return request_ids
 
 
 class LogitsRow(NamedTuple):

@@ -161,7 +161,7 @@ def read_call(
         client_id=client_id,
         images=images,
         counts=(0, 0) if images is None else images.counts,
-        raw_images=raw_images,
+        raw_images={name: np.array(tensor) for name, tensor in raw_images.items()},
         metadata=inputs.blob("metadata", limits.max_metadata_bytes),
         ensemble=ensemble,
         freshness=freshness_of(sampling, arrival),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ from vlora.errors import InvalidArgument
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, Array]
+
+ELEMENT_BYTES = 48
+"""Bytes that an element of a STRING tensor takes in addition to its content."""
 
 
 class Inputs:
@@ -124,3 +127,15 @@ def strings(values: Sequence[str | bytes]) -> Array:
 def flag(value: bool) -> Array:
     """Return a BOOL tensor of shape [1]."""
     return np.array([value], dtype=np.bool_)
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """Return the number of bytes that these tensors take in memory."""
+    return sum(map(_size, tensors.values()))
+
+
+def _size(tensor: Array) -> int:
+    if tensor.dtype != np.object_:
+        return int(tensor.nbytes)
+    items: Iterable[bytes | str] = tensor.reshape(-1)
+    return sum(ELEMENT_BYTES + len(as_bytes(item)) for item in items)

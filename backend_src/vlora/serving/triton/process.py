@@ -15,11 +15,10 @@ from vlora.errors import VLoraError
 from vlora.serving.lifeline import Lifeline
 from vlora.serving.metrics import ErrorCounts, ErrorExporter, Exporter, Metric, Refresher, Registry
 from vlora.serving.responder import as_vlora_error
+from vlora.serving.service import Service
 from vlora.serving.tensors import Tensors
 from vlora.serving.triton.bls import LMM, ModelCalls
 from vlora.serving.triton.responder import (
-    Service,
-    TritonResponder,
     hand_over,
     make_error_response,
     make_response,
@@ -166,9 +165,6 @@ class TritonProcess:
     def hand_over(self, requests: Sequence[Any], service: Service) -> None:
         """Pass the requests of a decoupled model to the service that answers them."""
         hand_over(requests, service, self._errors, self.options.limits)
-
-    def responder(self, request: Any) -> TritonResponder:
-        return TritonResponder(request, self._errors)
 
     def response(self, answer: Tensors | VLoraError) -> Any:
         """Return the response that `execute` returns for a request.

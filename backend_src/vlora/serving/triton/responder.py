@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.serving.metrics import ErrorCounts
-from vlora.serving.responder import Responder, as_vlora_error, to_message
+from vlora.serving.responder import as_vlora_error, to_message
+from vlora.serving.service import Service
 from vlora.serving.tensors import Array, Tensors
 from vlora.strict_json import load_object
 
@@ -127,21 +128,12 @@ class TritonResponder:
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
 
-class Service(Protocol):
-    """Answers requests of a decoupled model, each through its responder."""
-
-    def handle(
-        self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
-    ) -> None: ...
-
-
 def hand_over(
     requests: Sequence[Any], service: Service, errors: ErrorCounts, limits: Limits
 ) -> None:
     """Pass the requests to the service, which may answer them at any later time.
 
-    `execute` of a decoupled model only calls this function. If a request cannot be read, this
-    function answers it with the error.
+    If a request cannot be read, this function answers it with the error.
     """
     for request in requests:
         responder = TritonResponder(request, errors)
