@@ -1,8 +1,7 @@
-"""The state of one in-flight request: its sequence, its sampler and its output so far."""
+"""Requests of the engine: their checks on arrival, and their state until their last output."""
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections import Counter
 from typing import NamedTuple
@@ -15,24 +14,13 @@ from vlora.config import Limits
 from vlora.engine.checks import admissible, check_choices
 from vlora.engine.memory import EngineMemory
 from vlora.engine.sequence import Sequence
-from vlora.errors import (
-    Internal,
-    InvalidArgument,
-    VLoraError,
-)
+from vlora.errors import Internal, InvalidArgument, VLoraError
 from vlora.memory.prefix import BlockDigests
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.inputs import PromptReader
 from vlora.model.sampler import TokenSampler
 from vlora.model.tokenizer import TextStream, Vocabulary
-from vlora.request import (
-    NO_MODES,
-    HeadScores,
-    Output,
-    Request,
-    Timings,
-    TokenLogprob,
-)
+from vlora.request import NO_MODES, HeadScores, Output, Request, Timings, TokenLogprob
 from vlora.structured.grammar import Grammar, Matcher
 from vlora.structured.grammars import Grammars, tokenizer_data
 
@@ -86,9 +74,7 @@ class RequestState:
         return None if handle is None else handle.info
 
     def scheduled(self, mode: str, now: float) -> None:
-        """Count a step of the request in this mode. If it is the first step, note its
-        time, `now`.
-        """
+        """Count a step of the request, which begins at `now` in this mode."""
         self._modes[mode] += 1
         if self._first_scheduled is None:
             self._first_scheduled = now
@@ -108,27 +94,25 @@ class RequestState:
             raise self._not_finite()
         if self._first_token is None:
             self._first_token = now
-        sequence, sampler = self.sequence, self.sampler
-        logprobs = None
-        token = row.token
-        if token is None:
-            assert row.logits is not None
-            draw = sampler.draw(
-                row.logits.numpy(),
-                sequence.tokens[: sequence.prompt_length],
-                sequence.output,
-                budget=sequence.max_tokens - sequence.output_length,
-                mask=None if matcher is None else matcher.mask,
-            )
-            token = draw.token
-            logprobs = None if draw.logprobs is None else (draw.logprobs,)
-        sequence.tokens.append(token)
+        token, logprobs = (row.token, None) if row.token is not None else self._draw(row)
+        self.sequence.tokens.append(token)
         text, finish_reason = self._read(token)
         if matcher is not None and finish_reason is None:
             matcher.advance(token)
-        return self._output(
-            now, text=text, token_ids=(token,), logprobs=logprobs, finish_reason=finish_reason
+        return self._output(now, text, (token,), logprobs, finish_reason)
+
+    def _draw(self, row: LogitsRow) -> tuple[int, tuple[tuple[TokenLogprob, ...], ...] | None]:
+        """Draw a token with the request's own sampler; return it with its log probabilities."""
+        assert row.logits is not None
+        sequence = self.sequence
+        draw = self.sampler.draw(
+            row.logits.numpy(),
+            sequence.tokens[: sequence.prompt_length],
+            sequence.output,
+            budget=sequence.max_tokens - sequence.output_length,
+            mask=None if self.matcher is None else self.matcher.mask,
         )
+        return draw.token, None if draw.logprobs is None else (draw.logprobs,)
 
     def _read(self, token: int) -> tuple[str, str | None]:
         """Return (new text, finish reason or None) after `token` was drawn."""
@@ -221,9 +205,6 @@ class RequestState:
         )
 
 
-# Checks of a request before it is queued. They run on the thread that submits the request.
-
-
 class Admission:
     """Checks requests and creates the `RequestState` objects that the engine queues. Thread-safe.
 
@@ -262,26 +243,10 @@ class Admission:
         If the request restricts its answer by a grammar, the grammar is compiled here, which may
         take some seconds. Raises a VLoraError if the request is refused.
         """
-        params = request.sampling
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)
-        vocabulary = self._config.vocabulary
-        invalid = [t for t in params.stop_token_ids if not 0 <= t < vocabulary]
-        if invalid:
-            raise InvalidArgument(
-                f"'stop_token_ids' holds {invalid[0]}; ids run from 0 to {vocabulary - 1}"
-            )
-        check_choices(params.choices, self._limits)
-        if params.structured_outputs is not None:
-            if request.use_head:
-                raise InvalidArgument(
-                    "'structured_outputs' cannot be combined with a vision task head, which answers"
-                    " with a label"
-                )
-            self.grammars.check(params.structured_outputs)
-        if not request.prompt:
-            raise InvalidArgument("the prompt is empty; give a text")
-        self.reader.check_length(request.prompt, self._max_model_len)
+        self._check(request)
         prompt = self.reader.read(request.prompt, request.images)
+        params = request.sampling
         sampler = TokenSampler(params, request.id, self._config.eos_tokens, self._vocabulary)
         longest_choice = 0 if sampler.choices is None else sampler.choices.required_tokens
         context = self._memory.context(handle)
@@ -305,17 +270,34 @@ class Admission:
         )
         return RequestState(sequence, sampler, self._vocabulary, grammar)
 
-
-# The in-flight requests of an engine: those that were added and have not ended.
+    def _check(self, request: Request) -> None:
+        """Check what can be checked before the prompt is tokenized."""
+        params, vocabulary = request.sampling, self._config.vocabulary
+        invalid = [t for t in params.stop_token_ids if not 0 <= t < vocabulary]
+        if invalid:
+            raise InvalidArgument(
+                f"'stop_token_ids' holds {invalid[0]}; ids run from 0 to {vocabulary - 1}"
+            )
+        check_choices(params.choices, self._limits)
+        if params.structured_outputs is not None:
+            if request.use_head:
+                raise InvalidArgument(
+                    "'structured_outputs' cannot be combined with a vision task head, which answers"
+                    " with a label"
+                )
+            self.grammars.check(params.structured_outputs)
+        if not request.prompt:
+            raise InvalidArgument("the prompt is empty; give a text")
+        self.reader.check_length(request.prompt, self._max_model_len)
 
 
 class InFlightRequests:
-    """Request states by id, and the requests' ids by deadline."""
+    """The requests that were added to an engine and have not ended: their states by id."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
-        self._by_deadline: list[tuple[float, str]] = []
-        """(deadline, id) of the requests that have a deadline, in ascending order."""
+        self._next_deadline = math.inf
+        """Time before which no deadline of these requests passes."""
 
     def __getitem__(self, request_id: str) -> RequestState:
         return self._states[request_id]
@@ -333,26 +315,25 @@ class InFlightRequests:
         if sequence.id in self._states:
             raise ValueError(f"request id {sequence.id!r} is in use already")
         self._states[sequence.id] = state
-        if sequence.deadline < math.inf:
-            bisect.insort(self._by_deadline, (sequence.deadline, sequence.id))
+        self._next_deadline = min(self._next_deadline, sequence.deadline)
 
     def remove(self, state: RequestState) -> None:
-        sequence = state.sequence
-        del self._states[sequence.id]
-        if sequence.deadline < math.inf:
-            entry = (sequence.deadline, sequence.id)
-            del self._by_deadline[bisect.bisect_left(self._by_deadline, entry)]
+        # `_next_deadline` may then be too early, which costs one search.
+        del self._states[state.sequence.id]
 
     def expired(self, now: float) -> list[RequestState]:
         """Return the requests whose deadline has passed, earliest deadline first."""
-        end = bisect.bisect_right(self._by_deadline, now, key=lambda entry: entry[0])
-        return [self._states[request_id] for _, request_id in self._by_deadline[:end]]
+        if now < self._next_deadline:
+            return []
+        by_deadline = sorted(self._states.values(), key=lambda state: state.sequence.deadline)
+        late = [state for state in by_deadline if state.sequence.deadline <= now]
+        following = by_deadline[len(late) :]
+        # The caller ends the late requests.
+        self._next_deadline = following[0].sequence.deadline if following else math.inf
+        return late
 
     def check_integrity(self, scheduled_ids: set[str]) -> None:
-        """Raise AssertionError unless the ids equal `scheduled_ids` and all deadlines
-        are listed.
-        """
+        """Raise AssertionError unless the ids equal `scheduled_ids` and no deadline is missed."""
         assert scheduled_ids == set(self._states), scheduled_ids ^ set(self._states)
-        sequences = (state.sequence for state in self._states.values())
-        with_deadline = ((s.deadline, s.id) for s in sequences if s.deadline < math.inf)
-        assert self._by_deadline == sorted(with_deadline)
+        deadlines = (state.sequence.deadline for state in self._states.values())
+        assert self._next_deadline <= min(deadlines, default=math.inf)
