@@ -105,10 +105,6 @@ class EngineLoop:
         return self._engine.adapters
 
     @property
-    def hidden_size(self) -> int:
-        return self._engine.config.hidden
-
-    @property
     def max_model_len(self) -> int:
         return self._engine.max_model_len
 

@@ -14,12 +14,12 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, VLoraError
-from vlora.live_requests import LiveRequest, RequestTable
-from vlora.request import ImageFeatures, Output, OutputSink, Request
+from vlora.errors import Cancelled
+from vlora.live_requests import LiveRequest
+from vlora.request import ImageFeatures, Output
 from vlora.sampling import ADAPTER_KEY
 from vlora.serving.answer_writer import AnswerWriter
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
@@ -41,6 +41,7 @@ from vlora.vision.prompts import CHAT_TASK, TASKS, ChatTemplate
 if TYPE_CHECKING:
     from vlora.adapters.catalog import NameTable
     from vlora.adapters.files import AdapterInfo
+    from vlora.engine.loop import EngineLoop
 
 log = logging.getLogger(__name__)
 
@@ -66,26 +67,6 @@ Observe = Callable[[Output], None]
 """Function that is called with every output of one request before it is sent. It never raises."""
 
 
-class AdapterLookup(Protocol):
-    """The methods of `adapters.store.AdapterStore` that the service calls."""
-
-    def info(self, name: str) -> AdapterInfo: ...
-    def route(self, task: str, question: str) -> str | None: ...
-
-
-class LmmEngine(Protocol):
-    """The part of `engine.loop.EngineLoop` that the service uses."""
-
-    @property
-    def adapters(self) -> AdapterLookup: ...
-    @property
-    def live(self) -> RequestTable: ...
-    def admit(self, live: LiveRequest) -> None: ...
-    def submit(self, request: Request, sink: OutputSink) -> None: ...
-    def abort(self, request_id: str, reason: VLoraError | None = None) -> bool: ...
-    def stop_client(self, client_id: str) -> list[str]: ...
-
-
 class LmmService(Service):
     """Answers `lmm` requests with an engine, whose table has the live requests.
 
@@ -101,7 +82,7 @@ class LmmService(Service):
 
     def __init__(
         self,
-        engine: LmmEngine,
+        engine: EngineLoop,
         template: ChatTemplate,
         limits: Limits,
         encode: Encode,

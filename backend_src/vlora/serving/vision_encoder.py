@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vlora.config import Limits
 from vlora.errors import Cancelled, InvalidArgument, Unavailable, VLoraError
@@ -35,8 +35,8 @@ from vlora.serving.responder import answer, as_vlora_error
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Inputs, Tensors, bytes_of, strings
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoding import DecodedRequest, OnDone
-from vlora.vision.features import EncodedImages
+from vlora.vision.decoding import DecodedRequest, ImageDecoder
+from vlora.vision.features import EncodedImages, EncoderService
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 
 OUTPUTS = (
@@ -53,26 +53,6 @@ COLLECT_SECONDS = 0.025
 
 The time counts from the arrival of the first request.
 """
-
-
-class BatchEncoder(Protocol):
-    """The part of `vision.features.EncoderService` that this module uses."""
-
-    @property
-    def images_per_batch(self) -> int:
-        """Number of images that the tower should encode in one part."""
-
-    def count_group(self, requests: int) -> None: ...
-    def run(
-        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
-    ) -> list[EncodedImages]: ...
-
-
-class RequestDecoder(Protocol):
-    """The part of `vision.decoder.ImageDecoder` that this module uses."""
-
-    def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None: ...
-    def close(self) -> None: ...
 
 
 class _Decoded(NamedTuple):
@@ -105,8 +85,8 @@ class VisionService(Service):
 
     def __init__(
         self,
-        decoder: RequestDecoder,
-        encoder: BatchEncoder,
+        decoder: ImageDecoder,
+        encoder: EncoderService,
         limits: Limits,
         stamps: ArrivalStamps,
         live: RequestTable,
