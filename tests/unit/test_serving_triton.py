@@ -89,17 +89,17 @@ def forget_package() -> None:
 
 @pytest.fixture
 def responder(backend: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.responder")
+    return importlib.import_module(f"{PACKAGE}.requests")
 
 
 @pytest.fixture
 def tensors(backend: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.responder")
+    return importlib.import_module(f"{PACKAGE}.requests")
 
 
 @pytest.fixture
 def bls(backend: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.bls")
+    return importlib.import_module(f"{PACKAGE}.requests")
 
 
 def test_the_package_can_be_imported_before_triton_sets_the_attributes(

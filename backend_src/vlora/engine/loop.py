@@ -86,10 +86,7 @@ class EngineLoop:
 
     @classmethod
     def from_options(
-        cls,
-        options: Options,
-        adapter_names: Mapping[str, str] | None = None,
-        live: RequestTable | None = None,
+        cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
         """Load the checkpoint and the adapters (name → folder, as in `multi_lora.json`), and return
         the started loop.
@@ -98,6 +95,7 @@ class EngineLoop:
         engine = Engine(options, adapter_names)
         if engine.scheduler.policy.uses_costs:
             engine.calibrate()
+        live = RequestTable(options.limits.max_in_flight_bytes)
         return cls(engine, options.max_num_waiting, live)
 
     @property

@@ -10,11 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from vlora.engine.loop import EngineLoop
-from vlora.live_requests import RequestTable
 from vlora.serving.arrivals import ArrivalStamps
-from vlora.serving.instance import options_of_instance, require_one_instance
 from vlora.serving.lmm import LmmService, ServerDescription
 from vlora.serving.metrics import ENGINE_PROGRESS, EngineExporter, ProgressExporter
+from vlora.serving.model_process import options_of_instance, require_one_instance
 from vlora.serving.service import with_waiting
 from vlora.serving.triton.process import TritonProcess
 from vlora.vision.prompts import ChatTemplate
@@ -32,14 +31,13 @@ class TritonPythonModel:
         options = options_of_instance(self._process.options, args)
         for note in options.notes:
             log.info(note)
-        live = RequestTable(options.limits.max_in_flight_bytes)
-        self._loop = EngineLoop.from_options(options, self._process.adapter_names(), live)
+        self._loop = EngineLoop.from_options(options, self._process.adapter_names())
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
         exporter = self._process.export(
             lambda registry: EngineExporter(
                 registry,
                 self._process.labels,
-                lambda: with_waiting(self._loop.stats(), live),
+                lambda: with_waiting(self._loop.stats(), self._loop.live),
                 max_tokens=self._loop.max_model_len,
             ),
             progress=lambda registry: ProgressExporter(

@@ -15,8 +15,8 @@ from vlora.live_requests import RequestTable
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.loader import adapter_shape
 from vlora.serving.arrivals import ArrivalStamps
-from vlora.serving.instance import options_of_instance
 from vlora.serving.metrics import ENCODER_PROGRESS, EncoderExporter, ProgressExporter
+from vlora.serving.model_process import options_of_instance
 from vlora.serving.service import WaitingExporter
 from vlora.serving.triton.process import TritonProcess
 from vlora.serving.vision_encoder import VisionService

@@ -12,13 +12,14 @@ import triton_python_backend_utils as pb_utils
 
 from vlora.config import load_adapter_names, load_options
 from vlora.errors import VLoraError
-from vlora.serving.lifeline import Lifeline
 from vlora.serving.metrics import ErrorCounts, ErrorExporter, Exporter, Metric, Refresher, Registry
+from vlora.serving.model_process import Lifeline
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.service import Service
 from vlora.serving.tensors import Tensors
-from vlora.serving.triton.bls import LMM, ModelCalls
-from vlora.serving.triton.responder import (
+from vlora.serving.triton.requests import (
+    LMM,
+    ModelCalls,
     hand_over,
     make_error_response,
     make_response,
