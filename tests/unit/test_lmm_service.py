@@ -96,7 +96,7 @@ def test_every_request_gets_a_new_id_in_addition_to_the_clients(setting: Setting
         setting.ask(client_id="1")
     first, second = setting.engine.requests
     assert first.id != second.id
-    assert first.client_id == second.client_id == "1"
+    assert [live.client_id for live in setting.engine.live] == ["1", "1"]
 
 
 def test_typed_errors_of_the_engine_reach_the_client(setting: Setting) -> None:

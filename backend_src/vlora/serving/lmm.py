@@ -13,6 +13,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -121,7 +122,7 @@ class LmmService(Service):
         self._engine.admit(request)
         self.live.hold(request, bytes_of(tensors))
         arrival = self._stamps.read(tensors)
-        call = read_call(tensors, parameters, request.client_id, self._limits, arrival)
+        call = read_call(tensors, parameters, self._limits, arrival)
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
             pool = self._structured if is_structured(call) else self._pool
             work = partial(self._encode_then_submit, request, call)
@@ -134,7 +135,7 @@ class LmmService(Service):
         if call.raw_images:
             features = self._encode(self._encoder_inputs(call), request.id)
             size = features.features.nbytes
-            call = call.with_images(features)
+            call = replace(call, images=features, raw_images={})
         if self.live.take(request):
             self.live.hold(request, size)
             self._submit(request, call)
@@ -154,11 +155,9 @@ class LmmService(Service):
         if self._routes and names_no_adapter(call):
             name = self._engine.adapters.route(call.task or DEFAULT_TASK, call.text)
         info = None if name is None else self._engine.adapters.info(name)
-        prepared = prepare(call, request.id, info, self._template)
-        interval = prepared.request.sampling.stream_interval_ms / 1e3
-        writer = AnswerWriter(call, prepared.task, interval)
-        sink = partial(self._answer, request, writer, self._observe())
-        self._engine.submit(prepared.request, sink)
+        prepared, task = prepare(call, request.id, info, self._template)
+        writer = AnswerWriter(call, task, prepared.sampling.stream_interval_ms / 1e3)
+        self._engine.submit(prepared, partial(self._answer, request, writer, self._observe()))
 
     def _answer(
         self, request: ServedRequest, writer: AnswerWriter, observe: Observe, output: Output

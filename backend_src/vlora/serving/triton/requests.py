@@ -60,10 +60,6 @@ def to_triton(tensors: Tensors) -> list[Any]:
     return [pb_utils.Tensor(name, value) for name, value in tensors.items()]
 
 
-def make_response(tensors: Tensors) -> Any:
-    return pb_utils.InferenceResponse(output_tensors=to_triton(tensors))
-
-
 def make_error_response(error: VLoraError, counts: ErrorCounts) -> Any:
     """Return a Triton response for `error`, with the code in the message and as Triton's code.
 
