@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.fakes import Clock, FakeRegistry
 from vlora.errors import Cancelled
 from vlora.live_requests import LiveRequest, RequestTable
@@ -94,3 +96,24 @@ def test_the_exporter_writes_the_length_and_the_totals() -> None:
     assert registry["vlora:requests_before_engine"].value == 1
     assert registry["vlora:requests_superseded_total"].value == 1
     assert registry["vlora:requests_expired_total"].value == 0
+
+
+def test_a_request_that_is_cancelled_while_it_is_read_does_not_begin_to_wait() -> None:
+    table, reason = RequestTable(), Cancelled("x")
+    request = LiveRequest("a", "ab" * 8)
+    table.admit(request)
+    assert not table.cancel(request, reason), "its owner ends it"
+    with pytest.raises(Cancelled) as raised:
+        table.wait(request, Freshness(0.0))
+    assert raised.value is reason
+
+
+def test_a_pinned_request_keeps_its_bytes_after_its_end() -> None:
+    table, request = RequestTable(max_bytes=10), LiveRequest("a")
+    table.add(request)
+    table.hold(request, 7)
+    table.wait(request, Freshness(0.0), pinned=True)
+    table.end(request, Cancelled("x"))
+    assert table.bytes == 7
+    table.remove(request)
+    assert (table.bytes, len(table)) == (0, 0)

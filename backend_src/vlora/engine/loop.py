@@ -1,8 +1,4 @@
-"""The engine's thread and the response thread.
-
-Any thread may submit requests. One thread runs the steps of the engine. Another calls the sinks, so
-that sending outputs slowly never delays a step.
-"""
+"""The engine's thread, which runs its steps, and the response thread, which sends their outputs."""
 
 from __future__ import annotations
 
@@ -235,7 +231,6 @@ class EngineLoop:
                 self._end_process(FATAL_EXIT)
 
     def _run_once(self) -> None:
-        """Wait for work, apply what has arrived, and compute one step."""
         with self._wake:
             self._wake.wait_for(self._has_work)
             if not self._inbox and not self._stopping and self._engine.stalled:
@@ -254,7 +249,6 @@ class EngineLoop:
         return busy or bool(self._inbox) or self._engine.adapters.has_results
 
     def _on_adapters_changed(self) -> None:
-        """Wake the engine's thread to apply results of adapter loading. Called from any thread."""
         with self._wake:
             self._wake.notify_all()
 
@@ -280,7 +274,6 @@ class EngineLoop:
             self._wake.notify_all()
 
     def _shutdown_reason(self) -> VLoraError:
-        """Return the error that ends the remaining requests."""
         if self._failed:
             return Internal("the engine failed, and its process ends; see the server's log")
         return Cancelled("the server is shutting down")
@@ -304,11 +297,9 @@ class EngineLoop:
             self._end_process(FATAL_EXIT)
 
     def _next_outputs(self) -> tuple[list[Output], bool]:
-        """Wait for outputs; return all that are queued, and whether more will come.
-
-        If sending takes longer than a step, the outputs of several steps are merged into one
-        response per request (decision 55). Separate responses would be delayed more with each step.
-        """
+        """Wait for outputs; return all that are queued, and whether more will come."""
+        # If sending takes longer than a step, separate responses would be delayed more with each
+        # step, so the outputs of several steps are merged (decision 55).
         outputs: list[Output] = []
         of_step = self._outbox.get()
         while of_step is not None:

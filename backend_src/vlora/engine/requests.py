@@ -69,7 +69,6 @@ class RequestState:
 
     @property
     def _adapter(self) -> AdapterInfo | None:
-        """Version of the adapter that the request uses."""
         handle = self.sequence.adapter
         return None if handle is None else handle.info
 
@@ -151,12 +150,8 @@ class RequestState:
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
-        """Return the error for a row whose logits are not finite. Stop sharing the request's prefix
-        blocks.
-
-        The error names the cause: the adapter if there is one, else the image features if there are
-        any, else the model.
-        """
+        """Return the error for a row whose logits are not finite, which names the cause."""
+        # Other requests must not compute with these keys and values.
         self.sequence.table.discard_shared()
         if self._adapter is not None:
             return InvalidArgument(
@@ -240,8 +235,8 @@ class Admission:
     def prepare(self, request: Request) -> RequestState:
         """Check a request, tokenize its prompt and return its state, which holds no pages yet.
 
-        If the request restricts its answer by a grammar, the grammar is compiled here, which may
-        take some seconds. Raises a VLoraError if the request is refused.
+        Compiling the grammar of a structured request may take some seconds. Raises a VLoraError if
+        the request is refused.
         """
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)
         self._check(request)
@@ -271,7 +266,6 @@ class Admission:
         return RequestState(sequence, sampler, self._vocabulary, grammar)
 
     def _check(self, request: Request) -> None:
-        """Check what can be checked before the prompt is tokenized."""
         params, vocabulary = request.sampling, self._config.vocabulary
         invalid = [t for t in params.stop_token_ids if not 0 <= t < vocabulary]
         if invalid:

@@ -1,7 +1,4 @@
-"""Conversion of engine outputs to response tensors, in the format of the vLLM backend.
-
-This module does not depend on Triton or on when a response is sent.
-"""
+"""Conversion of engine outputs to response tensors, in the format of the vLLM backend."""
 
 from __future__ import annotations
 
@@ -49,9 +46,8 @@ class AnswerWriter:
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """Return the next response, or None if the content of `output` is sent later.
-
-        `output` must not be an error.
+        """Return the next response, or None if the content of `output`, which is no error, is sent
+        later.
         """
         self._collect(output)
         if not output.finished:

@@ -4,7 +4,7 @@ Names, shapes and defaults are those of the vLLM backend, so that its clients wo
 request with `image_layout` came through an ensemble, whose first step, the vision encoder, always
 sends it. Such a request gets the defaults of the ensembles instead.
 
-All functions are pure. They do not depend on Triton, threads or the engine.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -166,10 +166,7 @@ def read_call(
 
 
 def freshness_of(sampling: Mapping[str, Any], arrival: float) -> Freshness:
-    """Return the freshness of a request with these sampling parameters. Raises InvalidArgument.
-
-    Only the keys in FRESHNESS_KEYS are read.
-    """
+    """Return the freshness of a request with these sampling keys. Raises InvalidArgument."""
     params = SamplingParams.parse(freshness_keys(sampling))
     return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
 
@@ -287,10 +284,7 @@ def prepare(
 
 
 def adapter_name(sampling: Mapping[str, Any]) -> str | None:
-    """Return the adapter's name in a request's sampling keys; None for the base model.
-
-    Raises InvalidArgument.
-    """
+    """Return the adapter's name in sampling keys, or None. Raises InvalidArgument."""
     name = sampling.get(ADAPTER_KEY)
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(f"'{ADAPTER_KEY}' must be a string, not {json.dumps(name)}")

@@ -49,20 +49,16 @@ log = logging.getLogger(__name__)
 LONG_PROMPT = 8192
 """Number of characters above which a prompt is tokenized on a pool thread.
 
-Triton hands over all requests on one thread. Tokenizing this many characters there takes a few
-milliseconds.
+Tokenizing this many on Triton's thread, which hands over all requests, takes a few milliseconds.
 """
 
 STRUCTURED_THREADS = 16
-"""Number of threads for requests whose structure is compiled, which may take seconds.
-
-Other requests do not use these threads, so no other request waits for a compilation.
+"""Number of threads for requests whose structure is compiled, which may take seconds. No other
+request waits for them.
 """
 
 Encode = Callable[[Tensors, str], ImageFeatures]
-"""Function that calls the vision encoder: it takes the encoder's inputs and an id, and returns
-features.
-"""
+"""Function that calls the vision encoder with its inputs and an id."""
 
 Observe = Callable[[Output], None]
 """Function that is called with every output of one request before it is sent. It never raises."""
@@ -178,10 +174,6 @@ class LmmService(Service):
     # -- cancellation ------------------------------------------------------------------------
 
     def _cancel(self, client_id: str) -> None:
-        """Cancel the requests with this client id, here and in the other models.
-
-        If the request has not arrived yet, the cancellation is stored for a while.
-        """
         waiting = self._engine.stop_client(client_id)
         # `lmm` passes requests to the encoder under its own ids, so these are cancelled, too.
         for one in (client_id, *waiting):

@@ -28,10 +28,9 @@ ON_GPU = ("GPU", "KIND_GPU")
 def require_one_instance(args: Mapping[str, str]) -> None:
     """Raise InvalidArgument if the model has several instances.
 
-    A cancellation must reach the engine of its request, so a server has one engine.
-
     args: the argument that Triton passes to `initialize`.
     """
+    # A cancellation must reach the engine of its request, so a server has one engine.
     groups = json.loads(args.get("model_config") or "{}").get("instance_group", [])
     count = sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
     if count > 1:
@@ -44,12 +43,10 @@ def require_one_instance(args: Mapping[str, str]) -> None:
 def options_of_instance(options: Options, args: Mapping[str, str]) -> Options:
     """Return the options with the GPU that the model's instance group names.
 
-    An instance group of KIND_GPU chooses the number of the GPU. The option `device` must be "auto",
-    "cuda" or that GPU. Groups of any other kind leave the choice to the option.
+    The option `device` must be "auto", "cuda" or that GPU, else InvalidArgument is raised. Groups
+    of any kind but KIND_GPU leave the choice to the option.
 
     args: the argument that Triton passes to `initialize`.
-
-    Raises InvalidArgument if the option names another device.
     """
     if args.get("model_instance_kind") not in ON_GPU:
         return options
@@ -98,10 +95,7 @@ class Lifeline:
         return self._draining.is_set()
 
     def on_drain(self, drain: Drain) -> None:
-        """Set a function that is called once, when the server starts to stop.
-
-        The server waits until the function returns.
-        """
+        """Set a function that is called once, when the server starts to stop. It waits for it."""
         if self._folder is not None:
             draining.register(self._folder, self._name)
         self._drain = drain

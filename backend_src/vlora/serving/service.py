@@ -1,4 +1,4 @@
-"""The part that the services of all models share: live requests, their cancellation and their end.
+"""The base of the models' services: live requests, their cancellation and their end.
 
 A service reads each request on Triton's thread, and lets it wait for another thread. Its watcher
 ends waiting requests whose deadline has passed, and notices clients that have disconnected.
@@ -170,10 +170,7 @@ def with_waiting(stats: EngineStats, live: RequestTable) -> EngineStats:
 
 
 class WaitingExporter(Exporter):
-    """Exports the number of requests that wait in a model before they reach the engine.
-
-    It also exports the numbers of requests that ended while they waited.
-    """
+    """Exports how many requests wait in a model before the engine, and how many ended there."""
 
     def __init__(self, registry: Registry, labels: Mapping[str, str], live: RequestTable) -> None:
         super().__init__()

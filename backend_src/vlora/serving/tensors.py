@@ -40,10 +40,7 @@ class Inputs:
         return None if value is None else self.decode(name, as_bytes(value))
 
     def blob(self, name: str, limit: int) -> bytes | None:
-        """Return the bytes of a STRING[1]; None if it is missing.
-
-        limit: maximum number of bytes. A longer tensor is invalid.
-        """
+        """Return the bytes of a STRING[1], at most `limit`; None if it is missing."""
         value = self._one(name, "STRING")
         if value is None:
             return None
@@ -69,9 +66,8 @@ class Inputs:
     def array(
         self, name: str, dtype: type[np.generic], shape: tuple[int | None, ...]
     ) -> Array | None:
-        """Return a copy of a tensor; None if it is missing.
-
-        shape: required shape, with None for a dimension of any size.
+        """Return a copy of a tensor, whose shape may be any where `shape` is None; None if it is
+        missing.
         """
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -92,10 +88,7 @@ class Inputs:
         return np.array(tensor)
 
     def decode(self, name: str, content: bytes) -> str:
-        """Return `content` decoded from UTF-8.
-
-        name: tensor that contains it, for the error message.
-        """
+        """Return `content`, which is from the tensor `name`, decoded from UTF-8."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:

@@ -3,10 +3,7 @@
 Images are decoded in parallel. Requests are encoded in the order in which their pixels are ready,
 so a corrupt or slow image delays only its own request. Requests that are ready at the same time are
 split into parts, and each part is one batch of the vision tower. The requests of a part are
-answered while the next part is encoded.
-
-The queue is limited in requests and in bytes. A queued request ends at once if its deadline passes,
-if a newer request of its stream supersedes it, or if it is cancelled.
+answered while the next part is encoded (decision 67).
 """
 
 from __future__ import annotations
@@ -49,17 +46,11 @@ OUTPUTS = (
 )
 
 COLLECT_SECONDS = 0.025
-"""Seconds during which the encoder waits for more requests, to encode them together (decision 67).
-
-The time counts from the arrival of the first request.
-"""
+"""Seconds from the arrival of a request in which the encoder waits for more to encode with it."""
 
 
 class _Decoded(NamedTuple):
-    """A request whose images are decoded.
-
-    adapter: name of the request's adapter; None for the base model.
-    """
+    """A request whose images are decoded, and the name of its adapter or None."""
 
     request: ServedRequest
     adapter: str | None
@@ -163,10 +154,8 @@ class VisionService(Service):
                 self._encode_part(part)
 
     def _collect(self, first: _Decoded) -> list[_Decoded]:
-        """Return the requests to encode next, beginning with `first`.
-
-        These are all requests whose images are decoded now, or become decoded within
-        COLLECT_SECONDS after the arrival of `first`.
+        """Return `first` and the requests whose images are decoded until COLLECT_SECONDS after its
+        arrival.
         """
         group = [first]
         until = first.request.freshness.arrival + COLLECT_SECONDS
@@ -181,10 +170,7 @@ class VisionService(Service):
             group.append(following)
 
     def _split(self, group: list[_Decoded]) -> tuple[list[_Decoded], list[_Decoded]]:
-        """Return the first part of a group of requests, and the rest of the group.
-
-        A part has the smallest number of requests that contain at least `images_per_batch` images.
-        """
+        """Return the fewest requests that have `images_per_batch` images, and the others."""
         images = itertools.accumulate(len(one.content.images) for one in group)
         size = 1 + sum(count < self._encoder.images_per_batch for count in images)
         return group[:size], group[size:]
@@ -234,7 +220,6 @@ class VisionService(Service):
             answer(request.responder, content)
 
     def _to_tensors(self, encoded: EncodedImages, arrival: float) -> Tensors:
-        """Return the model's outputs for one request."""
         tensors = {
             "image_features": encoded.features,
             "image_layout": encoded.layout,

@@ -20,8 +20,11 @@ from vlora.serving.tensors import Tensors
 from vlora.serving.triton.requests import (
     LMM,
     ModelCalls,
-    hand_over,
+    TritonResponder,
+    id_of,
+    inputs_of,
     make_error_response,
+    parameters_of,
     to_triton,
 )
 
@@ -152,7 +155,18 @@ class TritonProcess:
         return exporter
 
     def hand_over(self, requests: Sequence[Any], service: Service) -> None:
-        hand_over(requests, service, self._errors, self.options.limits)
+        """Pass requests to the service, which may answer them later. Refuse those that cannot be
+        read.
+        """
+        for request in requests:
+            responder = TritonResponder(request, self._errors)
+            try:
+                parameters = parameters_of(request, self.options.limits)
+                arguments = inputs_of(request), parameters, id_of(request)
+            except Exception as error:
+                responder.fail(as_vlora_error(error, "reading the request"))
+            else:
+                service.handle(*arguments, responder)
 
     def response(self, answer: Tensors | VLoraError) -> Any:
         """Return the response that `execute` returns; an error response if it cannot be made."""

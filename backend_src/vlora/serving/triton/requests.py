@@ -17,8 +17,7 @@ from vlora.errors import InvalidArgument, VLoraError
 from vlora.request import ImageFeatures
 from vlora.serving.codec import ADAPTER_VERSION
 from vlora.serving.metrics import ErrorCounts
-from vlora.serving.responder import as_vlora_error, from_message, is_coded, to_message
-from vlora.serving.service import Service
+from vlora.serving.responder import from_message, is_coded, to_message
 from vlora.serving.tensors import Array, Tensors, flag
 from vlora.serving.vision_encoder import features_from
 from vlora.strict_json import load_object
@@ -124,23 +123,6 @@ class TritonResponder:
                 return
             self._closed = True
             self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
-
-
-def hand_over(
-    requests: Sequence[Any], service: Service, errors: ErrorCounts, limits: Limits
-) -> None:
-    """Pass the requests to the service, which may answer them at any later time.
-
-    If a request cannot be read, this function answers it with the error.
-    """
-    for request in requests:
-        responder = TritonResponder(request, errors)
-        try:
-            arguments = inputs_of(request), parameters_of(request, limits), id_of(request)
-        except Exception as error:
-            responder.fail(as_vlora_error(error, "reading the request"))
-        else:
-            service.handle(*arguments, responder)
 
 
 # -- calls of other models ---------------------------------------------------------------
