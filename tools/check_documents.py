@@ -37,8 +37,9 @@ def files() -> frozenset[str]:
 def help_of(*program: str) -> str:
     """Return what a program of this project prints for `--help`, or nothing if it fails."""
     command = [sys.executable, "-m", *program, "--help"]
-    environment = os.environ | {"COLUMNS": "200", "NO_COLOR": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True).stdout
+    settings = {"PYTHONPATH": str(ROOT / "backend_src"), "COLUMNS": "200", "NO_COLOR": "1"}
+    run = functools.partial(subprocess.run, cwd=ROOT, capture_output=True, text=True)
+    return str(run(command, env=os.environ | settings).stdout)
 
 
 def anchors(text: str) -> set[str]:
