@@ -18,10 +18,9 @@ from unittest.mock import patch
 
 import numpy as np
 
+from vlora.adapters.tensors import Layout, WeightsFile
 from vlora.engine.engine import Engine
-from vlora.engine.request_state import RequestState
-from vlora.lora.weights_file import WeightsFile
-from vlora.lora.weights_reader import Layout
+from vlora.engine.requests import RequestState
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 

@@ -72,7 +72,7 @@ def grammars_of(tokenizer: Any, rows: int, limits: Limits) -> Grammars:
 
     rows: number of rows of the model's LM head.
     """
-    from vlora.model.vocabulary import Vocabulary
+    from vlora.model.tokenizer import Vocabulary
     from vlora.structured.grammars import Grammars, tokenizer_data
 
     tokens, ends = Vocabulary(tokenizer, rows).bytes_of, [tokenizer.eos_token_id]

@@ -16,13 +16,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import gpu_timing
 from benchmarks.dtypes import DTYPES
 from benchmarks.roofline import Roofline
-from benchmarks.timing import Timing
 from vlora import backends, native
 from vlora.atmm.cpu import Cpu
-from vlora.memory import hugepages
+from vlora.atmm.search import gpu_timing
+from vlora.atmm.search.timing import Timing
+from vlora.device import host_memory
 
 READ, MULTIPLY = "read", "multiply"
 """Names of the microbenchmarks of `ConcurrentRates` among the timings of a cell."""
@@ -133,7 +133,7 @@ def _cold_bytes() -> int:
 @cache
 def _cold_memory() -> torch.Tensor:
     """Return memory of `_cold_bytes()` bytes, which all cells of a run share."""
-    return hugepages.hugepage_zeros(_cold_bytes() // 4, dtype=torch.float32).fill_(1.0)
+    return host_memory.hugepage_zeros(_cold_bytes() // 4, dtype=torch.float32).fill_(1.0)
 
 
 class RooflineByThreads:

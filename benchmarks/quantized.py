@@ -63,7 +63,8 @@ class QuantizedBenchmark(Benchmark[int]):
         import torch
 
         from benchmarks.machine import ConcurrentRates
-        from benchmarks.timing import Timing, interleaved
+        from benchmarks.timing import interleaved
+        from vlora.atmm.search.timing import Timing
 
         self.status(f"{cell} rows")
         width, depth = self._grid["width"], self._grid["depth"]
@@ -153,9 +154,9 @@ def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
     import torch
 
     from benchmarks.dtypes import DTYPES
+    from vlora.device import host_memory
     from vlora.kernels.ops import Matrix
     from vlora.kernels.quantized import QuantizedMatrix, allocate, arrange
-    from vlora.memory import hugepages
 
     form = _format(kind)
     count = max(2, size // matrix_bytes(kind, width, depth))
@@ -163,11 +164,11 @@ def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
     drawn = torch.randn(width, depth)
     for _ in range(count):
         if form is None:
-            weight = hugepages.hugepage_zeros(width, depth, dtype=DTYPES[kind])
+            weight = host_memory.hugepage_zeros(width, depth, dtype=DTYPES[kind])
             made.append(Matrix(weight.copy_(drawn)))
             continue
         dtype = torch.bfloat16 if kind.endswith("bf16") else torch.float32
-        memory = hugepages.hugepage_zeros(form.matrix_bytes(width, depth), dtype=torch.uint8)
+        memory = host_memory.hugepage_zeros(form.matrix_bytes(width, depth), dtype=torch.uint8)
         stored = allocate(form, width, depth, dtype, memory)
         stored.values.random_(0, 256)
         stored.scales.uniform_(0.001, 0.002)

@@ -18,7 +18,7 @@ from rich.progress import Progress
 
 from benchmarks.benchmark import Benchmark
 from benchmarks.registry import REGISTRY
-from vlora.cli.help import Command
+from vlora.cli.common import Command
 
 SAVE_INTERVAL_SECONDS = 5.0
 """Minimum time between two saves of a benchmark that saves its rows."""

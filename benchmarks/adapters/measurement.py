@@ -18,9 +18,9 @@ from typing import Any
 from benchmarks.adapters.requests import draw_names, save_adapters
 from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome
 from benchmarks.roofline import Roofline
+from vlora.adapters.files import read_adapter
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.lora.adapter import read_adapter
 from vlora.model.decoder_config import load_config
 
 BLOCK = 16

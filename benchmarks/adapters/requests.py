@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from vlora.lora.slab import ATTENTION
 from vlora.model.decoder_config import DecoderConfig
+from vlora.weights.slab import ATTENTION
 
 ZIPF_EXPONENT = 1.0
 CHURN_SET, CHURN_SHIFT, CHURN_INTERVAL = 8, 4, 40

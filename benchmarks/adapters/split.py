@@ -28,8 +28,7 @@ from benchmarks.driver import Driver, Outcome
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.sequence import scopes_of
-from vlora.memory.eviction import Evictor, evict_oldest
-from vlora.memory.pool import Owner, PagePool, Run
+from vlora.memory.pool import Evictor, Owner, PagePool, Run, evict_oldest
 from vlora.memory.prefix import PrefixCache
 
 

@@ -15,13 +15,14 @@ from benchmarks.dtypes import DTYPES
 from benchmarks.machine import ConcurrentRates, without_rates
 from benchmarks.roofline import Roofline
 from benchmarks.synthetic_model import fill_with_random
-from benchmarks.timing import Timing, interleaved, rounded_mean
+from benchmarks.timing import interleaved, rounded_mean
 from vlora.atmm.cpu import Cpu
+from vlora.atmm.search.timing import Timing
 from vlora.backends import Backend
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.model.rotary import Rotary
 
 KERNEL, TWIN = "kernel", "twin"
@@ -183,7 +184,7 @@ class SyntheticAttention:
         for (rows, start), count in zip(cell.chunks, page_counts, strict=True):
             tokens = (0,) * rows
             pages = tuple(itertools.islice(free_pages, count))
-            prompt = Prompt.of_text(tokens)
+            prompt = text_prompt(tokens)
             self.chunks.append(Chunk(str(row), 0, row, start, tokens, prompt, pages, True))
             row += rows
         self.heads, self.dim = cell.heads, cell.dim

@@ -208,7 +208,7 @@ class GatewayBenchmark(Benchmark[Cell]):
 
     async def _open(self, serving: Serving, number: int) -> list[Connection]:
         from benchmarks.gateway.clients import Connection
-        from vlora.launcher.exposure import LOOPBACK
+        from vlora.net import LOOPBACK
 
         connections = [Connection(LOOPBACK, serving.port) for _ in range(number)]
         await _in_groups([connection.open() for connection in connections])
@@ -283,7 +283,7 @@ class GatewayBenchmark(Benchmark[Cell]):
 async def _clients(serving: Serving) -> Clients:
     """Return new clients for the running event loop, since a gRPC channel belongs to one loop."""
     from benchmarks.gateway.clients import Clients
-    from vlora.launcher.exposure import LOOPBACK
+    from vlora.net import LOOPBACK
 
     return Clients(serving.server.grpc_url, LOOPBACK, serving.port)
 

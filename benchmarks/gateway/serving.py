@@ -18,11 +18,9 @@ from benchmarks.benchmark import demo_folder
 from benchmarks.engine.load import OUTPUT, Load, png
 from benchmarks.gateway.clients import Ask, BenchmarkError
 from benchmarks.gateway.instant import InstantServer
-from vlora.launcher.direct import get
-from vlora.launcher.exposure import LOOPBACK
-from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import start_tied
 from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.net import LOOPBACK, choose_ports, get
 
 DEMO_SIDE = 256
 """Side of the demo model's random images in pixels."""

@@ -17,11 +17,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.driver import WORDS
-from benchmarks.timing import rotated
+from vlora.atmm.search.timing import rotated
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy
-from vlora.engine.request_state import RequestState
+from vlora.engine.requests import RequestState
 from vlora.ids import BASE
 from vlora.request import Request
 from vlora.sampling import SamplingParams

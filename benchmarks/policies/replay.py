@@ -25,9 +25,9 @@ from vlora.engine.policies.base import Policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.ids import BASE
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -203,7 +203,7 @@ class _Simulation:
         params = SamplingParams(max_tokens=traced.limit)
         sequence = EngineSequence(
             Request(request_id, "", params),
-            Prompt.of_text([0] * traced.prompt),
+            text_prompt([0] * traced.prompt),
             resident_adapter(traced.adapter),
             traced.limit,
             BlockTable(self._pool, self._block),

@@ -6,10 +6,10 @@ import copy
 from dataclasses import replace
 from pathlib import Path
 
+from vlora.adapters.files import AdapterDescription, AdapterInfo
+from vlora.adapters.handle import AdapterHandle, AdapterState
 from vlora.engine.cost import CostModel
 from vlora.ids import BASE
-from vlora.lora.adapter import AdapterDescription, AdapterInfo
-from vlora.lora.handle import AdapterHandle, AdapterState
 
 
 def fork(costs: CostModel) -> CostModel:

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 
 from benchmarks.dtypes import DTYPES
-from benchmarks.gpu_timing import discard
 from benchmarks.machine import ConcurrentRates, without_rates
 from benchmarks.roofline import Roofline
-from benchmarks.timing import Timing, interleaved, rounded_mean
+from benchmarks.timing import interleaved, rounded_mean
 from vlora.atmm import op
+from vlora.atmm.search.gpu_timing import discard
+from vlora.atmm.search.timing import Timing
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
-from vlora.memory import hugepages
+from vlora.device import host_memory
 
 ATMM, IN_PLACE, ADDMM, COPY = "atmm", "atmm_in_place", "addmm", "copy"
 READ_BYTES = 256 << 20
@@ -140,8 +141,8 @@ def measure(model: MergeModel, threads: int, roofline: Roofline, rounds: int) ->
     """Measure merging into a second slab, merging in place, torch.addmm per matrix, and a copy."""
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[model.dtype]
-    base = hugepages.hugepage_zeros(model.elements, dtype=dtype).normal_(generator=generator)
-    merged = hugepages.hugepage_zeros(model.elements, dtype=dtype).copy_(base)
+    base = host_memory.hugepage_zeros(model.elements, dtype=dtype).normal_(generator=generator)
+    merged = host_memory.hugepage_zeros(model.elements, dtype=dtype).copy_(base)
     updates, copied = _updates(model, generator)
     merges = Merges(updates, copied)
     # addmm needs one type. As in dLoRA, A and B are rounded to that type once, at load.

@@ -18,11 +18,11 @@ import torch
 from benchmarks import llava
 from benchmarks.dtypes import DTYPES
 from benchmarks.synthetic_model import SyntheticModel
+from vlora.adapters.files import Adapter, AdapterInfo
 from vlora.atmm.types import LoraPair
 from vlora.ids import BASE, MatrixId
-from vlora.lora.adapter import Adapter, AdapterInfo
-from vlora.lora.slab import TARGETS, WeightSlab
-from vlora.lora.switcher import Switcher
+from vlora.model.switcher import Switcher
+from vlora.weights.slab import TARGETS, WeightSlab
 
 SPARE_POSITIONS = 64
 """Number of positions in the pages beyond those that the requests need."""

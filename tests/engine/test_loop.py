@@ -12,7 +12,7 @@ from tests.support.engine_client import PATIENCE, Collector, endless, request
 from tests.support.polling import until
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.engine.pending_cancels import MAX_IDS, PATIENCE_SECONDS, PendingCancels
+from vlora.engine.requests import MAX_IDS, PATIENCE_SECONDS, PendingCancels
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from vlora.request import Output, Request, TokenLogprob, coalesce
 from vlora.sampling import SamplingParams

@@ -19,7 +19,7 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
 from vlora.errors import InvalidArgument, NotFound, VLoraError
-from vlora.model.inputs import Prompt
+from vlora.model.chunk import Prompt
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from tests.support.engine_client import request
+from vlora.adapters.catalog import stamp_of
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora.folders import stamp_of
 from vlora.request import Output
 
 

@@ -18,10 +18,10 @@ from peft.utils.other import get_pattern_key
 from transformers import LlavaForConditionalGeneration
 
 from tests.support.oracle import Oracle, Question
+from vlora.adapters.peft import ErrorFactory, PeftConfig, read_config
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
-from vlora.lora.peft_config import ErrorFactory, PeftConfig, read_config
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vlora.lora.folders import find_folders, stamp_of
-from vlora.lora.handle import AdapterHandle
-from vlora.lora.model_shape import ModelShape
-from vlora.lora.store import AdapterStore
-from vlora.lora.weights_reader import WeightsReader
+from vlora.adapters.catalog import find_folders, stamp_of
+from vlora.adapters.handle import AdapterHandle
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.store import AdapterStore
+from vlora.adapters.tensors import WeightsReader
 from vlora.memory.pool import PagePool
 
 HIDDEN, RANK, PAGE = 32, 4, 4096

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from vlora.adapters.files import AdapterInfo
 from vlora.errors import Cancelled, NotFound, Unavailable, VLoraError
-from vlora.lora.adapter import AdapterInfo
 from vlora.request import HeadScores, Output, OutputSink, Request
 from vlora.serving.tensors import Array, Tensors
 from vlora.vision.prompts import ChatTemplate

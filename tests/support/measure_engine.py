@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.adapters.requests import save_adapters
 from tests.support.memory import resident_bytes
-from vlora import capacity
 from vlora.config import Options
+from vlora.engine import capacity
 from vlora.engine.engine import Engine
 from vlora.model.decoder_config import load_config
 from vlora.request import Request

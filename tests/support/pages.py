@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from vlora.ids import NO_IMAGE
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool, Run
 from vlora.memory.prefix import BlockDigests, BlockKey
 

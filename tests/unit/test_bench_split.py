@@ -15,7 +15,7 @@ from benchmarks.adapters.split import SplitPool, UnpairedPages
 from tests.support.adapters_grid import SMALL_GRID
 from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.config import Options
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.request import Request

@@ -15,8 +15,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
-from vlora import capacity, cli
+from vlora import cli
 from vlora.config import Options
+from vlora.engine import capacity
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
 from vlora.kernels.quantized import Format

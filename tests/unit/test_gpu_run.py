@@ -15,7 +15,6 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import KernelCell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
@@ -24,10 +23,12 @@ from tools.gpu.__main__ import BOXES, MINUTES, environment
 from tools.gpu.report import archive, summary, write_figures
 from tools.gpu.stages import ROOT, Runner, Stage
 from tools.gpu.work import STAGES
-from tools.tile_search import command, cuda_search
-from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
 from vlora.atmm.cuda.choice import KernelChoice, Shape, Table
 from vlora.atmm.cuda.operator import Operator, using
+from vlora.atmm.search import cuda_search
+from vlora.atmm.search.cuda_search import CudaSearch, shapes, write_table
+from vlora.atmm.search.gpu_timing import GpuLimits
+from vlora.cli import tile_search as command
 
 LIMITS = GpuLimits(1e9, 1e11, 1e10)
 SMALL = Shape("bf16", 16, 256, 256, 8, 2)
@@ -146,7 +147,7 @@ class Missing(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Missing())
 import torch
 from vlora.atmm import op
-import tools.gpu.kernels, tools.gpu.switch, tools.gpu.exercise, tools.tile_search.cuda_search
+import tools.gpu.kernels, tools.gpu.switch, tools.gpu.exercise, vlora.atmm.search.cuda_search
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 group = LoraGroup.of(8, [LoraPair(torch.ones(2, 8), torch.ones(4, 2))])
@@ -309,7 +310,7 @@ assert replace_absent() == list(UNUSED)
 import torch
 from tools.gpu import step_costs
 from tools.gpu.decoding import RandomModel, Sizes
-from vlora.memory.device import HOST
+from vlora.device.device import HOST
 
 sizes = Sizes("tiny", step_costs.Model(1, 64, 128, 2, 1, 32, 64), 8, 2, (2,), 40)
 model = RandomModel(sizes, HOST, torch.float32)

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from vlora import cli
+from vlora.adapters import patterns
+from vlora.adapters.catalog import find_folders
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.peft import USED
+from vlora.adapters.store import AdapterStore
 from vlora.errors import InvalidArgument
-from vlora.lora import patterns
-from vlora.lora.folders import find_folders
-from vlora.lora.model_shape import ModelShape
-from vlora.lora.peft_options import USED
-from vlora.lora.store import AdapterStore
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 
@@ -372,7 +372,7 @@ def test_an_unexpected_exception_is_an_error_of_that_adapter(
     zoo: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the adapter and its folder."""
-    from vlora.lora import folder_reader as module
+    from vlora.adapters import catalog as module
 
     files = module.AdapterFiles
 

@@ -17,8 +17,8 @@ from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavail
 from vlora.request import ImageFeatures, Output, OutputSink, Request
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.lmm import LONG_PROMPT, LmmService
+from vlora.serving.requests import WaitingRequests
 from vlora.serving.tensors import Tensors, flag, strings
-from vlora.serving.waiting import WaitingRequests
 from vlora.vision.prompts import render
 
 HELLO = {"text_input": strings(["hello"])}

@@ -16,8 +16,8 @@ from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService, inner_request
+from vlora.serving.requests import WaitingRequests
 from vlora.serving.tensors import Tensors, flag, strings
-from vlora.serving.waiting import WaitingRequests
 
 STAMPS = ArrivalStamps(b"key")
 ANSWER = {"text_output": strings(["answer"])}

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.baseline_policies import register
 from benchmarks.policies.simulation import resident_adapter
 from tests.support.calls import calls_of
+from vlora.adapters.handle import AdapterState
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
@@ -22,10 +23,9 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterState
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -45,7 +45,7 @@ def make_sequence(
     params = SamplingParams(priority=priority, deadline_ms=deadline_ms)
     request = Request(id=name, prompt="", sampling=params)
     table = BlockTable(pool, block)
-    sequence = Sequence(request, Prompt.of_text(range(prompt)), resident_adapter(slot), 100, table)
+    sequence = Sequence(request, text_prompt(range(prompt)), resident_adapter(slot), 100, table)
     sequence.arrival = arrival
     return sequence
 

@@ -20,9 +20,9 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -55,7 +55,7 @@ class Load:
         request = Request(name, "", SamplingParams(max_tokens=answer, **sampling))  # type: ignore[arg-type]
         table = BlockTable(self.pool, self.block)
         adapter = resident_adapter(slot)
-        sequence = Sequence(request, Prompt.of_text([0] * prompt), adapter, answer, table)
+        sequence = Sequence(request, text_prompt([0] * prompt), adapter, answer, table)
         sequence.arrival = self.now
         self.answers[name] = answer
         self.scheduler.add(sequence)

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tools.tile_search import table
-from tools.tile_search.models import sides_of
-from tools.tile_search.search import (
+from vlora.atmm import tiles
+from vlora.atmm.search import table
+from vlora.atmm.search.models import sides_of
+from vlora.atmm.search.search import (
     ROW_STEP,
     Profile,
     Shape,
@@ -23,8 +24,7 @@ from tools.tile_search.search import (
     search,
     wins,
 )
-from tools.tile_search.state import State
-from vlora.atmm import tiles
+from vlora.atmm.search.state import State
 
 
 def rows_bucket(shape: Shape) -> str:

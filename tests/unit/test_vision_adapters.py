@@ -15,17 +15,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.polling import until
+from vlora.adapters.catalog import FolderFinder, stamp_of
+from vlora.adapters.files import AdapterFiles, load_adapter
+from vlora.adapters.handle import AdapterHandle, version_of
+from vlora.adapters.model_shape import ModelShape
 from vlora.engine.checks import admissible
 from vlora.errors import InvalidArgument, Unavailable
-from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import ConversionLimits, convert
-from vlora.generation.premerge import check_hot
-from vlora.lora.adapter import AdapterFiles, load_adapter
-from vlora.lora.folders import FolderFinder, stamp_of
-from vlora.lora.handle import AdapterHandle, version_of
-from vlora.lora.model_shape import ModelShape
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
+from vlora.offline.base_weights import BaseWeights
+from vlora.offline.convert import ConversionLimits, convert
+from vlora.offline.premerge import check_hot
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 from vlora.vision.adapters import VisionAdapters

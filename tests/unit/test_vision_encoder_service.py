@@ -17,11 +17,11 @@ from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
+from vlora.serving.requests import WaitingRequests
 from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.vision_encoder import VisionService, features_from
-from vlora.serving.waiting import WaitingRequests
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoder import ImageDecoder, OnDone
+from vlora.vision.decoding import ImageDecoder, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.support.fakes import Clock, FakeRegistry
 from vlora.errors import Cancelled
 from vlora.request import Freshness
-from vlora.serving.waiting import WaitingExporter, WaitingRequests
+from vlora.serving.requests import WaitingExporter, WaitingRequests
 
 
 class Line:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.help import Command, Group
+from vlora.cli.common import Command, Group
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"

@@ -28,7 +28,7 @@ from clients.common import first_string, request_inputs, sampling_parameters
 from tests.support.oracle import Mismatch, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, is_right, items
-from vlora.cli.help import run_command
+from vlora.cli.common import run_command
 from vlora.launcher.server import ServerOptions, TritonServer
 
 HEAD_TOLERANCE = 1e-4

@@ -23,7 +23,7 @@ from tools.demo.motion import sample_times
 from tools.demo.packing import Pack, Row, pack
 from tools.demo.recipes import RECIPES, Recipe, Sample
 from tools.demo.scenes import draw
-from vlora.generation.peft_folder import rename_base
+from vlora.offline.peft_folder import rename_base
 
 SEED = 37
 NO_CLASS = -1

@@ -178,7 +178,7 @@ def server_at(url: str, console: Console) -> Iterator[Any]:
 @contextmanager
 def _own_server() -> Iterator[str]:
     """Yield the gRPC address of a new server of the demo model."""
-    from vlora.launcher.assembly import ServerError
+    from vlora.errors import ServerError
     from vlora.launcher.server import TritonServer
 
     try:

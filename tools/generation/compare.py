@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vlora.cli.help import run_command
+from vlora.cli.common import run_command
 
 
 def line(name: str, report: dict[str, Any]) -> str:

@@ -20,7 +20,7 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.help import run_command
+from vlora.cli.common import run_command
 
 COMMAND = (sys.executable, "-m", "vlora.cli", "adapters", "generate")
 

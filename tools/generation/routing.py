@@ -22,8 +22,8 @@ from rich.table import Table
 
 from tools.demo.heldout import ADAPTER_DOMAINS, DOMAINS, Item, items
 from vlora import paths
-from vlora.cli.help import run_command
-from vlora.lora.routing import Router, Skill, usual_words
+from vlora.adapters.routing import Router, Skill, usual_words
+from vlora.cli.common import run_command
 
 ADAPTERS = paths.root() / "tools" / "demo" / "adapters"
 BASE = "base model"

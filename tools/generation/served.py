@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tools.demo.accuracy import HALF_A_POINT, ask_all
 from tools.demo.heldout import Item as Question
-from vlora.cli.help import run_command
+from vlora.cli.common import run_command
 from vlora.generation.examples import Example
 from vlora.generation.metrics import METRICS
 from vlora.generation.run import load_splits

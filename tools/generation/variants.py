@@ -24,7 +24,7 @@ import yaml
 
 from tools.generation.__main__ import export
 from tools.generation.compare import print_table
-from vlora.cli.help import run_command
+from vlora.cli.common import run_command
 from vlora.generation.report import write_report
 from vlora.generation.run import STATE, generate
 from vlora.generation.spec import PAPER, PackingOptions, read_spec

@@ -16,22 +16,22 @@ from typing import Any, cast
 import torch
 
 from tools.gpu import step_costs
+from vlora.adapters.files import Adapter, AdapterInfo
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.residency import Slots
+from vlora.adapters.store import AdapterStore
 from vlora.atmm.types import LoraPair
+from vlora.device.device import Device
 from vlora.ids import BASE, order_of
-from vlora.lora.adapter import Adapter, AdapterInfo
-from vlora.lora.model_shape import ModelShape
-from vlora.lora.slab import TARGETS, WeightSlab
-from vlora.lora.slots import Slots
-from vlora.lora.store import AdapterStore
-from vlora.lora.switcher import Switcher
-from vlora.memory.device import Device
 from vlora.memory.kv_cache import KVCache
 from vlora.model.chunk import Chunk
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.families.base import WeightNames
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.model.loader import DecoderWeights
 from vlora.model.runner import Runner, StepSizes
+from vlora.model.switcher import Switcher
+from vlora.weights.slab import TARGETS, WeightSlab
 
 BLOCK = 16
 REPEATS = 15
@@ -157,7 +157,7 @@ class RandomModel:
             "mixture": [(row + step) % count if row % 2 else 0 for row in range(rows)],
         }[kind]
         width = -(-self._sizes.context // BLOCK)
-        prompt = Prompt.of_text([0])
+        prompt = text_prompt([0])
         return [
             Chunk(
                 f"r{row}",

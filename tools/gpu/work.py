@@ -58,7 +58,7 @@ def machine(out: Path) -> str:
     found["packages"] = {name: _version(name) for name in packages}
     write(out / "machine.json", found)
     torch = _torch()
-    from benchmarks.gpu_timing import measure_limits
+    from vlora.atmm.search.gpu_timing import measure_limits
 
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
@@ -164,7 +164,7 @@ def sanitize(out: Path) -> str:
 def search(out: Path) -> str:
     """Search tiles until the time is up. A later run continues where this one stopped."""
     operator = _operator()
-    from tools.tile_search.cuda_search import CudaSearch, shapes, write_table
+    from vlora.atmm.search.cuda_search import CudaSearch, shapes, write_table
 
     wanted, entries = shapes(), []
     lines = out / "search.jsonl"
@@ -191,7 +191,7 @@ def kernels(out: Path) -> str:
     cells = load_grid(GRIDS / "kernels.json", ["bf16"], quick=True)
     more = load_grid(GRIDS / "kernels.json", ["bf16"], quick=False)
     cells = list(dict.fromkeys([*cells, *more]))
-    from tools.tile_search.cuda_search import shapes
+    from vlora.atmm.search.cuda_search import shapes
 
     prefill = [shape for shape in shapes(("bf16",)) if shape.rows >= 16]
     picks = [
@@ -219,7 +219,7 @@ def steps(out: Path) -> str:
     import torch
 
     from tools.gpu.decoding import DEMO, KINDS, SEVEN_B, RandomModel, measure
-    from vlora.memory.cuda_device import CudaDevice
+    from vlora.device.cuda import CudaDevice
 
     kinds = KINDS
     try:
@@ -319,7 +319,7 @@ def _operator(out: Path | None = None) -> Any:
 
 
 def _limits(out: Path) -> Any:
-    from benchmarks.gpu_timing import GpuLimits, measure_limits
+    from vlora.atmm.search.gpu_timing import GpuLimits, measure_limits
 
     known = read(out / "machine.json").get("limits")
     if known:

@@ -18,7 +18,7 @@ import typer
 
 from benchmarks.process_status import status_bytes
 from tools.large_checkpoint import checkpoint
-from vlora.cli.help import Command, Group
+from vlora.cli.common import Command, Group
 
 MIB = 1 << 20
 SAMPLE = Path(__file__).parents[1] / "demo" / "samples" / "vqa.png"
@@ -53,7 +53,7 @@ def measure(
     The memory of each model's process is given after loading and after requests that filled the KV
     cache, with its peaks. `planned` is the memory that `vlora capacity` predicts for `lmm`.
     """
-    from vlora.launcher.options import ServerOptions
+    from vlora.launcher.repository import ServerOptions
     from vlora.launcher.server import TritonServer
 
     options: dict[str, Any] = {
@@ -118,8 +118,8 @@ def ask_all(url: str) -> str:
 
 def planned_mib(folder: Path, options: dict[str, Any]) -> int:
     """Return the memory in MiB that `vlora capacity` predicts for the process of `lmm`."""
-    from vlora.capacity import plan, process_bytes
     from vlora.config import parse_options
+    from vlora.engine.capacity import plan, process_bytes
 
     keys = {"model": str(folder.resolve()), **options}
     parsed = parse_options(keys, "options", folder)

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from tools.real_weights import checkpoint, measure
-from vlora.cli.help import Command, Group
+from vlora.cli.common import Command, Group
 from vlora.errors import InvalidArgument
 
 FOUR_TYPES = measure.TYPES[:4]

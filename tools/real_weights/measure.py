@@ -12,19 +12,19 @@ import torch
 
 from tools.demo.questions import Question
 from tools.real_weights.connector import questions_of, scene_of
+from vlora.adapters.catalog import find_folders
+from vlora.adapters.store import AdapterStore
+from vlora.atmm.segments import signed_segments
 from vlora.config import Options
 from vlora.ids import BASE
-from vlora.lora.folders import find_folders
-from vlora.lora.segments import signed_segments
-from vlora.lora.store import AdapterStore
-from vlora.lora.switcher import Switcher
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
 from vlora.model.decoder_config import dtype_of, load_config, quantization_of
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.model.loader import adapter_shape, load_weights
+from vlora.model.switcher import Switcher
 from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
 
 TYPES: tuple[dict[str, Any], ...] = (
@@ -95,7 +95,7 @@ class Measured:
         if features is not None:
             first = tokens.index(self._config.image_token)
             images = [(first, torch.arange(len(features)), features.contiguous())]
-        prompt = Prompt.of_text(tuple(tokens))
+        prompt = text_prompt(tuple(tokens))
         embedded = self._decoder.embed(torch.tensor(tokens), images).clone()
         results = []
         for start in range(0, len(tokens), rows or len(tokens)):

@@ -5,9 +5,9 @@ An error about a limit states the value and the limit.
 
 from __future__ import annotations
 
+from vlora.adapters.handle import AdapterHandle, version_of
 from vlora.config import Limits, Options
 from vlora.errors import InvalidArgument, Unavailable, prompt_too_long
-from vlora.lora.handle import AdapterHandle, version_of
 from vlora.request import Request
 
 

@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from vlora.adapters.handle import AdapterHandle
 from vlora.config import Options
 from vlora.engine.calibration import Calibration, SyntheticSteps
-from vlora.engine.held_rows import HeldRows
-from vlora.engine.in_flight import InFlightRequests
 from vlora.engine.parts import load_parts
 from vlora.engine.plan import StepPlan
-from vlora.engine.request_state import RequestState
+from vlora.engine.requests import InFlightRequests, RequestState
+from vlora.engine.rows import HeldRows, StepRows
 from vlora.engine.sequence import mode_of
 from vlora.engine.statistics import EngineStatistics
-from vlora.engine.step_rows import StepRows
 from vlora.errors import Cancelled, Internal, VLoraError
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterHandle
 from vlora.metrics import EngineStats
 from vlora.model.runner import StepResult
 from vlora.request import Freshness, Output, Request

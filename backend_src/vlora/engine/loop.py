@@ -17,12 +17,11 @@ from functools import partial
 import torch
 
 from vlora import cores
+from vlora.adapters.store import AdapterStore
 from vlora.config import Options
-from vlora.engine.clients import Clients
 from vlora.engine.engine import Engine
-from vlora.engine.request_state import RequestState
+from vlora.engine.requests import Clients, RequestState
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
-from vlora.lora.store import AdapterStore
 from vlora.metrics import EngineStats
 from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesce
 

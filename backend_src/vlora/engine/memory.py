@@ -12,21 +12,23 @@ from collections.abc import Iterable
 
 import torch
 
+from vlora.adapters.handle import AdapterHandle
+from vlora.adapters.store import AdapterStore
 from vlora.config import AUTO, Options
+from vlora.device.device import HOST, Device
 from vlora.engine.checks import admissible
+from vlora.engine.scheduler import WaitingQueue
 from vlora.engine.sequence import Sequence, scopes_of
-from vlora.engine.waiting_queue import WaitingQueue
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterHandle
-from vlora.lora.store import AdapterStore
-from vlora.memory.block_table import BlockTable
-from vlora.memory.device import HOST, Device
-from vlora.memory.kv_cache import KVCache, page_bytes
+from vlora.memory.kv_cache import BlockTable, KVCache, page_bytes
 from vlora.memory.pool import Moves, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
+
+# Check at the start that an engine fits the memory of its GPU.
+
 
 MAX_AUTO_BYTES = 1 << 30
 """Maximum size in bytes of the adapters' pages if `adapter_pool_bytes` is "auto"."""

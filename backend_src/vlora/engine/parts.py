@@ -11,28 +11,28 @@ from functools import partial
 import torch
 
 from vlora import backends
+from vlora.adapters.catalog import FolderFinder, FolderWatch, find_folders
+from vlora.adapters.store import AdapterStore
 from vlora.atmm.cuda import operator
 from vlora.config import AUTO, Options
-from vlora.engine.admission import Admission
+from vlora.device.cuda import open_device
+from vlora.device.device import HOST, Device, require_dtype
 from vlora.engine.calibration import AdapterSizes
+from vlora.engine.capacity import merge_factor_bytes, require_engine_memory
 from vlora.engine.checks import served_context
 from vlora.engine.cost import CostModel, guess
-from vlora.engine.device_memory import merge_factor_bytes, require_engine_memory
 from vlora.engine.memory import EngineMemory
 from vlora.engine.policies.registry import make_policy
+from vlora.engine.requests import Admission
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.errors import InvalidArgument
-from vlora.lora.folders import FolderFinder, FolderWatch, find_folders
-from vlora.lora.quantized_slab import QuantizedSlab
-from vlora.lora.slab import WeightSlab
-from vlora.lora.store import AdapterStore
-from vlora.lora.switcher import Switcher
-from vlora.memory.cuda_device import open_device
-from vlora.memory.device import HOST, Device, require_dtype
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.runner import Runner, StepSizes
+from vlora.model.switcher import Switcher
+from vlora.weights.quantized_slab import QuantizedSlab
+from vlora.weights.slab import WeightSlab
 
 log = logging.getLogger(__name__)
 

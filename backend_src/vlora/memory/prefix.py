@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from vlora.ids import NO_IMAGE
-from vlora.memory.eviction import IdlePages
-from vlora.memory.pool import Moves, PagePool
+from vlora.memory.pool import IdlePages, Moves, PagePool
 
 if TYPE_CHECKING:
     import torch

@@ -18,7 +18,7 @@ from vlora.memory.kv_cache import KVCache
 from vlora.model.attention_gpu import DecodeShape, GpuPlan
 from vlora.model.attention_reference import ReferencePlan
 from vlora.model.chunk import Chunk
-from vlora.model.positions import row_positions
+from vlora.model.inputs import row_positions
 from vlora.model.rotary import Rotary
 
 

@@ -14,23 +14,23 @@ from functools import partial
 import torch
 
 from vlora import backends
+from vlora.adapters.model_shape import LM_HEAD
+from vlora.adapters.store import AdapterStore
 from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
 from vlora.kernels import norms, ops
 from vlora.kernels.quantized import matrix_of
-from vlora.lora.layers import LoraLinear
-from vlora.lora.model_shape import LM_HEAD
-from vlora.lora.slab import GROUPS
-from vlora.lora.store import AdapterStore
-from vlora.lora.switcher import Switcher
 from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
+from vlora.model.lora_linear import LoraLinear
 from vlora.model.rotary import Rotary, RotaryTable
 from vlora.model.step_recordings import MAX_ROWS, RecordingKey, StepRecordings
+from vlora.model.switcher import Switcher
 from vlora.model.workspace import StepBuffers, Workspace
+from vlora.weights.slab import GROUPS
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from vlora.errors import InvalidArgument
 from vlora.kernels.quantized import Format
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES, refusal
+from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
 from vlora.model.rotary import rope_frequencies, unsupported_rope
-from vlora.model.stored_quantization import StoredQuantization, stored_quantization
 
 FRAMES_PER_SECOND = 24.0
 """Frame rate that transformers assumes for clips without a frame rate."""

@@ -2,52 +2,104 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from vlora.errors import InvalidArgument, prompt_too_long
 from vlora.ids import NO_IMAGE
+from vlora.model.chunk import Chunk, Prompt
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.positions import image_grids, prompt_positions
-from vlora.model.token_length import TokenLength
-from vlora.model.tokenizer import load_tokenizer
+from vlora.model.tokenizer import TokenLength, load_tokenizer
 from vlora.request import ImageFeatures
 
+# Rotary positions of tokens.
+#
+# The position of a token is its index in the sequence. In the M-RoPE of Qwen2-VL, it is three
+# numbers: time, height and width.
 
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens of a prompt and its image features.
 
-    ids: token ids. Each image placeholder is expanded to one token per feature row.
-    feature_row: [len(ids)] int64, row of `features` that replaces the embedding of the token at
-        this position, or NO_IMAGE.
-    features: [rows, hidden] fp32; None without images.
-    positions: [3, len(ids)] int64, rotary positions by time, height and width; None if the position
-        of each token is its index.
-    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers; None if
-        the model has no such levels or the prompt no images.
+Grid = tuple[int, int, int]
+"""Size of an image in tokens: time, height and width."""
+
+
+def image_grids(images: ImageFeatures, merge: int) -> list[Grid]:
+    """Return the grid of each image.
+
+    merge: number of patches on each side of the square that becomes one token.
+
+    Raises InvalidArgument if the number of patches of an image does not fit its number of rows.
     """
+    grids = []
+    for index, (_, rows, t, h, w, _) in enumerate(images.layout.tolist()):
+        if t * h * w != rows * merge * merge or h % merge or w % merge:
+            raise InvalidArgument(
+                f"'image_layout' has t, h, w = {t}, {h}, {w} and {rows} rows for image {index};"
+                f" {merge} x {merge} patches must make one row"
+            )
+        grids.append((t, h // merge, w // merge))
+    return grids
 
-    ids: tuple[int, ...]
-    feature_row: torch.Tensor
-    features: torch.Tensor | None
-    positions: torch.Tensor | None = None
-    level_features: torch.Tensor | None = None
 
-    @cached_property
-    def position_shift(self) -> int:
-        """Rotary position of a generated token minus its index in the sequence."""
-        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.ids)
+def prompt_positions(
+    feature_row: Sequence[int],
+    images: ImageFeatures,
+    grids: Sequence[Grid],
+    clip_interval: float = 1.0,
+) -> torch.Tensor:
+    """Return the positions of a prompt's tokens by time, height and width, [3, len(feature_row)].
 
-    @classmethod
-    def of_text(cls, ids: Iterable[int]) -> Prompt:
-        """Return a prompt without images."""
-        ids = tuple(ids)
-        return cls(ids, torch.full((len(ids),), NO_IMAGE), None)
+    The three positions of a text token are equal. An image starts at the position after the text
+    before it. The text after an image starts at the image's first position plus the height or the
+    width of its grid, whichever is larger.
+
+    feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
+    grids: grid of each image.
+    clip_interval: distance between successive time steps of a clip, in positions. The time
+        positions are rounded down.
+    """
+    parts: list[torch.Tensor] = []
+    index = position = 0
+    for (first, rows, *_), (t, h, w) in zip(images.layout.tolist(), grids, strict=True):
+        text = list(feature_row).index(first, index) - index
+        parts.append(_text_positions(position, text))
+        position += text
+        times = (torch.arange(t) * clip_interval).long()
+        grid = torch.cartesian_prod(times, torch.arange(h), torch.arange(w))
+        parts.append(grid.view(-1, 3).T + position)
+        position += max(h, w)
+        index += text + rows
+    parts.append(_text_positions(position, len(feature_row) - index))
+    return torch.cat(parts, dim=1)
+
+
+def _text_positions(start: int, count: int) -> torch.Tensor:
+    return torch.arange(start, start + count).expand(3, -1)
+
+
+def row_positions(chunks: Sequence[Chunk]) -> torch.Tensor:
+    """Return the positions of a step's rows: [T], or [3, T] if any prompt has three axes."""
+    if all(chunk.prompt.positions is None for chunk in chunks):
+        return torch.tensor(
+            [position for chunk in chunks for position in range(chunk.start, chunk.end)]
+        )
+    return torch.cat([_chunk_positions(chunk) for chunk in chunks], dim=1)
+
+
+def _chunk_positions(chunk: Chunk) -> torch.Tensor:
+    prompt = chunk.prompt
+    if prompt.positions is None:
+        return _text_positions(chunk.start, chunk.length)
+    first = max(chunk.start, len(prompt.ids))
+    generated = _text_positions(first + prompt.position_shift, max(0, chunk.end - first))
+    return torch.cat([prompt.positions[:, chunk.start : chunk.end], generated], dim=1)
+
+
+def text_prompt(ids: Iterable[int]) -> Prompt:
+    """Return a prompt without images."""
+    ids = tuple(ids)
+    return Prompt(ids, torch.full((len(ids),), NO_IMAGE), None)
 
 
 class PromptReader:
@@ -97,7 +149,7 @@ class PromptReader:
             )
         self._check_embedded(tokens)
         if images is None or count == 0:
-            return Prompt.of_text(tokens)
+            return text_prompt(tokens)
         ids: list[int] = []
         feature_row: list[int] = []
         image = 0

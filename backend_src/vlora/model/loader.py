@@ -17,18 +17,24 @@ from pathlib import Path
 
 import torch
 
+from vlora.adapters.model_shape import ModelShape, vision_path
+from vlora.device.device import HOST, Device
 from vlora.errors import InvalidArgument
 from vlora.ids import MatrixId
 from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import Format, QuantizedWeight, allocate
-from vlora.lora.model_shape import ModelShape, vision_path
-from vlora.lora.quantized_slab import QuantizedSlab
-from vlora.lora.slab import TARGETS, WeightSlab
-from vlora.memory.device import HOST, Device
+from vlora.model.checkpoint import (
+    StoredRows,
+    check,
+    indexed_weight_files,
+    open_weights,
+    read,
+    weight_files,
+)
 from vlora.model.decoder_config import DecoderConfig, lm_head_format, load_rope_frequencies
 from vlora.model.quantized_checkpoint import Parts, read_quantized
-from vlora.model.stored_tensors import StoredRows, check, read
-from vlora.model.weight_files import indexed_weight_files, open_weights, weight_files
+from vlora.weights.quantized_slab import QuantizedSlab
+from vlora.weights.slab import TARGETS, WeightSlab
 
 log = logging.getLogger(__name__)
 

@@ -22,18 +22,18 @@ import torch.nn.functional as F
 from vlora.atmm import op
 from vlora.atmm.cuda.segments import SegmentBounds
 from vlora.atmm.groups import LoraGroup
+from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segments
+from vlora.device.device import Device, Graph
+from vlora.device.uploads import UploadedPart, packed_bytes, upload_step
 from vlora.ids import BASE
-from vlora.lora.segments import signed_segments
-from vlora.lora.switcher import Switcher
-from vlora.memory.device import Device, Graph
 from vlora.memory.kv_cache import KVCache
-from vlora.memory.uploads import UploadedPart, packed_bytes, upload_step
 from vlora.model.attention import AttentionPlan
 from vlora.model.attention_gpu import DecodeShape
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
 from vlora.model.decoder_config import DecoderConfig
+from vlora.model.switcher import Switcher
 
 log = logging.getLogger(__name__)
 

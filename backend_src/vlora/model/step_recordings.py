@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 from vlora import native
 from vlora.atmm.types import Segments
-from vlora.lora.switcher import Active
 from vlora.model.attention import AttentionPlan
 from vlora.model.rotary import Rotary
+from vlora.model.switcher import Active
 
 MAX_RECORDINGS = 64
 """Maximum number of recordings. Beyond it, the least recently used one is discarded."""

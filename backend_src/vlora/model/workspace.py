@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vlora.memory.device import HOST, Device
+from vlora.device.device import HOST, Device
 from vlora.model.decoder_config import DecoderConfig
 
 FP32_BYTES = 4

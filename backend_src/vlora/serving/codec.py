@@ -27,7 +27,7 @@ from vlora.vision.images import check_count
 from vlora.vision.prompts import AUTO_TASK, ChatTemplate, max_tokens_of, render
 
 if TYPE_CHECKING:
-    from vlora.lora.adapter import AdapterInfo
+    from vlora.adapters.files import AdapterInfo
 
 TRITON_PARAMETERS = frozenset(
     {

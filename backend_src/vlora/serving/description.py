@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from vlora.vision.prompts import CHAT_TASK, TASKS
 
 if TYPE_CHECKING:
-    from vlora.lora.adapter import AdapterInfo
-    from vlora.lora.names import NameTable
+    from vlora.adapters.catalog import NameTable
+    from vlora.adapters.files import AdapterInfo
 
 
 class ServerDescription:

@@ -40,14 +40,13 @@ from vlora.serving.codec import (
     prepare,
     read_call,
 )
-from vlora.serving.held_bytes import HeldBytes, bytes_of
+from vlora.serving.requests import HeldBytes, WaitingRequests, bytes_of
 from vlora.serving.responder import Responder, as_vlora_error, fail
 from vlora.serving.tensors import Tensors, strings
-from vlora.serving.waiting import WaitingRequests
 from vlora.vision.prompts import ChatTemplate
 
 if TYPE_CHECKING:
-    from vlora.lora.adapter import AdapterInfo
+    from vlora.adapters.files import AdapterInfo
 
 log = logging.getLogger(__name__)
 

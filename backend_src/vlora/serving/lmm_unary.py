@@ -27,10 +27,9 @@ from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from vlora.request import MIN_STOPPABLE_ID
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import freshness_of, is_cancel, read_sampling
-from vlora.serving.held_bytes import HeldBytes, bytes_of
+from vlora.serving.requests import HeldBytes, WaitingRequests, bytes_of
 from vlora.serving.responder import Responder, as_vlora_error, fail
 from vlora.serving.tensors import Array, Inputs, Tensors, flag, strings
-from vlora.serving.waiting import WaitingRequests
 
 log = logging.getLogger(__name__)
 

@@ -34,12 +34,11 @@ from vlora.serving.codec import (
     is_cancel,
     read_sampling,
 )
-from vlora.serving.held_bytes import HeldBytes, bytes_of
+from vlora.serving.requests import HeldBytes, WaitingRequests, bytes_of
 from vlora.serving.responder import Responder, answer, as_vlora_error
 from vlora.serving.tensors import Inputs, Tensors, strings
-from vlora.serving.waiting import WaitingRequests
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoder import DecodedRequest, OnDone
+from vlora.vision.decoding import DecodedRequest, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from cachetools import LRUCache
 
+from vlora.adapters.catalog import FolderWatch, stamp_of
+from vlora.adapters.errors import as_adapter_error, is_transient
+from vlora.adapters.files import WEIGHTS, AdapterFiles
+from vlora.adapters.handle import Stamp, version_of
+from vlora.adapters.model_shape import ModelShape, vision_path
+from vlora.adapters.peft import ErrorFactory, as_text
+from vlora.adapters.tensors import WeightsReader
 from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument, Unavailable
-from vlora.lora.adapter import WEIGHTS, AdapterFiles
-from vlora.lora.folders import FolderWatch, stamp_of
-from vlora.lora.handle import Stamp, version_of
-from vlora.lora.model_shape import ModelShape, vision_path
-from vlora.lora.peft_config import ErrorFactory, as_text
-from vlora.lora.transient import as_adapter_error, is_transient
-from vlora.lora.weights_reader import WeightsReader
 
 
 @dataclass(frozen=True, eq=False)

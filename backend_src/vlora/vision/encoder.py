@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,12 @@ from transformers.activations import QuickGELUActivation
 
 from vlora import backends
 from vlora.atmm.types import LoraPair
-from vlora.errors import InvalidArgument
+from vlora.device.device import HOST, Device, require_dtype, require_memory
+from vlora.errors import InvalidArgument, Unsupported
 from vlora.kernels import ops
-from vlora.memory.device import HOST, Device, require_dtype, require_memory
+from vlora.model.checkpoint import check_files
 from vlora.model.decoder_config import image_levels, read_config
-from vlora.model.weight_files import check_files
+from vlora.model.multimodal import takes_images
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
 from vlora.vision.families.base import Pixels
@@ -207,3 +208,56 @@ def _digest(config: Any, config_keys: Sequence[str], processor: Any, model: torc
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         digest.update(weight.contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
+
+
+# Encoder of a text-only checkpoint, which has no vision tower: it refuses images.
+
+
+class TextOnlyEncoder:
+    """Encoder that returns the features of no image, and refuses requests with images.
+
+    hidden, tower_digest, layers: as in `VisionEncoder`.
+    """
+
+    def __init__(self, model_type: str, hidden: int) -> None:
+        self.hidden = hidden
+        self.tower_digest = ""
+        self.layers: Mapping[str, torch.nn.Linear] = {}
+        self._model_type = model_type
+
+    def grid(self, image: DecodedImage) -> tuple[int, int]:
+        """Raise Unsupported."""
+        raise self._refusal()
+
+    def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
+        """Return the images of a request, which has none. Raise Unsupported for any other."""
+        if images:
+            raise self._refusal()
+        return images
+
+    def encode(
+        self, images: Sequence[DecodedImage], part: VisionPart | None = None
+    ) -> list[FloatArray]:
+        """Return the features of no image. Raise Unsupported for any other number of images."""
+        self.with_views(images)
+        return []
+
+    def _refusal(self) -> Unsupported:
+        return Unsupported(
+            f"the request has images, but the checkpoint's model type '{self._model_type}' takes"
+            " text only"
+        )
+
+
+def open_encoder(
+    checkpoint: Path, threads: int, dtype: torch.dtype = torch.float32, device: Device = HOST
+) -> VisionEncoder | TextOnlyEncoder:
+    """Return the encoder of a checkpoint folder. Arguments and errors are those of `VisionEncoder`.
+
+    Whether the checkpoint is text-only depends on its model type (`takes_images`).
+    """
+    if (checkpoint / "config.json").is_file():
+        config = read_config(checkpoint)
+        if not takes_images(config.model_type):
+            return TextOnlyEncoder(config.model_type, int(config.hidden_size))
+    return VisionEncoder(checkpoint, threads, dtype, device)

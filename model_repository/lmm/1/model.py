@@ -12,11 +12,11 @@ from typing import Any
 from vlora.engine.loop import EngineLoop
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.description import ServerDescription
-from vlora.serving.exporter import ENGINE_PROGRESS, EngineExporter, ProgressExporter
 from vlora.serving.instance import options_of_instance, require_one_instance
 from vlora.serving.lmm import LmmService
+from vlora.serving.metrics import ENGINE_PROGRESS, EngineExporter, ProgressExporter
+from vlora.serving.requests import WaitingRequests
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.waiting import WaitingRequests
 from vlora.vision.prompts import ChatTemplate
 
 log = logging.getLogger("vlora")

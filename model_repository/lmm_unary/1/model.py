@@ -7,8 +7,8 @@ from typing import Any
 
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService
+from vlora.serving.requests import WaitingExporter, WaitingRequests
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.waiting import WaitingExporter, WaitingRequests
 
 MAX_CALLS = 128
 """Maximum number of simultaneous calls of `lmm`. Further requests wait for a thread."""

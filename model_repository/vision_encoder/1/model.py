@@ -9,24 +9,24 @@ import logging
 from typing import Any
 
 from vlora import cores
+from vlora.adapters.catalog import FolderFinder
+from vlora.device.cuda import open_device
 from vlora.errors import Unavailable, VLoraError
-from vlora.lora.folders import FolderFinder
-from vlora.memory.cuda_device import open_device
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.loader import adapter_shape
 from vlora.serving.arrivals import ArrivalStamps
-from vlora.serving.exporter import ENCODER_PROGRESS, EncoderExporter, ProgressExporter
 from vlora.serving.instance import options_of_instance
+from vlora.serving.metrics import ENCODER_PROGRESS, EncoderExporter, ProgressExporter
+from vlora.serving.requests import WaitingExporter, WaitingRequests
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.tensors import Tensors
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.triton.tensors import id_of, inputs_of, parameters_of
+from vlora.serving.triton.responder import id_of, inputs_of, parameters_of
 from vlora.serving.vision_encoder import VisionService
-from vlora.serving.waiting import WaitingExporter, WaitingRequests
 from vlora.vision.adapters import VisionAdapters
-from vlora.vision.decoder import ImageDecoder
+from vlora.vision.decoding import ImageDecoder
+from vlora.vision.encoder import TextOnlyEncoder, open_encoder
 from vlora.vision.features import EncoderService, FeatureCache
-from vlora.vision.text_only import TextOnlyEncoder, open_encoder
 
 MIN_DECODERS = 2
 """Minimum number of requests that are decoded at the same time."""

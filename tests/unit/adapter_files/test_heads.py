@@ -13,9 +13,9 @@ from tests.support.small_adapter import (
     HIDDEN,
     edit_config,
 )
+from vlora.adapters.files import AdapterFiles, load_adapter
+from vlora.adapters.model_shape import ModelShape
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import AdapterFiles, load_adapter
-from vlora.lora.model_shape import ModelShape
 
 
 def test_a_head_counts_toward_the_size_of_an_adapter(folder: Path, model: ModelShape) -> None:

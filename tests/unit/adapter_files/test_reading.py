@@ -23,12 +23,12 @@ from tests.support.small_adapter import (
     edit_tensors,
     key,
 )
+from vlora.adapters.catalog import find_folders
+from vlora.adapters.files import load_adapter
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.store import AdapterStore
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora.adapter import load_adapter
-from vlora.lora.folders import find_folders
-from vlora.lora.model_shape import ModelShape
-from vlora.lora.store import AdapterStore
-from vlora.model.stored_tensors import StoredRows
+from vlora.model.checkpoint import StoredRows
 
 
 def test_the_scale_is_folded_into_b(folder: Path, model: ModelShape) -> None:

@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 
 from tests.support.adapter_store import no_free_descriptors, write_adapter
 from tests.support.fakes import RustPanic
+from vlora.adapters import catalog, errors, store
+from vlora.adapters.catalog import stamp_of
 from vlora.errors import InvalidArgument
-from vlora.lora import folder_reader, loads, transient
-from vlora.lora.folders import stamp_of
 
 
 def test_a_failed_pack_releases_its_pages(
@@ -33,7 +33,7 @@ def test_a_failed_pack_releases_its_pages(
     with monkeypatch.context() as patch:
         patch.setattr(harness.group, "put", fails)
         handle = harness.handle(0)
-        for second in range(transient.MAX_ATTEMPTS):
+        for second in range(errors.MAX_ATTEMPTS):
             harness.store.clock = lambda now=60.0 * second: now
             assert handle.error is None
             harness.store.advance([handle])
@@ -65,7 +65,7 @@ def test_a_version_that_cannot_be_read_for_now_is_read_later_and_the_old_one_ser
     now = 1.0
     with no_free_descriptors():
         harness.store.retry()
-    now = 1.0 + 2 * transient.FIRST_WAIT_SECONDS
+    now = 1.0 + 2 * errors.FIRST_WAIT_SECONDS
     harness.store.retry()
     harness.store.apply()
     assert harness.handle(0).info.digest not in ("", old.info.digest)
@@ -77,7 +77,7 @@ def test_a_version_that_cannot_be_read_for_now_is_read_later_and_the_old_one_ser
     assert harness.handle(0) is newest, "nothing is left to read"
 
 
-@pytest.mark.parametrize("failures", [1, transient.MAX_ATTEMPTS])
+@pytest.mark.parametrize("failures", [1, errors.MAX_ATTEMPTS])
 def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failures: int) -> None:
     harness = make_harness(2, 0)
     now = 0.0
@@ -90,8 +90,8 @@ def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failu
         harness.store.advance([asked])
         harness.store.finish()
         assert not asked.resident, "the next attempt is not due yet"
-        now += transient.MAX_WAIT_SECONDS
-    if failures == transient.MAX_ATTEMPTS:
+        now += errors.MAX_WAIT_SECONDS
+    if failures == errors.MAX_ATTEMPTS:
         assert "Too many open files" in str(asked.error)
         assert set(harness.store.broken) == {"a0"}
         harness.store.retry()
@@ -109,12 +109,12 @@ def test_the_number_of_an_error_decides_whether_it_is_transient() -> None:
             return error
 
     for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EIO, errno.ESTALE, errno.EACCES):
-        assert transient.is_transient(read(OSError(number, "")))
-    assert transient.is_transient(MemoryError())
+        assert errors.is_transient(read(OSError(number, "")))
+    assert errors.is_transient(MemoryError())
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60)
-    assert transient.is_transient(caught.value)
-    assert transient.is_transient(read(SafetensorError("Error: read failed (os error 5)")))
+    assert errors.is_transient(caught.value)
+    assert errors.is_transient(read(SafetensorError("Error: read failed (os error 5)")))
     for cause in (
         OSError(errno.ENOENT, ""),
         OSError(errno.ELOOP, ""),
@@ -123,8 +123,8 @@ def test_the_number_of_an_error_decides_whether_it_is_transient() -> None:
         ValueError("os error 5"),
         EOFError(),
     ):
-        assert not transient.is_transient(read(cause)), cause
-    assert not transient.is_transient(InvalidArgument("os error 5"))
+        assert not errors.is_transient(read(cause)), cause
+    assert not errors.is_transient(InvalidArgument("os error 5"))
 
 
 def test_a_panic_while_weights_are_loaded_is_an_error_of_their_adapter(
@@ -136,7 +136,7 @@ def test_a_panic_while_weights_are_loaded_is_an_error_of_their_adapter(
     harness = make_harness(2, 0)
     handle = harness.handle(0)
     with monkeypatch.context() as patch:
-        patch.setattr(loads, "read_adapter", panic)
+        patch.setattr(store, "read_adapter", panic)
         harness.store.advance([handle])
         harness.store.finish()
     with pytest.raises(InvalidArgument, match=r"adapter 'a0'.*index out of bounds"):
@@ -147,7 +147,7 @@ def test_a_panic_while_weights_are_loaded_is_an_error_of_their_adapter(
 def test_a_panic_while_a_folder_is_read_is_an_error_of_its_adapter(
     make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = folder_reader.AdapterFiles
+    read = catalog.AdapterFiles
 
     def panic(name: str, *more: Any) -> Any:
         if name == "new":
@@ -157,7 +157,7 @@ def test_a_panic_while_a_folder_is_read_is_an_error_of_its_adapter(
     harness = make_harness(1)
     for number, name in enumerate(("new", "newer")):
         write_adapter(root / name, 50 + number)
-    monkeypatch.setattr(folder_reader, "AdapterFiles", panic)
+    monkeypatch.setattr(catalog, "AdapterFiles", panic)
     harness.store.update({path.name: (path, stamp_of(path)) for path in root.iterdir()})
     harness.store.apply()
     assert set(harness.store.broken) == {"new"}

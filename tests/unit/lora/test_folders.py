@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 
 from tests.support.adapter_store import no_free_descriptors, small_model, write_adapter
-from vlora.lora import folders
-from vlora.lora.folder_reader import read_infos
-from vlora.lora.folders import FolderWatch, find_folders, stamp_of
-from vlora.lora.weights_reader import WeightsReader
+from vlora.adapters import catalog
+from vlora.adapters.catalog import FolderWatch, find_folders, read_infos, stamp_of
+from vlora.adapters.tensors import WeightsReader
 
 
 def test_a_watch_reports_settled_folders_once(root: Path) -> None:
@@ -31,7 +30,7 @@ def test_a_watch_reports_settled_folders_once(root: Path) -> None:
     watch.look(1.0)
     write_adapter(root / "a0", 51)  # It is still being written.
     watch.look(1.9)
-    watch.look(2.0 + folders.SETTLED_SECONDS / 2)
+    watch.look(2.0 + catalog.SETTLED_SECONDS / 2)
     assert [name for name in known if reported[-1][name] != known[name]] == ["a1"]
     watch.look(3.0)
     assert [name for name in known if reported[-1][name] != known[name]] == ["a0", "a1"]
@@ -45,7 +44,7 @@ def test_a_watch_reports_settled_folders_once(root: Path) -> None:
     assert "a2" not in reported[-1]
 
 
-@pytest.mark.skipif(folders._native() is None, reason="the core is not compiled")
+@pytest.mark.skipif(catalog._native() is None, reason="the core is not compiled")
 def test_the_core_and_python_find_the_same_folders_and_stamps(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -58,19 +57,19 @@ def test_the_core_and_python_find_the_same_folders_and_stamps(
     (root / "a2" / "dangling").symlink_to(root / "nowhere")
     (root / "a2" / "b").mkdir()
     paths = [*map(os.fsencode, root.iterdir()), b"/none/such", b"a\0b"]
-    stamps, names = folders.stamps_of(paths), folders.folders_in(root)
+    stamps, names = catalog.stamps_of(paths), catalog.folders_in(root)
     assert {"a0", "dangling", "linked", "loop", "\udcff\udcfe"} <= set(names)
     assert not {"file", ".hidden"} & set(names)
     assert len(set(stamps)) == len(paths) - 3, (
         "links have the stamps of their targets: a1, and twice a missing one; two are empty"
     )
-    monkeypatch.setattr(folders, "_native", lambda: None)
-    assert folders.stamps_of(paths) == stamps
-    assert folders.folders_in(root) == names
+    monkeypatch.setattr(catalog, "_native", lambda: None)
+    assert catalog.stamps_of(paths) == stamps
+    assert catalog.folders_in(root) == names
 
 
 def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(root: Path) -> None:
-    find = folders.FolderFinder(root, {"alias": "a1"})
+    find = catalog.FolderFinder(root, {"alias": "a1"})
     first = find()
     assert first == find_folders(root, {"alias": "a1"})
     assert find() is first
@@ -82,7 +81,7 @@ def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
     for path in sorted(root.iterdir())[1:]:
         shutil.rmtree(path)
     reported: list[dict[str, Any]] = []
-    find = folders.FolderFinder(root, {})
+    find = catalog.FolderFinder(root, {})
     watch = FolderWatch(find, lambda now: reported.append(dict(now)))
     watch._reported = {"a0": (root / "a0", stamp_of(root / "a0"))}
     watch.look(0.0)
@@ -93,7 +92,7 @@ def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
     assert reported == [{}]
     write_adapter(root / "a0", 1)
     watch.look(3.0)
-    watch.look(3.0 + folders.SETTLED_SECONDS)
+    watch.look(3.0 + catalog.SETTLED_SECONDS)
     assert list(reported[-1]) == ["a0"]
 
 
@@ -104,13 +103,13 @@ def test_a_scan_without_free_file_descriptors_reports_no_change(root: Path) -> N
     watch = FolderWatch(lambda: paths, lambda now: reported.append(dict(now)))
     watch._reported = dict(known)
     with no_free_descriptors():
-        assert set(folders.stamps_of([os.fsencode(root)])) == {b"!%d" % errno.EMFILE}
+        assert set(catalog.stamps_of([os.fsencode(root)])) == {b"!%d" % errno.EMFILE}
         for second in range(5):
             watch.look(float(second))
     assert not reported
     write_adapter(root / "a0", 50)
     watch.look(6.0)
-    watch.look(6.0 + folders.SETTLED_SECONDS)
+    watch.look(6.0 + catalog.SETTLED_SECONDS)
     assert [name for name in known if reported[-1][name] != known[name]] == ["a0"]
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from tests.support.adapter_store import ADAPTER_BYTES, Harness, write_adapter
-from vlora.lora import loads, workers
-from vlora.lora.handle import TRANSITIONS, AdapterHandle, AdapterState
+from vlora.adapters import store
+from vlora.adapters.handle import TRANSITIONS, AdapterHandle, AdapterState
 
 
 class SteppedThread:
@@ -43,8 +43,8 @@ def make_stepped(make_harness: Any, monkeypatch: pytest.MonkeyPatch) -> Callable
         threads.append(SteppedThread())
         return threads[-1]
 
-    monkeypatch.setattr(workers, "ThreadPoolExecutor", thread)
-    monkeypatch.setattr(loads, "INLINE_PACK_BYTES", 0)
+    monkeypatch.setattr(store, "ThreadPoolExecutor", thread)
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
 
     def make(pages: int, host: int | None = None) -> tuple[Harness, SteppedThread, SteppedThread]:
         harness = make_harness(pages, host)

@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 
+from vlora.adapters.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape
+from vlora.adapters.peft import TensorKey, UnknownKey, parse_key
 from vlora.ids import VISION
-from vlora.lora.keys import TensorKey, UnknownKey, parse_key
-from vlora.lora.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape
 
 MODEL = ModelShape(
     layers=12,

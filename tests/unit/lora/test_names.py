@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from tests.support.adapter_store import write_adapter
+from vlora.adapters import catalog
+from vlora.adapters.catalog import HINT_NEIGHBOURS, MAX_HINT_LENGTH, NameTable
 from vlora.errors import NotFound
-from vlora.lora import names
-from vlora.lora.names import HINT_NEIGHBOURS, MAX_HINT_LENGTH, NameTable
 
 
 def table_of(count: int) -> NameTable:
@@ -64,7 +64,7 @@ def test_names_are_read_and_changed_while_an_error_is_being_written(
         assert go_on.wait(10)
         return " (slow)"
 
-    monkeypatch.setattr(names, "known_names", slow)
+    monkeypatch.setattr(catalog, "known_names", slow)
     errors: list[str] = []
 
     def ask() -> None:

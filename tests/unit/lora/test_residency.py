@@ -19,12 +19,12 @@ from tests.support.adapter_store import (
     write_adapter,
 )
 from tests.support.calls import calls_of
+from vlora.adapters import store
+from vlora.adapters.catalog import find_folders
+from vlora.adapters.files import AdapterFiles
+from vlora.adapters.store import AdapterStore
 from vlora.atmm import op
 from vlora.atmm.types import Segment
-from vlora.lora import loads
-from vlora.lora.adapter import AdapterFiles
-from vlora.lora.folders import find_folders
-from vlora.lora.store import AdapterStore
 
 
 def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
@@ -153,7 +153,7 @@ def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
 ) -> None:
     harness = make_harness(2, 2 * ADAPTER_BYTES)
     blocked = BlockedReads(monkeypatch)
-    monkeypatch.setattr(loads, "INLINE_PACK_BYTES", 0)
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
     packed = threading.Event()
     harness.store.on_change = packed.set
     harness.store.advance([harness.handle(5), harness.handle(0)])
@@ -187,7 +187,7 @@ def test_a_large_adapter_is_packed_by_the_packer_thread(
     make_harness: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = make_harness(1)
-    monkeypatch.setattr(loads, "INLINE_PACK_BYTES", 0)
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
     packed: list[str] = []
     put = harness.group.put
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tests.support.adapter_store import write_adapter
-from vlora.lora import folder_reader
-from vlora.lora.adapter import Adapter, AdapterFiles
+from vlora.adapters import catalog
+from vlora.adapters.files import Adapter, AdapterFiles
 
 
 def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
@@ -68,7 +68,7 @@ def test_files_that_change_while_they_are_read_are_no_version(
     old = harness.handle(0)
     write_adapter(root / "a0", 77)
     with monkeypatch.context() as patch:
-        patch.setattr(folder_reader, "AdapterFiles", Replaced)
+        patch.setattr(catalog, "AdapterFiles", Replaced)
         harness.reread()
     assert harness.handle(0) is old
     harness.reread()

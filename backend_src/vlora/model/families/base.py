@@ -12,9 +12,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from vlora.lora.slab import ATTENTION, TARGETS
+from vlora.weights.slab import ATTENTION, TARGETS
 
 _LAYOUT_PREFIX = r"^(?:model\.|language_model\.)*"
+
+
+def biased_targets(text: Any) -> tuple[str, ...]:
+    """Return the targets with a bias, whatever the configuration says."""
+    return ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)

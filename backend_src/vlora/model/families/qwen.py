@@ -14,8 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from vlora.model.families.base import DecoderFamily, WeightNames
-from vlora.model.families.qwen2 import biased_targets
+from vlora.model.families.base import DecoderFamily, WeightNames, biased_targets
 
 FUSED = "c_attn"
 _MODULES = {

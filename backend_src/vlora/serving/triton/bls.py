@@ -15,7 +15,7 @@ from vlora.request import ImageFeatures
 from vlora.serving.codec import ADAPTER_VERSION
 from vlora.serving.responder import from_message, is_coded
 from vlora.serving.tensors import Tensors, flag
-from vlora.serving.triton.tensors import to_triton
+from vlora.serving.triton.responder import to_triton
 from vlora.serving.vision_encoder import features_from
 
 LMM = "lmm"

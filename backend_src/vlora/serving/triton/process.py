@@ -12,16 +12,88 @@ import triton_python_backend_utils as pb_utils
 
 from vlora.config import load_adapter_names, load_options
 from vlora.errors import VLoraError
-from vlora.serving.error_counts import ErrorCounts, ErrorExporter
 from vlora.serving.lifeline import Lifeline
-from vlora.serving.registry import Exporter, Refresher, Registry
+from vlora.serving.metrics import ErrorCounts, ErrorExporter, Exporter, Metric, Refresher, Registry
 from vlora.serving.responder import as_vlora_error
 from vlora.serving.tensors import Tensors
 from vlora.serving.triton.bls import LMM, ModelCalls
-from vlora.serving.triton.logs import log_to_triton
-from vlora.serving.triton.metrics import TritonRegistry
-from vlora.serving.triton.responder import Service, TritonResponder, hand_over
-from vlora.serving.triton.tensors import make_error_response, make_response
+from vlora.serving.triton.responder import (
+    Service,
+    TritonResponder,
+    hand_over,
+    make_error_response,
+    make_response,
+)
+
+# Handler that writes the log records of `vlora` to Triton's log.
+
+
+class TritonHandler(logging.Handler):
+    """Writes log records to Triton's log with the same severity; never raises."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = pb_utils.Logger
+        try:
+            # Triton takes only text that can be encoded.
+            text = self.format(record).encode(errors="backslashreplace").decode()
+            if record.levelno >= logging.ERROR:
+                logger.log_error(text)
+            elif record.levelno >= logging.WARNING:
+                logger.log_warn(text)
+            else:
+                logger.log_info(text)
+        except Exception:
+            self.handleError(record)
+
+
+def log_to_triton(model: str) -> None:
+    """Send the log of `vlora` to Triton's, with the model's name at the start of each line."""
+    handler = TritonHandler()
+    handler.setFormatter(logging.Formatter(f"[{model}] %(message)s"))
+    logger = logging.getLogger("vlora")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+# Triton's custom metrics as an implementation of `Registry`.
+
+
+class TritonRegistry:
+    """Makes custom metrics, with one family per name.
+
+    The registry must live as long as its metrics, because Triton removes a family's metrics
+    together with the family.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+
+    def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.GAUGE, labels)
+
+    def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.COUNTER, labels)
+
+    def histogram(
+        self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> Metric:
+        kind = pb_utils.MetricFamily.HISTOGRAM
+        return self._metric(name, help, kind, labels, buckets=list(buckets))
+
+    def drop(self, name: str) -> None:
+        # Triton keeps a metric until its family is deleted; deleting the metric alone does nothing.
+        del self._families[name]
+
+    def _metric(
+        self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
+    ) -> Metric:
+        if name not in self._families:
+            family = pb_utils.MetricFamily(name=name, description=help, kind=kind)
+            self._families[name] = family
+        metric: Metric = self._families[name].Metric(labels=dict(labels), **options)
+        return metric
+
 
 log = logging.getLogger(__name__)
 

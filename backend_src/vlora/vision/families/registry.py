@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from vlora.vision.families.base import VisionFamily
-from vlora.vision.families.llava import LLAVA
-from vlora.vision.families.llava_next import LLAVA_NEXT
-from vlora.vision.families.llava_onevision import LLAVA_ONEVISION
+from vlora.vision.families.llava import LLAVA, LLAVA_NEXT, LLAVA_ONEVISION
 from vlora.vision.families.qwen import QWEN_VL
 from vlora.vision.families.qwen_vl import QWEN2_5_VL, QWEN2_VL, QWEN3_VL
 

@@ -1,0 +1,649 @@
+"""Adapters by name. Each name refers to a handle, or to the error of a folder that cannot be used.
+
+The engine's thread changes the mapping. It publishes each state as an immutable table, which other
+threads read without a lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from vlora import native
+from vlora.adapters.errors import Backoff, as_adapter_error, is_transient
+from vlora.adapters.files import (
+    Adapter,
+    AdapterDescription,
+    AdapterFiles,
+    AdapterInfo,
+    load_adapter,
+)
+from vlora.adapters.handle import AdapterHandle, Stamp
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.peft import ErrorFactory, as_text
+from vlora.adapters.routing import Router
+from vlora.errors import InvalidArgument, NotFound, known_names
+
+# Adapter folders: where they are, and whether their files have changed.
+#
+# Symbolic links are followed, because hub caches consist of them. A link that points to another
+# file counts as a change.
+
+
+log = logging.getLogger(__name__)
+
+SETTLED_SECONDS = 1.0
+"""Time without changes after which a folder is read."""
+
+LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
+"""Minimum seconds between two scans of the folders, and maximum share of a core that scanning
+takes. If scans take so long that MAX_LOOK_SECONDS limits the pause between them, the share is
+larger.
+"""
+
+MAX_LOOK_SECONDS = 1.5
+"""Maximum seconds between two scans.
+
+A change takes effect after two scans and a load. The documentation promises five seconds for this.
+"""
+
+
+def find_folders(
+    root: Path | None, names: Mapping[str, str], *, quiet: bool = False
+) -> dict[str, Path]:
+    """Return name → folder of all adapters.
+
+    root: folder whose subfolders are adapters under their own names; None for no such folder.
+    names: name → folder of further adapters, which take precedence over subfolders with the same
+        name. The folders are relative to the root, as in the vLLM backend's `multi_lora.json`, or
+        absolute if there is no root.
+    quiet: whether to omit the log message about names that are defined twice.
+    """
+    present = () if root is None else folders_in(root)
+    return _named(root, present, names, quiet=quiet)
+
+
+def _named(
+    root: Path | None, present: Sequence[str], names: Mapping[str, str], *, quiet: bool
+) -> dict[str, Path]:
+    folders = {} if root is None else {name: root / name for name in present}
+    for name, folder in names.items():
+        path = Path(folder) if root is None else root / folder
+        if not quiet and name in folders and not _same_file(folders[name], path):
+            texts = map(as_text, (name, str(path), str(folders[name])))
+            log.warning("adapter '%s' is defined twice: %s is used, and %s is not", *texts)
+        folders[name] = path
+    return folders
+
+
+class FolderFinder:
+    """Callable that returns the result of `find_folders`: the same object until the result
+    changes.
+    """
+
+    def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
+        self._root = root
+        self._names = names
+        self._present: Sequence[str] | None = None
+        self._folders: dict[str, Path] = {}
+
+    def __call__(self) -> Mapping[str, Path]:
+        """Return name → folder. Raise InvalidArgument if the root cannot be read."""
+        present = () if self._root is None else folders_in(self._root)
+        if present != self._present:
+            self._folders = _named(self._root, present, self._names, quiet=True)
+            self._present = present
+        return self._folders
+
+
+def folders_in(root: Path) -> Sequence[str]:
+    """Return the names of all entries of the root that may be adapters, sorted.
+
+    Raises InvalidArgument if the root cannot be read.
+    """
+    if not root.is_dir():
+        raise InvalidArgument(f"the adapter root {root} is not a folder")
+    core = _native()
+    try:
+        if core is not None:
+            return list(map(os.fsdecode, core.adapter_names(os.fsencode(root))))
+        return _folders_in(root)
+    except OSError as error:
+        raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
+
+
+def _folders_in(root: Path) -> list[str]:
+    """Return what `folders_in` returns, without the compiled core."""
+    entries = sorted(root.iterdir(), key=os.fsencode)
+    return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
+
+
+def _may_be_adapter(entry: Path) -> bool:
+    """Return whether an entry may be an adapter: it is a folder, or a broken link.
+
+    A broken link is reported as an adapter that cannot be loaded.
+    """
+    try:
+        return entry.is_dir() or (entry.is_symlink() and not entry.exists())
+    except OSError:
+        return True
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)
+    except (OSError, ValueError):
+        return False
+
+
+def stamp_of(folder: Path) -> Stamp:
+    """Return the stamp of a folder, which changes whenever one of its files changes. Never raises.
+
+    The stamp of an unreadable folder contains the error (see `error_of`).
+    """
+    return stamps_of([os.fsencode(folder)])[0]
+
+
+def error_of(stamp: Stamp) -> OSError | None:
+    """Return the error in the stamp of an unreadable folder; None for a readable one."""
+    if not stamp.startswith(b"!") or b"\0" in stamp:
+        return None
+    number = int(stamp[1:])
+    return OSError(number, os.strerror(number))
+
+
+def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
+    """Return the stamps (see `stamp_of`) of these folders."""
+    core = _native()
+    if core is None:
+        return list(map(_stamp_of, folders))
+    stamps: list[Stamp] = core.folder_stamps(folders)
+    return stamps
+
+
+def _stamp_of(folder: bytes) -> Stamp:
+    """Return what `stamp_of` returns, without the compiled core.
+
+    The stamp contains the name of each entry and, after following links, its device, inode, size
+    and time of modification. If the folder cannot be read, the stamp contains the number of the
+    error.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return b"".join(_entry_stamp(e) for e in sorted(entries, key=lambda e: e.name))
+    except ValueError:
+        return b"!%d" % errno.EINVAL
+    except OSError as error:
+        return b"!%d" % (error.errno or 0)
+
+
+def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
+    values = (0, 0, 0, 0)
+    try:
+        status = entry.stat()
+        values = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    except OSError:
+        pass
+    return entry.name + b"\0" + struct.pack("<QQQq", *values)
+
+
+@cache
+def _native() -> Any:
+    """Return the compiled functions, or None if they are not compiled.
+
+    One call scans thousands of folders without holding the GIL.
+    """
+    try:
+        return native.kernels().folder_scan
+    except ImportError:
+        return None
+
+
+def _failed_transiently(stamp: Stamp) -> bool:
+    """Return whether this is the stamp of a folder whose reading failed transiently.
+
+    The cause of such a failure lies outside the folder's files.
+    """
+    error = error_of(stamp)
+    return error is not None and is_transient(error)
+
+
+class FolderWatch:
+    """Thread that scans the adapters' folders repeatedly until it is closed.
+
+    It reports a change once the files have been unchanged for SETTLED_SECONDS.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Mapping[str, Path]],
+        changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None],
+        clock: Callable[[], float] = time.monotonic,
+        retry: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Create the watch; `start` starts its thread.
+
+        find: returns the present folders by name.
+        changed: called when a folder was added or removed, or has changed and then settled. Its
+            argument has the folder and the stamp of every present name. A folder that is still
+            changing keeps the stamp that was last reported, and is missing if there is none.
+        retry: called after each scan, to retry folders that could not be read.
+        """
+        self._find = find
+        self._changed = changed
+        self._clock = clock
+        self._retry = retry
+        self._seen: dict[str, tuple[Path, Stamp, float]] = {}
+        self._reported: dict[str, tuple[Path, Stamp]] = {}
+        self._folders: Mapping[str, Path] = {}
+        self._paths: list[bytes] = []
+        self._stamps: list[Stamp] = []
+        self._settled = False
+        """True if no folder was still changing at the last scan."""
+        self._closed = threading.Event()
+        self._pause = LOOK_SECONDS
+        self._thread: threading.Thread | None = None
+
+    def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
+        """Start the thread.
+
+        known: folder and stamp of each name that has been read already.
+        """
+        self._reported = dict(known)
+        self._closed.clear()
+        self._thread = threading.Thread(target=self._run, name="adapter-folders", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed_before_next():
+            began = self._clock()
+            try:
+                self.look(began)
+                self._retry()
+            except Exception:
+                log.exception("looking at the adapters' folders failed; trying again")
+            took = self._clock() - began
+            self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
+
+    def _closed_before_next(self) -> bool:
+        """Wait until the next scan is due or the watch is closed; return whether it is closed.
+
+        If the watch is closed during the wait and started again, the next call waits for the rest
+        of the time.
+        """
+        began = self._clock()
+        closed = self._closed.wait(self._pause)
+        self._pause = max(0.0, self._pause - (self._clock() - began))
+        return closed
+
+    def look(self, now: float) -> None:
+        """Scan the folders once, and call `changed` if a folder has changed and then settled.
+
+        now: seconds on the watch's clock.
+        """
+        try:
+            folders = self._find()
+        except InvalidArgument:
+            return  # The root cannot be read. Known adapters stay available.
+        if folders is not self._folders:
+            self._folders = folders
+            self._paths = [os.fsencode(folder) for folder in folders.values()]
+            self._settled = False
+        stamps = stamps_of(self._paths)
+        if self._settled and stamps == self._stamps:
+            return
+        self._stamps = stamps
+        settled: dict[str, tuple[Path, Stamp]] = {}
+        seen: dict[str, tuple[Path, Stamp, float]] = {}
+        self._settled = True
+        for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
+            before = self._seen.get(name)
+            if name in self._reported and _failed_transiently(stamp):
+                stamp = self._reported[name][1]
+                self._settled = False
+            unchanged = before is not None and before[:2] == (folder, stamp)
+            seen[name] = before if before is not None and unchanged else (folder, stamp, now)
+            if (
+                self._reported.get(name) == (folder, stamp)
+                or now - seen[name][2] >= SETTLED_SECONDS
+            ):
+                settled[name] = (folder, stamp)
+                continue
+            self._settled = False
+            if name in self._reported:
+                settled[name] = self._reported[name]  # The old version serves until then.
+        self._seen = seen
+        if settled != self._reported:
+            self._reported = settled
+            self._changed(settled)
+
+
+# Reading of adapter folders that were added or changed, and reporting of removed ones.
+#
+# The thread that watches the folders uses this module. The engine's thread applies the results.
+
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class FolderRead:
+    """A new version of an adapter.
+
+    adapter: its weights; None if only the declarations were read.
+    """
+
+    handle: AdapterHandle
+    adapter: Adapter | None
+
+
+@dataclass(frozen=True)
+class FolderFailed:
+    """A folder that cannot be read.
+
+    transient: whether the cause lies outside its files, so that a later attempt may succeed.
+    """
+
+    name: str
+    error: InvalidArgument
+    transient: bool
+
+
+@dataclass(frozen=True)
+class FolderRemoved:
+    """A folder that no longer exists."""
+
+    name: str
+
+
+FolderResult = FolderRead | FolderFailed | FolderRemoved
+
+
+class FolderReader:
+    """Reads adapter folders and reports each result."""
+
+    def __init__(
+        self,
+        model: ModelShape,
+        max_bytes: int,
+        allowed_bytes: Callable[[], float],
+        report: Callable[[FolderResult], None],
+        clock: Callable[[], float],
+    ) -> None:
+        """Create a reader that has read no folder.
+
+        max_bytes: maximum size of one adapter's weights in fp32.
+        allowed_bytes: returns the maximum size in bytes of all weights that this reader has read
+            and will read. If an adapter's weights would exceed it, only the declarations are read.
+        report: called with each result.
+        clock: returns seconds.
+        """
+        self._model = model
+        self._max_bytes = max_bytes
+        self._allowed_bytes = allowed_bytes
+        self._report = report
+        self._clock = clock
+        self._read_bytes = 0
+        self._retries: dict[str, Backoff] = {}
+        self._to_retry: SimpleQueue[tuple[str, float]] = SimpleQueue()
+        self.stamps: Mapping[str, tuple[Path, Stamp]] = {}
+        """Folder and stamp of each name when it was last read. The mapping is replaced, not
+        changed.
+        """
+
+    def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
+        """Read the folders that are new or changed, in order of name, and report removed ones.
+
+        folders: folder and stamp of every present name. A name that is missing here was removed.
+
+        Never raises: any failure is reported as an error of its adapter.
+        """
+        before = self.stamps
+        for name in before.keys() - folders.keys():
+            log.info("adapter '%s' was removed", as_text(name))
+            self._retries.pop(name, None)
+            self._report(FolderRemoved(name))
+        for name, (folder, stamp) in sorted(folders.items()):
+            if before.get(name) != (folder, stamp):
+                self._read(name, folder, stamp)
+        self.stamps = dict(folders)
+
+    def read_again(self, name: str) -> None:
+        """Mark a folder so that `retry` reads it again. Safe to call from any thread.
+
+        Call this if the folder could not be loaded for a cause outside its files.
+        """
+        self._to_retry.put((name, self._clock()))
+
+    def retry(self) -> None:
+        """Retry the folders that could not be read for a cause outside their files.
+
+        A folder is left out while its backoff lasts. If its files have changed, `update` reads it
+        instead.
+        """
+        now = self._clock()
+        while not self._to_retry.empty():
+            name, failed_at = self._to_retry.get()
+            self._retries.setdefault(name, Backoff()).failed(failed_at)
+        for name in sorted(name for name, wait in self._retries.items() if wait.due <= now):
+            folder, stamp = self.stamps.get(name, (None, b""))
+            if folder is None:
+                del self._retries[name]
+            elif stamp_of(folder) == stamp:
+                self._read(name, folder, stamp)
+
+    def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
+        """Read the adapter of a folder and report it, or the error of reading it."""
+        try:
+            description, adapter = self._read_files(name, folder, stamp)
+        except BaseException as error:  # A panic of a Rust library is not an Exception.
+            transient = is_transient(error)
+            if transient:
+                self._retries.setdefault(name, Backoff()).failed(self._clock())
+            else:
+                self._retries.pop(name, None)
+            self._report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
+            return
+        self._retries.pop(name, None)
+        self._read_bytes += 0 if adapter is None else description.host_bytes
+        self._report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
+
+    def _read_files(
+        self, name: str, folder: Path, stamp: Stamp
+    ) -> tuple[AdapterDescription, Adapter | None]:
+        """Return the description of an adapter, and its weights if they fit into the bytes that
+        `allowed_bytes` returns.
+
+        Raises a transient error if the files are no longer those of the stamp. Without this check,
+        engine and encoder could apply different weights as one version of the adapter.
+        """
+        try:
+            files = AdapterFiles(name, folder, self._model, self._max_bytes)
+            size = files.description.host_bytes
+            fits = self._read_bytes + size <= self._allowed_bytes()
+            adapter = files.read() if fits else None
+        except BaseException as error:
+            if not is_transient(error):
+                _require_unchanged(name, folder, stamp)
+            raise
+        _require_unchanged(name, folder, stamp)
+        return files.description, adapter
+
+
+def _require_unchanged(name: str, folder: Path, stamp: Stamp) -> None:
+    if stamp_of(folder) != stamp:
+        reason = "its files are being changed"
+        error = ErrorFactory(name, str(folder))(f"cannot be read: {reason}")
+        raise error from OSError(errno.EBUSY, reason)
+
+
+def read_each(
+    folders: Mapping[str, Path], read: Callable[[str, Path], T]
+) -> tuple[dict[str, T], dict[str, InvalidArgument]]:
+    """Call `read` for each name and folder, in order of name.
+
+    Returns (results by name, errors by name of the calls that raised).
+    """
+    found, errors = {}, {}
+    for name, folder in sorted(folders.items()):
+        try:
+            found[name] = read(name, folder)
+        except Exception as error:
+            errors[as_text(name)] = as_adapter_error(name, folder, error)
+    return found, errors
+
+
+def read_infos(
+    folders: Mapping[str, Path], model: ModelShape, max_bytes: int
+) -> tuple[list[AdapterInfo], dict[str, InvalidArgument]]:
+    """Read each folder with its weights, in order of name.
+
+    At most one adapter's weights are in memory at a time.
+
+    max_bytes: maximum size of one adapter's weights in fp32.
+
+    Returns (descriptions with digests, errors by name).
+    """
+    infos, errors = read_each(
+        folders, lambda name, folder: load_adapter(name, folder, model, max_bytes).info
+    )
+    return list(infos.values()), errors
+
+
+MAX_HINT_LENGTH = 256
+"""Maximum length of an unknown name for which similar names are suggested."""
+
+HINT_NEIGHBOURS = 16
+"""Number of names before and after an unknown name that are compared with it, in each of two
+orders.
+
+Comparing two names takes about 70 µs.
+"""
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Adapters by name at one moment. Immutable, so any thread may read it.
+
+    current: adapters that requests can use.
+    broken: errors of adapters that exist but cannot be loaded.
+    """
+
+    current: Mapping[str, AdapterHandle]
+    broken: Mapping[str, InvalidArgument]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Sorted names of the adapters that requests can use."""
+        return tuple(sorted(self.current))
+
+    @cached_property
+    def _backwards(self) -> Sequence[str]:
+        return sorted(name[::-1] for name in self.names)
+
+    @cached_property
+    def router(self) -> Router:
+        """Chooses one of these adapters for a request that names none."""
+        return Router({name: handle.info.skills for name, handle in self.current.items()})
+
+    def handle(self, name: str) -> AdapterHandle:
+        """Return the present version of an adapter.
+
+        Raises NotFound, which lists known names, or InvalidArgument if the adapter cannot be
+        loaded.
+        """
+        if name in self.broken:
+            raise self.broken[name]
+        if name not in self.current:
+            hint = known_names(name, self.names, self.similar(name))
+            raise NotFound(f"unknown adapter '{name}'{hint}")
+        return self.current[name]
+
+    def similar(self, name: str) -> Sequence[str]:
+        """Return names that may be similar to an unknown one, at most 4 · HINT_NEIGHBOURS.
+
+        They are the neighbors of the unknown name in two sorted lists: the names, and the names
+        spelled backwards. A single typing error leaves the first or the last half of a name
+        correct. So the intended name is near the unknown name in one of the two lists.
+        """
+        if len(name) > MAX_HINT_LENGTH:
+            return ()
+        backwards = _neighbours(self._backwards, name[::-1])
+        both = [*_neighbours(self.names, name), *(found[::-1] for found in backwards)]
+        return tuple(dict.fromkeys(both))
+
+
+def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
+    """Return up to HINT_NEIGHBOURS words before and after the position of `word` in a sorted
+    sequence.
+    """
+    position = bisect_left(words, word)
+    return words[max(0, position - HINT_NEIGHBOURS) : position + HINT_NEIGHBOURS]
+
+
+class AdapterNames:
+    """Mapping from names to handles.
+
+    Only the engine's thread may use it, but any thread may read `table`.
+    """
+
+    def __init__(self) -> None:
+        self._current: dict[str, AdapterHandle] = {}
+        self._broken: dict[str, InvalidArgument] = {}
+        self._changed = False
+        self.table = NameTable({}, {})
+        """The table that was published last. The object itself never changes; `publish` replaces
+        it.
+        """
+
+    def set(self, handle: AdapterHandle) -> AdapterHandle | None:
+        """Make this version the current one of its name; return the previous version, or None."""
+        name = as_text(handle.name)
+        previous = self.remove(handle.name)
+        self._current[name] = handle
+        return previous
+
+    def set_broken(self, name: str, error: InvalidArgument) -> AdapterHandle | None:
+        """Map a name to an error; return the version that the name referred to before, or None."""
+        previous = self.remove(name)
+        self._broken[as_text(name)] = error
+        return previous
+
+    def remove(self, name: str) -> AdapterHandle | None:
+        """Remove a name; return the version that it referred to, or None."""
+        self._changed = True
+        self._broken.pop(as_text(name), None)
+        return self._current.pop(as_text(name), None)
+
+    def __contains__(self, name: str) -> bool:
+        """Return whether the name refers to a version that requests can use."""
+        return as_text(name) in self._current
+
+    def is_current(self, handle: AdapterHandle) -> bool:
+        """Return whether the handle's name still refers to this version."""
+        return self._current.get(as_text(handle.name)) is handle
+
+    def publish(self) -> None:
+        """Make all changes visible to other threads."""
+        if self._changed:
+            self.table = NameTable(
+                MappingProxyType(dict(self._current)), MappingProxyType(dict(self._broken))
+            )
+            self._changed = False

@@ -1,0 +1,144 @@
+"""Interleaved timing on a GPU, with events around many replays of captured graphs.
+
+A machine without a GPU can make a dry run on the emulated kernels. The host's clock then times the
+calls. The figures of a dry run mean nothing and are marked as such.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from vlora.atmm.search.timing import Timing, rotated
+
+Call = Callable[[], None]
+
+SAMPLE_SECONDS = 2e-3
+"""Target duration of a sample. It is long compared with the 0.5 µs resolution of events and with
+the launch of a graph."""
+MAX_REPLAYS = 400
+WARM_CALLS = 2
+
+
+@dataclass(frozen=True)
+class GpuTiming(Timing):
+    """Seconds per call.
+
+    graph: whether the times exclude the launch cost on the host.
+    """
+
+    graph: bool
+
+
+class GpuWork:
+    """Work that can be timed repeatedly. A pass makes all `calls`, which do the same work on
+    different data.
+
+    graph: whether a pass replays one captured graph instead of making separate calls.
+    """
+
+    def __init__(self, calls: Sequence[Call], *, graph: bool) -> None:
+        self._calls, self.graph = calls, graph and torch.cuda.is_available()
+        for _ in range(WARM_CALLS):
+            self._call_all()
+        synchronize()
+        if self.graph:
+            captured = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(captured):
+                self._call_all()
+            self._pass: Call = captured.replay
+        else:
+            self._pass = self._call_all
+        self._pass()
+        synchronize()
+
+    def _call_all(self) -> None:
+        for call in self._calls:
+            call()
+
+    def sample(self, passes: int) -> float:
+        """Return the seconds per call, measured over this many passes."""
+        if not torch.cuda.is_available():
+            started = time.perf_counter()
+            for _ in range(passes):
+                self._pass()
+            return (time.perf_counter() - started) / passes / len(self._calls)
+        first, last = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        first.record()
+        for _ in range(passes):
+            self._pass()
+        last.record()
+        last.synchronize()
+        return float(first.elapsed_time(last)) * 1e-3 / passes / len(self._calls)
+
+    def passes_for(self, seconds: float) -> int:
+        """Return the number of passes that take about `seconds`."""
+        pass_seconds = max(self.sample(1) * len(self._calls), 1e-7)
+        return max(1, min(MAX_REPLAYS, round(seconds / pass_seconds)))
+
+
+def interleaved(candidates: Mapping[str, GpuWork], rounds: int) -> dict[str, GpuTiming]:
+    """Time all candidates: each round takes one sample of each, in an order that rotates."""
+    passes = {name: work.passes_for(SAMPLE_SECONDS) for name, work in candidates.items()}
+    samples: dict[str, list[float]] = {name: [] for name in candidates}
+    for number in range(rounds):
+        for name in rotated(list(candidates), number):
+            samples[name].append(candidates[name].sample(passes[name]))
+    return {name: GpuTiming(tuple(samples[name]), candidates[name].graph) for name in candidates}
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@dataclass(frozen=True)
+class GpuLimits:
+    """Rates that this device reaches at present.
+
+    copy: bytes/s of a large copy, where both reads and writes count.
+    bf16: flop/s of a large matrix product in bf16.
+    fp32: flop/s of a large matrix product in fp32, without TF32.
+    """
+
+    copy: float
+    bf16: float
+    fp32: float
+
+    def seconds(self, moved_bytes: float, flops: float, dtype: str) -> float:
+        """Return the roofline of this work in seconds; no implementation is much faster."""
+        return max(moved_bytes / self.copy, flops / (self.fp32 if dtype == "fp32" else self.bf16))
+
+
+def measure_limits(device: torch.device, *, side: int, copy_bytes: int) -> GpuLimits:
+    """Return the rates of this device, measured on random data, since products of zeros run
+    faster.
+    """
+    source = torch.empty(copy_bytes // 4, device=device).normal_()
+    target = torch.empty_like(source)
+    work = {"copy": GpuWork([lambda: discard(target.copy_(source))], graph=True)}
+    for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        out = torch.empty_like(a)
+        work[name] = GpuWork(
+            [lambda a=a, b=b, out=out: discard(torch.mm(a, b, out=out))],  # type: ignore[misc]
+            graph=True,
+        )
+    timed = interleaved(work, rounds=5)
+    product = 2 * side**3
+    return GpuLimits(
+        2 * copy_bytes / timed["copy"].median,
+        product / timed["bf16"].median,
+        product / timed["fp32"].median,
+    )
+
+
+def discard(_: object) -> None:
+    """Ignore the argument. A lambda can call a function inside `discard` to drop its result."""

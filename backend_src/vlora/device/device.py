@@ -1,0 +1,243 @@
+"""Devices: where weights, pages and rows are stored, and how the inputs of a step get there.
+
+The option `device` selects one `Device` at the start. The other modules allocate memory through it,
+and choose kernels by the device of their tensors (`vlora.backends`). So they need no case for any
+particular device.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from vlora.device import host_memory
+from vlora.device.host_memory import available_bytes
+from vlora.errors import InvalidArgument, OutOfMemory
+
+MIB = 1 << 20
+PageLayout = Literal["panels", "rows"]
+"""Layouts of keys and values in a page; see `KVCache`."""
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Recorded work of a device.
+
+    replay: runs the work again, on the same memory.
+    nbytes: size in bytes of the device memory that the tensors of the graph take, beyond what they
+        share with earlier graphs.
+    """
+
+    replay: Callable[[], None]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Load:
+    """Copies of tensors on a device, which may still be under way.
+
+    tensors: the copies.
+    wait: lets all work that the calling thread launches from now on wait for the copies. The thread
+        itself does not wait.
+    """
+
+    tensors: list[torch.Tensor]
+    wait: Callable[[], object]
+
+
+class Readback:
+    """Copies of a device's tensors to host memory, which may still be under way.
+
+    waited: seconds that `get` has waited for them.
+    """
+
+    def __init__(
+        self, copies: Sequence[torch.Tensor], wait: Callable[[], object] | None = None
+    ) -> None:
+        """Store the copies.
+
+        wait: function that returns once the copies are complete; None if they are complete.
+        """
+        self._copies = list(copies)
+        self._wait = wait
+        self.waited = 0.0
+
+    def get(self) -> list[torch.Tensor]:
+        """Return the copies; wait until they are complete."""
+        if self._wait is not None:
+            started = time.perf_counter()
+            self._wait()
+            self.waited, self._wait = time.perf_counter() - started, None
+        return self._copies
+
+
+class Device(ABC):
+    """Memory of one device, and copies to it.
+
+    name: name in the option `device`.
+    torch_device: device of the tensors.
+    page_layout: order of keys and values in a page, as the device's attention reads them.
+    in_host_memory: whether the CPU can write to the memory.
+    commits_lazily: whether memory counts as available until it is first written.
+    weight_dtypes: dtypes in which the device can store weights.
+    captures_graphs: whether `capture` can record work.
+    """
+
+    name: str
+    torch_device: torch.device
+    page_layout: PageLayout
+    in_host_memory: bool
+    commits_lazily: bool
+    weight_dtypes: tuple[torch.dtype, ...]
+    captures_graphs: bool
+
+    @abstractmethod
+    def make_current(self) -> None:
+        """Make this the device of all work that the calling thread launches.
+
+        The thread that opens the device need not call this; any other thread must, because torch
+        has a current device for each thread.
+        """
+
+    @abstractmethod
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a tensor of zeros for long-lived data, such as weights or pages.
+
+        Raises OutOfMemory if the device has too little memory.
+        """
+
+    @abstractmethod
+    def row_dtype(self, weights: torch.dtype) -> torch.dtype:
+        """Return the dtype of the activations between products with weights of this dtype."""
+
+    @abstractmethod
+    def upload(
+        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        """Copy a step's inputs from host memory to the device in one transfer. Return the copies.
+
+        into: memory of the device that receives the copies, uint8; allocated if None. Calls with
+            the same `into` and the same shapes and dtypes return tensors at the same addresses.
+
+        Raises ValueError if `into` is too small.
+        """
+
+    @abstractmethod
+    def load(self, tensors: Sequence[torch.Tensor]) -> Load:
+        """Begin to copy long-lived data from host memory to the device. Return the copies.
+
+        tensors: at least one.
+
+        Any thread may call this. The call may wait until an earlier load has ended. The device
+        copies while it computes, in the order of the calls. A copy may be released at any time: its
+        memory is used again only when the device has finished the work that was launched before the
+        release. Raises OutOfMemory if the device has too little memory.
+        """
+
+    @abstractmethod
+    def capture(self, work: Callable[[], object]) -> Graph:
+        """Call `work`, and return a recording of what it launches on the device.
+
+        The device does not execute the recording yet. `work` must have run once before. It must
+        not wait for the device or read host memory. Raises RuntimeError if recording fails.
+        """
+
+    @abstractmethod
+    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        """Begin to copy tensors of the device to host memory. Return the copies.
+
+        The call does not wait. Copying starts once the device has computed the tensors.
+        """
+
+    @abstractmethod
+    def seal(self, tensor: torch.Tensor) -> None:
+        """Make a tensor read-only if the device can. Raise OSError if that fails."""
+
+    @abstractmethod
+    def available_bytes(self) -> int | None:
+        """Return the number of bytes that are left on the device; None if unknown."""
+
+
+class HostDevice(Device):
+    """The CPU. Memory is in huge pages, activations are fp32, and inputs are not copied."""
+
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    page_layout: PageLayout = "panels"
+    in_host_memory = True
+    commits_lazily = True
+    weight_dtypes = (torch.float32, torch.bfloat16)
+    captures_graphs = False
+
+    def make_current(self) -> None:
+        """Do nothing, because any thread may compute on the CPU."""
+
+    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return host_memory.hugepage_zeros(*shape, dtype=dtype)
+
+    def row_dtype(self, weights: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def upload(
+        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
+    ) -> list[torch.Tensor]:
+        return list(tensors)
+
+    def load(self, tensors: Sequence[torch.Tensor]) -> Load:
+        return Load(list(tensors), lambda: None)
+
+    def capture(self, work: Callable[[], object]) -> Graph:
+        raise RuntimeError("work of the CPU cannot be captured")
+
+    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        return Readback(tensors)
+
+    def seal(self, tensor: torch.Tensor) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        address = ctypes.c_void_p(tensor.data_ptr())
+        if libc.mprotect(address, ctypes.c_size_t(tensor.nbytes), mmap.PROT_READ):
+            error = ctypes.get_errno()
+            raise OSError(error, f"mprotect: {os.strerror(error)}")
+
+    def available_bytes(self) -> int | None:
+        return available_bytes()
+
+
+HOST = HostDevice()
+
+
+def require_dtype(device: Device, dtype: torch.dtype) -> None:
+    """Raise InvalidArgument unless the device can store weights of this dtype."""
+    if dtype not in device.weight_dtypes:
+        known = ", ".join(str(one).removeprefix("torch.") for one in device.weight_dtypes)
+        raise InvalidArgument(
+            f"'dtype' = '{str(dtype).removeprefix('torch.')}' cannot be used on device"
+            f" '{device.name}', which supports {known}; float16 needs a GPU (option 'device')"
+        )
+
+
+def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> None:
+    """Raise OutOfMemory, which lists the size of each part, unless all parts fit the memory that a
+    device has left.
+
+    A device for which `commits_lazily` is true is not checked.
+
+    parts: description of each part → its size in bytes.
+    advice: imperative that says which options to change.
+    """
+    left, needed = device.available_bytes(), sum(parts.values())
+    if device.commits_lazily or left is None or needed <= left:
+        return
+    listed = ", ".join(f"{part} {size / MIB:.1f} MiB" for part, size in parts.items())
+    raise OutOfMemory(
+        f"device '{device.name}' has {left / MIB:.1f} MiB left, but {needed / MIB:.1f} MiB are"
+        f" needed: {listed}; {advice}"
+    )

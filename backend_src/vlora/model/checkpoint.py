@@ -1,0 +1,198 @@
+"""Tensors in a checkpoint's files: reading, and checks of their types and shapes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from vlora.adapters.tensors import FLOATS
+from vlora.errors import InvalidArgument
+
+# Finding and opening the weight files of a checkpoint folder.
+
+
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+"""Names of files with pickled weights."""
+LFS_HEADER = b"version https://git-lfs"
+LFS_HINT = "; it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"
+NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)")
+"""Name of one of several weight files: prefix, number, `-of-`, number of files, suffix."""
+
+
+def check_files(folder: Path) -> None:
+    """Raise InvalidArgument for the first weights file that is missing, truncated or corrupt."""
+    for file in weight_files(folder):
+        open_weights(file)
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """Return the folder's weight files: the first result of `indexed_weight_files`.
+
+    Raises InvalidArgument if there are none or their index cannot be read.
+    """
+    return indexed_weight_files(folder)[0]
+
+
+def indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """Return the folder's weight files, and the index: key → file; {} without an index.
+
+    The files are `model.safetensors`, else those of the index, else all safetensors files. Raises
+    InvalidArgument if there are none or the index cannot be read.
+    """
+    index = folder / INDEX
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"], {}
+    if not index.is_file():
+        files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise InvalidArgument(
+                f"model: {folder} holds no .safetensors file{_instead_of_pickles(folder)}"
+            )
+        _check_numbering(files)
+        return files, {}
+    try:
+        listed = {
+            str(key): folder / str(file)
+            for key, file in json.loads(index.read_text())["weight_map"].items()
+        }
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidArgument(f"model: {index} cannot be read: {error!r}") from error
+    return sorted(set(listed.values())), listed
+
+
+def open_weights(file: Path) -> Any:
+    """Open a safetensors file and return it. Raise InvalidArgument if it cannot be read."""
+    # The file is not mapped. A mapped file would take memory in addition to the slab, and
+    # truncating it would end the process.
+    try:
+        return safe_open(file, framework="pt", backend="pread")
+    except (SafetensorError, OSError) as error:
+        hint = LFS_HINT if _is_lfs_pointer(file) else ""
+        raise InvalidArgument(f"model: {file} cannot be read: {error}{hint}") from error
+
+
+def _is_lfs_pointer(file: Path) -> bool:
+    try:
+        with file.open("rb") as opened:
+            return opened.read(len(LFS_HEADER)) == LFS_HEADER
+    except OSError:
+        return False
+
+
+def _check_numbering(files: list[Path]) -> None:
+    """Raise InvalidArgument if the names of files without an index show that one is missing."""
+    present = {file.name for file in files}
+    for file in files:
+        if match := NUMBERED.fullmatch(file.name):
+            prefix, number, of, count, suffix = match.groups()
+            wanted = (f"{prefix}{n:0{len(number)}}" for n in range(1, min(int(count), 9999) + 1))
+            for name in wanted:
+                if f"{name}{of}{count}{suffix}" not in present:
+                    raise InvalidArgument(
+                        f"model: {file.parent} lacks {name}{of}{count}{suffix}, and {INDEX},"
+                        " which lists its weights"
+                    )
+
+
+def _instead_of_pickles(folder: Path) -> str:
+    """Return instructions to convert a folder's pickled weights; an empty string if it has none."""
+    pickles = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
+    if not pickles:
+        return ""
+    try:
+        (name,) = json.loads((folder / "config.json").read_text())["architectures"]
+    except (OSError, ValueError, KeyError, TypeError):
+        name = ""
+    if not str(name).isidentifier():
+        name = "AutoModelForImageTextToText"
+    place = shlex.quote(str(folder))
+    return (
+        f", but {pickles[0]}. Pickled weights are not read, because they can run code."
+        f" Convert them: python -c 'import sys; from transformers import {name} as M;"
+        f" M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' {place}"
+    )
+
+
+STORED_DTYPES = tuple(FLOATS.values())
+"""Types in which a checkpoint's weights may be stored."""
+
+
+@dataclass(frozen=True)
+class StoredRows:
+    """A matrix in a checkpoint's file, whose rows are read when they are requested.
+
+    file, key: file of the matrix, and its key there.
+    shape: shape that the matrix must have.
+    dtype: type to which the rows are converted.
+
+    A slice of rows has the rows themselves, as a slice of a tensor has. It raises InvalidArgument
+    if the rows cannot be read or do not fit.
+    """
+
+    file: Path
+    key: str
+    shape: tuple[int, int]
+    dtype: torch.dtype
+
+    def __getitem__(self, rows: slice) -> torch.Tensor:
+        try:
+            with open_weights(self.file) as opened:
+                stored = opened.get_slice(self.key)
+                name, shape = str(stored.get_dtype()), tuple(stored.get_shape())
+            check(self.shape, shape, FLOATS.get(name, name), f"{self.file} holds '{self.key}'")
+            stored_dtype = FLOATS[name]
+            first, last, _ = rows.indices(shape[0])
+            count, row_bytes = max(0, last - first), shape[1] * stored_dtype.itemsize
+            # Slices of safetensors would read the whole tensor, because the file is not mapped.
+            with self.file.open("rb") as file:
+                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+                start, _ = header[self.key]["data_offsets"]
+                file.seek(file.tell() + start + first * row_bytes)
+                content = bytearray(file.read(count * row_bytes))
+        except (SafetensorError, OSError) as error:
+            raise unreadable(self.file, self.key, error) from error
+        if len(content) < count * row_bytes:
+            raise unreadable(self.file, self.key, EOFError("the file ends early"))
+        if not content:
+            return torch.empty(0, shape[1], dtype=self.dtype)
+        return torch.frombuffer(content, dtype=stored_dtype).view(count, shape[1]).to(self.dtype)
+
+
+def read(opened: Any, file: Path, key: str) -> torch.Tensor:
+    """Return a tensor of an opened file. Raise InvalidArgument if it cannot be read."""
+    try:
+        tensor: torch.Tensor = opened.get_tensor(key)
+    except (SafetensorError, OSError) as error:
+        raise unreadable(file, key, error) from error
+    return tensor
+
+
+def check(
+    expected: tuple[int, ...], shape: tuple[int, ...], dtype: torch.dtype | str, origin: str
+) -> None:
+    """Raise InvalidArgument if a stored tensor has another shape or an unsupported type.
+
+    expected: shape that the tensor must have.
+    shape, dtype: shape and type of the tensor. An unknown type is the name of a type.
+    origin: file and key of the tensor, for the error message.
+    """
+    if dtype not in STORED_DTYPES:
+        supported = ", ".join(str(dtype).removeprefix("torch.") for dtype in STORED_DTYPES)
+        raise InvalidArgument(f"model: {origin} as {dtype}; supported: {supported}")
+    if shape != expected:
+        raise InvalidArgument(
+            f"model: {origin} of shape {tuple(shape)}; by config.json it must be {expected}"
+        )
+
+
+def unreadable(file: Path, key: str, error: Exception) -> InvalidArgument:
+    """Return the error which says that a stored tensor cannot be read, and why."""
+    return InvalidArgument(f"model: {file}: '{key}' cannot be read: {error}")
