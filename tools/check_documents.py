@@ -1,8 +1,7 @@
 """Check that what the documents refer to exists.
 
-`python tools/check_documents.py` prints the relative links, anchors, paths, source files, `make`
-targets, `vlora` commands and options, benchmarks and modules that a Markdown file of the tree names
-and that do not exist. The exit status is 1 if there is one.
+`python tools/check_documents.py` prints the links, anchors, paths, source files, `make` targets,
+`vlora` commands and options, benchmarks and modules of Markdown files that do not exist.
 """
 
 from __future__ import annotations
@@ -77,7 +76,8 @@ def missing_paths(page: Path, words: Sequence[str]) -> Iterator[str]:
             folders = {os.path.normpath(base + word.partition("/")[0]) for base in bases}
             names = {os.path.normpath(base + text) for base in bases for text in (word, pattern)}
             known = any(fnmatch(file, name) for name in names for file in files())
-            if folders & files() and not known:  # others are names, such as media types
+            is_path = folders & files() or SOURCE.fullmatch(Path(word).name)
+            if is_path and not known:  # others are names, such as media types
                 yield f"path {word}: no such file"
 
 

@@ -22,6 +22,7 @@ def test_what_a_document_refers_to_exists(name: str) -> None:
         ("[a](missing.md)", "link missing.md: no such file"),
         ("# Head\n[a](#head) [b](#tail)", "link #tail: no such heading"),
         ("`docs/missing.md` and `text/plain`", "path docs/missing.md: no such file"),
+        ("`no_folder/op.py`", "path no_folder/op.py: no such file"),
         ("`nothing_is_called_so.cpp`", "file nothing_is_called_so.cpp: no such file"),
         ("`make test` and `make\nnothing`", "make nothing: no target nothing"),
         ("```\nvlora nothing  # why\n```", "vlora nothing  # why: no such command"),
