@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,24 @@ PAGES = sorted(name for name in files() if name.endswith(".md"))
 @pytest.mark.parametrize("name", PAGES)
 def test_what_a_document_refers_to_exists(name: str) -> None:
     assert faults(ROOT / name) == []
+
+
+def test_every_cited_decision_is_in_the_list_of_decisions() -> None:
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    records, _, rest = index.partition("Numbers of merged records")
+    merged = rest.partition("The numbers")[0]
+    known = {*re.findall(r"^- (\d+): ", records, flags=re.MULTILINE), *re.findall(r"\d+", merged)}
+    cited = {
+        (number, name)
+        for name in files()
+        if name.endswith((".md", ".py", ".h", ".cpp", ".cu", ".cuh"))
+        for text in re.findall(
+            r"\b[Dd]ecisions? \d+(?:(?:,| and)+ \d+)*", (ROOT / name).read_text()
+        )
+        for number in re.findall(r"\d+", text)
+    }
+    assert len(cited) > 20
+    assert {citation for citation in cited if citation[0] not in known} == set()
 
 
 @pytest.mark.parametrize(
