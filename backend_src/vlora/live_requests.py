@@ -32,7 +32,7 @@ class State(IntEnum):
     READING = 0
     """The thread that received the request ends it."""
     WAITING = 1
-    """Any thread may end the request. The first that does so, or that takes it, owns it."""
+    """The first thread that ends the request, or takes it, owns it."""
     TAKEN = 2
     """The thread that took the request ends it."""
     SUBMITTED = 3
@@ -272,7 +272,7 @@ class EarlyCancels:
     """Cancellations that arrive before their requests, by the client's id. Not thread-safe.
 
     A client can cancel a request of an ensemble while its images are still being encoded (decision
-    5). A cancellation of a request that ended recently came too late. It is not stored, because it
+    18). A cancellation of a request that ended recently came too late. It is not stored, because it
     would cancel a new request with the same id.
     """
 

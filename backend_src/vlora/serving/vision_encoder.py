@@ -3,7 +3,7 @@
 Images are decoded in parallel. Requests are encoded in the order in which their pixels are ready,
 so a corrupt or slow image delays only its own request. Requests that are ready at the same time are
 split into parts, and each part is one batch of the vision tower. The requests of a part are
-answered while the next part is encoded (decision 67).
+answered while the next part is encoded (decision 18).
 """
 
 from __future__ import annotations
