@@ -18,7 +18,8 @@ from peft.utils.other import get_pattern_key
 from transformers import LlavaForConditionalGeneration
 
 from tests.support.oracle import Oracle, Question
-from vlora.adapters.peft import ErrorFactory, PeftConfig, read_config
+from vlora.adapters.errors import ErrorFactory
+from vlora.adapters.peft import PeftConfig, read_config
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument

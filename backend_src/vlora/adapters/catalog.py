@@ -22,7 +22,7 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vlora import native
-from vlora.adapters.errors import Backoff, as_adapter_error, is_transient
+from vlora.adapters.errors import Backoff, ErrorFactory, as_adapter_error, as_text, is_transient
 from vlora.adapters.files import (
     Adapter,
     AdapterDescription,
@@ -32,7 +32,6 @@ from vlora.adapters.files import (
 )
 from vlora.adapters.handle import AdapterHandle, Stamp
 from vlora.adapters.model_shape import ModelShape
-from vlora.adapters.peft import ErrorFactory, as_text
 from vlora.adapters.routing import Router
 from vlora.errors import InvalidArgument, NotFound, known_names
 

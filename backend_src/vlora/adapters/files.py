@@ -13,17 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from vlora.adapters.errors import ErrorFactory, as_text, is_names, read_json
 from vlora.adapters.model_shape import LM_HEAD, ModelShape, for_each_matrix, split_pairs
 from vlora.adapters.patterns import suffixes
-from vlora.adapters.peft import (
-    CONVERT,
-    ErrorFactory,
-    PeftConfig,
-    as_text,
-    is_names,
-    read_config,
-    read_json,
-)
+from vlora.adapters.peft import CONVERT, PeftConfig, read_config
 from vlora.adapters.routing import Skill, read_skills
 from vlora.adapters.tensors import (
     WeightsFile,

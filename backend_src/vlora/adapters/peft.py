@@ -5,18 +5,17 @@ Unsupported options are rejected by name. This module does not read weights.
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from vlora.adapters.errors import ErrorFactory, is_names, read_json
 from vlora.adapters.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape, vision_path
 from vlora.adapters.patterns import MAX_PATTERNS, PatternMatcher, suffixes
-from vlora.errors import InvalidArgument, nearest, shown
+from vlora.errors import nearest, shown
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS
 
@@ -244,43 +243,13 @@ def _initialisation_fault(kind: Any) -> str | None:
     return None
 
 
-MAX_JSON_BYTES = 1024 * 1024
-MAX_REASON_CHARACTERS = 500
 MAX_INVOCATION = 256
 """Maximum number of invocation tokens. Each prompt is searched for them."""
 
 ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 """Pattern by which PEFT finds the layer of a module if `layers_pattern` is empty."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot."""
-
 T = TypeVar("T")
-
-
-def as_text(name: str) -> str:
-    """Return `name` as valid UTF-8, in which invalid parts are escaped.
-
-    The name of a folder may contain any bytes, and JSON may contain surrogates.
-    """
-    return name.encode(errors="backslashreplace").decode()
-
-
-class ErrorFactory:
-    """Makes errors that name the adapter and the file. Their text is always valid UTF-8."""
-
-    def __init__(self, name: str, file: str = "") -> None:
-        self.name = name
-        self._file = file
-
-    def in_file(self, file: str) -> ErrorFactory:
-        """Return a factory of errors in another file of the same adapter."""
-        return ErrorFactory(self.name, file)
-
-    def __call__(self, reason: str) -> InvalidArgument:
-        if len(reason) > MAX_REASON_CHARACTERS:
-            reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
-        return InvalidArgument(as_text(f"adapter '{self.name}': {self._file} {reason}"))
 
 
 @dataclass(frozen=True)
@@ -439,13 +408,6 @@ def _names_or_pattern(value: Any) -> bool:
     return isinstance(value, str) or value == () or is_names(value)
 
 
-def is_names(value: Any) -> bool:
-    """Return whether `value` is a list of non-empty names that are valid UTF-8."""
-    return isinstance(value, list) and all(
-        isinstance(name, str) and name and not _SURROGATE.search(name) for name in value
-    )
-
-
 def _rank(value: Any, what: str, invalid: ErrorFactory) -> int:
     if type(value) is not int or value < 1:
         raise invalid(f"has {what} = {value!r}; it must be a positive whole number")
@@ -478,37 +440,3 @@ def _patterns(
     return {
         pattern: read(value, f"{key}[{pattern!r}]", invalid) for pattern, value in patterns.items()
     }
-
-
-def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the JSON object in a file of the adapter's folder. Raises InvalidArgument."""
-    invalid = invalid.in_file(path.name)
-    require_file(path, invalid)
-    try:
-        with path.open("rb") as opened:
-            content = opened.read(MAX_JSON_BYTES + 1)
-        if len(content) > MAX_JSON_BYTES:
-            raise invalid(f"has more than {MAX_JSON_BYTES} bytes")
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"is not valid JSON: {error}") from error
-    except OSError as error:
-        raise invalid(f"cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise invalid("must hold a JSON object")
-    return value
-
-
-def require_file(path: Path, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument unless the file exists and is a regular file.
-
-    Other kinds of files are refused because reading a pipe or a device might never end.
-    """
-    try:
-        kind = path.stat().st_mode
-    except FileNotFoundError:
-        raise invalid("is missing") from None
-    except OSError as error:
-        raise invalid(f"cannot be read: {error}") from error
-    if not stat.S_ISREG(kind):
-        raise invalid("is not a regular file")

@@ -34,11 +34,16 @@ from vlora.adapters.catalog import (
     error_of,
     stamp_of,
 )
-from vlora.adapters.errors import MAX_ATTEMPTS, as_adapter_error, is_transient
+from vlora.adapters.errors import (
+    MAX_ATTEMPTS,
+    ErrorFactory,
+    as_adapter_error,
+    as_text,
+    is_transient,
+)
 from vlora.adapters.files import MAX_ADAPTER_BYTES, Adapter, AdapterInfo, read_adapter
 from vlora.adapters.handle import AdapterHandle, AdapterState, Stamp
 from vlora.adapters.model_shape import ModelShape
-from vlora.adapters.peft import ErrorFactory, as_text
 from vlora.adapters.residency import AdapterTiers
 from vlora.atmm.groups import HeadGroup, LoraGroup
 from vlora.device.device import HOST, Device

@@ -22,16 +22,9 @@ from weakref import WeakValueDictionary
 import torch
 from safetensors import SafetensorError, safe_open
 
+from vlora.adapters.errors import ErrorFactory, require_file
 from vlora.adapters.model_shape import LM_HEAD, ModelShape, Rows, paths_of
-from vlora.adapters.peft import (
-    CONVERT,
-    ErrorFactory,
-    PeftConfig,
-    TensorKey,
-    UnknownKey,
-    parse_key,
-    require_file,
-)
+from vlora.adapters.peft import CONVERT, PeftConfig, TensorKey, UnknownKey, parse_key
 from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
 

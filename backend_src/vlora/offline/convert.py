@@ -27,16 +27,10 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
+from vlora.adapters.errors import ErrorFactory, read_json, require_file
 from vlora.adapters.files import MAX_ADAPTER_BYTES, OUTSIDE_LORA, PICKLED, WEIGHTS, AdapterFiles
 from vlora.adapters.model_shape import LM_HEAD, ModelShape
-from vlora.adapters.peft import (
-    KNOWN_CHANGES,
-    ErrorFactory,
-    UnknownKey,
-    parse_key,
-    read_json,
-    require_file,
-)
+from vlora.adapters.peft import KNOWN_CHANGES, UnknownKey, parse_key
 from vlora.adapters.tensors import FLOATS, WeightsFile
 from vlora.atmm.types import LoraPair
 from vlora.atomic_file import new_folder

@@ -18,11 +18,10 @@ import torch
 from cachetools import LRUCache
 
 from vlora.adapters.catalog import FolderWatch, stamp_of
-from vlora.adapters.errors import as_adapter_error, is_transient
+from vlora.adapters.errors import ErrorFactory, as_adapter_error, as_text, is_transient
 from vlora.adapters.files import WEIGHTS, AdapterFiles
 from vlora.adapters.handle import Stamp, version_of
 from vlora.adapters.model_shape import ModelShape, vision_path
-from vlora.adapters.peft import ErrorFactory, as_text
 from vlora.adapters.tensors import WeightsReader
 from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument, Unavailable
