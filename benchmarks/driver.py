@@ -18,11 +18,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from vlora.adapters.tensors import Layout, WeightsFile
+from vlora.adapters.tensors import WeightsFile
 from vlora.engine.engine import Engine
 from vlora.engine.requests import RequestState
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
+from vlora.weights.safetensors import Layout
 
 WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
 """Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""

@@ -319,7 +319,7 @@ def _load_seconds(engine: Engine, name: str) -> float:
     """Return the seconds an idle engine takes to read an adapter's files into host memory."""
     handle = engine.adapters.handle(name)
     started = perf_counter()
-    read_adapter(name, handle.folder, handle.description, engine.config.hidden)
+    read_adapter(handle.folder, handle.description)
     return perf_counter() - started
 
 

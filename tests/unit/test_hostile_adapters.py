@@ -374,14 +374,14 @@ def test_an_unexpected_exception_is_an_error_of_that_adapter(
     """The error names the adapter and its folder."""
     from vlora.adapters import catalog as module
 
-    files = module.AdapterFiles
+    describe = module.describe_adapter
 
     def fails(name: str, *more: Any) -> Any:
         if name == "bad":
             raise MemoryError("\ud800")
-        return files(name, *more)
+        return describe(name, *more)
 
-    monkeypatch.setattr(module, "AdapterFiles", fails)
+    monkeypatch.setattr(module, "describe_adapter", fails)
     store = AdapterStore(shape)
     store.load({"bad": zoo / "a-healthy", "good": zoo / "a-healthy"})
     assert store.names() == ("good",)

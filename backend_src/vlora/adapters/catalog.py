@@ -26,9 +26,10 @@ from vlora.adapters.errors import Backoff, ErrorFactory, as_adapter_error, as_te
 from vlora.adapters.files import (
     Adapter,
     AdapterDescription,
-    AdapterFiles,
     AdapterInfo,
+    describe_adapter,
     load_adapter,
+    read_adapter,
 )
 from vlora.adapters.handle import AdapterHandle, Stamp
 from vlora.adapters.model_shape import ModelShape
@@ -474,16 +475,15 @@ class FolderReader:
         engine and encoder could apply different weights as one version of the adapter.
         """
         try:
-            files = AdapterFiles(name, folder, self._model, self._max_bytes)
-            size = files.description.host_bytes
-            fits = self._read_bytes + size <= self._allowed_bytes()
-            adapter = files.read() if fits else None
+            description = describe_adapter(name, folder, self._model, self._max_bytes)
+            fits = self._read_bytes + description.host_bytes <= self._allowed_bytes()
+            adapter = read_adapter(folder, description) if fits else None
         except BaseException as error:
             if not is_transient(error):
                 _require_unchanged(name, folder, stamp)
             raise
         _require_unchanged(name, folder, stamp)
-        return files.description, adapter
+        return description, adapter
 
 
 def _require_unchanged(name: str, folder: Path, stamp: Stamp) -> None:

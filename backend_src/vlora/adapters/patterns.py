@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -35,16 +35,6 @@ that patterns can name.
 """
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-
-
-def suffixes(path: str) -> Iterator[str]:
-    """Yield the names that a pattern may use for the module at `path`: the whole path, and the rest
-    after each dot.
-    """
-    yield path
-    while "." in path:
-        path = path.split(".", 1)[1]
-        yield path
 
 
 class PatternMatcher:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from vlora.adapters.errors import ErrorFactory, is_names, read_json
-from vlora.adapters.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape, vision_path
-from vlora.adapters.patterns import MAX_PATTERNS, PatternMatcher, suffixes
+from vlora.adapters.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape, suffixes, vision_path
+from vlora.adapters.patterns import MAX_PATTERNS, PatternMatcher
 from vlora.errors import nearest, shown
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS

@@ -192,14 +192,12 @@ class AdapterLoads:
         self,
         tiers: AdapterTiers,
         results: Results,
-        hidden: int,
         clock: Callable[[], float],
         on_failure: Callable[[AdapterHandle, InvalidArgument, bool], None],
         packs_inline: bool,
     ) -> None:
         """Start the workers.
 
-        hidden: width of the model.
         clock: returns seconds.
         on_failure: called with an adapter that cannot be loaded or packed, the error, and whether
             the cause lies outside its files.
@@ -207,7 +205,6 @@ class AdapterLoads:
         """
         self._tiers = tiers
         self._workers = Workers(results)
-        self._hidden = hidden
         self._clock = clock
         self._on_failure = on_failure
         self._packs_inline = packs_inline
@@ -272,7 +269,7 @@ class AdapterLoads:
         """Let the loader's thread read the weights of an adapter."""
         handle.load()
         self._workers.load(
-            partial(_read_weights, handle, self._hidden),
+            partial(_read_weights, handle),
             partial(self._keep, handle),
             partial(self._fail, handle),
         )
@@ -326,12 +323,12 @@ class AdapterLoads:
         self._on_failure(handle, reason, transient)
 
 
-def _read_weights(handle: AdapterHandle, hidden: int) -> Adapter:
+def _read_weights(handle: AdapterHandle) -> Adapter:
     """Return the weights of a version. The loader's thread calls this.
 
     Raises the errors of `read_adapter`, and InvalidArgument if the folder has changed.
     """
-    adapter = read_adapter(handle.name, handle.folder, handle.description, hidden)
+    adapter = read_adapter(handle.folder, handle.description)
     stamp = stamp_of(handle.folder)
     if stamp != handle.stamp:
         invalid = ErrorFactory(handle.name, str(handle.folder))
@@ -369,7 +366,6 @@ class AdapterStore:
         self._loads = AdapterLoads(
             self._tiers,
             self._results,
-            model.hidden,
             lambda: self.clock(),
             self._give_up,
             packs_inline=device.in_host_memory,

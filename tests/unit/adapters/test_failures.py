@@ -147,17 +147,17 @@ def test_a_panic_while_weights_are_loaded_is_an_error_of_their_adapter(
 def test_a_panic_while_a_folder_is_read_is_an_error_of_its_adapter(
     make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = catalog.AdapterFiles
+    describe = catalog.describe_adapter
 
     def panic(name: str, *more: Any) -> Any:
         if name == "new":
             raise RustPanic("index out of bounds")
-        return read(name, *more)
+        return describe(name, *more)
 
     harness = make_harness(1)
     for number, name in enumerate(("new", "newer")):
         write_adapter(root / name, 50 + number)
-    monkeypatch.setattr(catalog, "AdapterFiles", panic)
+    monkeypatch.setattr(catalog, "describe_adapter", panic)
     harness.store.update({path.name: (path, stamp_of(path)) for path in root.iterdir()})
     harness.store.apply()
     assert set(harness.store.broken) == {"new"}

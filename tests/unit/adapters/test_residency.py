@@ -21,7 +21,7 @@ from tests.support.adapter_store import (
 from tests.support.calls import calls_of
 from vlora.adapters import store
 from vlora.adapters.catalog import find_folders
-from vlora.adapters.files import AdapterFiles
+from vlora.adapters.files import load_adapter
 from vlora.adapters.store import AdapterStore
 from vlora.atmm import op
 from vlora.atmm.types import Segment
@@ -36,7 +36,7 @@ def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
         for index in indices:
             handle = harness.handle(index)
             assert handle.slot is not None
-            pair = AdapterFiles(handle.name, handle.folder, small_model()).read().pairs[MATRIX]
+            pair = load_adapter(handle.name, handle.folder, small_model()).pairs[MATRIX]
             x = torch.randn(3, HIDDEN)
             y = torch.zeros(3, HIDDEN)
             op.apply(y, x, [Segment(0, 3, handle.slot)], harness.group)
