@@ -132,7 +132,7 @@ class Driver:
         self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
-        engine.adapters.on_change = self._news.set
+        engine.adapters.results.on_post = self._news.set
 
     def close(self) -> None:
         self.engine.adapters.close()
@@ -144,7 +144,7 @@ class Driver:
         """
         if not watch:
             return self._run(requests)
-        self.engine.watch.start(self.engine.adapters.stamps)
+        self.engine.watch.start(self.engine.adapters.folders.stamps)
         try:
             return self._run(requests)
         finally:

@@ -35,7 +35,7 @@ def put(root: Path, adapters_dir: Path, kind: str, *, head: bool = False) -> Non
 
 
 def update(engine: Engine, root: Path) -> None:
-    engine.adapters.update({p.name: (p, stamp_of(p)) for p in root.iterdir()})
+    engine.adapters.folders.update({p.name: (p, stamp_of(p)) for p in root.iterdir()})
     engine.adapters.apply()
 
 
@@ -60,7 +60,7 @@ def finish(engine: Engine) -> dict[str, Output]:
 
 def pages(checkpoint: Path, adapters_dir: Path, kind: str) -> int:
     engine = Engine(Options(model=checkpoint, adapters=adapters_dir))
-    return engine.adapters.pages_of(engine.adapters.handle(kind))
+    return engine.adapters.tiers.pages_of(engine.adapters.handle(kind))
 
 
 def test_a_waiting_request_is_refused_if_its_adapter_outgrows_the_pool(
@@ -82,7 +82,7 @@ def test_the_limit_of_an_answer_follows_the_version_of_the_adapter(
 ) -> None:
     large = pages(checkpoint, adapters_dir, "all-r8")
     engine = engine_of(checkpoint, root, kv_cache_tokens=16 * (large + 3), adapter_pool_bytes=0)
-    small = engine.adapters.pages_of(engine.adapters.handle("x"))
+    small = engine.adapters.tiers.pages_of(engine.adapters.handle("x"))
     context = min(engine.max_model_len, 16 * (large + 3 - small))
     limited = engine.prepare(request("limited", adapter="x", max_tokens=context - 20))
     unlimited = engine.prepare(request("unlimited", None, adapter="x"))  # type: ignore[arg-type]

@@ -171,7 +171,7 @@ def test_adapters_with_special_targets_answer_as_with_peft(
 ) -> None:
     oracle = Oracle(checkpoint, adapters)
     engine = Engine(Options(model=checkpoint, adapters=adapters))
-    assert not engine.adapters.broken
+    assert not engine.adapters.table.broken
     answers = set()
     for name in (*ADAPTERS, "target-without-weights"):
         question = Question("<s>how many circles are there? Answer:", name, None)

@@ -346,7 +346,10 @@ def test_any_value_of_any_key_loads_or_is_rejected(
             (tmp_path / "x" / CONFIG).write_text(json.dumps(changed))
             store = AdapterStore(shape)
             store.load({"x": tmp_path / "x"})
-            assert not store.broken or "failed to load" not in str(store.broken["x"]), (key, value)
+            assert not store.table.broken or "failed to load" not in str(store.table.broken["x"]), (
+                key,
+                value,
+            )
 
 
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
@@ -365,7 +368,7 @@ def test_flipped_bits_load_or_are_rejected(
         (tmp_path / "x" / file).write_bytes(flipped)
         store = AdapterStore(shape)
         store.load({"x": tmp_path / "x"})
-        assert not store.broken or "failed to load" not in str(store.broken["x"])
+        assert not store.table.broken or "failed to load" not in str(store.table.broken["x"])
 
 
 def test_an_unexpected_exception_is_an_error_of_that_adapter(

@@ -385,7 +385,6 @@ class FolderReader:
         max_bytes: int,
         allowed_bytes: Callable[[], float],
         report: Callable[[FolderResult], None],
-        clock: Callable[[], float],
     ) -> None:
         """Create a reader that has read no folder.
 
@@ -393,13 +392,12 @@ class FolderReader:
         allowed_bytes: returns the maximum size in bytes of all weights that this reader has read
             and will read. If an adapter's weights would exceed it, only the declarations are read.
         report: called with each result.
-        clock: returns seconds.
         """
         self._model = model
         self._max_bytes = max_bytes
         self._allowed_bytes = allowed_bytes
         self._report = report
-        self._clock = clock
+        self.clock: Callable[[], float] = time.monotonic
         self._read_bytes = 0
         self._retries: dict[str, Backoff] = {}
         self._to_retry: SimpleQueue[tuple[str, float]] = SimpleQueue()
@@ -430,7 +428,7 @@ class FolderReader:
 
         Call this if the folder could not be loaded for a cause outside its files.
         """
-        self._to_retry.put((name, self._clock()))
+        self._to_retry.put((name, self.clock()))
 
     def retry(self) -> None:
         """Retry the folders that could not be read for a cause outside their files.
@@ -438,7 +436,7 @@ class FolderReader:
         A folder is left out while its backoff lasts. If its files have changed, `update` reads it
         instead.
         """
-        now = self._clock()
+        now = self.clock()
         while not self._to_retry.empty():
             name, failed_at = self._to_retry.get()
             self._retries.setdefault(name, Backoff()).failed(failed_at)
@@ -456,7 +454,7 @@ class FolderReader:
         except BaseException as error:  # A panic of a Rust library is not an Exception.
             transient = is_transient(error)
             if transient:
-                self._retries.setdefault(name, Backoff()).failed(self._clock())
+                self._retries.setdefault(name, Backoff()).failed(self.clock())
             else:
                 self._retries.pop(name, None)
             self._report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
