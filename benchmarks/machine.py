@@ -18,10 +18,10 @@ import torch
 
 from benchmarks.dtypes import DTYPES
 from benchmarks.roofline import Roofline
-from benchmarks.timing import Timing
 from vlora import backends, native
 from vlora.atmm.cpu import Cpu
 from vlora.atmm.search import gpu_timing
+from vlora.atmm.search.timing import Timing
 from vlora.device import host_memory
 
 READ, MULTIPLY = "read", "multiply"

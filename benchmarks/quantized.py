@@ -63,7 +63,8 @@ class QuantizedBenchmark(Benchmark[int]):
         import torch
 
         from benchmarks.machine import ConcurrentRates
-        from benchmarks.timing import Timing, interleaved
+        from benchmarks.timing import interleaved
+        from vlora.atmm.search.timing import Timing
 
         self.status(f"{cell} rows")
         width, depth = self._grid["width"], self._grid["depth"]

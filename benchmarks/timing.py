@@ -10,7 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from vlora.atmm.search.gpu_timing import Timing, rotated
+from vlora.atmm.search.timing import Timing, rotated
 
 MIN_SAMPLE_SECONDS = 4e-4
 """Minimum duration of a sample. Shorter samples would mostly measure the clock and the loop."""

@@ -15,8 +15,9 @@ from benchmarks.dtypes import DTYPES
 from benchmarks.machine import ConcurrentRates, without_rates
 from benchmarks.roofline import Roofline
 from benchmarks.synthetic_model import fill_with_random
-from benchmarks.timing import Timing, interleaved, rounded_mean
+from benchmarks.timing import interleaved, rounded_mean
 from vlora.atmm.cpu import Cpu
+from vlora.atmm.search.timing import Timing
 from vlora.backends import Backend
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan

@@ -13,8 +13,9 @@ from benchmarks.kernels.cells import KernelCell
 from benchmarks.kernels.operators import BASELINES, InFloat32, LoraCall, LoraOperator
 from benchmarks.machine import ConcurrentRates, has_bf16_instructions, without_rates
 from benchmarks.roofline import Roofline
-from benchmarks.timing import Timing, interleaved, single_calls
+from benchmarks.timing import interleaved, single_calls
 from vlora.atmm.cpu import Cpu
+from vlora.atmm.search.timing import Timing
 
 COLD_TOTAL_BYTES = Cpu.here().cold_bytes
 """Size in bytes that the adapters of all layers of a cold cell should have together. The calls use

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.driver import WORDS
-from benchmarks.timing import rotated
+from vlora.atmm.search.timing import rotated
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy

@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.benchmark import load_grid_values
 from benchmarks.policies.traces import TracedRequest, Workload
-from benchmarks.timing import rotated
+from vlora.atmm.search.timing import rotated
 
 SUMMARY_SETTING: Mapping[str, Any] = {"load": 0.8, "skew": 0.6}
 """Load and skew at which the summary compares policies."""

@@ -17,8 +17,9 @@ from benchmarks.roofline import Roofline
 from benchmarks.step.footprint import footprints
 from benchmarks.step.parts import ATTENTION, PARTS, timed_parts
 from benchmarks.synthetic_model import SyntheticModel
-from benchmarks.timing import Timing, interleaved, rounded_mean
+from benchmarks.timing import interleaved, rounded_mean
 from benchmarks.work_model import ChunkWork, Work, step_work
+from vlora.atmm.search.timing import Timing
 from vlora.model import step_recordings
 
 READ_BYTES = 256 << 20

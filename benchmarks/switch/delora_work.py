@@ -25,9 +25,10 @@ import torch
 from benchmarks.machine import ConcurrentRates
 from benchmarks.roofline import Roofline
 from benchmarks.synthetic_model import SyntheticModel
-from benchmarks.timing import Timing, interleaved
+from benchmarks.timing import interleaved
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
+from vlora.atmm.search.timing import Timing
 from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segment, Segments
 from vlora.ids import BASE, order_of

@@ -18,7 +18,8 @@ from benchmarks.kernels.atmm_operator import Atmm, static_tiles
 from benchmarks.kernels.cells import KernelCell, load_grid
 from benchmarks.kernels.operators import BASELINES, Einsum, InFloat32, LoraOperator, PeftLoop
 from benchmarks.roofline import Roofline
-from benchmarks.timing import Timing, interleaved
+from benchmarks.timing import interleaved
+from vlora.atmm.search.timing import Timing
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
 OPERATORS: list[LoraOperator] = [Atmm(), *BASELINES]

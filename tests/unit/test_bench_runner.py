@@ -27,7 +27,7 @@ from benchmarks.switch import delora_work as mixture
 from benchmarks.switch import merges as switch
 from benchmarks.switch import mode_changes as modes
 from benchmarks.switch.merges import MergeModel
-from benchmarks.timing import Timing
+from vlora.atmm.search.timing import Timing
 
 ROOT = Path(__file__).parents[2]
 KEYS = (

@@ -94,7 +94,7 @@ def responder(backend: ModuleType) -> ModuleType:
 
 @pytest.fixture
 def tensors(backend: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.tensors")
+    return importlib.import_module(f"{PACKAGE}.responder")
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_logging_never_raises(backend: ModuleType, monkeypatch: pytest.MonkeyPat
     backend.Logger = SimpleNamespace(log_error=write, log_warn=write, log_info=write)
     monkeypatch.setattr(logging, "raiseExceptions", False)
     logger = logging.Logger("test")
-    logger.addHandler(importlib.import_module(f"{PACKAGE}.logs").TritonHandler())
+    logger.addHandler(importlib.import_module(f"{PACKAGE}.process").TritonHandler())
     for level in (logging.INFO, logging.WARNING, logging.ERROR):
         logger.log(level, "adapter %s", "\udcff")
         logger.log(level, "unlucky")

@@ -149,7 +149,7 @@ class PromptReader:
             )
         self._check_embedded(tokens)
         if images is None or count == 0:
-            return Prompt.of_text(tokens)
+            return text_prompt(tokens)
         ids: list[int] = []
         feature_row: list[int] = []
         image = 0

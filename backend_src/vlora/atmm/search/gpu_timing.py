@@ -6,12 +6,13 @@ calls. The figures of a dry run mean nothing and are marked as such.
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+
+from vlora.atmm.search.timing import Timing, rotated
 
 Call = Callable[[], None]
 
@@ -20,30 +21,6 @@ SAMPLE_SECONDS = 2e-3
 the launch of a graph."""
 MAX_REPLAYS = 400
 WARM_CALLS = 2
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per call, one value per sample."""
-
-    samples: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-    @property
-    def noise(self) -> float:
-        """Interquartile range divided by the median."""
-        if len(self.samples) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
-        return (high - low) / self.median
-
-    @property
-    def variation(self) -> float:
-        """Coefficient of variation: standard deviation divided by mean (figure 18 of the paper)."""
-        return statistics.stdev(self.samples) / statistics.fmean(self.samples)
 
 
 @dataclass(frozen=True)
@@ -104,12 +81,6 @@ class GpuWork:
         """Return the number of passes that take about `seconds`."""
         pass_seconds = max(self.sample(1) * len(self._calls), 1e-7)
         return max(1, min(MAX_REPLAYS, round(seconds / pass_seconds)))
-
-
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return the names rotated to start at index `number` modulo their count."""
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
 
 
 def interleaved(candidates: Mapping[str, GpuWork], rounds: int) -> dict[str, GpuTiming]:
