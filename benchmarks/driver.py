@@ -132,7 +132,7 @@ class Driver:
         self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
-        engine.adapters.results.on_post = self._news.set
+        engine.adapters.workers.on_post = self._news.set
 
     def close(self) -> None:
         self.engine.adapters.close()

@@ -1,7 +1,11 @@
-"""Adapters by name. Each name refers to a handle, or to the error of a folder that cannot be used.
+"""Catalogue of adapters: their folders, the watch over them, and the table of their names.
 
-The engine's thread changes the mapping. It publishes each state as an immutable table, which other
-threads read without a lock.
+`FolderWatch` scans the folders, and `FolderReader` reads those that have changed; both run on the
+thread that watches them. The engine's thread applies what the reader reports and maps names to
+handles. It publishes each state as an immutable table, which other threads read without a lock.
+
+Symbolic links are followed, because hub caches consist of them. A link that points to another file
+counts as a change.
 """
 
 from __future__ import annotations
@@ -36,13 +40,9 @@ from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.routing import Router
 from vlora.errors import InvalidArgument, NotFound, known_names
 
-# Adapter folders: where they are, and whether their files have changed.
-#
-# Symbolic links are followed, because hub caches consist of them. A link that points to another
-# file counts as a change.
-
-
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SETTLED_SECONDS = 1.0
 """Time without changes after which a folder is read."""
@@ -59,33 +59,39 @@ MAX_LOOK_SECONDS = 1.5
 A change takes effect after two scans and a load. The documentation promises five seconds for this.
 """
 
+MAX_HINT_LENGTH = 256
+"""Maximum length of an unknown name for which similar names are suggested."""
 
-def find_folders(
-    root: Path | None, names: Mapping[str, str], *, quiet: bool = False
-) -> dict[str, Path]:
+HINT_NEIGHBOURS = 16
+"""Number of names before and after an unknown name that are compared with it, in each of two
+orders.
+
+Comparing two names takes about 70 µs.
+"""
+
+
+# -- folders and their stamps ----------------------------------------------------------------------
+
+
+def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
     """Return name → folder of all adapters.
 
     root: folder whose subfolders are adapters under their own names; None for no such folder.
     names: name → folder of further adapters, which take precedence over subfolders with the same
         name. The folders are relative to the root, as in the vLLM backend's `multi_lora.json`, or
         absolute if there is no root.
-    quiet: whether to omit the log message about names that are defined twice.
     """
-    present = () if root is None else folders_in(root)
-    return _named(root, present, names, quiet=quiet)
-
-
-def _named(
-    root: Path | None, present: Sequence[str], names: Mapping[str, str], *, quiet: bool
-) -> dict[str, Path]:
-    folders = {} if root is None else {name: root / name for name in present}
-    for name, folder in names.items():
-        path = Path(folder) if root is None else root / folder
-        if not quiet and name in folders and not _same_file(folders[name], path):
-            texts = map(as_text, (name, str(path), str(folders[name])))
+    own = {} if root is None else {name: root / name for name in folders_in(root)}
+    named = _paths(root, names)
+    for name in named:
+        if name in own and not _same_file(own[name], named[name]):
+            texts = map(as_text, (name, str(named[name]), str(own[name])))
             log.warning("adapter '%s' is defined twice: %s is used, and %s is not", *texts)
-        folders[name] = path
-    return folders
+    return own | named
+
+
+def _paths(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
+    return {name: Path(at) if root is None else root / at for name, at in names.items()}
 
 
 class FolderFinder:
@@ -95,16 +101,15 @@ class FolderFinder:
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
-        self._names = names
+        self._named = _paths(root, names)
         self._present: Sequence[str] | None = None
-        self._folders: dict[str, Path] = {}
+        self._folders = self._named
 
     def __call__(self) -> Mapping[str, Path]:
         """Return name → folder. Raise InvalidArgument if the root cannot be read."""
-        present = () if self._root is None else folders_in(self._root)
-        if present != self._present:
-            self._folders = _named(self._root, present, self._names, quiet=True)
+        if self._root is not None and (present := folders_in(self._root)) != self._present:
             self._present = present
+            self._folders = {name: self._root / name for name in present} | self._named
         return self._folders
 
 
@@ -125,17 +130,13 @@ def folders_in(root: Path) -> Sequence[str]:
 
 
 def _folders_in(root: Path) -> list[str]:
-    """Return what `folders_in` returns, without the compiled core."""
     entries = sorted(root.iterdir(), key=os.fsencode)
     return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
 
 def _may_be_adapter(entry: Path) -> bool:
-    """Return whether an entry may be an adapter: it is a folder, or a broken link.
-
-    A broken link is reported as an adapter that cannot be loaded.
-    """
     try:
+        # A broken link is reported as an adapter that cannot be loaded.
         return entry.is_dir() or (entry.is_symlink() and not entry.exists())
     except OSError:
         return True
@@ -174,9 +175,9 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Return what `stamp_of` returns, without the compiled core.
+    """Return the stamp of a folder, without the compiled core.
 
-    The stamp contains the name of each entry and, after following links, its device, inode, size
+    It contains the name of each entry and, after following links, its device, inode, size
     and time of modification. If the folder cannot be read, the stamp contains the number of the
     error.
     """
@@ -211,15 +212,6 @@ def _native() -> Any:
         return None
 
 
-def _failed_transiently(stamp: Stamp) -> bool:
-    """Return whether this is the stamp of a folder whose reading failed transiently.
-
-    The cause of such a failure lies outside the folder's files.
-    """
-    error = error_of(stamp)
-    return error is not None and is_transient(error)
-
-
 class FolderWatch:
     """Thread that scans the adapters' folders repeatedly until it is closed.
 
@@ -230,7 +222,6 @@ class FolderWatch:
         self,
         find: Callable[[], Mapping[str, Path]],
         changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None],
-        clock: Callable[[], float] = time.monotonic,
         retry: Callable[[], None] = lambda: None,
     ) -> None:
         """Create the watch; `start` starts its thread.
@@ -243,9 +234,9 @@ class FolderWatch:
         """
         self._find = find
         self._changed = changed
-        self._clock = clock
         self._retry = retry
         self._seen: dict[str, tuple[Path, Stamp, float]] = {}
+        """Folder and stamp of each name at the last scan, and when it was first seen like this."""
         self._reported: dict[str, tuple[Path, Stamp]] = {}
         self._folders: Mapping[str, Path] = {}
         self._paths: list[bytes] = []
@@ -273,13 +264,13 @@ class FolderWatch:
 
     def _run(self) -> None:
         while not self._closed_before_next():
-            began = self._clock()
+            began = time.monotonic()
             try:
                 self.look(began)
                 self._retry()
             except Exception:
                 log.exception("looking at the adapters' folders failed; trying again")
-            took = self._clock() - began
+            took = time.monotonic() - began
             self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
 
     def _closed_before_next(self) -> bool:
@@ -288,15 +279,15 @@ class FolderWatch:
         If the watch is closed during the wait and started again, the next call waits for the rest
         of the time.
         """
-        began = self._clock()
+        began = time.monotonic()
         closed = self._closed.wait(self._pause)
-        self._pause = max(0.0, self._pause - (self._clock() - began))
+        self._pause = max(0.0, self._pause - (time.monotonic() - began))
         return closed
 
     def look(self, now: float) -> None:
         """Scan the folders once, and call `changed` if a folder has changed and then settled.
 
-        now: seconds on the watch's clock.
+        now: seconds on a clock that never goes back.
         """
         try:
             folders = self._find()
@@ -310,37 +301,42 @@ class FolderWatch:
         if self._settled and stamps == self._stamps:
             return
         self._stamps = stamps
-        settled: dict[str, tuple[Path, Stamp]] = {}
-        seen: dict[str, tuple[Path, Stamp, float]] = {}
         self._settled = True
+        seen, self._seen = self._seen, {}
+        settled = {}
         for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
-            before = self._seen.get(name)
-            if name in self._reported and _failed_transiently(stamp):
-                stamp = self._reported[name][1]
-                self._settled = False
-            unchanged = before is not None and before[:2] == (folder, stamp)
-            seen[name] = before if before is not None and unchanged else (folder, stamp, now)
-            if (
-                self._reported.get(name) == (folder, stamp)
-                or now - seen[name][2] >= SETTLED_SECONDS
-            ):
-                settled[name] = (folder, stamp)
-                continue
-            self._settled = False
-            if name in self._reported:
-                settled[name] = self._reported[name]  # The old version serves until then.
-        self._seen = seen
+            version = self._version_of(name, folder, stamp, seen.get(name), now)
+            if version is not None:
+                settled[name] = version
         if settled != self._reported:
             self._reported = settled
             self._changed(settled)
 
+    def _version_of(
+        self,
+        name: str,
+        folder: Path,
+        stamp: Stamp,
+        before: tuple[Path, Stamp, float] | None,
+        now: float,
+    ) -> tuple[Path, Stamp] | None:
+        """Return the folder and stamp to report for a name, or None if it must not be used yet.
 
-# Reading of adapter folders that were added or changed, and reporting of removed ones.
-#
-# The thread that watches the folders uses this module. The engine's thread applies the results.
+        before: entry of the name in `_seen` at the scan before.
+        """
+        reported, error = self._reported.get(name), error_of(stamp)
+        if reported is not None and error is not None and is_transient(error):
+            stamp = reported[1]
+            self._settled = False
+        unchanged = before is not None and before[:2] == (folder, stamp)
+        self._seen[name] = before if before is not None and unchanged else (folder, stamp, now)
+        if reported == (folder, stamp) or now - self._seen[name][2] >= SETTLED_SECONDS:
+            return folder, stamp
+        self._settled = False
+        return reported  # The old version serves until the new one has settled.
 
 
-T = TypeVar("T")
+# -- reading folders -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -524,15 +520,7 @@ def read_infos(
     return list(infos.values()), errors
 
 
-MAX_HINT_LENGTH = 256
-"""Maximum length of an unknown name for which similar names are suggested."""
-
-HINT_NEIGHBOURS = 16
-"""Number of names before and after an unknown name that are compared with it, in each of two
-orders.
-
-Comparing two names takes about 70 µs.
-"""
+# -- names -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

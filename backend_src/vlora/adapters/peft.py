@@ -1,6 +1,9 @@
-"""Reader of `adapter_config.json`: target modules, ranks and scales by PEFT's rules.
+"""PEFT's format: the keys of an adapter's tensors, and the rules of `adapter_config.json`.
 
-Unsupported options are rejected by name. This module does not read weights.
+A key contains the path of a module in the model that was trained, and the role of the tensor. The
+layouts of transformers (`LAYOUTS`) have different paths for the same matrix, which `parse_key` maps
+to one matrix id. The config says which modules have a LoRA, and its rank and scale. Unsupported
+options are rejected by name.
 """
 
 from __future__ import annotations
@@ -18,13 +21,6 @@ from vlora.adapters.patterns import MAX_PATTERNS, PatternMatcher
 from vlora.errors import nearest, shown
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS
-
-# Keys of an adapter's tensors, as PEFT writes them.
-#
-# A key contains the path of a module in the model that was trained, and the role of the tensor. The
-# layouts of transformers (`LAYOUTS`) have different paths for the same matrix. This module maps all
-# of them to one matrix id.
-
 
 Part = Literal["A", "B", "magnitude", "weight"]
 """Role of a tensor: a factor of the LoRA, the magnitudes of DoRA, or a whole weight."""
@@ -80,24 +76,26 @@ def parse_key(key: str, model: ModelShape) -> TensorKey:
         return TensorKey(path, (-1, LM_HEAD), part)
     if path.removesuffix(EMBEDDINGS) in LAYOUTS and path.endswith(EMBEDDINGS) and part == "weight":
         return TensorKey(path, None, part)
+    return TensorKey(path, _matrix_at(path, key, model), part)
+
+
+def _matrix_at(path: str, key: str, model: ModelShape) -> MatrixId:
     in_tower = vision_path(path)
     if in_tower is not None:
         if in_tower not in model.vision():
             raise UnknownKey(_reason(key))
-        return TensorKey(path, (VISION, in_tower), part)
+        return VISION, in_tower
     own = _OWN_MODULE.fullmatch(path)
     if own is not None and own["module"] in model.modules:
         matrix = (int(own["layer"]), model.modules[own["module"]])
-        if matrix not in model.matrices:
-            raise UnknownKey(_reason_no_matrix(matrix, model))
-        return TensorKey(path, matrix, part)
-    module = _MODULE.fullmatch(path)
-    if module is None or module["prefix"] not in LAYOUTS or model.modules:
-        raise UnknownKey(_reason(key, module["prefix"] if module else None))
-    matrix = (int(module["layer"]), module["target"])
+    else:
+        module = _MODULE.fullmatch(path)
+        if module is None or module["prefix"] not in LAYOUTS or model.modules:
+            raise UnknownKey(_reason(key, module["prefix"] if module else None))
+        matrix = (int(module["layer"]), module["target"])
     if matrix not in model.matrices:
         raise UnknownKey(_reason_no_matrix(matrix, model))
-    return TensorKey(path, matrix, part)
+    return matrix
 
 
 def _reason(key: str, prefix: str | None = None) -> str:
@@ -121,10 +119,6 @@ def _reason_no_matrix(matrix: MatrixId, model: ModelShape) -> str:
         hint = nearest(target, TARGETS) or ";"
         return f"which this model does not have{hint} targets are {', '.join(model.shapes)}"
     return f"which this model does not have: its layers are 0 to {model.layers - 1}"
-
-
-# Options of PEFT's LoRA: those that are used, those without effect at inference, and those that
-# are refused.
 
 
 REFUSED_WHEN_SET: dict[str, str] = {
@@ -355,17 +349,8 @@ def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[st
 
     Raises InvalidArgument for values that PEFT does not allow, alone or together.
     """
-    names = config.get("target_modules")
-    if not names or not _names_or_pattern(names):
-        raise invalid(
-            f"has target_modules = {names!r}; it must be names of modules, or a regular expression"
-        )
-    excluded = config.get("exclude_modules") or ()
-    if not _names_or_pattern(excluded):
-        raise invalid(
-            f"has exclude_modules = {excluded!r}; it must be names of modules, or a regular"
-            " expression"
-        )
+    targets = _modules(config.get("target_modules") or None, config, "target_modules", invalid)
+    excluded = _modules(config.get("exclude_modules") or [], config, "exclude_modules", invalid)
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
@@ -373,11 +358,11 @@ def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[st
             f"has layers_to_transform = {layers!r}; it must be the number of a layer, or a list of"
             " numbers"
         )
-    if not _names_or_pattern(pattern):
+    if not isinstance(pattern, str) and pattern and not is_names(pattern):
         raise invalid(
             f"has layers_pattern = {pattern!r}; it must be a pattern, or a list of patterns"
         )
-    if isinstance(names, str) and (layers is not None or pattern):
+    if isinstance(targets, str) and (layers is not None or pattern):
         raise invalid(
             "has 'layers_to_transform' or 'layers_pattern' with a 'target_modules' that"
             " is a pattern, which PEFT does not allow"
@@ -385,11 +370,21 @@ def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[st
     if pattern and layers is None:
         raise invalid("has 'layers_pattern' without 'layers_to_transform'")
     return {
-        "target_modules": names if isinstance(names, str) else frozenset(names),
-        "exclude_modules": excluded if isinstance(excluded, str) else frozenset(excluded),
+        "target_modules": targets,
+        "exclude_modules": excluded,
         "layers_to_transform": frozenset(numbers),
         "layers_pattern": (pattern,) if isinstance(pattern, str) else tuple(pattern),
     }
+
+
+def _modules(
+    value: Any, config: Mapping[str, Any], key: str, invalid: ErrorFactory
+) -> str | frozenset[str]:
+    if not isinstance(value, str) and not is_names(value):
+        raise invalid(
+            f"has {key} = {config.get(key)!r}; it must be names of modules, or a regular expression"
+        )
+    return value if isinstance(value, str) else frozenset(value)
 
 
 def _invocation(tokens: Any, invalid: ErrorFactory) -> tuple[int, ...]:
@@ -402,10 +397,6 @@ def _invocation(tokens: Any, invalid: ErrorFactory) -> tuple[int, ...]:
             f" {MAX_INVOCATION} token ids"
         )
     return tuple(tokens)
-
-
-def _names_or_pattern(value: Any) -> bool:
-    return isinstance(value, str) or value == () or is_names(value)
 
 
 def _rank(value: Any, what: str, invalid: ErrorFactory) -> int:

@@ -259,8 +259,6 @@ class Residents:
     needed: adapters that older waiting requests need. They are not evicted.
     """
 
-    holds_runs = True
-
     def __init__(self, evict: Callable[[AdapterHandle], None]) -> None:
         self._evict = evict
         self._handles: dict[int, AdapterHandle] = {}

@@ -52,9 +52,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-Failed = Callable[[BaseException], None]
-"""Function that is called with the exception of a job."""
-
 MAX_PREFETCHED = 8
 """Maximum number of adapters that are loaded or packed at the same time.
 
@@ -70,73 +67,43 @@ are packed on the packer's thread, because packing may wait for earlier copies t
 """
 
 
-class Results:
-    """Queue of results of other threads.
+class Workers:
+    """Two threads, and the queue of the results of these and other threads.
 
-    Any thread may call `post`. Only one thread may call `apply` and `apply_next`.
+    The loader reads files and the packer packs weights into pages, so that adapters in memory do
+    not wait for the disk. Each runs its jobs in the order of submission. Any thread may call `post`
+    and read `pending`. Everything else belongs to the engine's thread.
 
     on_post: called after each `post`, on the thread that posts.
     """
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self.on_post: Callable[[], None] = lambda: None
-
-    def post(self, apply: Callable[[], None]) -> None:
-        """Queue a function that applies a result."""
-        self._queue.put(apply)
-        self.on_post()
-
-    @property
-    def pending(self) -> bool:
-        """True if there are results to apply. May be read from any thread."""
-        return not self._queue.empty()
-
-    def apply(self) -> None:
-        """Apply all results that are queued, in the order in which they arrived."""
-        while self.pending:
-            self._queue.get()()
-
-    def apply_next(self) -> None:
-        """Wait for a result and apply it."""
-        self._queue.get()()
-
-
-class Workers:
-    """Two threads, the loader and the packer. Each runs its jobs in the order of submission.
-
-    One thread reads files and another packs weights into pages, so that adapters in memory do not
-    wait for the disk. A job is a function that returns a result. When it ends, the engine's thread
-    calls `done` with the result or `failed` with the exception. Only the engine's thread submits
-    jobs.
-    """
-
-    def __init__(self, results: Results) -> None:
-        self._results = results
-        self._loader = ThreadPoolExecutor(1, "adapter-loader")
-        self._packer = ThreadPoolExecutor(1, "adapter-packer")
-        for thread in (self._loader, self._packer):
+        self._results: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unfinished = 0
+        self.loader = ThreadPoolExecutor(1, "adapter-loader")
+        self.packer = ThreadPoolExecutor(1, "adapter-packer")
+        for thread in (self.loader, self.packer):
             # This starts the thread, which may fail later, when the process has too many.
             thread.submit(lambda: None)
-        self._unfinished = 0
 
-    def load(self, job: Callable[[], T], done: Callable[[T], None], failed: Failed) -> None:
-        """Run a job on the loader's thread."""
-        self._submit(self._loader, job, done, failed)
-
-    def pack(self, job: Callable[[], T], done: Callable[[T], None], failed: Failed) -> None:
-        """Run a job on the packer's thread."""
-        self._submit(self._packer, job, done, failed)
-
-    def _submit(
-        self, thread: Executor, job: Callable[[], T], done: Callable[[T], None], failed: Failed
+    def submit(
+        self,
+        thread: Executor,
+        job: Callable[[], T],
+        done: Callable[[T], None],
+        failed: Callable[[BaseException], None],
     ) -> None:
+        """Run a job on the loader or the packer. When it ends, the engine's thread calls `done`
+        with its result, or `failed` with its exception.
+        """
+
         def run() -> None:
             try:
                 apply = partial(done, job())
             except BaseException as error:  # A panic of a Rust library is not an Exception.
                 apply = partial(failed, error)
-            self._results.post(partial(self._finish_job, apply))
+            self.post(partial(self._finish_job, apply))
 
         self._unfinished += 1
         thread.submit(run)
@@ -145,20 +112,35 @@ class Workers:
         self._unfinished -= 1
         apply()
 
+    def post(self, apply: Callable[[], None]) -> None:
+        """Queue a function that applies a result."""
+        self._results.put(apply)
+        self.on_post()
+
+    @property
+    def pending(self) -> bool:
+        """True if there are results to apply."""
+        return not self._results.empty()
+
     @property
     def busy(self) -> bool:
         """True if there are jobs whose results have not been applied."""
         return self._unfinished > 0
 
+    def apply(self) -> None:
+        """Apply all results that are queued, in the order in which they arrived."""
+        while self.pending:
+            self._results.get()()
+
     def finish(self) -> None:
         """Wait for the results of all jobs submitted so far, and apply them."""
         while self.busy:
-            self._results.apply_next()
+            self._results.get()()
 
     def close(self) -> None:
         """Wait until the jobs end. Their results are not applied."""
-        for thread in (self._loader, self._packer):
-            thread.shutdown()
+        self.loader.shutdown()
+        self.packer.shutdown()
 
 
 class AdapterStore:
@@ -168,7 +150,7 @@ class AdapterStore:
     Everything else belongs to the engine's thread.
 
     folders: reads the folders, on the thread that watches them.
-    results: results of other threads, which `apply` applies.
+    workers: load and pack; `apply` applies the results.
     tiers, slots: memory of the adapters.
     """
 
@@ -190,9 +172,8 @@ class AdapterStore:
         self._names = AdapterNames()
         self.tiers = AdapterTiers(model, dtype, host_bytes, device)
         self.slots = self.tiers.slots
-        self.results = Results()
+        self.workers = Workers()
         self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folder)
-        self._workers = Workers(self.results)
         self._packs_inline = device.in_host_memory
         self._inline_bytes_left = 0
         self._taken_bytes = 0
@@ -283,23 +264,23 @@ class AdapterStore:
 
     def apply(self) -> None:
         """Apply the results of reading, loading and packing that other threads have posted."""
-        self.results.apply()
+        self.workers.apply()
         self.tiers.drop_obsolete()
         self._names.publish()
 
     def finish(self) -> None:
         """Wait until all requested adapters are loaded and packed, and apply all results."""
-        self._workers.finish()
+        self.workers.finish()
         self.apply()
 
     @property
     def loading(self) -> bool:
         """True if an adapter is being loaded or packed."""
-        return self._workers.busy
+        return self.workers.busy
 
     def close(self) -> None:
         """Wait for the workers, without applying their results."""
-        self._workers.close()
+        self.workers.close()
 
     def _allowed_bytes(self) -> float:
         """Return the size of all weights that the folder reader may have read."""
@@ -308,7 +289,7 @@ class AdapterStore:
         return self._taken_bytes + self.tiers.host.free_bytes
 
     def _post_folder(self, result: FolderResult) -> None:
-        self.results.post(partial(self._apply_folder, result))
+        self.workers.post(partial(self._apply_folder, result))
 
     def _apply_folder(self, result: FolderResult) -> None:
         match result:
@@ -375,8 +356,11 @@ class AdapterStore:
 
     def _load(self, handle: AdapterHandle) -> None:
         handle.enter(AdapterState.LOADING)
-        self._workers.load(
-            partial(_read_weights, handle), partial(self._keep, handle), partial(self._fail, handle)
+        self.workers.submit(
+            self.workers.loader,
+            partial(_read_weights, handle),
+            partial(self._keep, handle),
+            partial(self._fail, handle),
         )
 
     def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
@@ -407,8 +391,8 @@ class AdapterStore:
         assert handle.slot is not None
         job = partial(self.tiers.write, handle.slot, handle.run)
         if not between_steps:
-            done = partial(self.tiers.packed, handle)
-            self._workers.pack(job, lambda _: done(), partial(self._fail, handle))
+            packer, failed = self.workers.packer, partial(self._fail, handle)
+            self.workers.submit(packer, job, lambda _: self.tiers.packed(handle), failed)
             return
         self._inline_bytes_left -= self.tiers.packed_bytes(handle)
         try:

@@ -311,7 +311,7 @@ class Engine:
         """True if all in-flight requests wait for adapters and no load ended since the
         last step.
         """
-        return self._stalled and not self.adapters.results.pending
+        return self._stalled and not self.adapters.workers.pending
 
     @property
     def idle(self) -> bool:

@@ -77,7 +77,7 @@ class EngineLoop:
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
         """Called on the response thread after each round of outputs."""
-        engine.adapters.results.on_post = self._on_adapters_changed
+        engine.adapters.workers.on_post = self._on_adapters_changed
         engine.watch.start(engine.adapters.folders.stamps)
         self._responses.start()
         self._steps.start()
@@ -260,7 +260,7 @@ class EngineLoop:
 
     def _has_work(self) -> bool:
         busy = self._stopping or not self._engine.idle
-        return busy or bool(self._inbox) or self._engine.adapters.results.pending
+        return busy or bool(self._inbox) or self._engine.adapters.workers.pending
 
     def _on_adapters_changed(self) -> None:
         """Wake the engine's thread to apply results of adapter loading. Called from any thread."""

@@ -22,7 +22,7 @@ from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
 from vlora.memory.kv_cache import BlockTable, KVCache, page_bytes
-from vlora.memory.pool import Moves, PagePool, Run
+from vlora.memory.pool import Moves, Owner, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
@@ -216,5 +216,5 @@ class EngineMemory:
         if self.prefix is not None:
             self.prefix.check_integrity()
         held = {page for sequence in running for page in sequence.table.pages}
-        assert all(self.pool.is_held(page) for page in held)
+        assert all(self.pool.owner(page) is Owner.KV for page in held)
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)

@@ -8,14 +8,14 @@ block. So a cached block is never stale. This module handles no requests.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vlora.ids import NO_IMAGE
-from vlora.memory.pool import IdlePages, Moves, PagePool
+from vlora.memory.pool import EVICT_FIRST, Moves, Owner, PagePool
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +75,6 @@ class PrefixCache:
     is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """
 
-    holds_runs = False
-
     def __init__(
         self,
         pool: PagePool,
@@ -87,7 +85,7 @@ class PrefixCache:
         self._pages: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
         self._scopes: defaultdict[str, set[int]] = defaultdict(set)
-        self._idle = IdlePages()
+        self._idle = _IdlePages()
         self.evictions = 0
         pool.evictors.append(self)
         pool.movers.append(self.relocate)
@@ -175,6 +173,53 @@ class PrefixCache:
         """Raise AssertionError if the tables are inconsistent with each other or with the pool."""
         assert {page: key for key, page in self._pages.items()} == self._keys
         assert len(self._idle) == self._pool.cached, (len(self._idle), self._pool.cached)
-        assert all(self._pool.is_cached(page) and page in self._keys for page in self._idle)
+        assert all(
+            self._pool.owner(page) is Owner.CACHE and page in self._keys for page in self._idle
+        )
         by_scope = {page for pages in self._scopes.values() for page in pages}
         assert by_scope == set(self._keys)
+
+
+class _IdlePages:
+    """Pages that can be evicted, least recently used first."""
+
+    def __init__(self) -> None:
+        self._last_used: OrderedDict[int, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._last_used)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._last_used)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._last_used
+
+    def add(self, chain: Sequence[int], now: int) -> None:
+        """Add pages that were released together; the last one is evicted first."""
+        for page in reversed(chain):
+            self._last_used[page] = now
+
+    def remove(self, page: int) -> None:
+        """Remove a page that is in use again. Do nothing if it is missing."""
+        self._last_used.pop(page, None)
+
+    def evict_first(self, pages: Iterable[int]) -> None:
+        """Mark the pages that are idle among `pages` as the first to evict."""
+        for page in pages:
+            if page in self._last_used:
+                self._last_used[page] = EVICT_FIRST
+                self._last_used.move_to_end(page, last=False)
+
+    def oldest_use(self) -> int | None:
+        return next(iter(self._last_used.values()), None)
+
+    def pop(self) -> int:
+        """Remove and return the page to evict next."""
+        return self._last_used.popitem(last=False)[0]
+
+    def relocate(self, moves: Moves) -> None:
+        """Update the page numbers after the content of pages was moved."""
+        if any(page in self._last_used for page in moves):
+            renamed = ((moves.get(page, page), used) for page, used in self._last_used.items())
+            self._last_used = OrderedDict(renamed)

@@ -155,7 +155,7 @@ def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
     blocked = BlockedReads(monkeypatch)
     monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
     packed = threading.Event()
-    harness.store.results.on_post = packed.set
+    harness.store.workers.on_post = packed.set
     harness.store.advance([harness.handle(5), harness.handle(0)])
     assert packed.wait(10)
     harness.store.apply()
