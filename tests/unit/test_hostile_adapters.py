@@ -302,7 +302,7 @@ def loaded(zoo: Path, shape: ModelShape) -> Iterator[AdapterStore]:
 
 def test_healthy_adapters_are_served_in_spite_of_broken_ones(loaded: AdapterStore) -> None:
     assert loaded.names() == HEALTHY
-    pairs = loaded.group([(0, "q_proj")]).pairs[0]
+    pairs = loaded.slots.group([(0, "q_proj")]).pairs[0]
     assert len(pairs) == len(HEALTHY)
     assert pairs[0] is not None
     assert pairs[1] is not None

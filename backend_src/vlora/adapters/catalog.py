@@ -202,11 +202,8 @@ def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
 
 @cache
 def _native() -> Any:
-    """Return the compiled functions, or None if they are not compiled.
-
-    One call scans thousands of folders without holding the GIL.
-    """
     try:
+        # One call scans thousands of folders without holding the GIL.
         return native.kernels().folder_scan
     except ImportError:
         return None
@@ -224,7 +221,7 @@ class FolderWatch:
         changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None],
         retry: Callable[[], None] = lambda: None,
     ) -> None:
-        """Create the watch; `start` starts its thread.
+        """Create a watch without its thread.
 
         find: returns the present folders by name.
         changed: called when a folder was added or removed, or has changed and then settled. Its
@@ -274,11 +271,8 @@ class FolderWatch:
             self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
 
     def _closed_before_next(self) -> bool:
-        """Wait until the next scan is due or the watch is closed; return whether it is closed.
-
-        If the watch is closed during the wait and started again, the next call waits for the rest
-        of the time.
-        """
+        """Wait until the next scan is due or the watch is closed; return whether it is closed."""
+        # If the watch is closed during the wait and started again, the rest of the time is waited.
         began = time.monotonic()
         closed = self._closed.wait(self._pause)
         self._pause = max(0.0, self._pause - (time.monotonic() - began))
@@ -373,7 +367,12 @@ FolderResult = FolderRead | FolderFailed | FolderRemoved
 
 
 class FolderReader:
-    """Reads adapter folders and reports each result."""
+    """Reads adapter folders and reports each result, on the thread that watches the folders.
+
+    clock: returns seconds.
+    stamps: folder and stamp of each name when it was last read. The mapping is replaced, not
+        changed.
+    """
 
     def __init__(
         self,
@@ -398,9 +397,6 @@ class FolderReader:
         self._retries: dict[str, Backoff] = {}
         self._to_retry: SimpleQueue[tuple[str, float]] = SimpleQueue()
         self.stamps: Mapping[str, tuple[Path, Stamp]] = {}
-        """Folder and stamp of each name when it was last read. The mapping is replaced, not
-        changed.
-        """
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
         """Read the folders that are new or changed, in order of name, and report removed ones.
@@ -444,7 +440,6 @@ class FolderReader:
                 self._read(name, folder, stamp)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """Read the adapter of a folder and report it, or the error of reading it."""
         try:
             description, adapter = self._read_files(name, folder, stamp)
         except BaseException as error:  # A panic of a Rust library is not an Exception.
@@ -462,8 +457,7 @@ class FolderReader:
     def _read_files(
         self, name: str, folder: Path, stamp: Stamp
     ) -> tuple[AdapterDescription, Adapter | None]:
-        """Return the description of an adapter, and its weights if they fit into the bytes that
-        `allowed_bytes` returns.
+        """Return the description of an adapter, and its weights if they fit into `allowed_bytes`.
 
         Raises a transient error if the files are no longer those of the stamp. Without this check,
         engine and encoder could apply different weights as one version of the adapter.
@@ -576,9 +570,6 @@ class NameTable:
 
 
 def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
-    """Return up to HINT_NEIGHBOURS words before and after the position of `word` in a sorted
-    sequence.
-    """
     position = bisect_left(words, word)
     return words[max(0, position - HINT_NEIGHBOURS) : position + HINT_NEIGHBOURS]
 
@@ -618,7 +609,6 @@ class AdapterNames:
         return self._current.pop(as_text(name), None)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the name refers to a version that requests can use."""
         return as_text(name) in self._current
 
     def is_current(self, handle: AdapterHandle) -> bool:

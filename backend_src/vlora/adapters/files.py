@@ -224,7 +224,6 @@ def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
 
 
 def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the content of `vlora.json`; {} if it does not exist."""
     path = folder / EXTRA
     if not path.is_symlink() and not path.exists():
         return {}
@@ -263,7 +262,6 @@ class _Checked:
 
 
 def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
-    """Raise InvalidArgument if the files do not fit the model or each other."""
     config, invalid = files.config, files.invalid
     in_weights = invalid.in_file(WEIGHTS)
     found = _assign_tensors(files.weights, model, in_weights)
@@ -300,10 +298,8 @@ class _PairKeys:
 def _assign_tensors(
     file: WeightsFile, model: ModelShape, invalid: ErrorFactory
 ) -> dict[MatrixId, _PairKeys]:
-    """Return the keys of each matrix's A and B.
-
-    Raises InvalidArgument for a tensor that belongs to no matrix, except an unchanged copy of the
-    base model's LM head.
+    """Return the keys of each matrix's A and B. Each tensor must belong to a matrix, or be an
+    unchanged copy of the base model's LM head.
     """
     keys: dict[MatrixId, _PairKeys] = {}
     for key in file.shapes:
@@ -332,9 +328,8 @@ def _assign_tensors(
 def _check_copy(
     file: WeightsFile, key: str, parsed: TensorKey, model: ModelShape, invalid: ErrorFactory
 ) -> None:
-    """Require a whole weight in the file to be an unchanged copy of the base model's LM head.
-
-    PEFT stores such a copy with an adapter of the LM head.
+    """Require a whole weight to be an unchanged copy of the base model's LM head, which PEFT stores
+    with an adapter of the LM head.
     """
     if parsed.matrix != (-1, LM_HEAD):
         what = "embeddings" if parsed.matrix is None else "a whole weight"
@@ -351,13 +346,8 @@ def _check_copy(
 
 
 def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument if a name in `target_modules` names no module of the model.
-
-    A pattern needs no check: if it matches nothing, each tensor of the file is rejected because the
-    config does not target its module.
-    """
     if isinstance(config.target_modules, str):
-        return
+        return  # A pattern that matches nothing targets no tensor's module, and each is rejected.
     unknown = config.target_modules - model.suffixes
     if unknown:
         unknown -= {suffix for path in model.other_modules() for suffix in suffixes(path)}
@@ -368,11 +358,7 @@ def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -
 def _check_pair(
     matrix: MatrixId, pair: _PairKeys, files: _Files, model: ModelShape
 ) -> tuple[int, float]:
-    """Return the (rank, scale) of A and B of a matrix.
-
-    Raises InvalidArgument if A or B is missing or does not fit the matrix, or if the config does
-    not target the module.
-    """
+    """Return the (rank, scale) of A and B, which must be there, targeted, and fit the matrix."""
     config, invalid = files.config, files.invalid.in_file(WEIGHTS)
     module, paths = pair.path, paths_of(matrix, model, pair.path)
     if not pair.a or not pair.b:
@@ -393,26 +379,18 @@ def _check_pair(
 def _check_invocation(
     config: PeftConfig, head: TaskHead | None, model: ModelShape, invalid: ErrorFactory
 ) -> None:
-    """Raise InvalidArgument for an activated LoRA with invalid tokens or a vision task head.
-
-    If a prompt lacked the invocation, its request would reach the head without the adapter.
-    """
     unknown = [token for token in config.invocation if token >= model.vocabulary]
     if unknown:
         raise invalid(
             f"has {unknown[0]} in alora_invocation_tokens; ids run from 0 to {model.vocabulary - 1}"
         )
     if config.invocation and head is not None:
+        # If a prompt lacked the invocation, its request would reach the head without the adapter.
         raise invalid("has alora_invocation_tokens, which cannot be used with a vision task head")
 
 
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument if an adapter with a vision part has an invocation or skills.
-
-    Images are encoded before the engine reads the prompt. But an activated LoRA must not change
-    images that stand before its invocation tokens. With skills (`adapters/routing.py`), the server
-    chooses the adapters of requests that name none, but only after the images were encoded.
-    """
+    """Refuse what needs the prompt: images are encoded before the engine reads it."""
     if config.invocation:
         raise invalid.in_file(CONFIG)(
             "has alora_invocation_tokens, which cannot be used with weights of the vision tower or"
@@ -450,10 +428,9 @@ def _read_head(
     max_bytes: int,
     lora_bytes: int = 0,
 ) -> TaskHead:
-    """Return the vision task head. Raise InvalidArgument if it does not fit the model or makes the
-    adapter larger than `max_bytes`.
+    """Return the vision task head, which must fit the model.
 
-    lora_bytes: size in bytes of the adapter's other weights in fp32.
+    max_bytes: maximum size in bytes of the head and of `lora_bytes`, the other weights, in fp32.
     """
     invalid = invalid.in_file(HEAD)
     file = WeightsFile(folder / HEAD, invalid)

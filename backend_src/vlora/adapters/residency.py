@@ -211,7 +211,6 @@ class Slots:
             self.heads.put(slot, HeadMatrix(*load.tensors), load.wait)
 
     def _put(self, group: LoraGroup, slot: int, row: Sequence[LoraPair | None]) -> None:
-        """Set the pairs of a slot, and begin to copy them if they are not on the device yet."""
         device, pairs = self._device, [pair for pair in row if pair is not None]
         if device.in_host_memory or not pairs or pairs[0].a.device == device.torch_device:
             group.put(slot, row)
@@ -281,10 +280,7 @@ class Residents:
         self._retired.discard(handle)
 
     def retire(self, handle: AdapterHandle) -> None:
-        """Record that the adapter's name refers to another version than this one.
-
-        As soon as no started request uses this version, it is first in the order of eviction.
-        """
+        """Record that the adapter's name refers to another version than this one."""
         self._retired.add(handle)
 
     @property
@@ -295,10 +291,8 @@ class Residents:
     # -- called by the pool ----------------------------------------------------------------------
 
     def _idle(self) -> Iterator[AdapterHandle]:
-        """Yield the adapters that may be evicted, the next one to evict first.
-
-        The method skips adapters in use, so the time to the first result grows with their number.
-        """
+        """Yield the adapters that may be evicted, the next one to evict first."""
+        # Adapters in use are skipped, so the time to the first result grows with their number.
         yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
         for handle in self._order.oldest_first():
             if not handle.obsolete and self._unused(handle):
@@ -472,7 +466,6 @@ class AdapterTiers:
         handle.error = error
 
     def _clear_slot(self, handle: AdapterHandle) -> None:
-        """Release slot and pages of an adapter that could not be packed."""
         assert handle.slot is not None
         self.slots.clear(handle.slot)
         self._release_run(handle.run)

@@ -283,7 +283,6 @@ class AdapterStore:
         self.workers.close()
 
     def _allowed_bytes(self) -> float:
-        """Return the size of all weights that the folder reader may have read."""
         # The engine's thread first lowers `free_bytes` and then raises `_taken_bytes`. The folder
         # reader reads them in the opposite order, so its sum is never too large.
         return self._taken_bytes + self.tiers.host.free_bytes
@@ -364,7 +363,6 @@ class AdapterStore:
         )
 
     def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Store weights that the loader has read as the host copy of the adapter."""
         self.tiers.count(loads=1)
         if handle.obsolete:
             handle.enter(AdapterState.ON_DISK)
@@ -403,10 +401,9 @@ class AdapterStore:
             self.tiers.packed(handle)
 
     def _fail(self, handle: AdapterHandle, error: BaseException) -> None:
-        """Handle a failed load or packing.
+        """Try a failed load or packing again later if the cause lies outside the adapter's files.
 
-        If the cause lies outside the adapter's files, there is another attempt after a delay. Any
-        other failure, or the last allowed attempt, becomes the error of the handle. The name
+        Any other failure, or the last allowed attempt, becomes the error of the handle. The name
         becomes broken, unless it refers to a newer version by now.
         """
         transient = is_transient(error)
@@ -433,7 +430,7 @@ class AdapterStore:
 
 
 def _read_weights(handle: AdapterHandle) -> Adapter:
-    """Return the weights of a version. The loader's thread calls this.
+    """Return the weights of a version, on the loader's thread.
 
     Raises the errors of `read_adapter`, and InvalidArgument if the folder has changed.
     """

@@ -267,11 +267,7 @@ _READERS: WeakValueDictionary[tuple[object, ...], WeightsReader] = WeakValueDict
 def _split_pairs(
     flat: torch.Tensor, matrices: Iterable[MatrixId], shapes: Sequence[tuple[int, ...]]
 ) -> dict[MatrixId, LoraPair]:
-    """Return A and B of each matrix as views of one tensor.
-
-    flat: [elements], A of all matrices and then B of all.
-    shapes: shapes of these tensors in the same order.
-    """
+    """Return A and B of each matrix as views of `flat`: A of all matrices, then B of all."""
     parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
     factors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     count = len(factors) // 2

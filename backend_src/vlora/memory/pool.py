@@ -248,9 +248,8 @@ class PagePool:
         return run
 
     def _evict_runs_for(self, count: int) -> bool:
-        """Evict adapters until `count` contiguous pages contain no adapter.
-
-        Returns False, and evicts none, if that is impossible.
+        """Evict adapters until `count` contiguous pages contain no adapter. Return False, and evict
+        none, if that is impossible.
         """
         if self._owner.find(bytes(count)) >= 0:
             return True
@@ -292,7 +291,6 @@ class PagePool:
     # -- bookkeeping -----------------------------------------------------------------------------
 
     def _evict_until_free(self, count: int) -> bool:
-        """Evict until `count` pages are free; return False if that is impossible."""
         if not self.can_allocate(count):
             return False
         while self.free < count:
@@ -381,7 +379,6 @@ def cheapest_window(owners: bytearray, free: int, adapter: int, count: int) -> i
 
 
 def _sums(values: Array, count: int) -> Array:
-    """Return the sum of each window of `count` values."""
     sums: Array = np.concatenate([[0], np.cumsum(values)])
     windows: Array = sums[count:] - sums[:-count]
     return windows
