@@ -18,7 +18,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
@@ -30,9 +30,7 @@ from vlora.adapters.errors import Backoff, ErrorFactory, as_adapter_error, as_te
 from vlora.adapters.files import (
     Adapter,
     AdapterDescription,
-    AdapterInfo,
     describe_adapter,
-    load_adapter,
     read_adapter,
 )
 from vlora.adapters.handle import AdapterHandle, Stamp
@@ -209,40 +207,33 @@ def _native() -> Any:
         return None
 
 
+@dataclass(eq=False)
 class FolderWatch:
-    """Thread that scans the adapters' folders repeatedly until it is closed.
+    """Thread that scans the adapters' folders repeatedly, from `start` until it is closed.
 
     It reports a change once the files have been unchanged for SETTLED_SECONDS.
+
+    find: returns the present folders by name.
+    changed: called when a folder was added or removed, or has changed and then settled. Its
+        argument has the folder and the stamp of every present name. A folder that is still changing
+        keeps the stamp that was last reported, and is missing if there is none.
+    retry: called after each scan, to retry folders that could not be read.
     """
 
-    def __init__(
-        self,
-        find: Callable[[], Mapping[str, Path]],
-        changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None],
-        retry: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Create a watch without its thread.
-
-        find: returns the present folders by name.
-        changed: called when a folder was added or removed, or has changed and then settled. Its
-            argument has the folder and the stamp of every present name. A folder that is still
-            changing keeps the stamp that was last reported, and is missing if there is none.
-        retry: called after each scan, to retry folders that could not be read.
-        """
-        self._find = find
-        self._changed = changed
-        self._retry = retry
-        self._seen: dict[str, tuple[Path, Stamp, float]] = {}
-        """Folder and stamp of each name at the last scan, and when it was first seen like this."""
-        self._reported: dict[str, tuple[Path, Stamp]] = {}
-        self._folders: Mapping[str, Path] = {}
-        self._paths: list[bytes] = []
-        self._stamps: list[Stamp] = []
-        self._settled = False
-        """True if no folder was still changing at the last scan."""
-        self._closed = threading.Event()
-        self._pause = LOOK_SECONDS
-        self._thread: threading.Thread | None = None
+    find: Callable[[], Mapping[str, Path]]
+    changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None]
+    retry: Callable[[], None] = lambda: None
+    _reported: dict[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    _seen: dict[str, tuple[Path, Stamp, float]] = field(default_factory=dict)
+    """Folder and stamp of each name at the last scan, and when it was first seen like this."""
+    _folders: Mapping[str, Path] = field(default_factory=dict)
+    _paths: list[bytes] = field(default_factory=list)
+    _stamps: list[Stamp] = field(default_factory=list)
+    _settled: bool = False
+    """True if no folder was still changing at the last scan."""
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _pause: float = field(default_factory=lambda: LOOK_SECONDS)
+    _thread: threading.Thread | None = None
 
     def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
         """Start the thread.
@@ -264,7 +255,7 @@ class FolderWatch:
             began = time.monotonic()
             try:
                 self.look(began)
-                self._retry()
+                self.retry()
             except Exception:
                 log.exception("looking at the adapters' folders failed; trying again")
             took = time.monotonic() - began
@@ -284,7 +275,7 @@ class FolderWatch:
         now: seconds on a clock that never goes back.
         """
         try:
-            folders = self._find()
+            folders = self.find()
         except InvalidArgument:
             return  # The root cannot be read. Known adapters stay available.
         if folders is not self._folders:
@@ -304,7 +295,7 @@ class FolderWatch:
                 settled[name] = version
         if settled != self._reported:
             self._reported = settled
-            self._changed(settled)
+            self.changed(settled)
 
     def _version_of(
         self,
@@ -366,37 +357,28 @@ class FolderRemoved:
 FolderResult = FolderRead | FolderFailed | FolderRemoved
 
 
+@dataclass(eq=False)
 class FolderReader:
     """Reads adapter folders and reports each result, on the thread that watches the folders.
 
+    max_bytes: maximum size of one adapter's weights in fp32.
+    allowed_bytes: returns the maximum size in bytes of all weights that this reader has read and
+        will read. If an adapter's weights would exceed it, only the declarations are read.
+    report: called with each result.
     clock: returns seconds.
     stamps: folder and stamp of each name when it was last read. The mapping is replaced, not
         changed.
     """
 
-    def __init__(
-        self,
-        model: ModelShape,
-        max_bytes: int,
-        allowed_bytes: Callable[[], float],
-        report: Callable[[FolderResult], None],
-    ) -> None:
-        """Create a reader that has read no folder.
-
-        max_bytes: maximum size of one adapter's weights in fp32.
-        allowed_bytes: returns the maximum size in bytes of all weights that this reader has read
-            and will read. If an adapter's weights would exceed it, only the declarations are read.
-        report: called with each result.
-        """
-        self._model = model
-        self._max_bytes = max_bytes
-        self._allowed_bytes = allowed_bytes
-        self._report = report
-        self.clock: Callable[[], float] = time.monotonic
-        self._read_bytes = 0
-        self._retries: dict[str, Backoff] = {}
-        self._to_retry: SimpleQueue[tuple[str, float]] = SimpleQueue()
-        self.stamps: Mapping[str, tuple[Path, Stamp]] = {}
+    model: ModelShape
+    max_bytes: int
+    allowed_bytes: Callable[[], float]
+    report: Callable[[FolderResult], None]
+    clock: Callable[[], float] = time.monotonic
+    stamps: Mapping[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    _read_bytes: int = 0
+    _retries: dict[str, Backoff] = field(default_factory=dict)
+    _to_retry: SimpleQueue[tuple[str, float]] = field(default_factory=SimpleQueue)
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
         """Read the folders that are new or changed, in order of name, and report removed ones.
@@ -409,7 +391,7 @@ class FolderReader:
         for name in before.keys() - folders.keys():
             log.info("adapter '%s' was removed", as_text(name))
             self._retries.pop(name, None)
-            self._report(FolderRemoved(name))
+            self.report(FolderRemoved(name))
         for name, (folder, stamp) in sorted(folders.items()):
             if before.get(name) != (folder, stamp):
                 self._read(name, folder, stamp)
@@ -448,11 +430,11 @@ class FolderReader:
                 self._retries.setdefault(name, Backoff()).failed(self.clock())
             else:
                 self._retries.pop(name, None)
-            self._report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
+            self.report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
             return
         self._retries.pop(name, None)
         self._read_bytes += 0 if adapter is None else description.host_bytes
-        self._report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
+        self.report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
 
     def _read_files(
         self, name: str, folder: Path, stamp: Stamp
@@ -463,8 +445,8 @@ class FolderReader:
         engine and encoder could apply different weights as one version of the adapter.
         """
         try:
-            description = describe_adapter(name, folder, self._model, self._max_bytes)
-            fits = self._read_bytes + description.host_bytes <= self._allowed_bytes()
+            description = describe_adapter(name, folder, self.model, self.max_bytes)
+            fits = self._read_bytes + description.host_bytes <= self.allowed_bytes()
             adapter = read_adapter(folder, description) if fits else None
         except BaseException as error:
             if not is_transient(error):
@@ -495,23 +477,6 @@ def read_each(
         except Exception as error:
             errors[as_text(name)] = as_adapter_error(name, folder, error)
     return found, errors
-
-
-def read_infos(
-    folders: Mapping[str, Path], model: ModelShape, max_bytes: int
-) -> tuple[list[AdapterInfo], dict[str, InvalidArgument]]:
-    """Read each folder with its weights, in order of name.
-
-    At most one adapter's weights are in memory at a time.
-
-    max_bytes: maximum size of one adapter's weights in fp32.
-
-    Returns (descriptions with digests, errors by name).
-    """
-    infos, errors = read_each(
-        folders, lambda name, folder: load_adapter(name, folder, model, max_bytes).info
-    )
-    return list(infos.values()), errors
 
 
 # -- names -----------------------------------------------------------------------------------------

@@ -121,6 +121,13 @@ class AdapterHandle:
         """True if steps can use the version."""
         return self.state is AdapterState.RESIDENT
 
+    def may_begin(self, now: float) -> bool:
+        """Return whether a load or packing of the version may begin: it is not resident, and no
+        failure forbids it at the time `now`, in seconds.
+        """
+        settled = self.state in (AdapterState.RESIDENT, AdapterState.FAILED)
+        return not settled and self.backoff.due <= now
+
     @property
     def digest(self) -> str:
         """Digest of the weights, which must have been read."""

@@ -197,7 +197,7 @@ HARMLESS = frozenset(
 """Keys of `adapter_config.json` that change nothing at inference."""
 
 
-def option_fault(config: Mapping[str, Any]) -> str | None:
+def _option_fault(config: Mapping[str, Any]) -> str | None:
     """Return why an option of an adapter's config is not supported, with the remedy, or None."""
     fault = _initialisation_fault(config.get("init_lora_weights"))
     if fault is not None:
@@ -211,10 +211,7 @@ def option_fault(config: Mapping[str, Any]) -> str | None:
 
 
 def _initialisation_fault(kind: Any) -> str | None:
-    """Return why a value of `init_lora_weights` is refused, or None if it is not.
-
-    A value is refused if it changes the base model or is unknown.
-    """
+    """Return why a value of `init_lora_weights` is refused, or None if it is not."""
     if kind is None or isinstance(kind, bool):
         return None
     name = kind.lower() if isinstance(kind, str) else ""
@@ -319,6 +316,30 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
     """Return the content of the folder's `adapter_config.json`. Raises InvalidArgument."""
     config = read_json(folder / "adapter_config.json", invalid)
     invalid = invalid.in_file("adapter_config.json")
+    _check_options(config, invalid)
+    rslora = config.get("use_rslora") or False
+    if not isinstance(rslora, bool):
+        raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
+    targets = _modules(config.get("target_modules") or None, config, "target_modules", invalid)
+    layers, layers_pattern = _layers(config, isinstance(targets, str), invalid)
+    return PeftConfig(
+        rank=_rank(config.get("r"), "r", invalid),
+        alpha=_alpha(config.get("lora_alpha"), "lora_alpha", invalid),
+        rslora=rslora,
+        rank_pattern=_patterns(config, "rank_pattern", _rank, invalid),
+        alpha_pattern=_patterns(config, "alpha_pattern", _alpha, invalid),
+        target_modules=targets,
+        exclude_modules=_modules(
+            config.get("exclude_modules") or [], config, "exclude_modules", invalid
+        ),
+        layers_to_transform=layers,
+        layers_pattern=layers_pattern,
+        invocation=_invocation(config.get("alora_invocation_tokens"), invalid),
+        matcher=PatternMatcher(invalid),
+    )
+
+
+def _check_options(config: Mapping[str, Any], invalid: ErrorFactory) -> None:
     if config.get("peft_type") != "LORA":
         raise invalid(
             f"has peft_type {shown(config.get('peft_type'))}; only 'LORA' is served. {CONVERT}"
@@ -326,31 +347,15 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
         )
     if config.get("bias", "none") != "none":
         raise invalid(f"has bias {config['bias']!r}; only 'none' is served")
-    fault = option_fault(config)
+    fault = _option_fault(config)
     if fault is not None:
         raise invalid(fault)
-    rslora = config.get("use_rslora") or False
-    if not isinstance(rslora, bool):
-        raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
-    return PeftConfig(
-        matcher=PatternMatcher(invalid),
-        rank=_rank(config.get("r"), "r", invalid),
-        alpha=_alpha(config.get("lora_alpha"), "lora_alpha", invalid),
-        rslora=rslora,
-        rank_pattern=_patterns(config, "rank_pattern", _rank, invalid),
-        alpha_pattern=_patterns(config, "alpha_pattern", _alpha, invalid),
-        invocation=_invocation(config.get("alora_invocation_tokens"), invalid),
-        **_chosen_modules(config, invalid),
-    )
 
 
-def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the values of the keys that select modules.
-
-    Raises InvalidArgument for values that PEFT does not allow, alone or together.
-    """
-    targets = _modules(config.get("target_modules") or None, config, "target_modules", invalid)
-    excluded = _modules(config.get("exclude_modules") or [], config, "exclude_modules", invalid)
+def _layers(
+    config: Mapping[str, Any], targets_pattern: bool, invalid: ErrorFactory
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return (`layers_to_transform`, `layers_pattern`)."""
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
@@ -362,19 +367,14 @@ def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[st
         raise invalid(
             f"has layers_pattern = {pattern!r}; it must be a pattern, or a list of patterns"
         )
-    if isinstance(targets, str) and (layers is not None or pattern):
+    if targets_pattern and (layers is not None or pattern):
         raise invalid(
             "has 'layers_to_transform' or 'layers_pattern' with a 'target_modules' that"
             " is a pattern, which PEFT does not allow"
         )
     if pattern and layers is None:
         raise invalid("has 'layers_pattern' without 'layers_to_transform'")
-    return {
-        "target_modules": targets,
-        "exclude_modules": excluded,
-        "layers_to_transform": frozenset(numbers),
-        "layers_pattern": (pattern,) if isinstance(pattern, str) else tuple(pattern),
-    }
+    return frozenset(numbers), (pattern,) if isinstance(pattern, str) else tuple(pattern)
 
 
 def _modules(

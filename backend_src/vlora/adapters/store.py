@@ -323,16 +323,21 @@ class AdapterStore:
         Returns the first adapter that is in memory but lacks pages, or None.
         """
         self.apply()
+        blocked = self._begin(wanted, running)
+        self.slots.sweep()
+        assert self.tiers.pool is not None, "no pool is attached"
+        for handle in reversed(wanted):
+            handle.last_used = self.tiers.pool.tick()
+        self._names.publish()
+        return blocked
+
+    def _begin(self, wanted: Sequence[AdapterHandle], running: int) -> AdapterHandle | None:
+        tiers, now = self.tiers, self.folders.clock()
         self._inline_bytes_left = INLINE_PACK_BYTES
         blocked: AdapterHandle | None = None
-        missing, host_bytes_left, now = 0, 0.0, self.folders.clock()
-        tiers, needed = self.tiers, self.tiers.residents.needed
+        missing, host_bytes_left = 0, 0.0
         for handle in wanted:
-            if (
-                not handle.resident
-                and handle.state is not AdapterState.FAILED
-                and handle.backoff.due <= now
-            ):
+            if handle.may_begin(now):
                 if not missing:
                     host_bytes_left = tiers.host.available_bytes
                 missing += 1
@@ -344,13 +349,8 @@ class AdapterStore:
                 # A newer adapter must not take the pages that an older one waits for.
                 elif handle.state is AdapterState.IN_MEMORY and blocked is None:
                     blocked = self._reserve_and_pack(handle, running)
-            needed.add(handle)
-        needed.clear()
-        self.slots.sweep()
-        assert tiers.pool is not None, "no pool is attached"
-        for handle in reversed(wanted):
-            handle.last_used = tiers.pool.tick()
-        self._names.publish()
+            tiers.residents.needed.add(handle)
+        tiers.residents.needed.clear()
         return blocked
 
     def _load(self, handle: AdapterHandle) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -85,7 +85,8 @@ class PrefixCache:
         self._pages: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
         self._scopes: defaultdict[str, set[int]] = defaultdict(set)
-        self._idle = _IdlePages()
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        """Pages that can be evicted, with the time of their last use, the next to evict first."""
         self.evictions = 0
         pool.evictors.append(self)
         pool.movers.append(self.relocate)
@@ -103,7 +104,7 @@ class PrefixCache:
         """
         pages = [self._pages[key] for key in keys[: self.count_matching(keys)]]
         for page in pages:
-            self._idle.remove(page)
+            self._idle.pop(page, None)
             self._pool.share(page)
         return pages
 
@@ -121,8 +122,7 @@ class PrefixCache:
         for page in pages:
             if page in self._keys:
                 self._forget(page)
-            if page in self._idle:
-                self._idle.remove(page)
+            if self._idle.pop(page, None) is not None:
                 self._pool.drop(page)
 
     def _forget(self, page: int) -> None:
@@ -138,13 +138,18 @@ class PrefixCache:
         Blocks that were added stay in the cache until they are evicted. Other pages become free.
         """
         now = self._pool.tick()
-        self._idle.add(self._pool.release(pages, keep=self._keys), now)
+        # Of pages that are released together, the last one is evicted first.
+        for page in reversed(self._pool.release(pages, keep=self._keys)):
+            self._idle[page] = now
 
     def evict_first(self, scope: str) -> None:
         """Mark the idle blocks of a scope as the first to evict. Call it when their adapter is
         evicted.
         """
-        self._idle.evict_first(self._scopes.get(scope, ()))
+        for page in self._scopes.get(scope, ()):
+            if page in self._idle:
+                self._idle[page] = EVICT_FIRST
+                self._idle.move_to_end(page, last=False)
 
     # -- called by the pool ----------------------------------------------------------------------
 
@@ -152,10 +157,10 @@ class PrefixCache:
         return len(self._idle)
 
     def oldest_use(self) -> int | None:
-        return self._idle.oldest_use()
+        return next(iter(self._idle.values()), None)
 
     def evict_oldest(self) -> None:
-        page = self._idle.pop()
+        page, _ = self._idle.popitem(last=False)
         self._forget(page)
         self._pool.drop(page)
         self.evictions += 1
@@ -167,7 +172,9 @@ class PrefixCache:
                 self._keys[to] = key
                 self._pages[key] = to
                 self._scopes[key.scope].symmetric_difference_update((page, to))
-        self._idle.relocate(moves)
+        if not self._idle.keys().isdisjoint(moves):
+            renamed = ((moves.get(page, page), used) for page, used in self._idle.items())
+            self._idle = OrderedDict(renamed)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the tables are inconsistent with each other or with the pool."""
@@ -178,48 +185,3 @@ class PrefixCache:
         )
         by_scope = {page for pages in self._scopes.values() for page in pages}
         assert by_scope == set(self._keys)
-
-
-class _IdlePages:
-    """Pages that can be evicted, least recently used first."""
-
-    def __init__(self) -> None:
-        self._last_used: OrderedDict[int, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._last_used)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._last_used)
-
-    def __contains__(self, page: int) -> bool:
-        return page in self._last_used
-
-    def add(self, chain: Sequence[int], now: int) -> None:
-        """Add pages that were released together; the last one is evicted first."""
-        for page in reversed(chain):
-            self._last_used[page] = now
-
-    def remove(self, page: int) -> None:
-        """Remove a page that is in use again. Do nothing if it is missing."""
-        self._last_used.pop(page, None)
-
-    def evict_first(self, pages: Iterable[int]) -> None:
-        """Mark the pages that are idle among `pages` as the first to evict."""
-        for page in pages:
-            if page in self._last_used:
-                self._last_used[page] = EVICT_FIRST
-                self._last_used.move_to_end(page, last=False)
-
-    def oldest_use(self) -> int | None:
-        return next(iter(self._last_used.values()), None)
-
-    def pop(self) -> int:
-        """Remove and return the page to evict next."""
-        return self._last_used.popitem(last=False)[0]
-
-    def relocate(self, moves: Moves) -> None:
-        """Update the page numbers after the content of pages was moved."""
-        if any(page in self._last_used for page in moves):
-            renamed = ((moves.get(page, page), used) for page, used in self._last_used.items())
-            self._last_used = OrderedDict(renamed)
