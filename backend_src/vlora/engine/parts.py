@@ -96,17 +96,17 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     )
     adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
     finder = FolderFinder(options.adapters, adapter_names)
-    watch = FolderWatch(finder, adapters.update, retry=adapters.retry)
+    watch = FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters, max_model_len, device)
-    switcher = Switcher(weights.slab, adapters, options.merging)
+    switcher = Switcher(weights.slab, adapters.slots, options.merging)
     sizes_of_steps = StepSizes(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
     graph_sizes = None if options.enforce_eager else sizes_of_steps
-    runner = Runner(config, weights, adapters, switcher, memory.kv_cache, graph_sizes)
+    runner = Runner(config, weights, adapters.slots, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
     _limit_merging(options, switcher, memory, adapters, device)
-    sizes = AdapterSizes(adapters)
+    sizes = AdapterSizes(adapters.slots)
     costs = CostModel(
         guess(
             weights.slab.elements,
@@ -122,7 +122,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     scheduler = Scheduler(
         Budgets(options.max_num_seqs, options.max_num_batched_tokens),
         make_policy(options, costs),
-        protect=partial(setattr, adapters, "protected_slot"),
+        protect=partial(setattr, adapters.tiers.residents, "protected_slot"),
     )
     memory.pool.movers.append(lambda moves: memory.move(scheduler.running, moves))
     reader = PromptReader(options.model, config)

@@ -64,7 +64,7 @@ class EngineStatistics:
         pool, grammars = self._parts.memory.pool, self._parts.admission.grammars
         running, waiting = list(scheduler.running), list(scheduler.waiting)
         credits = sorted((scheduler.choice.credits or {}).values())
-        tiers, structured = adapters.counters, grammars.counters
+        tiers, structured = adapters.tiers.counters, grammars.counters
         graphs = self._parts.runner.graphs
         return EngineStats(
             **self._constants,
@@ -87,8 +87,8 @@ class EngineStatistics:
             pages_adapter=pool.adapter,
             pages_moved=pool.pages_moved,
             adapters_resident=len(adapters.resident),
-            adapters_known=len(adapters),
-            adapter_host_bytes=adapters.host_bytes,
+            adapters_known=len(adapters.table.current),
+            adapter_host_bytes=adapters.tiers.host.used_bytes,
             adapter_hits=tiers.hits,
             adapter_host_hits=tiers.host_hits,
             adapter_misses=tiers.misses,
