@@ -19,13 +19,13 @@ DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
 """Pattern of the valid values of `device`."""
 
 POLICIES: dict[str, str] = {
-    "predictive": "vlora.engine.policies.predictive:make",
-    "credit": "vlora.engine.policies.credit:make_credit",
-    "paper": "vlora.engine.policies.credit:make_paper",
-    "unmerge_only": "vlora.engine.policies.unmerge_only:make",
+    path.stem: f"vlora.engine.policies.{path.stem}:make"
+    for path in sorted((Path(__file__).parents[1] / "engine" / "policies").glob("[!_]*.py"))
+    if path.stem not in ("base", "registry")
 }
 """Values of `policy`, each with the function that creates it ("module:function").
 
+They are found by their files, without importing them, because that would import torch.
 `vlora.engine.policies.registry.register_policy` adds others.
 """
 
@@ -273,6 +273,11 @@ class Options:
     """Sentences to log about keys in the file that have no effect. This field is not
     itself a key.
     """
+
+    @property
+    def may_merge(self) -> bool:
+        """False if the options alone rule out that an adapter is merged."""
+        return self.merging != "off" and not self.deterministic
 
     @property
     def max_step_requests(self) -> int:
