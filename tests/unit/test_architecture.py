@@ -26,7 +26,6 @@ LAYERS = [
         "openmp_env",
         "paths",
         "strict_json",
-        "value_readers",
     },
     {"config", "cores", "net", "request", "sampling", "structured"},
     {"atmm", "backends", "device", "kernels"},
