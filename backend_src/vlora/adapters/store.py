@@ -293,7 +293,7 @@ class AdapterStore:
     def _apply_folder(self, result: FolderResult) -> None:
         match result:
             case FolderRead(handle, adapter):
-                self.tiers.retire(self._names.set(handle))
+                self.tiers.retire(self._names.set(handle.name, handle))
                 if not handle.description.ranks.keys() <= self.slots.matrices:
                     self.slots.matrices |= handle.description.ranks.keys()
                 if adapter is not None:
@@ -304,10 +304,10 @@ class AdapterStore:
             case FolderFailed(name, error, transient):
                 log.warning("%s", error)
                 # If the new version cannot be read for the moment, the old one continues to serve.
-                if not (transient and name in self._names):
-                    self.tiers.retire(self._names.set_broken(name, error))
+                if not transient or self._names.current(name) is None:
+                    self.tiers.retire(self._names.set(name, error))
             case FolderRemoved(name):
-                self.tiers.retire(self._names.remove(name))
+                self.tiers.retire(self._names.set(name, None))
 
     # -- loading and packing ---------------------------------------------------------------------
 
@@ -415,9 +415,9 @@ class AdapterStore:
                 return
         reason = as_adapter_error(handle.name, handle.folder, error)
         self.tiers.fail(handle, reason)
-        if self._names.is_current(handle):
+        if self._names.current(handle.name) is handle:
             log.warning("%s", reason)
-            self.tiers.retire(self._names.set_broken(handle.name, reason))
+            self.tiers.retire(self._names.set(handle.name, reason))
             if transient:
                 self.folders.read_again(handle.name)
 
