@@ -162,6 +162,7 @@ class Only:
     """A policy that runs the named requests, in this order."""
 
     uses_costs = False
+    merges = True
     orders = (Order.ARRIVAL,)
     max_batch = 1
 
@@ -262,6 +263,7 @@ class AlwaysMerge:
     """A policy that always wants the adapter in slot 3 merged."""
 
     uses_costs = False
+    merges = True
     orders = (Order.ARRIVAL,)
     max_batch = 4
 

@@ -63,7 +63,7 @@ class Engine:
         self._clock = clock
         self._requests = InFlightRequests()
         self._held_rows = HeldRows()
-        self._statistics = EngineStatistics(parts, options.block_size)
+        self._statistics = EngineStatistics(parts)
         self._busy_since: float | None = None
         """Time at which the last step ended, or None if the engine has been idle since."""
         self._stalled = False
