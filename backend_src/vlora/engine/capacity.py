@@ -171,7 +171,7 @@ def plan(
     )
     for matrices in lora_groups(config.layers):
         store.slots.group(matrices)
-    store.load(find_folders(options.adapters, names), make_resident=False)
+    store.load(find_folders(options.adapters, names))
     sizes = config.layers, options.block_size, config.kv_heads, config.head_dim
     page = page_bytes(*sizes, dtype, layout)
     form = quantization_of(options, config)

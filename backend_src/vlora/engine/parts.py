@@ -91,7 +91,7 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         options.adapter_host_bytes,
         device,
     )
-    adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
+    adapters.load(find_folders(options.adapters, adapter_names))
     finder = FolderFinder(options.adapters, adapter_names)
     watch = FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
