@@ -100,7 +100,7 @@ class LmmService(Service):
         self._describe = describe
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
         self._structured = ThreadPoolExecutor(STRUCTURED_THREADS, thread_name_prefix="structured")
-        super().__init__(engine.live, limits, stamps)
+        super().__init__(engine.table, limits, stamps)
 
     def close(self) -> None:
         """Refuse new requests and those that wait for a thread. The engine drains all others."""
@@ -116,7 +116,7 @@ class LmmService(Service):
             return
         self._check_open()
         self._engine.admit(request)
-        self.live.hold(request, bytes_of(tensors))
+        self.table.hold(request, bytes_of(tensors))
         arrival = self._stamps.read(tensors)
         call = read_call(tensors, parameters, self._limits, arrival)
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
@@ -132,8 +132,8 @@ class LmmService(Service):
             features = self._encode(self._encoder_inputs(call), request.id)
             size = features.features.nbytes
             call = replace(call, images=features, raw_images={})
-        if self.live.take(request):
-            self.live.hold(request, size)
+        if self.table.take(request):
+            self.table.hold(request, size)
             self._submit(request, call)
 
     def _encoder_inputs(self, call: Call) -> Tensors:

@@ -80,7 +80,7 @@ class VisionService(Service):
         encoder: EncoderService,
         limits: Limits,
         stamps: ArrivalStamps,
-        live: RequestTable,
+        table: RequestTable,
         max_requests: int,
         before_answers: Callable[[], None] = lambda: None,
         part_of: Callable[[str | None], VisionPart | None] = lambda name: None,
@@ -95,7 +95,7 @@ class VisionService(Service):
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
         # This starts the thread, which may fail later, when the process has too many.
         self._answers.submit(lambda: None)
-        super().__init__(live, limits, stamps)
+        super().__init__(table, limits, stamps)
         self._encoding = threading.Thread(target=self._encode, name="encode", daemon=True)
         self._encoding.start()
 
@@ -118,14 +118,14 @@ class VisionService(Service):
             (encoded,) = self._encoder.run([[]])
             request.responder.send(self._to_tensors(encoded, arrival), final=True)
             return
-        if len(self.live) >= self._max_requests:
-            raise Unavailable(f"the queue is full: {len(self.live)} requests are waiting")
-        self.live.add(request)
-        self.live.hold(request, bytes_of(images))
+        if len(self.table) >= self._max_requests:
+            raise Unavailable(f"the queue is full: {len(self.table)} requests are waiting")
+        self.table.add(request)
+        self.table.hold(request, bytes_of(images))
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         adapter = adapter_name(sampling)
         image_request = read_images(tensors, self._limits)
-        self.live.wait(request, freshness_of(sampling, arrival), pinned=True)
+        self.table.wait(request, freshness_of(sampling, arrival), pinned=True)
         self._decode(request, adapter, image_request)
 
     def _decode(self, request: ServedRequest, adapter: str | None, images: ImageRequest) -> None:
@@ -138,7 +138,7 @@ class VisionService(Service):
                 self._decoded.put(_Decoded(request, adapter, result))
             else:
                 request.pinned = False
-                self.live.end(request, as_vlora_error(result, "decoding an image"))
+                self.table.end(request, as_vlora_error(result, "decoding an image"))
 
         try:
             self._decoder.submit(images, done, check)
@@ -183,7 +183,7 @@ class VisionService(Service):
         encoded: list[EncodedImages] | VLoraError = []
         try:
             for request, adapter, content in part:
-                if not self.live.take(request):
+                if not self.table.take(request):
                     continue
                 try:
                     adapters.append(self._part_of(adapter))
@@ -198,7 +198,7 @@ class VisionService(Service):
             encoded = as_vlora_error(error, self.action)
         finally:
             for request, _, content in part:
-                self.live.remove(request)
+                self.table.remove(request)
                 content.release()
         if wanted:
             self._answers.submit(self._answer, wanted, encoded)
