@@ -112,7 +112,7 @@ class LmmService(Service):
         self, request: ServedRequest, tensors: Tensors, parameters: Mapping[str, Any]
     ) -> None:
         if is_describe(tensors):
-            request.responder.send({"details": strings([self._describe()])}, final=True)
+            request.answer({"details": strings([self._describe()])})
             return
         self._check_open()
         self._engine.admit(request)

@@ -19,7 +19,6 @@ from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import freshness_of, read_sampling
-from vlora.serving.responder import answer
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Array, Inputs, Tensors, bytes_of, flag, strings
 
@@ -83,7 +82,7 @@ class LmmUnaryService(Service):
             raise Internal(f"'lmm' sent {len(responses)} responses instead of one")
         self.table.remove(request)
         (response,) = responses
-        answer(request.responder, {**response, "answer": response["text_output"]})
+        request.answer({**response, "answer": response["text_output"]})
 
     def _disconnected(self, request: LiveRequest) -> None:
         super()._disconnected(request)

@@ -23,7 +23,7 @@ from vlora.request import Freshness
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.codec import is_cancel
 from vlora.serving.metrics import Exporter, Level, Registry
-from vlora.serving.responder import Responder, as_vlora_error, fail
+from vlora.serving.responder import Responder, as_vlora_error
 from vlora.serving.tensors import Tensors
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,17 @@ class ServedRequest(LiveRequest):
 
     def fail(self, error: BaseException) -> None:
         self.work = None
-        fail(self.responder, as_vlora_error(error, self.action))
+        try:
+            self.responder.fail(as_vlora_error(error, self.action))
+        except Exception:
+            log.exception("could not send an error to its client")
+
+    def answer(self, tensors: Tensors) -> None:
+        """Send the only response, or an error if it cannot be sent; never raises."""
+        try:
+            self.responder.send(tensors, final=True)
+        except Exception as error:
+            self.fail(error)
 
     def is_cancelled(self) -> bool:
         return self.responder.is_cancelled()

@@ -28,7 +28,7 @@ from vlora.serving.codec import (
     freshness_of,
     read_sampling,
 )
-from vlora.serving.responder import answer, as_vlora_error
+from vlora.serving.responder import as_vlora_error
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Inputs, Tensors, bytes_of, strings
 from vlora.vision.adapters import VisionPart
@@ -70,7 +70,7 @@ class VisionService(Service):
         raise a VLoraError.
     """
 
-    action = "encoding images"
+    action = "reading the images"
     watch_seconds = 0.05
     asks_clients = False
 
@@ -116,7 +116,7 @@ class VisionService(Service):
         if not any(tensor.size for tensor in images.values()):
             read_images(tensors, self._limits)
             (encoded,) = self._encoder.run([[]])
-            request.responder.send(self._to_tensors(encoded, arrival), final=True)
+            request.answer(self._to_tensors(encoded, arrival))
             return
         if len(self.table) >= self._max_requests:
             raise Unavailable(f"the queue is full: {len(self.table)} requests are waiting")
@@ -188,6 +188,7 @@ class VisionService(Service):
                 try:
                     adapters.append(self._part_of(adapter))
                 except BaseException as error:  # A panic of a Rust library is not an Exception.
+                    error = as_vlora_error(error, "encoding images")
                     self._answers.submit(request.fail, error)
                     continue
                 wanted.append(request)
@@ -195,7 +196,7 @@ class VisionService(Service):
             if wanted:
                 encoded = self._encoder.run(images, adapters)
         except BaseException as error:
-            encoded = as_vlora_error(error, self.action)
+            encoded = as_vlora_error(error, "encoding images")
         finally:
             for request, _, content in part:
                 self.table.remove(request)
@@ -208,16 +209,13 @@ class VisionService(Service):
     ) -> None:
         self._before_answers()
         for index, request in enumerate(requests):
-            content: Tensors | VLoraError
+            request.action = "making the answer"
             try:
-                content = (
-                    encoded
-                    if isinstance(encoded, VLoraError)
-                    else self._to_tensors(encoded[index], request.freshness.arrival)
-                )
+                if isinstance(encoded, VLoraError):
+                    raise encoded
+                request.answer(self._to_tensors(encoded[index], request.freshness.arrival))
             except Exception as error:
-                content = as_vlora_error(error, "making the answer")
-            answer(request.responder, content)
+                request.fail(error)
 
     def _to_tensors(self, encoded: EncodedImages, arrival: float) -> Tensors:
         tensors = {
