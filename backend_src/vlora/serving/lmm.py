@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from vlora.config import Limits
 from vlora.errors import Cancelled
-from vlora.live_requests import LiveRequest
 from vlora.request import ImageFeatures, Output
 from vlora.sampling import ADAPTER_KEY
 from vlora.serving.answer_writer import AnswerWriter
@@ -179,7 +178,7 @@ class LmmService(Service):
         for one in (client_id, *waiting):
             self._pass_on(one)
 
-    def _disconnected(self, request: LiveRequest) -> None:
+    def _disconnected(self, request: ServedRequest) -> None:
         if self._engine.abort(request.id, Cancelled("the client has disconnected")):
             self._pass_on(request.id)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
+from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import freshness_of, read_sampling
@@ -84,12 +84,12 @@ class LmmUnaryService(Service):
         (response,) = responses
         request.answer({**response, "answer": response["text_output"]})
 
-    def _disconnected(self, request: LiveRequest) -> None:
+    def _disconnected(self, request: ServedRequest) -> None:
         super()._disconnected(request)
-        if request.state is State.TAKEN and request.cancelled is None:
-            # `lmm` has the request. It is asked once.
+        if request.state is State.TAKEN and not request.is_passed_on:
+            # `lmm` has the request.
             self._ask({"cancel": flag(True)}, inner_id(request))
-            request.cancelled = Cancelled("the client has disconnected")
+            request.is_passed_on = True
 
 
 def inner_id(request: LiveRequest) -> str:

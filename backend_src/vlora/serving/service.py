@@ -35,6 +35,7 @@ class ServedRequest(LiveRequest):
     action: what the service does with the request, for the message of an unexpected error.
     work: the rest of the work, which a pool thread does; None if there is none or the request has
         ended. It holds copies of the request's tensors.
+    is_passed_on: whether another model was asked to cancel the request.
     """
 
     def __init__(self, client_id: str, responder: Responder, action: str) -> None:
@@ -42,6 +43,7 @@ class ServedRequest(LiveRequest):
         self.responder = responder
         self.action = action
         self.work: Callable[[], None] | None = None
+        self.is_passed_on = False
 
     def fail(self, error: BaseException) -> None:
         self.work = None
@@ -56,9 +58,6 @@ class ServedRequest(LiveRequest):
             self.responder.send(tensors, final=True)
         except Exception as error:
             self.fail(error)
-
-    def is_cancelled(self) -> bool:
-        return self.responder.is_cancelled()
 
 
 class Service(ABC):
@@ -130,7 +129,7 @@ class Service(ABC):
         """Cancel the requests with this client id."""
         self.table.cancel_client(client_id, Cancelled(f"the request '{client_id}' was cancelled"))
 
-    def _disconnected(self, request: LiveRequest) -> None:
+    def _disconnected(self, request: ServedRequest) -> None:
         """End a request whose client has disconnected. Called again until the request has ended."""
         self.table.end_waiting(request, Cancelled("the client has disconnected"))
 
@@ -163,7 +162,7 @@ class Service(ABC):
             self.table.end_late()
             for request in self.table if self.asks_clients else ():
                 try:
-                    if request.is_cancelled():
+                    if isinstance(request, ServedRequest) and request.responder.is_cancelled():
                         self._disconnected(request)
                 except Exception:
                     log.exception("could not check a request for cancellation")

@@ -61,8 +61,7 @@ class VisionService(Service):
     """Answers requests of `vision_encoder`. It owns the decoder and two more threads.
 
     Requests without images are answered at once, all others from the queue. Inputs and answers have
-    a batch dimension of 1 in front: image and frames are [1, n]. A request's bytes are held until
-    the decoder drops its images, even if the request has ended before.
+    a batch dimension of 1 in front: image and frames are [1, n].
 
     max_requests: maximum number of requests in the queue.
     before_answers: called before the answers of a part are sent.
@@ -123,10 +122,12 @@ class VisionService(Service):
         self.table.add(request)
         self.table.hold(request, bytes_of(images))
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
+        freshness = freshness_of(sampling, arrival)
+        images_to_decode = read_images(tensors, self._limits)
         adapter = adapter_name(sampling)
-        image_request = read_images(tensors, self._limits)
-        self.table.wait(request, freshness_of(sampling, arrival), pinned=True)
-        self._decode(request, adapter, image_request)
+        # The decoder has the images until it drops them, even if the request ends before.
+        self.table.wait(request, freshness, pinned=True)
+        self._decode(request, adapter, images_to_decode)
 
     def _decode(self, request: ServedRequest, adapter: str | None, images: ImageRequest) -> None:
         def check() -> None:
