@@ -36,15 +36,6 @@ from vlora.vision.decoding import DecodedRequest, ImageDecoder
 from vlora.vision.features import EncodedImages, EncoderService
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 
-OUTPUTS = (
-    "image_features",
-    "image_layout",
-    "image_size",
-    "image_digest",
-    ADAPTER_VERSION,
-    ARRIVAL_INPUT,
-)
-
 COLLECT_SECONDS = 0.025
 """Seconds from the arrival of a request in which the encoder waits for more to encode with it."""
 
