@@ -26,7 +26,6 @@ LAYERS = [
         "openmp_env",
         "paths",
         "strict_json",
-        "value_readers",
     },
     {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
     {"atmm", "backends", "device", "kernels"},

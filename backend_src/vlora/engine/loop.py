@@ -75,8 +75,8 @@ class EngineLoop:
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
         """Called on the response thread after each round of outputs."""
-        engine.adapters.on_change = self._on_adapters_changed
-        engine.watch.start(engine.adapters.stamps)
+        engine.adapters.workers.on_post = self._on_adapters_changed
+        engine.watch.start(engine.adapters.folders.stamps)
         self._responses.start()
         self._steps.start()
 
@@ -246,7 +246,7 @@ class EngineLoop:
 
     def _has_work(self) -> bool:
         busy = self._stopping or not self._engine.idle
-        return busy or bool(self._inbox) or self._engine.adapters.has_results
+        return busy or bool(self._inbox) or self._engine.adapters.workers.pending
 
     def _on_adapters_changed(self) -> None:
         with self._wake:
