@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,6 @@ import typer
 import yaml
 
 from tools.generation.__main__ import export
-from tools.generation.compare import print_table
 from vlora.cli.help import run_command
 from vlora.generation.report import write_report
 from vlora.generation.run import STATE, generate
@@ -108,6 +108,26 @@ def continue_packing(source: Path, target: Path, options: PackingOptions) -> Non
     journal["written"] = []
     (part / STATE).write_text(json.dumps(journal), encoding="utf-8")
     part.rename(target)
+
+
+def print_table(folders: Sequence[Path]) -> None:
+    """Print a Markdown table of finished runs, from their report.json."""
+    typer.echo(
+        "| run | items | promises kept | adapters | items per adapter | mean gain over the base |"
+        " attempts and merges (rolled back) | steps |\n|---|---|---|---|---|---|---|---|"
+    )
+    for folder in folders:
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        items = report["items"].values()
+        attempts = [*report["attempts"], *report["merges"]]
+        gains = [item["reached"] - item["base"] for item in items if item["reached"] is not None]
+        typer.echo(
+            f"| {folder.name} | {len(items)} | {sum(item['kept'] for item in items)} |"
+            f" {len(report['adapters'])} | {report['items_per_adapter']} |"
+            f" {sum(gains) / max(1, len(gains)):+.3f} |"
+            f" {len(attempts)} ({sum(bool(attempt['broken']) for attempt in attempts)}) |"
+            f" {sum(attempt['steps'] for attempt in attempts)} |"
+        )
 
 
 def main(
