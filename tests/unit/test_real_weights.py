@@ -13,6 +13,7 @@ import torch
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 from tools.demo.__main__ import CHECKPOINT
+from tools.demo.packing import language_of
 from tools.real_weights import connector, measure
 from vlora.vision.prompts import ChatTemplate
 
@@ -63,7 +64,7 @@ def test_training_lowers_the_loss_and_changes_the_connector_only(
         if isinstance(layer, torch.nn.Linear):
             layer.reset_parameters()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    language = connector.language_of(tokenizer, ChatTemplate.from_checkpoint(CHECKPOINT))
+    language = language_of(tokenizer, ChatTemplate.from_checkpoint(CHECKPOINT))
     reports: list[str] = []
     losses = connector.train_connector(model, language, 16, reports.append)
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])

@@ -1,4 +1,4 @@
-"""Stage 3 of making the demo: train LoRA adapters on the finished base with PEFT, one at a time.
+"""Train LoRA adapters on the finished base with PEFT, one at a time.
 
 Only the decoder is adapted; vision tower, connector and base weights stay frozen. An adapter with a
 task head also trains a linear layer on the final hidden state of the last prompt token.
@@ -15,14 +15,18 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlavaForConditionalGeneration
 
-from tools.demo.ahead import ahead
 from tools.demo.build import HIDDEN
-from tools.demo.joint import answer_loss, hidden_states, image_features, use_fast_attention
-from tools.demo.loop import Run, Stage
 from tools.demo.motion import sample_times
-from tools.demo.packing import Pack, Row, pack
+from tools.demo.packing import Pack, Row, demo_language, pack
 from tools.demo.recipes import RECIPES, Recipe, Sample
 from tools.demo.scenes import draw
+from tools.demo.train import (
+    answer_loss,
+    hidden_states,
+    image_features,
+    run_steps,
+    use_fast_attention,
+)
 from vlora.generation.peft_folder import rename_base
 
 SEED = 37
@@ -35,7 +39,7 @@ def adapter_batch(index: int, name: str) -> Pack:
     rng = np.random.default_rng([SEED, sorted(RECIPES).index(name), index])
     samplers = list(recipe.domains.values())
     samples = [samplers[row % len(samplers)](rng, False) for row in range(recipe.rows)]
-    return pack([_row(recipe, sample, rng) for sample in samples])
+    return pack([_row(recipe, sample, rng) for sample in samples], demo_language())
 
 
 def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
@@ -43,10 +47,8 @@ def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
     has_class = question.task in recipe.head_tasks
     label = recipe.labels.index(question.answer) if has_class else NO_CLASS
     if sample.clip is not None:
-        frames = sample.clip.frames(sample_times(rng))
-        return Row(frames, [question], (label,), is_clip=True)
-    if sample.scene is None:
-        raise ValueError(f"a sample of {recipe.name} has neither a picture nor a clip")
+        return Row(sample.clip.frames(sample_times(rng)), [question], (label,), is_clip=True)
+    assert sample.scene is not None
     return Row([draw(sample.scene).pixels], [question], (label,))
 
 
@@ -68,16 +70,14 @@ def lora_config(recipe: Recipe) -> LoraConfig:
     )
 
 
-def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> tuple[Tensor, dict[str, float]]:
-    """Return the head's cross entropy at the last prompt tokens, and its accuracy."""
+def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> Tensor:
+    """Return the head's cross entropy at the last prompt tokens of questions with a class."""
     rows, columns = torch.from_numpy(batch.ends).T
     classes = torch.from_numpy(batch.classes)
     asked = classes >= 0
     with torch.autocast("cpu", enabled=False):
         scores = head(hidden[rows[asked], columns[asked]].float())
-    wanted = classes[asked]
-    right = (scores.argmax(-1) == wanted).float().mean()
-    return nn.functional.cross_entropy(scores, wanted), {"head": float(right)}
+    return nn.functional.cross_entropy(scores, classes[asked])
 
 
 def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: float = 1) -> None:
@@ -87,31 +87,31 @@ def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: 
     base = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
     adapted = get_peft_model(base, lora_config(recipe))
     use_fast_attention(base)
-    steps = max(2, int(recipe.steps * scale))
-    stage = Stage(
-        name, steps, recipe.learning_rate, work / f"{name}.pt", weight_decay=0.0, warmup=20
-    )
     modules: dict[str, nn.Module] = {"adapter": adapted}
     head = nn.Linear(HIDDEN, len(recipe.labels)) if recipe.labels else None
     if head is not None:
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
         modules["head"] = head
-    run = Run(stage, modules)
 
-    def loss_of(batch: Pack) -> tuple[Tensor, dict[str, float]]:
+    def loss_of(batch: Pack) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             with torch.no_grad():
                 features = image_features(base, batch.images)
             hidden = hidden_states(base, batch, features)
-            loss, figures = answer_loss(base, batch, hidden)
-            if head is not None:
-                more, seen = head_loss(head, batch, hidden)
-                loss, figures = loss + more, {**figures, **seen}
-        return loss, figures
+            loss = answer_loss(base, batch, hidden)
+            return loss if head is None else loss + head_loss(head, batch, hidden)
 
-    with ahead(partial(adapter_batch, name=name), run.step, steps) as batches:
-        run.train(batches, loss_of)
+    run_steps(
+        work / f"{name}.pt",
+        modules,
+        partial(adapter_batch, name=name),
+        loss_of,
+        max(2, int(recipe.steps * scale)),
+        recipe.learning_rate,
+        warmup=20,
+        weight_decay=0.0,
+    )
     save_adapter(recipe, adapted, head, folder)
 
 
@@ -127,5 +127,5 @@ def save_adapter(recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, fol
         save_file(tensors, folder / "head.safetensors")
         about["head"] = {"labels": list(recipe.labels), "tasks": list(recipe.head_tasks)}
     (folder / "vlora.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    for tensors_file in folder.glob("*.safetensors"):
-        tensors_file.chmod(0o644)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)

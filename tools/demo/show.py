@@ -94,7 +94,7 @@ def load_samples(folder: Path) -> list[Sample]:
     """Return the samples of `folder`. Raise ClientError if it has none."""
     index = folder / "index.json"
     if not index.is_file():
-        raise ClientError(f"there are no samples in {folder}; `python -m tools.demo` writes them")
+        raise ClientError(f"there are no samples in {folder}: it has no index.json")
     return [_load(folder, entry) for entry in json.loads(index.read_text())]
 
 

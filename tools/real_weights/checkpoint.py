@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from tools.real_weights.connector import language_of, train_connector
+from tools.demo.packing import language_of
+from tools.real_weights.connector import train_connector
 from vlora.errors import InvalidArgument
 from vlora.vision.prompts import ChatTemplate
 

@@ -7,23 +7,21 @@ decoder. The questions of a scene share its image tokens (`tools.demo.packing`).
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tools.demo import lexicon
 from tools.demo.dense import SEEN_COLOURS, SEEN_SHAPES, SURFACES, patch_labels
-from tools.demo.joint import answer_loss, branch_mask
-from tools.demo.packing import Language, Pack, Row, pack
+from tools.demo.packing import Language, Row, pack
 from tools.demo.questions import Question, ask
 from tools.demo.scenes import Scene, base_scene, draw
-from tools.demo.tower import to_pixels
-from vlora.vision.prompts import ChatTemplate
+from tools.demo.train import answer_loss, hidden_states, image_features
 
 SEED = 41
 WORD_STEPS, WORD_SCENES = 300, 256
@@ -50,16 +48,6 @@ def questions_of(scene: Scene, *seed: int) -> list[Question]:
     return [question for question in asked if question is not None]
 
 
-def language_of(tokenizer: Any, template: ChatTemplate) -> Language:
-    """Return the chat template and the tokenization of a checkpoint's decoder."""
-
-    @lru_cache(maxsize=10_000)
-    def encode(text: str) -> tuple[int, ...]:
-        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return Language(template, encode, tokenizer.eos_token)
-
-
 def train_connector(
     model: Any, language: Language, steps: int, report: Callable[[str], None]
 ) -> list[float]:
@@ -76,55 +64,32 @@ def train_connector(
     losses: list[float] = []
     started = reported = time.monotonic()
     for step in range(steps):
-        scenes = [scene_of(SEED, 1, step * ROWS + row) for row in range(ROWS)]
-        rows = [
-            Row([draw(scene).pixels], questions_of(scene, SEED, 2, step * ROWS + row))
-            for row, scene in enumerate(scenes)
-        ]
+        rows = []
+        for number in range(step * ROWS, (step + 1) * ROWS):
+            scene = scene_of(SEED, 1, number)
+            rows.append(Row([draw(scene).pixels], questions_of(scene, SEED, 2, number)))
         batch = pack(rows, language)
-        done = step / steps
-        _set_rate(optimizer, LEARNING_RATE * min(1.0, (step + 1) / 10) * (1 - done) ** 0.5)
-        loss, figures = answer_loss(model, batch, _hidden_states(model, batch))
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(connector.parameters(), 1.0)
-        optimizer.step()
+        loss = answer_loss(
+            model, batch, hidden_states(model, batch, image_features(model, batch.images))
+        )
+        rate = LEARNING_RATE * min(1.0, (step + 1) / 10) * (1 - step / steps) ** 0.5
+        _step(optimizer, loss, rate, 1.0)
         losses.append(float(loss.detach()))
         now = time.monotonic()
         if now - reported > REPORT_EVERY_SECONDS or step + 1 == steps:
-            reported = now
-            left = (now - started) / (step + 1) * (steps - step - 1) / 60
-            about = " ".join(f"{name}={value:.2f}" for name, value in figures.items())
-            report(f"connector {step + 1}/{steps} {about} ({left:.1f} min left)")
+            reported, left = now, (now - started) / (step + 1) * (steps - step - 1) / 60
+            report(f"connector {step + 1}/{steps} loss {losses[-1]:.2f} ({left:.1f} min left)")
     connector.requires_grad_(False)
     return losses
 
 
-def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-@torch.no_grad()
-def features_of(model: Any, images: Sequence[Any]) -> Tensor:
-    """Return the tower's patch features, [n, 64, hidden], of images uint8 [64, 64, 3]."""
-    hidden: Tensor = model.model.vision_tower(to_pixels(np.stack(images))).last_hidden_state
-    return hidden[:, 1:]
-
-
-def _hidden_states(model: Any, batch: Pack) -> Tensor:
-    """Return the final hidden states of a packed batch, [rows, length, hidden]."""
-    tokens = torch.from_numpy(batch.tokens)
-    embedded = model.model.language_model.embed_tokens(tokens)
-    projected = model.model.multi_modal_projector(features_of(model, list(batch.images)))
-    places = (tokens == model.config.image_token_id)[..., None].expand_as(embedded)
-    hidden: Tensor = model.model.language_model(
-        inputs_embeds=embedded.masked_scatter(places, projected.flatten(0, 1)),
-        attention_mask=branch_mask(torch.from_numpy(batch.branches)).float(),
-        position_ids=torch.from_numpy(batch.positions),
-        use_cache=False,
-    ).last_hidden_state
-    return hidden
+def _step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float, clip: float) -> None:
+    (group,) = optimizer.param_groups
+    group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(group["params"], clip)
+    optimizer.step()
 
 
 def _learn_words(
@@ -140,8 +105,8 @@ def _learn_words(
     for number in range(WORD_SCENES):
         scene = scene_of(SEED, 0, number)
         drawing = draw(scene)
-        inputs.append(features_of(model, [drawing.pixels])[0])
-        for label in patch_labels(scene, drawing).labels:
+        inputs.append(image_features(model, drawing.pixels[None])[0])
+        for label in patch_labels(scene, drawing)[0]:
             words = (SURFACES[label[8]],)
             if label[0] > 0:
                 words = SEEN_COLOURS[label[1]], SEEN_SHAPES[label[0] - 1]
@@ -149,11 +114,8 @@ def _learn_words(
     features, wanted = torch.cat(inputs), torch.stack(targets)
     optimizer = torch.optim.AdamW(connector.parameters(), weight_decay=0.0)
     for step in range(WORD_STEPS):
-        _set_rate(optimizer, WORD_RATE * (1 - step / WORD_STEPS))
         chosen = torch.randint(len(features), (WORD_BATCH,))
         loss = nn.functional.mse_loss(connector(features[chosen]), wanted[chosen])
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
+        _step(optimizer, loss, WORD_RATE * (1 - step / WORD_STEPS), math.inf)
     share = float(loss.detach()) / float(wanted.var(0).mean())
     report(f"words: the squared error is {share:.2f} of the variance")
