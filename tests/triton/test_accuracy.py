@@ -6,7 +6,6 @@ A text must equal the oracle's, unless the two best logits of the oracle are a n
 from __future__ import annotations
 
 import math
-import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from tools.demo.accuracy import Served, ask_all
 from tools.demo.heldout import DOMAINS, Item, is_right, items
 from vlora.launcher.server import ServerOptions, TritonServer
 
-ITEMS = int(os.environ.get("VLORA_ACCURACY_ITEMS", "6"))
+ITEMS = 6
 """Number of items per domain; the model card was measured with 200."""
 HEAD_TOLERANCE = 1e-4
 

@@ -76,35 +76,34 @@ def _draw_objects(pixels: Pixels, objects: Sequence[dict[str, Any]]) -> Any:
     height, width = pixels.shape[:2]
     image = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(image)
-    font = ImageFont.load_default(15)
     for number, found in enumerate(objects):
-        left, top, right, bottom = (
-            edge * SIDE / size for edge, size in zip(found["box"], (width, height) * 2, strict=True)
-        )
+        sizes = (width, height) * 2
+        box = [edge * SIDE / size for edge, size in zip(found["box"], sizes, strict=True)]
         colour = BOX_COLOURS[number % len(BOX_COLOURS)]
-        draw.rectangle((left, top, right, bottom), outline=colour, width=4)
-        label = found["label"] or "?"
-        at = (left + 4, top - 20 if top >= 20 else top + 4)
-        draw.rectangle(draw.textbbox(at, f" {label} ", font), fill=colour)
-        draw.text(at, f" {label} ", INK, font)
+        draw.rectangle(box, outline=colour, width=4)
+        _label(
+            draw, (box[0] + 4, box[1] + (-20 if box[1] >= 20 else 4)), found["label"] or "?", colour
+        )
     return image
 
 
 def _strip(frames: Sequence[Pixels], label: str) -> Any:
     """Return a picture of a clip: its frames, three per row, each with its number and the label."""
     side = SIDE // 3
-    rows = -(-len(frames) // 3)
-    strip = Image.new("RGB", (SIDE, rows * side), PAPER)
+    strip = Image.new("RGB", (SIDE, -(-len(frames) // 3) * side), PAPER)
     draw = ImageDraw.Draw(strip)
-    font = ImageFont.load_default(13)
     for number, frame in enumerate(frames):
         left, top = number % 3 * side, number // 3 * side
-        small = Image.fromarray(np.asarray(frame)).resize((side - 2, side - 2))
-        strip.paste(small, (left, top))
-        for text, at in ((f"{number}", top + 2), (label[:14], top + side - 20)):
-            draw.rectangle(draw.textbbox((left + 3, at), f" {text} ", font), fill=PAPER)
-            draw.text((left + 3, at), f" {text} ", INK, font)
+        strip.paste(Image.fromarray(np.asarray(frame)).resize((side - 2, side - 2)), (left, top))
+        _label(draw, (left + 3, top + 2), f"{number}", PAPER)
+        _label(draw, (left + 3, top + side - 20), label[:14], PAPER)
     return strip
+
+
+def _label(draw: Any, at: tuple[float, float], text: str, colour: str) -> None:
+    font = ImageFont.load_default(14)
+    draw.rectangle(draw.textbbox(at, f" {text} ", font), fill=colour)
+    draw.text(at, f" {text} ", INK, font)
 
 
 def _wrapped(text: str, font: Any) -> list[str]:

@@ -38,15 +38,14 @@ from clients.common import (
     stream_responses,
 )
 from clients.frames import VideoFile, encode_frame
-from tools.demo.boxes import parse_boxes
+from tools.demo.boxes import GRID, parse_boxes
+from tools.demo.heldout import boxes_match
 from tools.demo.pictures import Caption, sheet, tile
 from tools.demo.scenes import Pixels
-from vlora.generation.metrics import ENOUGH_OVERLAP, iou
 
 SAMPLES = Path(__file__).with_name("samples")
 STREAMED = {"vqa", "caption"}
 FRAMES = 6
-GRID = 1000
 BOX = re.compile(r"<box>(\(\d+,\d+\)),(\(\d+,\d+\))</box>")
 TAGGED = re.compile(rf"<ref>([^<]*)</ref>((?:{BOX.pattern})+)")
 """A name with the boxes of its objects."""
@@ -99,25 +98,16 @@ def load_samples(folder: Path) -> list[Sample]:
 
 
 def _load(folder: Path, entry: dict[str, Any]) -> Sample:
-    if "video" in entry:
-        frames = next(VideoFile(folder / entry["video"], FRAMES).chunks()).frames
+    video = entry.pop("video", None)
+    images = [folder / name for name in entry.pop("images", ())]
+    if video is not None:
+        frames = next(VideoFile(folder / video, FRAMES).chunks()).frames
         files = [encode_frame(frame, "PNG") for frame in frames]
     else:
-        files = [(folder / name).read_bytes() for name in entry["images"]]
-        frames = [
-            np.array(Image.open(folder / name).convert("RGB"), np.uint8) for name in entry["images"]
-        ]
-    return Sample(
-        name=entry["name"],
-        task=entry["task"],
-        adapter=entry["adapter"],
-        prompt=entry["prompt"],
-        expected=entry["expected"],
-        choices=tuple(entry.get("choices", ())),
-        frames=frames,
-        files=files,
-        is_video="video" in entry,
-    )
+        frames = [np.array(Image.open(path).convert("RGB"), np.uint8) for path in images]
+        files = [path.read_bytes() for path in images]
+    choices = tuple(entry.pop("choices", ()))
+    return Sample(**entry, choices=choices, frames=frames, files=files, is_video=video is not None)
 
 
 def ask(client: Any, sample: Sample) -> Answer:
@@ -146,18 +136,11 @@ def ask(client: Any, sample: Sample) -> Answer:
 
 
 def is_right(expected: str, text: str) -> bool:
-    """Return whether an answer is right.
-
-    An answer with boxes must have the expected name and number of boxes, and a box with IoU >= 0.5
-    for each expected one. Any other answer must equal the expected text.
-    """
-    wanted, given = parse_boxes(expected, GRID), parse_boxes(text, GRID)
+    """Return whether an answer has the expected name and boxes that match, or the expected text."""
+    wanted, found = parse_boxes(expected, GRID), parse_boxes(text, GRID)
     if not wanted:
         return text == expected
-    matched = len(wanted) == len(given) and all(
-        max(iou(box, other) for other in given) >= ENOUGH_OVERLAP for box in wanted
-    )
-    return matched and text.split("<box>")[0] == expected.split("<box>")[0]
+    return boxes_match(wanted, found) and text.split("<box>")[0] == expected.split("<box>")[0]
 
 
 @contextmanager
@@ -191,20 +174,20 @@ def _own_server() -> Iterator[str]:
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
     """Return a table of questions and answers, 80 columns wide."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("task", no_wrap=True)
-    table.add_column("adapter", no_wrap=True)
+    for name in ("task", "adapter"):
+        table.add_column(name, no_wrap=True)
     table.add_column("asked", overflow="fold")
     table.add_column("answer", overflow="fold", min_width=20)
     table.add_column("right", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
     for sample, answer in zip(samples, answers, strict=True):
         right = is_right(sample.expected, answer.text)
+        expected = "" if right else f"\n[red]expected:[/] {escape(in_words(sample.expected))}"
         table.add_row(
             sample.task,
             sample.adapter or "base",
             sample.prompt or f"({'a clip' if sample.is_video else 'a picture'})",
-            escape(in_words(answer.shown))
-            + ("" if right else f"\n[red]expected:[/] {escape(in_words(sample.expected))}"),
+            escape(in_words(answer.shown)) + expected,
             "[green]yes" if right else "[red]no",
             f"{answer.seconds * 1e3:.0f}",
         )
@@ -229,10 +212,9 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
     out.mkdir(parents=True, exist_ok=True)
     tiles = []
     for sample, answer in zip(samples, answers, strict=True):
+        asked = (sample.task, sample.adapter or "base", sample.prompt)
         caption = Caption(
-            asked=" · ".join(
-                part for part in (sample.task, sample.adapter or "base", sample.prompt) if part
-            ),
+            asked=" · ".join(filter(None, asked)),
             label=answer.text,
             answer=in_words(answer.shown),
             expected=in_words(sample.expected),
@@ -266,10 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with server_at(options.url, console) as client:
         answers = [ask(client, sample) for sample in samples]
     console.print(table_of(samples, answers))
-    right = sum(
-        is_right(sample.expected, answer.text)
-        for sample, answer in zip(samples, answers, strict=True)
-    )
+    pairs = zip(samples, answers, strict=True)
+    right = sum(is_right(sample.expected, answer.text) for sample, answer in pairs)
     page = draw(samples, answers, options.out)
     console.print(f"{right} of {len(samples)} answers are right; pictures: {page}")
     return int(any(answer.error for answer in answers))
