@@ -15,11 +15,13 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from benchmarks import gpu_kernels as kernels
+from benchmarks import gpu_switch as switch
 from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import KernelCell
+from tests.support import exercise
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
-from tools.gpu import exercise, kernels, switch
 from tools.gpu.__main__ import BOXES, MINUTES, environment
 from tools.gpu.report import archive, summary, write_figures
 from tools.gpu.stages import ROOT, Runner, Stage
@@ -146,7 +148,8 @@ class Missing(importlib.abc.MetaPathFinder):
 sys.meta_path.insert(0, Missing())
 import torch
 from vlora.atmm import op
-import tools.gpu.kernels, tools.gpu.switch, tools.gpu.exercise, tools.tile_search.cuda_search
+import benchmarks.gpu_kernels, benchmarks.gpu_switch, tests.support.exercise
+import tools.tile_search.cuda_search
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.types import LoraPair, Segment
 group = LoraGroup.of(8, [LoraPair(torch.ones(2, 8), torch.ones(4, 2))])
@@ -308,7 +311,7 @@ assert replace_absent() == list(UNUSED)
 
 import torch
 from tools.gpu import step_costs
-from tools.gpu.decoding import RandomModel, Sizes
+from tests.support.random_model import RandomModel, Sizes
 from vlora.memory.device import HOST
 
 sizes = Sizes("tiny", step_costs.Model(1, 64, 128, 2, 1, 32, 64), 8, 2, (2,), 40)

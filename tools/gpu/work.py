@@ -124,7 +124,7 @@ def parity(out: Path) -> str:
 
 
 def sanitize(out: Path) -> str:
-    """Run `tools.gpu.exercise` once with each tool of SANITIZERS."""
+    """Run `tests.support.exercise` once with each tool of SANITIZERS."""
     _operator()
     tool = shutil.which("compute-sanitizer") or shutil.which(
         "compute-sanitizer", path="/usr/local/cuda/bin"
@@ -137,7 +137,7 @@ def sanitize(out: Path) -> str:
         command = [tool, "--tool", name, "--error-exitcode", "9", sys.executable, "-m"]
         try:
             done = subprocess.run(
-                [*command, "tools.gpu.exercise"],
+                [*command, "tests.support.exercise"],
                 cwd=ROOT, timeout=box, capture_output=True, text=True, check=False,
             )  # fmt: skip
             text = done.stdout + done.stderr
@@ -184,8 +184,8 @@ def kernels(out: Path) -> str:
     """Measure ATMM and other LoRA operators on the committed grid, until the time is up."""
     operator = _operator(out)
     from benchmarks.benchmark import GRIDS
+    from benchmarks.gpu_kernels import run, summarize
     from benchmarks.kernels.cells import load_grid
-    from tools.gpu.kernels import run, summarize
     from vlora.atmm.cuda.choice import built_in
 
     cells = load_grid(GRIDS / "kernels.json", ["bf16"], quick=True)
@@ -218,7 +218,7 @@ def steps(out: Path) -> str:
         print(f"not needed and not installed: {', '.join(absent)}")
     import torch
 
-    from tools.gpu.decoding import DEMO, KINDS, SEVEN_B, RandomModel, measure
+    from tests.support.random_model import DEMO, KINDS, SEVEN_B, RandomModel, measure
     from vlora.memory.cuda_device import CudaDevice
 
     kinds = KINDS
@@ -262,7 +262,7 @@ def _benchmark(out: Path, name: str, *options: str) -> str:
 def switch(out: Path) -> str:
     """Measure merging all layers of a model."""
     operator = _operator()
-    from tools.gpu.switch import MODELS, measure
+    from benchmarks.gpu_switch import MODELS, measure
 
     rows = []
     for model in MODELS:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.support import random_model as decoding
 from tests.support.fake_device import fake_gpu
-from tools.gpu import decoding, step_costs
-from tools.gpu.decoding import KINDS, RandomModel, Sizes, measure
+from tests.support.random_model import KINDS, RandomModel, Sizes, measure
+from tools.gpu import step_costs
 
 TINY = Sizes("tiny", step_costs.Model(2, 32, 48, 4, 2, 16, 50), 8, 3, (1, 3), 20)
 

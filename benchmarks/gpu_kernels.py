@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 from benchmarks.dtypes import DTYPES
+from benchmarks.gpu_peers import PEERS
 from benchmarks.gpu_timing import Call as Pass
 from benchmarks.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
 from benchmarks.kernels.cells import KernelCell
 from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
-from tools.gpu.peers import PEERS
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup

@@ -1,4 +1,4 @@
-"""LoRA kernels of vLLM and SGLang as baselines for `tools.gpu.kernels`, if they can be imported.
+"""LoRA kernels of vLLM and SGLang as baselines of `gpu_kernels`, if they can be imported.
 
 Their interfaces change between versions. A kernel with an unknown interface is left out, with the
 reason. Every result is compared with float64 before it is timed.
