@@ -28,10 +28,7 @@ BOX_FILTER = 4
 
 
 def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
-    """Return the architecture: CLIP tower, two-layer connector, Llama decoder.
-
-    Three query heads share one key and value head.
-    """
+    """Return the architecture: CLIP tower, two-layer connector, Llama decoder."""
     vision = CLIPVisionConfig(
         hidden_size=HIDDEN,
         intermediate_size=448,
@@ -69,11 +66,7 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
 
 
 def make_image_processor() -> CLIPImageProcessorPil:
-    """Return the image processor.
-
-    It converts a picture to RGB, scales it to 64x64 pixels with a box filter, and maps its values
-    to [-1, 1].
-    """
+    """Return a processor that scales pictures with a box filter and maps values to [-1, 1]."""
     return CLIPImageProcessorPil(
         do_resize=True,
         size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
@@ -137,9 +130,3 @@ def build(folder: str | Path, seed: int = 0) -> Path:
     tokenizer = make_tokenizer()
     save_checkpoint(Path(folder), make_model(tokenizer, seed), tokenizer)
     return Path(folder)
-
-
-if __name__ == "__main__":
-    import sys
-
-    print(build(sys.argv[1] if len(sys.argv) > 1 else "demo-checkpoint"))

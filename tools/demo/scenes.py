@@ -73,24 +73,22 @@ class Drawing:
 
 
 def draw(scene: Scene, size: int = SIDE) -> Drawing:
-    """Return a square drawing of a scene whose side has `size` pixels, a multiple of 64."""
+    """Return a square drawing whose side has `size` pixels, a multiple of 64."""
     side = size * SUPERSAMPLING
     step = SIDE / side
     line = (np.arange(side, dtype=np.float32) + 0.5) * step
     canvas = _draw_surface(scene, line)
     owner = np.full((side, side), -1, np.int8)
-    for index, thing in enumerate(scene.things):
-        _draw_thing(canvas, owner, index, thing, line, scene.phase)
+    for index in range(len(scene.things)):
+        _draw_thing(canvas, owner, scene, index, line)
     averaged = canvas.reshape(size, SUPERSAMPLING, size, SUPERSAMPLING, 3).mean((1, 3))
     stride = side // SIDE
     return Drawing(np.clip(averaged + 0.5, 0, 255).astype(np.uint8), owner[::stride, ::stride])
 
 
 def _draw_surface(scene: Scene, line: Floats) -> Floats:
-    """Return the surface of a scene without objects, [side, side, 3] in 0..255."""
     colour = np.array(lexicon.BACKGROUNDS[scene.surface], np.float32)
-    canvas = np.empty((line.size, line.size, 3), np.float32)
-    canvas[:] = colour
+    canvas = np.tile(colour, (line.size, line.size, 1))
     if scene.pattern == "plain":
         return canvas
     rng = np.random.default_rng(scene.surface_seed)
@@ -103,13 +101,9 @@ def _draw_surface(scene: Scene, line: Floats) -> Floats:
 
 
 def _draw_thing(
-    canvas: Floats,
-    owner: NDArray[np.int8],
-    index: int,
-    thing: Thing,
-    line: Floats,
-    phase: tuple[int, int],
+    canvas: Floats, owner: NDArray[np.int8], scene: Scene, index: int, line: Floats
 ) -> None:
+    thing = scene.things[index]
     x1, y1, x2, y2 = thing.box
     columns = np.flatnonzero((line >= x1) & (line <= x2))
     rows = np.flatnonzero((line >= y1) & (line <= y2))
@@ -120,40 +114,29 @@ def _draw_thing(
     u = (x - x1) / (x2 - x1) * 2 - 1
     v = (y - y1) / (y2 - y1) * 2 - 1
     opacity = opacity_of(thing, u, v)[..., None]
-    colour = np.array(colour_of(thing.colour), np.float32)
-    dark = dark_parts(thing.texture, x + phase[0], y + phase[1])
+    rgb = lexicon.COLOURS.get(thing.colour) or lexicon.BACKGROUNDS[thing.colour]
+    colour = np.array(rgb, np.float32)
+    dark = dark_parts(thing.texture, x + scene.phase[0], y + scene.phase[1])
     shaded = np.where(dark[..., None], colour * DARK, colour)
     canvas[window] = canvas[window] * (1 - opacity) + shaded * opacity
     owner[window][opacity[..., 0] > 0.4] = index
-
-
-def colour_of(name: str) -> tuple[int, int, int]:
-    """Return the RGB of an object's or a surface's colour."""
-    return lexicon.COLOURS.get(name) or lexicon.BACKGROUNDS[name]
 
 
 def opacity_of(thing: Thing, u: Floats, v: Floats) -> Floats:
     """Return an object's opacity (0 to 1) at points u, v, which are -1 to 1 within its box."""
     if thing.mark is None:
         return OUTLINES[thing.shape](u, v).astype(np.float32)
-    return _sample_mark(thing.mark, u, v)
-
-
-def _sample_mark(mark: Floats, u: Floats, v: Floats) -> Floats:
-    rows = np.clip(((v + 1) / 2 * mark.shape[0]).astype(int), 0, mark.shape[0] - 1)
-    columns = np.clip(((u + 1) / 2 * mark.shape[1]).astype(int), 0, mark.shape[1] - 1)
-    sampled: Floats = mark[rows, columns]
+    height, width = thing.mark.shape
+    rows = np.clip(((v + 1) / 2 * height).astype(int), 0, height - 1)
+    columns = np.clip(((u + 1) / 2 * width).astype(int), 0, width - 1)
+    sampled: Floats = thing.mark[rows, columns]
     return sampled
 
 
 def place_boxes(
     rng: np.random.Generator, count: int, smallest: float, largest: float, gap: float = 2.0
 ) -> list[Box]:
-    """Return `count` square boxes that do not overlap, in order from left to right.
-
-    smallest, largest: sides of the boxes in pixels.
-    gap: minimum distance between two boxes in pixels.
-    """
+    """Return `count` square boxes from left to right, with sides and gaps in these limits."""
     while True:
         boxes: list[Box] = []
         for _ in range(count * 30):
@@ -176,10 +159,7 @@ def _are_separate(a: Box, b: Box, gap: float) -> bool:
 def random_surface(
     rng: np.random.Generator, things: tuple[Thing, ...], pattern: str | None = None
 ) -> Scene:
-    """Return a scene of these objects on a surface of random colour.
-
-    pattern: pattern of the surface; by default a random one of those that the base model knows.
-    """
+    """Return a scene on a surface of random colour and, by default, of a pattern of the base."""
     return Scene(
         surface=str(rng.choice(list(lexicon.BACKGROUNDS))),
         pattern=pattern or str(rng.choice(lexicon.CATEGORIES)),
@@ -197,10 +177,8 @@ def base_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
     """Return a training scene of the base with `count` objects; by default 0 to 4, rarely 0."""
     if count is None:
         count = int(rng.choice(5, p=[0.06, 0.22, 0.26, 0.24, 0.22]))
-    things = tuple(
-        random_thing(rng, box, lexicon.SHAPES) for box in place_boxes(rng, count, *_SIZES[count])
-    )
-    return random_surface(rng, things)
+    boxes = place_boxes(rng, count, *_SIZES[count])
+    return random_surface(rng, tuple(random_thing(rng, box, lexicon.SHAPES) for box in boxes))
 
 
 def random_thing(rng: np.random.Generator, box: Box, shapes: tuple[str, ...]) -> Thing:

@@ -1,8 +1,7 @@
-"""Outlines and fills of shapes, as functions that return boolean masks.
+"""Outlines and fills of shapes, as functions that return masks.
 
-An outline is true inside the shape. Its arguments u, v are in [-1, 1] over the object's box, where
-v grows downwards. A fill is true in the dark parts of a texture. Its arguments x, y are in pixels
-of the 64-pixel scene. Arguments are float arrays, and the mask has the same dimensions.
+u, v are in [-1, 1] over the object's box, where v grows downwards; x, y are in pixels of the
+64-pixel scene.
 """
 
 from collections.abc import Callable
@@ -19,18 +18,10 @@ def _star(u: Floats, v: Floats) -> Mask:
     v = v + 0.08
     angle = np.arctan2(u, -v) / (2 * np.pi / 5)
     to_tip = np.abs(angle - np.round(angle)) * 2
-    along = np.hypot(u, v)
-    half = np.pi / 5
-    inner = 0.45
-    edge = (
-        inner
-        * np.sin(half)
-        / (
-            inner * np.sin(half) * np.cos(to_tip * half)
-            + (1 - inner * np.cos(half)) * np.sin(to_tip * half)
-        )
-    )
-    return along <= edge * 1.05
+    half, inner = np.pi / 5, 0.45
+    height, rise = inner * np.sin(half), 1 - inner * np.cos(half)
+    edge = height / (height * np.cos(to_tip * half) + rise * np.sin(to_tip * half))
+    return np.hypot(u, v) <= edge * 1.05
 
 
 def _heart(u: Floats, v: Floats) -> Mask:

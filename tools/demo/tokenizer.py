@@ -4,8 +4,6 @@ Special tokens never appear in decoded text. Box tokens are ordinary added token
 answer gives exactly the paper's box syntax.
 """
 
-from pathlib import Path
-
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -98,8 +96,3 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         model_max_length=1024,
         padding_side="left",
     )
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Return a checkpoint's tokenizer, without network access."""
-    return PreTrainedTokenizerFast.from_pretrained(folder)
