@@ -1,34 +1,41 @@
-"""The `kernels` benchmark on a GPU: ATMM against other LoRA operators, over the committed grid.
+"""ATMM on a GPU against other LoRA operators, over the grid of the benchmark `kernels`.
 
-The baselines are the operators of `benchmarks/kernels/operators.py`: PEFT's loop, a loop over the
-rows of each adapter, dLoRA's einsum, and batches padded to equal size. Further baselines are ATMM
-with one tile choice for all shapes ("static") and, if they can be imported, the kernels of vLLM and
-SGLang. Each operator is timed as a captured graph (device time) and call by call (with host time).
-Before that, its result is compared with one in float64.
+usage: python -m benchmarks.gpu_kernels --json FILE [--seconds 45] [--tables FOLDER]
+
+The baselines are those of the benchmark `kernels` (PEFT's loop, a loop over the rows of each
+adapter, dLoRA's einsum, batches padded to equal size), ATMM with one tile choice for all shapes
+("static") and, if they can be imported, the kernels of vLLM and SGLang. Each operator is timed as a
+captured graph (device time) and call by call (with host time). Before that, its result is compared
+with one in float64.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.dtypes import DTYPES
+from benchmarks.gpu_device import device_limits, write_json
 from benchmarks.gpu_peers import PEERS
 from benchmarks.gpu_timing import Call as Pass
 from benchmarks.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
-from benchmarks.kernels.cells import KernelCell
+from benchmarks.kernels.cells import KernelCell, load_grid
 from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
-from vlora.atmm.cuda.choice import KernelChoice
-from vlora.atmm.cuda.operator import Operator
+from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
+from vlora.atmm.cuda.operator import Operator, current, table_path
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.types import LoraPair
 
+GRID = Path(__file__).parent / "grids" / "kernels.json"
 ATMM, STATIC = "atmm", "static: "
 UNCAPTURED = ("peft_loop",)
 """Baselines that cannot be captured, because each call copies index lists to the device."""
@@ -251,3 +258,42 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float:
     return round(statistics.geometric_mean(values), 3)
+
+
+def static_choices(operator: Operator) -> dict[str, KernelChoice]:
+    """Return the choices that most shapes of prompts have, by name."""
+    shapes = [
+        Shape("bf16", rows, side, side, rank, 2)
+        for rows in (16, 64, 256)
+        for side in (1024, 4096)
+        for rank in (16, 64)
+    ]
+    count = operator.multiprocessors
+    picks = [built_in(shape, operator.library, count, tensor_cores=True) for shape in shapes]
+    most = sorted(set(picks), key=lambda choice: (-picks.count(choice), choice.name))[:6]
+    return {choice.name: choice for choice in most}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the results")
+    parser.add_argument("--seconds", type=float, default=45.0, metavar="N", help="time limit")
+    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="tables of a tile search")
+    given = parser.parse_args()
+    operator = current()
+    if given.tables and (path := table_path(operator.name, given.tables)).exists():
+        operator.table = Table.load(path, operator.library)
+    cells = [cell for quick in (True, False) for cell in load_grid(GRID, ["bf16"], quick=quick)]
+    rows: list[dict[str, Any]] = []
+    statics, limits = static_choices(operator), device_limits()
+    for result in run(list(dict.fromkeys(cells)), operator, statics, limits, given.seconds):
+        rows.append(result.as_row())
+        print(json.dumps(rows[-1]), flush=True)
+        write_json(given.json, {"rows": rows, "summary": summarize(rows)})
+    print(f"{len(rows)} of {len(set(cells))} cells")
+    if not rows:
+        raise SystemExit("no cell was finished in time")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,15 +1,22 @@
-"""The `switch` benchmark on a GPU: merging all layers, compared with roofline, addmm and a copy."""
+"""Merging all layers on a GPU, compared with the roofline, with addmm and with a copy.
+
+usage: python -m benchmarks.gpu_switch --json FILE
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu_timing import GpuLimits, GpuWork, interleaved
-from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator
+from benchmarks.gpu_device import device_limits, write_json
+from benchmarks.gpu_timing import GpuLimits, GpuWork, discard, interleaved
+from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
 from vlora.atmm.types import LoraPair, MergeUpdate
 
 ROUNDS = 5
@@ -79,7 +86,7 @@ def measure(
             "atmm": GpuWork([lambda: merge(out, base)], graph=True),
             "atmm_in_place": GpuWork([lambda: merge(in_place, in_place)], graph=True),
             "addmm": GpuWork([addmm], graph=True),
-            "copy": GpuWork([lambda: _none(out.copy_(base))], graph=True),
+            "copy": GpuWork([lambda: discard(out.copy_(base))], graph=True),
         },
         ROUNDS,
     )
@@ -113,5 +120,19 @@ def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
     return worst
 
 
-def _none(_: object) -> None:
-    """Discard the result of a call."""
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_switch", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the results")
+    given = parser.parse_args()
+    operator, limits, rows, summary = current(), device_limits(), [], {}
+    for model in MODELS:
+        rows.append(measure(model, operator, limits))
+        print(json.dumps(rows[-1]), flush=True)
+        name = f"{model.name}, rank {model.rank}"
+        times = "".join(f", {name} {ms} ms" for name, ms in rows[-1]["ms"].items())
+        summary[name] = f"limit {rows[-1]['limit_ms']} ms{times}"
+        write_json(given.json, {"rows": rows, "summary": summary})
+
+
+if __name__ == "__main__":
+    main()
