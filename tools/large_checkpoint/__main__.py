@@ -22,10 +22,14 @@ from vlora.cli.help import Command, Group
 
 MIB = 1 << 20
 SAMPLE = Path(__file__).parents[1] / "demo" / "samples" / "vqa.png"
-CONTEXT, ROWS, SEQUENCES = 2048, 512, 4
-"""Number of tokens of the KV cache and of a request's context, and maximum numbers of rows and of
-requests in a step.
-"""
+CONTEXT, SEQUENCES = 2048, 4
+OPTIONS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_tokens": CONTEXT,
+    "max_model_len": CONTEXT,
+    "max_num_batched_tokens": 512,
+    "max_num_seqs": SEQUENCES,
+}
 WORDS = 480
 """Number of words of a request without an image. SEQUENCES such requests fill most of the cache."""
 
@@ -56,24 +60,16 @@ def measure(
     from vlora.launcher.options import ServerOptions
     from vlora.launcher.server import TritonServer
 
-    options: dict[str, Any] = {
-        "dtype": "bfloat16",
-        "kv_cache_tokens": CONTEXT,
-        "max_model_len": CONTEXT,
-        "max_num_batched_tokens": ROWS,
-        "max_num_seqs": SEQUENCES,
-    }
-    if quantization is not None:
-        options["quantization"] = quantization
+    options = OPTIONS | ({"quantization": quantization} if quantization else {})
     server = TritonServer(ServerOptions(model=folder, model_json=options))
     started = time.monotonic()
     try:
         server.open(lambda line: typer.echo(line, err=True))
         seconds = time.monotonic() - started
-        processes = {name: server.models[name] for name in ("lmm", "vision_encoder")}
-        loaded = {name: memory_mib(pid) for name, pid in processes.items()}
+        names = ("lmm", "vision_encoder")
+        loaded = {name: memory_mib(server.models[name]) for name in names}
         answer = ask_all(server.grpc_url)
-        used = {name: memory_mib(pid) for name, pid in processes.items()}
+        used = {name: memory_mib(server.models[name]) for name in names}
     finally:
         server.stop()
     planned = planned_mib(folder, options)
