@@ -14,13 +14,8 @@ WORK = Path("out/demo-training")
 
 app = typer.Typer(cls=Group, help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Output folder.")]
-Base = Annotated[
-    Path, typer.Option("--checkpoint", metavar="FOLDER", help="Folder of the base checkpoint.")
-]
-Work = Annotated[
-    Path,
-    typer.Option(metavar="FOLDER", help="Folder of the training state, from which runs resume."),
-]
+Base = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the base checkpoint.")]
+Work = Annotated[Path, typer.Option(metavar="FOLDER", help="Training state, to resume from.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run only a few steps, as a test.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more process.")]
 
@@ -72,12 +67,9 @@ def adapters(
 @app.command(cls=Command)
 def evaluate(
     checkpoint: Base = CHECKPOINT,
-    adapters: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder of the adapters.")
-    ] = ADAPTERS,
+    adapters: Annotated[Path, typer.Option(metavar="FOLDER", help="Their folder.")] = ADAPTERS,
 ) -> None:
-    """Measure base and adapters on the held-out set. Write accuracy.json, and print the rows of
-    the model card."""
+    """Measure base and adapters on the held-out set, and print the rows of the model card."""
     from tools.demo.evaluate import evaluate as measure
 
     measure(checkpoint, adapters)

@@ -53,10 +53,7 @@ def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
 
 
 def lora_config(recipe: Recipe) -> LoraConfig:
-    """Return the PEFT configuration of a recipe.
-
-    Alpha is twice the rank, so the scale is 2. With rsLoRA, alpha is the rank, and the scale √rank.
-    """
+    # The scale is 2; with rsLoRA it is √rank.
     return LoraConfig(
         r=recipe.rank,
         lora_alpha=recipe.rank if recipe.rs_lora else 2 * recipe.rank,
@@ -71,7 +68,6 @@ def lora_config(recipe: Recipe) -> LoraConfig:
 
 
 def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> Tensor:
-    """Return the head's cross entropy at the last prompt tokens of questions with a class."""
     rows, columns = torch.from_numpy(batch.ends).T
     classes = torch.from_numpy(batch.classes)
     asked = classes >= 0

@@ -27,31 +27,30 @@ BOX_FILTER = 4
 """Pillow's number of its box filter (`Image.Resampling.BOX`)."""
 
 
+def _special_tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return {name: getattr(tokenizer, name) for name in names}
+
+
 def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
     """Return the architecture: CLIP tower, two-layer connector, Llama decoder."""
+    sizes = {"hidden_size": HIDDEN, "intermediate_size": 448}
+    sizes |= {"num_hidden_layers": 5, "num_attention_heads": 6}
     vision = CLIPVisionConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=448,
-        num_hidden_layers=5,
-        num_attention_heads=6,
         image_size=IMAGE_SIZE,
         patch_size=PATCH_SIZE,
         projection_dim=HIDDEN,
         hidden_act="gelu_pytorch_tanh",
+        **sizes,
     )
     text = LlamaConfig(
         vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        intermediate_size=448,
-        num_hidden_layers=5,
-        num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=32,
         max_position_embeddings=CONTEXT,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
         tie_word_embeddings=False,
+        **_special_tokens(tokenizer),
+        **sizes,
     )
     return LlavaConfig(
         vision_config=vision,
@@ -96,19 +95,13 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditi
 def save_checkpoint(
     folder: Path, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Write all files that serving reads. Round weights to float16, and keep each shard below 8
-    MiB."""
+    """Write all files that serving reads, with weights in float16 and shards below 8 MiB."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("model*.safetensors*"):
         stale.unlink()
     stored = LlavaForConditionalGeneration(model.config).to(torch.float16)
     stored.load_state_dict(model.state_dict())
-    stored.generation_config = GenerationConfig(
-        do_sample=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    stored.generation_config = GenerationConfig(do_sample=False, **_special_tokens(tokenizer))
     stored.save_pretrained(folder, max_shard_size=SHARD_LIMIT)
     processor = LlavaProcessor(
         image_processor=make_image_processor(),

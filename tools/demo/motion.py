@@ -102,10 +102,8 @@ _MOTIONS = {
     "up": lambda clip, thing, time: thing.moved(0, -clip.amount * time),
     "down": lambda clip, thing, time: thing.moved(0, clip.amount * time),
     "still": lambda clip, thing, time: thing,
-    "growing": lambda clip, thing, time: _scaled(thing, 0.75 + (clip.amount - 0.75) * time),
-    "shrinking": lambda clip, thing, time: _scaled(
-        thing, clip.amount + (0.75 - clip.amount) * time
-    ),
+    "growing": lambda clip, thing, time: _scaled(thing, 0.75, clip.amount, time),
+    "shrinking": lambda clip, thing, time: _scaled(thing, clip.amount, 0.75, time),
     "blinking": lambda clip, thing, time: thing if _wave(clip, time) > 0 else None,
     "bouncing": lambda clip, thing, time: thing.moved(
         0, -clip.amount * abs(math.sin(math.pi * (clip.cycles * time + clip.offset)))

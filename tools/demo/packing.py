@@ -101,9 +101,7 @@ def pack(rows: list[Row], language: Language) -> Pack:
 
 
 def _lay_out(row: Row, language: Language) -> tuple[list[tuple[int, ...]], list[int]]:
-    """Return (token, position, branch, target) of each place of a row, and the place of the last
-    prompt token of each question.
-    """
+    """Return (token, position, branch, target) of each place, and the ends of the prompts."""
     places: list[tuple[int, ...]] = []
     ends: list[int] = []
     for number, question in enumerate(row.questions, start=1):

@@ -21,12 +21,7 @@ INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
 
 @dataclass(frozen=True)
 class Caption:
-    """Text below a picture.
-
-    asked: task, adapter and question.
-    label: words of the answer, which are drawn on frames.
-    right: whether the answer is right. Otherwise, the caption also shows `expected`.
-    """
+    """Text below a picture; `label` is drawn on the frames of a clip."""
 
     asked: str
     label: str
@@ -36,11 +31,7 @@ class Caption:
 
 
 def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
-    """Return a picture of an answer: the image with boxes, or the frames, above the caption.
-
-    frames: [h, w, 3] uint8 each; one for an image.
-    objects: as in the output `result`, with boxes in pixels of the last frame.
-    """
+    """Return a picture of an answer: the image with its objects, or the frames, and the caption."""
     is_clip = len(frames) > 1
     picture = _strip(frames, caption.label) if is_clip else _draw_objects(frames[0], objects)
     words = [caption.asked, f"answer: {caption.answer}"]
@@ -59,7 +50,6 @@ def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: C
 
 
 def sheet(tiles: Sequence[Any]) -> Any:
-    """Return one picture with all tiles."""
     rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
     heights = [max(one.height for one in row) for row in rows]
     width = COLUMNS * (SIDE + MARGIN) + MARGIN

@@ -1,11 +1,8 @@
 """Show a real server's answers to samples of all six tasks, with the base model and adapters.
 
-The script sends the samples of `tools/demo/samples` over gRPC: questions and captions to the
-ensemble `visual_retrieval`, all others to `video_analytics`. It prints a table and draws every
-answer to `out/`: boxes on images, frames of clips, and one sheet of all. It uses the server at
---url if one answers there. Otherwise it starts a server of its own.
-
-usage: python -m tools.demo.show
+The script sends questions and captions to the ensemble `visual_retrieval`, and all others to
+`video_analytics`. It prints a table and draws every answer to `out/`. It uses the server at --url
+if one answers there. Otherwise it starts a server of its own.
 """
 
 import argparse
@@ -68,12 +65,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the server.
+    """Answer of the server, or its error.
 
     seconds: time from sending the request to the end of the answer.
     objects: boxes in the output `result`; empty for a streamed answer.
-    score: probability of the most probable label if a vision task head answered, else None.
-    error: message of the server's error, or None.
+    score: probability of the most probable label if a vision task head answered.
     """
 
     text: str
@@ -228,20 +224,10 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.demo.show",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--url", default=DEFAULT_URL, metavar="HOST:PORT", help="gRPC address (%(default)s)"
-    )
-    parser.add_argument(
-        "--samples", type=Path, default=SAMPLES, metavar="FOLDER", help="folder with index.json"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), metavar="FOLDER", help="folder for the pictures"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.demo.show", description=__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
+    parser.add_argument("--samples", type=Path, default=SAMPLES, help="folder with index.json")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
     options = parser.parse_args(arguments)
     console = Console()
     samples = load_samples(options.samples)

