@@ -53,8 +53,8 @@ def adapters(
     resumes."""
     import torch
 
-    from tools.demo.adapters import train_adapter
     from tools.demo.recipes import RECIPES
+    from tools.demo.train import train_adapter
 
     torch.set_num_threads(threads)
     for name in names or list(RECIPES):
@@ -70,7 +70,7 @@ def evaluate(
     adapters: Annotated[Path, typer.Option(metavar="FOLDER", help="Their folder.")] = ADAPTERS,
 ) -> None:
     """Measure base and adapters on the held-out set, and print the rows of the model card."""
-    from tools.demo.evaluate import evaluate as measure
+    from tools.demo.accuracy import evaluate as measure
 
     measure(checkpoint, adapters)
 

@@ -8,12 +8,15 @@ float32. Without an address, the script starts a server.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Annotated
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
 
+import numpy as np
 import tritonclient.grpc as grpcclient
 import typer
 from rich.console import Console
@@ -22,10 +25,13 @@ from rich.table import Table
 
 from clients.common import first_string, request_inputs, sampling_parameters
 from tools.demo.__main__ import CHECKPOINT
-from tools.demo.heldout import Item, is_right, items
+from tools.demo.heldout import DOMAINS, Item, adapter_of, is_right, items, png
+from tools.demo.scenes import SIDE
 from vlora.cli.help import run_command
 from vlora.launcher.server import ServerOptions, TritonServer
 
+GREY = png(np.full((SIDE, SIDE, 3), 128, np.uint8))
+ITEMS, BLIND_ITEMS = 200, 100
 HALF_A_POINT = 0.005
 AT_ONCE = 16
 """Number of concurrent requests."""
@@ -62,6 +68,49 @@ def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
             return list(track(pool.map(ask, asked), "server", total=len(asked), transient=True))
     finally:
         client.close()
+
+
+def measure(url: str, domain: str) -> dict[str, Any]:
+    """Return the entry of a domain in accuracy.json. Accuracies are from 0 to 1."""
+    asked, adapter = items(domain, ITEMS), adapter_of(domain)
+    without = [replace(item, adapter=None) for item in asked]
+    grey = [
+        replace(item, images=[GREY] * len(item.images), frames=[GREY] * len(item.frames))
+        for item in asked[:BLIND_ITEMS]
+    ]
+    by_kind: dict[str, list[Item]] = defaultdict(list)
+    for item in without:
+        by_kind[item.kind].append(item)
+    return {
+        "task": asked[0].task,
+        "base": _accuracy(url, without),
+        "adapter": _accuracy(url, asked) if adapter else None,
+        "blind": _accuracy(url, grey),
+        "n": ITEMS,
+        "kinds": {kind: _accuracy(url, some) for kind, some in by_kind.items()},
+    }
+
+
+def _accuracy(url: str, asked: Sequence[Item]) -> float:
+    answers = ask_all(url, asked)
+    hits = [is_right(item, served.text) for item, served in zip(asked, answers, strict=True)]
+    return round(sum(hits) / len(hits), 4)
+
+
+def evaluate(checkpoint: Path, adapters: Path) -> None:
+    """Write accuracy.json and the accuracies in each vlora.json. Print the model card's rows."""
+    with TritonServer(ServerOptions(model=checkpoint, adapters=adapters)) as server:
+        table = {domain: measure(server.grpc_url, domain) for domain in DOMAINS}
+    (checkpoint / "accuracy.json").write_text(json.dumps(table, indent=2) + "\n", encoding="utf-8")
+    for domain, row in table.items():
+        own, name = ("–" if row["adapter"] is None else f"{row['adapter']:.1%}"), adapter_of(domain)
+        cells = [domain, row["task"], name or "–", f"{row['base']:.1%}", own, f"{row['blind']:.1%}"]
+        print(f"| {' | '.join(cells)} | {ITEMS} |")
+        if name is not None:
+            about_file = adapters / name / "vlora.json"
+            about = json.loads(about_file.read_text(encoding="utf-8"))
+            about["accuracy"][domain] = row["adapter"]
+            about_file.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager

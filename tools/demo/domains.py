@@ -7,8 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tools.demo import lexicon
-from tools.demo.scenes import Scene, Thing, place_boxes, random_surface, random_thing
-from tools.demo.shapes import Floats
+from tools.demo.scenes import Floats, Scene, Thing, place_boxes, random_surface, random_thing
 from vlora.generation.metrics import Box
 
 _DARK = ("black", "gray", "brown")

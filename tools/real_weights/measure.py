@@ -12,7 +12,7 @@ import torch
 
 from tools.demo.questions import Question
 from tools.demo.scenes import draw
-from tools.real_weights.connector import questions_of, scene_of
+from tools.real_weights.checkpoint import questions_of, scene_of
 from vlora.config import Options
 from vlora.ids import BASE
 from vlora.lora.folders import find_folders
