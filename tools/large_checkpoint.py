@@ -20,7 +20,6 @@ import typer
 from safetensors.torch import save_file
 from transformers import (
     AutoTokenizer,
-    CLIPVisionConfig,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -51,26 +50,9 @@ app = typer.Typer(cls=Group, add_completion=False, help=__doc__)
 
 def configuration(layers: int) -> LlavaConfig:
     """Return the configuration of LLaVA-1.5-7B with `layers` decoder layers."""
-    text = LlamaConfig(
-        vocab_size=32064,
-        hidden_size=4096,
-        intermediate_size=11008,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=32,
-        max_position_embeddings=4096,
-        rms_norm_eps=1e-5,
-    )
-    vision = CLIPVisionConfig(
-        hidden_size=1024,
-        intermediate_size=4096,
-        num_hidden_layers=24,
-        num_attention_heads=16,
-        image_size=336,
-        patch_size=14,
-        projection_dim=768,
-    )
-    return LlavaConfig(text_config=text, vision_config=vision, image_seq_length=576)
+    sizes = {"vocab_size": 32064, "num_hidden_layers": layers, "max_position_embeddings": 4096}
+    # All other sizes are the defaults of transformers.
+    return LlavaConfig(text_config=LlamaConfig(rms_norm_eps=1e-5, **sizes))
 
 
 def write_checkpoint(folder: Path, config: LlavaConfig, report: Callable[[str], None]) -> None:

@@ -11,13 +11,13 @@ pytest.importorskip("sklearn")
 
 from tools.demo import lexicon, train  # noqa: E402
 from tools.demo.boxes import box_text, parse_boxes  # noqa: E402
+from tools.demo.build import make_tokenizer  # noqa: E402
 from tools.demo.dense import dense_batch  # noqa: E402
 from tools.demo.heldout import DOMAINS, is_right, items  # noqa: E402
 from tools.demo.packing import IGNORED  # noqa: E402
 from tools.demo.questions import ask  # noqa: E402
 from tools.demo.recipes import RECIPES  # noqa: E402
 from tools.demo.scenes import base_scene, draw  # noqa: E402
-from tools.demo.tokenizer import make_tokenizer  # noqa: E402
 from tools.demo.train import adapter_batch, ahead, joint_batch, run_steps  # noqa: E402
 from vlora.generation.metrics import iou  # noqa: E402
 

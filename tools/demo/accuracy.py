@@ -73,27 +73,30 @@ def ask_all(url: str, asked: Sequence[Item]) -> list[Served]:
 def measure(url: str, domain: str) -> dict[str, Any]:
     """Return the entry of a domain in accuracy.json. Accuracies are from 0 to 1."""
     asked, adapter = items(domain, ITEMS), adapter_of(domain)
-    without = [replace(item, adapter=None) for item in asked]
+    base = _hits(url, [replace(item, adapter=None) for item in asked])
     grey = [
         replace(item, images=[GREY] * len(item.images), frames=[GREY] * len(item.frames))
         for item in asked[:BLIND_ITEMS]
     ]
-    by_kind: dict[str, list[Item]] = defaultdict(list)
-    for item in without:
-        by_kind[item.kind].append(item)
+    kinds: dict[str, list[bool]] = defaultdict(list)
+    for item, hit in zip(asked, base, strict=True):
+        kinds[item.kind].append(hit)
     return {
         "task": asked[0].task,
-        "base": _accuracy(url, without),
-        "adapter": _accuracy(url, asked) if adapter else None,
-        "blind": _accuracy(url, grey),
+        "base": _share(base),
+        "adapter": _share(_hits(url, asked)) if adapter else None,
+        "blind": _share(_hits(url, grey)),
         "n": ITEMS,
-        "kinds": {kind: _accuracy(url, some) for kind, some in by_kind.items()},
+        "kinds": {kind: _share(hits) for kind, hits in kinds.items()},
     }
 
 
-def _accuracy(url: str, asked: Sequence[Item]) -> float:
+def _hits(url: str, asked: Sequence[Item]) -> list[bool]:
     answers = ask_all(url, asked)
-    hits = [is_right(item, served.text) for item, served in zip(asked, answers, strict=True)]
+    return [is_right(item, served.text) for item, served in zip(asked, answers, strict=True)]
+
+
+def _share(hits: Sequence[bool]) -> float:
     return round(sum(hits) / len(hits), 4)
 
 

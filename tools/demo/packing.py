@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.demo.build import IMAGE_TOKENS
+from tools.demo.build import IMAGE_TOKENS, make_tokenizer
 from tools.demo.questions import Question
-from tools.demo.tokenizer import make_tokenizer
 from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
 
 FRONT, PADDING = 0, -1

@@ -1,7 +1,7 @@
-"""Recipes of the adapters. Their questions, ranks and targets differ on purpose."""
+"""Questions of the adapters' domains, and how each adapter is trained on them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -13,8 +13,6 @@ from tools.demo.questions import HOW_MANY, Question
 from tools.demo.scenes import SIDE, Scene
 
 Rng = np.random.Generator
-ATTENTION = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
-MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 CONDITION = "What is the condition of the part?"
 
 
@@ -33,36 +31,17 @@ Sampler = Callable[[Rng, bool], Sample]
 
 @dataclass(frozen=True)
 class Recipe:
-    """Recipe of an adapter.
+    """How an adapter is trained; its ranks, targets and labels stand in its committed folder.
 
-    targets: suffixes of the decoder's linear layers.
-    labels: if the adapter has a vision task head, the answers that it gives to `head_tasks`.
-    choices: answers that a client may ask for.
     rows: number of samples in a batch.
+    choices: answers that a client may ask for.
     """
 
-    name: str
-    rank: int
-    targets: tuple[str, ...]
-    tasks: tuple[str, ...]
     domains: dict[str, Sampler]
-    labels: tuple[str, ...] = ()
-    head_tasks: tuple[str, ...] = ()
-    choices: tuple[str, ...] = ()
-    steps: int = 300
+    steps: int
     rows: int = 48
     learning_rate: float = 3e-3
-    rs_lora: bool = False
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, int] = field(default_factory=dict)
-    with_lm_head: bool = False
-
-    @property
-    def target_regex(self) -> str:
-        """Regular expression of the adapted layers; suffixes alone would match the tower, too."""
-        suffixes = "|".join(target.replace(".", r"\.") for target in self.targets)
-        decoder = rf".*language_model\.layers\.\d+\.({suffixes})"
-        return rf"({decoder}|lm_head)" if self.with_lm_head else decoder
+    choices: tuple[str, ...] = ()
 
 
 def _about(
@@ -114,30 +93,12 @@ _COUNTING = _about(
 _TEXTURES = _about(
     "textures", "classify", "", lambda rng, _: surface_scene(rng), lambda scene: scene.pattern
 )
-_ALL = (*ATTENTION, *MLP)
-_RECIPES = (
-    Recipe(
-        "digits", 8, ATTENTION, ("classify", "vqa"), _DIGITS, lexicon.DIGITS, ("classify",),
-        steps=700,
-    ),
-    Recipe(
-        "actions", 16, _ALL, ("video",), {"actions": _action}, lexicon.ACTIONS, ("video",),
-        steps=350, rows=14,
-    ),
-    Recipe("glyphs", 8, MLP, ("vqa",), _GLYPHS, steps=240),
-    Recipe("counting", 16, _ALL, ("vqa",), _COUNTING, steps=210),
-    Recipe(
-        "textures", 4, ("self_attn.q_proj", "self_attn.v_proj"), ("classify",), _TEXTURES,
-        lexicon.NEW_TEXTURES, ("classify",), steps=160,
-    ),
-    Recipe(
-        "defects", 32, _ALL, ("detect",), {"defects": _defect},
-        steps=300, learning_rate=1e-3, rs_lora=True,
-    ),
-    Recipe(
-        "inspection", 8, ("mlp.down_proj", "self_attn.v_proj"), ("vqa",),
-        {"inspection": _inspection}, choices=lexicon.CONDITIONS, steps=150, with_lm_head=True,
-        rank_pattern={"down_proj": 16, "lm_head": 4}, alpha_pattern={"down_proj": 32, "lm_head": 8},
-    ),
-)  # fmt: skip
-RECIPES: dict[str, Recipe] = {recipe.name: recipe for recipe in _RECIPES}
+RECIPES: dict[str, Recipe] = {
+    "digits": Recipe(_DIGITS, 700),
+    "actions": Recipe({"actions": _action}, 350, rows=14),
+    "glyphs": Recipe(_GLYPHS, 240),
+    "counting": Recipe(_COUNTING, 210),
+    "textures": Recipe(_TEXTURES, 160),
+    "defects": Recipe({"defects": _defect}, 300, learning_rate=1e-3),
+    "inspection": Recipe({"inspection": _inspection}, 150, choices=lexicon.CONDITIONS),
+}

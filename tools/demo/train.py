@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -43,11 +43,11 @@ from tools.demo.dense import (
 from tools.demo.motion import base_clip, sample_times
 from tools.demo.packing import FRONT, IGNORED, PADDING, Pack, Row, demo_language, pack
 from tools.demo.questions import Question, training_questions
-from tools.demo.recipes import RECIPES, Recipe, Sample
+from tools.demo.recipes import RECIPES
 from tools.demo.scenes import base_scene, draw
-from tools.demo.tokenizer import make_tokenizer
 from vlora.generation.peft_folder import rename_base
 
+ADAPTERS = Path(__file__).with_name("adapters")
 SEED, TOWER_SEED, JOINT_SEED, ADAPTER_SEED = 0, 11, 23, 37
 NO_CLASS = -1
 TOWER_STEPS, JOINT_STEPS, QUICK_STEPS = 2400, 1420, 4
@@ -344,8 +344,7 @@ def train_base(checkpoint: Path, work: Path, quick: bool = False, threads: int =
     quick: run a few steps of each stage to check that all stages work.
     """
     torch.set_num_threads(threads)
-    tokenizer = make_tokenizer()
-    model: Any = make_model(tokenizer, SEED)
+    model: Any = make_model(SEED)
     parts = model.model
     torch.manual_seed(TOWER_SEED)
     heads = DenseHeads()
@@ -377,41 +376,29 @@ def train_base(checkpoint: Path, work: Path, quick: bool = False, threads: int =
         warmup=100,
         slower=SLOWER,
     )
-    save_checkpoint(checkpoint, model, tokenizer)
+    save_checkpoint(checkpoint, model)
 
 
 def adapter_batch(index: int, name: str) -> Pack:
     """Return batch `index` of one adapter's training. The same index gives the same batch."""
-    recipe = RECIPES[name]
+    recipe, head = RECIPES[name], _about(name).get("head", {"labels": [], "tasks": []})
     rng = np.random.default_rng([ADAPTER_SEED, sorted(RECIPES).index(name), index])
     samplers = list(recipe.domains.values())
     samples = [samplers[row % len(samplers)](rng, False) for row in range(recipe.rows)]
-    return pack([_row(recipe, sample, rng) for sample in samples], demo_language())
+    rows = []
+    for sample in samples:
+        asked = sample.question
+        label = head["labels"].index(asked.answer) if asked.task in head["tasks"] else NO_CLASS
+        if sample.clip is not None:
+            frames = sample.clip.frames(sample_times(rng))
+            rows.append(Row(frames, [asked], (label,), is_clip=True))
+        elif sample.scene is not None:
+            rows.append(Row([draw(sample.scene).pixels], [asked], (label,)))
+    return pack(rows, demo_language())
 
 
-def _row(recipe: Recipe, sample: Sample, rng: np.random.Generator) -> Row:
-    question = sample.question
-    has_class = question.task in recipe.head_tasks
-    label = recipe.labels.index(question.answer) if has_class else NO_CLASS
-    if sample.clip is not None:
-        return Row(sample.clip.frames(sample_times(rng)), [question], (label,), is_clip=True)
-    assert sample.scene is not None
-    return Row([draw(sample.scene).pixels], [question], (label,))
-
-
-def lora_config(recipe: Recipe) -> LoraConfig:
-    # The scale is 2; with rsLoRA it is √rank.
-    return LoraConfig(
-        r=recipe.rank,
-        lora_alpha=recipe.rank if recipe.rs_lora else 2 * recipe.rank,
-        use_rslora=recipe.rs_lora,
-        target_modules=recipe.target_regex,
-        rank_pattern=recipe.rank_pattern,
-        alpha_pattern=recipe.alpha_pattern,
-        lora_dropout=0.0,
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+def _about(name: str) -> dict[str, Any]:
+    return dict(json.loads((ADAPTERS / name / "vlora.json").read_text(encoding="utf-8")))
 
 
 def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> Tensor:
@@ -420,18 +407,20 @@ def head_loss(head: nn.Linear, batch: Pack, hidden: Tensor) -> Tensor:
     asked = classes >= 0
     with torch.autocast("cpu", enabled=False):
         scores = head(hidden[rows[asked], columns[asked]].float())
-    return nn.functional.cross_entropy(scores, classes[asked])
+    return F.cross_entropy(scores, classes[asked])
 
 
 def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: float = 1) -> None:
     """Train one adapter and write its folder. `scale` multiplies its number of steps."""
-    recipe = RECIPES[name]
+    recipe, about = RECIPES[name], _about(name)
+    config = LoraConfig.from_pretrained(ADAPTERS / name)
+    config.inference_mode, config.base_model_name_or_path = False, None
     torch.manual_seed(ADAPTER_SEED)
     base = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32)
-    adapted = get_peft_model(base, lora_config(recipe))
+    adapted = get_peft_model(base, config)
     use_fast_attention(base)
     modules: dict[str, nn.Module] = {"adapter": adapted}
-    head = nn.Linear(HIDDEN, len(recipe.labels)) if recipe.labels else None
+    head = nn.Linear(HIDDEN, len(about["head"]["labels"])) if "head" in about else None
     if head is not None:
         nn.init.normal_(head.weight, std=0.02)
         nn.init.zeros_(head.bias)
@@ -455,20 +444,14 @@ def train_adapter(name: str, checkpoint: Path, folder: Path, work: Path, scale: 
         warmup=20,
         weight_decay=0.0,
     )
-    save_adapter(recipe, adapted, head, folder)
-
-
-def save_adapter(recipe: Recipe, adapted: PeftModel, head: nn.Linear | None, folder: Path) -> None:
-    """Write the PEFT files in float32, the head, and vlora.json, in which `accuracy` is empty."""
     folder.mkdir(parents=True, exist_ok=True)
     adapted.save_pretrained(folder, save_embedding_layers=False)
     rename_base(folder, "vlora-demo")
     (folder / "README.md").unlink(missing_ok=True)
-    about: dict[str, object] = {"tasks": list(recipe.tasks), "accuracy": {}}
     if head is not None:
         tensors = {"weight": head.weight.detach(), "bias": head.bias.detach()}
         save_file(tensors, folder / "head.safetensors")
-        about["head"] = {"labels": list(recipe.labels), "tasks": list(recipe.head_tasks)}
+    about["accuracy"] = {}
     (folder / "vlora.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     for file in folder.glob("*.safetensors"):
         file.chmod(0o644)
