@@ -135,33 +135,13 @@ def measure(
     pairs = [LoraPair(a.to(device), b.to(device)) for a, b in cell.draw_pairs(generator)]
     x = cell.draw_rows(generator).to(device)
     result = GpuKernelResult(cell, limits.seconds(cell.bytes, cell.flops, cell.dtype))
-    layers = min(MOST_LAYERS, max(2, -(-COLD_BYTES // cell.adapter_bytes))) if cell.cold else 1
-    if operator.library.emulated:
-        layers = min(layers, 2)
-    result.layers = layers
+    if cell.cold:
+        most = 2 if operator.library.emulated else MOST_LAYERS
+        result.layers = min(most, max(2, -(-COLD_BYTES // cell.adapter_bytes)))
     candidates = [Atmm(operator), *BASELINES, *PEERS]
     if not cell.cold:
         candidates += [Atmm(operator, choice, STATIC + name) for name, choice in statics.items()]
-    want = _expected(x, pairs, cell)
-    passes: dict[str, list[Pass]] = {}
-    for candidate in candidates:
-        reason = candidate.why_not(cell)
-        if reason is None:
-            try:
-                with torch.device(device):
-                    calls = [candidate.prepare(pairs, cell) for _ in range(layers)]
-                error = _error(calls[0], x, want)
-                if not error < TOLERANCE:
-                    reason = f"wrong: {error:.1e} of the largest value"
-            except Exception as raised:  # An error in a foreign kernel must not stop the benchmark.
-                if candidate.name == ATMM:
-                    raise
-                reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
-        if reason is not None:
-            result.left_out[candidate.name] = reason
-            continue
-        y = torch.randn_like(x)
-        passes[candidate.name] = [lambda c=call, y=y: c(y, x) for call in calls]  # type: ignore[misc]
+    passes = _checked_passes(candidates, pairs, x, result)
     captured = {}
     for name, calls in passes.items():
         if name in UNCAPTURED:
@@ -173,11 +153,8 @@ def measure(
                 raise
             result.left_out[f"{name} as a graph"] = str(raised).splitlines()[0][:200]
     result.graph = interleaved(captured, ROUNDS)
-    eager = {
-        name: GpuWork(calls, graph=False)
-        for name, calls in passes.items()
-        if not name.startswith(STATIC)
-    }
+    dynamic = {name: calls for name, calls in passes.items() if not name.startswith(STATIC)}
+    eager = {name: GpuWork(calls, graph=False) for name, calls in dynamic.items()}
     result.eager = interleaved(eager, ROUNDS)
     group = DeviceGroup(cell.width, [cell.width], DTYPES[cell.dtype], device)
     group.max_rank = max(-(-rank // 8) * 8 for rank in cell.ranks)
@@ -185,6 +162,39 @@ def measure(
     result.choice = chosen.name
     operator.check()
     return result
+
+
+def _checked_passes(
+    candidates: Sequence[LoraOperator],
+    pairs: Sequence[LoraPair],
+    x: torch.Tensor,
+    result: GpuKernelResult,
+) -> dict[str, list[Pass]]:
+    """Return the calls of each operator whose result is right; write down why others are left out.
+
+    An operator has a call for each of `result.layers` layers.
+    """
+    cell, passes = result.cell, {}
+    want = _expected(x, pairs, cell)
+    for candidate in candidates:
+        reason = candidate.why_not(cell)
+        if reason is None:
+            try:
+                with torch.device(x.device):
+                    calls = [candidate.prepare(pairs, cell) for _ in range(result.layers)]
+                error = _error(calls[0], x, want)
+                if not error < TOLERANCE:
+                    reason = f"wrong: {error:.1e} of the largest value"
+            except Exception as raised:  # An error in a foreign kernel must not stop the benchmark.
+                if candidate.name == ATMM:
+                    raise
+                reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
+        if reason is not None:
+            result.left_out[candidate.name] = reason
+            continue
+        y = torch.randn_like(x)
+        passes[candidate.name] = [lambda c=call, y=y: c(y, x) for call in calls]
+    return passes
 
 
 def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: KernelCell) -> torch.Tensor:

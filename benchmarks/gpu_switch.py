@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,35 +57,20 @@ def measure(
 
     Raises AssertionError if the merged weights are wrong by more than one rounding.
     """
-    device = operator.device
-    base = torch.randn(model.elements, device=device).to(dtype)
+    base = torch.randn(model.elements, device=operator.device).to(dtype)
     out = torch.empty_like(base)
-    updates, parts, offset = [], [], 0
-    for _ in range(model.layers):
-        for d_out, d_in in model.targets:
-            a = torch.randn(model.rank, d_in, device=device) / d_in**0.5
-            b = torch.randn(d_out, model.rank, device=device) * 1e-3
-            updates.append(MergeUpdate(offset, LoraPair(a, b)))
-            place = slice(offset, offset + d_out * d_in)
-            view = (base[place].view(d_out, d_in), out[place].view(d_out, d_in))
-            parts.append((*view, a.to(dtype), b.to(dtype)))
-            offset += d_out * d_in
+    updates = _updates(model, operator.device)
     merge = MergedParts(operator, updates)
     merge(out, base)
     error = _error(out, base, updates)
     if not error <= 1.01 * torch.finfo(dtype).eps:
         raise AssertionError(f"{model.name}: the relative error {error:.1e} exceeds one rounding")
-
-    def addmm() -> None:
-        for source, target, a, b in parts:
-            torch.addmm(source, b, a, out=target)
-
     in_place = base.clone()
     timed = interleaved(
         {
             "atmm": GpuWork([lambda: merge(out, base)], graph=True),
             "atmm_in_place": GpuWork([lambda: merge(in_place, in_place)], graph=True),
-            "addmm": GpuWork([addmm], graph=True),
+            "addmm": GpuWork([_addmm(updates, base, out)], graph=True),
             "copy": GpuWork([lambda: discard(out.copy_(base))], graph=True),
         },
         ROUNDS,
@@ -106,6 +91,34 @@ def measure(
         "ms": ms,
         "noise": {name: round(one.noise, 3) for name, one in timed.items()},
     }
+
+
+def _updates(model: Model, device: torch.device) -> list[MergeUpdate]:
+    updates, offset = [], 0
+    for d_out, d_in in model.targets * model.layers:
+        a = torch.randn(model.rank, d_in, device=device) / d_in**0.5
+        b = torch.randn(d_out, model.rank, device=device) * 1e-3
+        updates.append(MergeUpdate(offset, LoraPair(a, b)))
+        offset += d_out * d_in
+    return updates
+
+
+def _addmm(
+    updates: Sequence[MergeUpdate], base: torch.Tensor, out: torch.Tensor
+) -> Callable[[], None]:
+    """Return a function that merges each matrix with torch.addmm."""
+    parts = []
+    for offset, (a, b) in updates:
+        shape = (b.shape[0], a.shape[1])
+        place = slice(offset, offset + shape[0] * shape[1])
+        pair = (base[place].view(shape), out[place].view(shape))
+        parts.append((*pair, a.to(base.dtype), b.to(base.dtype)))
+
+    def merge_all() -> None:
+        for source, target, a, b in parts:
+            torch.addmm(source, b, a, out=target)
+
+    return merge_all
 
 
 def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]) -> float:
