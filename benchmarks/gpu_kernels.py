@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Drawn(KernelCell):
     """
 
     @cached_property
-    def slots(self) -> tuple[int, ...]:  # type: ignore[override]
+    def slots(self) -> tuple[int, ...]:
         with torch.device("cpu"):
             return KernelCell.slots.fget(self)  # type: ignore[attr-defined,no-any-return]
 
@@ -174,8 +174,8 @@ def _checked_passes(
 
     An operator has a call for each of `result.layers` layers.
     """
-    cell, passes = result.cell, {}
-    want = _expected(x, pairs, cell)
+    cell, want = result.cell, _expected(x, pairs, result.cell)
+    passes: dict[str, list[Pass]] = {}
     for candidate in candidates:
         reason = candidate.why_not(cell)
         if reason is None:
@@ -193,7 +193,7 @@ def _checked_passes(
             result.left_out[candidate.name] = reason
             continue
         y = torch.randn_like(x)
-        passes[candidate.name] = [lambda c=call, y=y: c(y, x) for call in calls]
+        passes[candidate.name] = [partial(call, y, x) for call in calls]
     return passes
 
 

@@ -6,6 +6,7 @@ its size and averaged, so edges are smooth. The same random state gives the same
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -254,41 +255,36 @@ def dark_parts(texture: str, x: Floats, y: Floats) -> Mask:
 
 
 def surface_shade(pattern: str, x: Floats, y: Floats, rng: np.random.Generator) -> Floats:
-    """Return how far a surface departs from its colour at each point: 0 not at all, 1 most.
-
-    `x` and `y` are a square grid. Grainy surfaces draw one value for each pixel of the scene.
-    """
-    side = x.shape[0]
-    shade: Floats = np.zeros(x.shape, np.float32)
-    if pattern == "gradient":
-        shade = y / 64
-    elif pattern == "grainy":
-        grains = rng.random((64, 64), np.float32)
-        shade = _repeat(grains, side)
-    elif pattern == "tiled":
-        shade = ((x % 10 < 1.5) | (y % 10 < 1.5)).astype(np.float32)
-    elif pattern == "zigzag":
-        shade = ((y + np.abs(x % 16 - 8)) % 8 < 3.5).astype(np.float32)
-    elif pattern == "bricks":
-        shifted = x + 8 * (y // 8 % 2)
-        shade = ((y % 8 < 1.5) | (shifted % 16 < 1.5)).astype(np.float32)
-    elif pattern == "ripples":
-        shade = (np.hypot(x - 32, y - 32) % 9 < 4).astype(np.float32)
-    elif pattern == "speckled":
-        spots = np.kron(rng.random((22, 22)) < 0.25, np.ones((3, 3)))[:64, :64]
-        shade = _repeat(spots.astype(np.float32), side)
-    elif pattern == "crosshatch":
-        shade = (((x + y) % 9 < 2) | ((x - y) % 9 < 2)).astype(np.float32)
-    elif pattern == "scales":
-        column = (x + 6 * (y // 8 % 2)) % 12 - 6
-        shade = (np.abs(np.hypot(column, y % 8) - 6) < 1.1).astype(np.float32)
-    elif pattern == "panel":
-        brushed = np.repeat(rng.random((64, 4), np.float32), 16, axis=1)
-        shade = _repeat(brushed, side) * 0.35
-    return shade
+    """Return how far a surface departs from its colour at each point: 0 not at all, 1 most."""
+    return np.asarray(_SHADES[pattern](x, y, rng), np.float32)
 
 
-def _repeat(grid: Floats, side: int) -> Floats:
-    """Return a 64x64 grid enlarged to side x side by an integer factor."""
-    times = side // 64
+def _repeat(grid: Floats, x: Floats) -> Floats:
+    """Return a 64x64 grid enlarged to the size of x by an integer factor."""
+    times = len(x) // 64
     return grid.repeat(times, 0).repeat(times, 1)
+
+
+def _spots(rng: np.random.Generator) -> Floats:
+    return np.kron(rng.random((22, 22)) < 0.25, np.ones((3, 3)))[:64, :64]
+
+
+def _scales(x: Floats, y: Floats) -> Mask:
+    column = (x + 6 * (y // 8 % 2)) % 12 - 6
+    return np.abs(np.hypot(column, y % 8) - 6) < 1.1
+
+
+_SHADES: dict[str, Callable[[Floats, Floats, np.random.Generator], Any]] = {
+    "gradient": lambda x, y, rng: y / 64,
+    "grainy": lambda x, y, rng: _repeat(rng.random((64, 64), np.float32), x),
+    "tiled": lambda x, y, rng: (x % 10 < 1.5) | (y % 10 < 1.5),
+    "zigzag": lambda x, y, rng: (y + np.abs(x % 16 - 8)) % 8 < 3.5,
+    "bricks": lambda x, y, rng: (y % 8 < 1.5) | ((x + 8 * (y // 8 % 2)) % 16 < 1.5),
+    "ripples": lambda x, y, rng: np.hypot(x - 32, y - 32) % 9 < 4,
+    "speckled": lambda x, y, rng: _repeat(_spots(rng), x),
+    "crosshatch": lambda x, y, rng: ((x + y) % 9 < 2) | ((x - y) % 9 < 2),
+    "scales": lambda x, y, rng: _scales(x, y),
+    "panel": lambda x, y, rng: (
+        _repeat(np.repeat(rng.random((64, 4), np.float32), 16, axis=1), x) * np.float32(0.35)
+    ),
+}
