@@ -52,9 +52,6 @@ def measure(
 ) -> dict[str, Any]:
     """Measure merging out of place and in place, torch.addmm for each matrix, and a plain copy.
 
-    In the roofline, W is read once and M = W + B A is written once. Its peak is that of fp32
-    without tensor cores, since the result must be rounded only once.
-
     Raises AssertionError if the merged weights are wrong by more than one rounding.
     """
     base = torch.randn(model.elements, device=operator.device).to(dtype)
@@ -77,6 +74,8 @@ def measure(
     )
     factors = sum(4 * model.rank * (d_out + d_in) for d_out, d_in in model.targets)
     moved = 2 * dtype.itemsize * model.elements + model.layers * factors
+    # W is read once and M = W + B A is written once. The peak is that of fp32 without tensor cores,
+    # since the result must be rounded only once.
     limit = limits.seconds(moved, 2 * model.rank * model.elements, "fp32")
     ms = {name: round(one.median * 1e3, 4) for name, one in timed.items()}
     return {
