@@ -34,13 +34,11 @@ class HostTier:
     A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
     exceeded. This property is true while the adapter is resident or being packed. It is also true
     while a started request uses this version, since the folder may no longer contain it.
+
+    budget: maximum number of bytes; None for no limit.
     """
 
     def __init__(self, budget: int | None) -> None:
-        """Create an empty tier.
-
-        budget: maximum number of bytes; None for no limit.
-        """
         self._budget = math.inf if budget is None else budget
         self._order: UseOrder[AdapterHandle] = UseOrder()
         self._in_use: set[AdapterHandle] = set()
@@ -119,16 +117,13 @@ class Slots:
     `take`. `pack` then writes its weights, after which steps may use the slot. The slot of an
     evicted adapter is reused.
 
+    dtype: dtype of the packed copies; host copies are fp32.
+    device: device whose steps use the adapters.
     heads: vision task heads by slot.
     matrices: matrices that any adapter seen so far changes. The set is replaced when it grows.
     """
 
     def __init__(self, model: ModelShape, dtype: torch.dtype, device: Device = HOST) -> None:
-        """Create the slots.
-
-        dtype: dtype of the packed copies; host copies are fp32.
-        device: device whose steps use the adapters.
-        """
         self._model = model
         self._dtype = dtype
         self._device = device
@@ -169,7 +164,7 @@ class Slots:
         )
 
     def take(self, adapter: Adapter) -> int:
-        """Assign a slot to the adapter, and return the slot. Steps may use it only after `pack`."""
+        """Assign a slot to the adapter, and return the slot."""
         if self._released:
             slot = self._released.pop()
         elif None in self._adapters:
@@ -349,9 +344,7 @@ class AdapterTiers:
     ) -> None:
         """Create empty tiers, which need `attach` before an adapter is packed.
 
-        dtype: dtype of the packed copies. Host copies stay fp32, as merging needs them.
-        host_bytes: maximum size of the host copies that may be evicted; None for no limit.
-        device: device whose steps use the adapters.
+        The arguments are those of `AdapterStore`.
         """
         self.host = HostTier(host_bytes)
         self.slots = Slots(model, dtype, device)

@@ -104,10 +104,7 @@ class Router:
     """Chooses adapters by their skills. Immutable, so any thread may use it."""
 
     def __init__(self, skills: Mapping[str, Iterable[Skill]]) -> None:
-        """Create a router.
-
-        skills: skills by name of adapter.
-        """
+        """Create a router of the adapters with these skills, by name."""
         self._by_task: dict[str, list[tuple[str, Skill]]] = defaultdict(list)
         for name, listed in skills.items():
             for skill in listed:
@@ -143,12 +140,8 @@ class Router:
         return name
 
     def _fit(self, asked: frozenset[str], skill: Skill) -> float:
-        """Return how well a skill fits a question, from 0 to 1.
-
-        The result is the share of the question's words that are words of the skill, where rare
-        words have a larger weight.
-
-        asked: words of the question.
+        """Return how well a skill fits the words of a question, from 0 to 1: the share of them that
+        are words of the skill, where rare words have a larger weight.
         """
         if not asked:
             return float(not skill.words)
