@@ -60,7 +60,8 @@ _COMMON = (
 def corpus() -> list[str]:
     """Return the texts from which merges are learned: prompts of all tasks, and all words with and
     without a leading space."""
-    lines = [task_text(task, "", PLACEHOLDER) for task in TASKS if task != "raw"] * 40
+    tasks = [name for name, task in TASKS.items() if task.instruction is not None]
+    lines = [task_text(name, "", PLACEHOLDER) for name in tasks] * 40
     lines += [_COMMON] * 20
     for word in lexicon.all_words():
         lines += [f"{word}\n", f"a {word} {word}", f"the {word}, {word}."] * 10

@@ -6,11 +6,17 @@ import json
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from vlora.vision.prompts import CHAT_TASK, TASKS
+from vlora.vision.prompts import TASKS
 
 if TYPE_CHECKING:
     from vlora.adapters.catalog import NameTable
     from vlora.adapters.files import AdapterInfo
+
+# What the playground shows of each task.
+TASK_LABELS = {
+    name: {"name": spec.title, "label": spec.label, "hint": spec.hint}
+    for name, spec in TASKS.items()
+}
 
 
 class ServerDescription:
@@ -27,7 +33,8 @@ class ServerDescription:
         self._json = ""
 
     def as_json(self) -> str:
-        """Return the object `{"max_model_len", "tasks", "adapters", "broken"}` as JSON.
+        """Return the object `{"max_model_len", "tasks", "task_labels", "adapters", "broken"}` as
+        JSON.
 
         `adapters` lists the adapters that requests can use, in order of name. Each has its name,
         tasks, accuracy by task or dataset, ranks, and the labels and tasks of its vision task head.
@@ -38,7 +45,8 @@ class ServerDescription:
             self._json = json.dumps(
                 {
                     "max_model_len": self._max_model_len,
-                    "tasks": [*TASKS, CHAT_TASK],
+                    "tasks": list(TASKS),
+                    "task_labels": TASK_LABELS,
                     "adapters": [_entry(name, names.current[name].info) for name in names.names],
                     "broken": {name: str(names.broken[name]) for name in sorted(names.broken)},
                 },

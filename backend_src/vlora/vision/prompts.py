@@ -20,62 +20,78 @@ from vlora.strict_json import load_object
 PLACEHOLDER = "<image>"
 
 CHAT_TASK = "chat"
-"""Task whose text is a conversation: `{"messages": [{"role", "content"}]}`.
-
-The checkpoint's chat template renders it.
-"""
-
+# Name that stands for the adapter's task if the adapter has exactly one, else for the ensembles'
+# default task. The caller of `render` must replace it by that task.
 AUTO_TASK = "auto"
-"""Name that stands for the adapter's task if the adapter has exactly one, else for the ensembles'
-default task.
-
-The caller of `render` must replace it by that task.
-"""
 
 Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Prompt template and default token limit of one task.
+    """One task: its prompt template, its default token limit, and its texts in the playground.
 
-    max_tokens: default of `max_tokens` for requests through an ensemble.
+    max_tokens: default of `max_tokens` for requests through an ensemble; None if only the context
+        is the limit.
     instruction: text after the images. `{text}` in it stands for the request's text. If the
         instruction has no `{text}`, a request with a text uses its text instead of the instruction.
         None: the request's text is the whole prompt, without the chat template.
-    required_text: description of the request's text if the task needs one; None if it is optional.
+    title: what the task does.
+    label, hint: description of the request's text, and an example of it or "".
+    required_text: the same in a message that says what is missing; None if the text is optional.
     separator: text between the images and the instruction.
     """
 
-    max_tokens: int
+    max_tokens: int | None
     instruction: str | None
+    title: str
+    label: str = "Instruction (optional)"
+    hint: str = ""
     required_text: str | None = None
     separator: str = ", "
 
 
 TASKS: dict[str, TaskSpec] = {
-    "vqa": TaskSpec(16, "{text}", required_text="the question"),
-    "caption": TaskSpec(48, "Generate the caption in English:"),
-    "refer": TaskSpec(32, "Circle the {text} on the picture.", required_text="the thing to circle"),
+    "vqa": TaskSpec(
+        16,
+        "{text}",
+        "Answer a question",
+        "Question",
+        "What color is the star?",
+        required_text="the question",
+    ),
+    "caption": TaskSpec(48, "Generate the caption in English:", "Describe the picture"),
+    "refer": TaskSpec(
+        32,
+        "Circle the {text} on the picture.",
+        "Find one thing",
+        "Thing to find",
+        "red circle",
+        required_text="the thing to circle",
+    ),
     "detect": TaskSpec(
         64,
         "Please box all the objects in the picture that you think are {text}.",
+        "Find all of a kind",
+        "Things to find",
+        "circle",
         required_text="the things to box",
     ),
-    "classify": TaskSpec(8, "What is the category of the picture?"),
+    "classify": TaskSpec(8, "What is the category of the picture?", "Name the category"),
     "video": TaskSpec(
         16,
         "Please analyze the consecutive frames sequence and identify the actions occurring "
         "in the video.",
+        "Name the action",
         separator=" ",
     ),
-    "raw": TaskSpec(16, None, required_text="the prompt"),
+    "raw": TaskSpec(
+        16, None, "Continue a prompt", "Prompt, without a template", required_text="the prompt"
+    ),
+    # The text is a conversation, `{"messages": [{"role", "content"}]}`, which the checkpoint's chat
+    # template renders.
+    CHAT_TASK: TaskSpec(None, None, "Continue a conversation", "Messages as JSON"),
 }
-
-
-def max_tokens_of(task: str) -> int | None:
-    """Return the default `max_tokens` of a known task; None if only the context is the limit."""
-    return None if task == CHAT_TASK else TASKS[task].max_tokens
 
 
 _SENTINEL = "VLORA-USER-TEXT"
@@ -166,7 +182,7 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
     if task == CHAT_TASK:
         return _render_chat(text, num_images, num_frames, template)
     if task not in TASKS:
-        known = ", ".join((*TASKS, CHAT_TASK, AUTO_TASK))
+        known = ", ".join((*TASKS, AUTO_TASK))
         raise InvalidArgument(f"unknown task '{task}'; known tasks are {known}")
     spec = TASKS[task]
     if spec.required_text is not None and _is_blank(text):

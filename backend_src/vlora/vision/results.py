@@ -27,6 +27,7 @@ from typing import Any
 
 from vlora.errors import InvalidArgument
 from vlora.request import IntArray
+from vlora.vision.prompts import TASKS
 
 SCHEMA_VERSION = "1"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
@@ -145,7 +146,9 @@ def build_result(
 
 @cache
 def result_schema() -> dict[str, Any]:
+    """Return the JSON schema of a result, with the names of all tasks."""
     schema: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+    schema["properties"]["task"]["enum"] = list(TASKS)
     return schema
 
 
