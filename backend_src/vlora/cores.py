@@ -17,8 +17,8 @@ from vlora.config import AUTO, IntOrAuto, Options
 
 log = logging.getLogger(__name__)
 
+# Number of cores per thread of the encoder, which has less than a quarter of the work.
 CORES_PER_ENCODER_THREAD = 4
-"""Number of cores per thread of the encoder, which has less than a quarter of the work."""
 
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/cgroup")
@@ -89,10 +89,8 @@ def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
     return tightest_limit(_version_2, "cpu", _version_1, process, root)
 
 
+# Function that reads a limit from the folder of a control group; None if the group has no limit.
 Reader = Callable[[Path], float | None]
-"""Function that reads a limit from the folder of a control group; None if the group has
-no limit.
-"""
 
 
 def tightest_limit(

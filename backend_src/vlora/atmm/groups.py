@@ -47,10 +47,9 @@ def _publish(version: int) -> None:
     _latest = version
 
 
+# Function that makes the device wait for a copy before it starts work that the calling thread
+# launches later. The function itself returns immediately.
 Wait = Callable[[], object]
-"""Function that makes the device wait for a copy before it starts work that the calling thread
-launches later. The function itself returns immediately.
-"""
 
 
 class PendingCopies:
@@ -109,14 +108,11 @@ class LoraGroup:
         self.width = sum(d_outs)
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
+        # Version number of each slot's content. Every change sets a new number.
         self.versions: list[int] = []
-        """Version number of each slot's content. Every change sets a new number."""
-        self.version = 0
-        """Version number of the most recent change of any slot."""
-        self.ever_used = False
-        """True once any slot has had a pair in this group."""
-        self._idle: set[int] = set()
-        """Slots without any pair in this group."""
+        self.version = 0  # Version number of the most recent change of any slot.
+        self.ever_used = False  # True once any slot has had a pair in this group.
+        self._idle: set[int] = set()  # Slots without any pair in this group.
         self.pending = PendingCopies()
 
     @property
@@ -270,10 +266,9 @@ class HeadGroup:
         self.d_in = d_in
         self._device_type = device_type
         self.heads: list[HeadMatrix | None] = []
+        # Version number of each slot's content. Every change sets a new number.
         self.versions: list[int] = []
-        """Version number of each slot's content. Every change sets a new number."""
-        self.version = 0
-        """Version number of the most recent change of any slot."""
+        self.version = 0  # Version number of the most recent change of any slot.
         self.pending = PendingCopies()
 
     def __len__(self) -> int:

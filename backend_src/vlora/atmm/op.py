@@ -29,12 +29,9 @@ from vlora.atmm.types import (
 )
 from vlora.backends import Backend
 
+# Function that adds to a product y = x Wᵀ in place. Its arguments are: address of y, row stride of
+# y in elements, address of x, row stride of x in elements, and number of rows.
 Epilogue = Callable[[int, int, int, int, int], None]
-"""Function that adds to a product y = x Wᵀ in place.
-
-Its arguments are: address of y, row stride of y in elements, address of x, row stride of x in
-elements, and number of rows.
-"""
 
 
 def apply(

@@ -19,14 +19,13 @@ from vlora.atmm.cpu import Cpu
 log = logging.getLogger(__name__)
 
 Operation = Literal["apply", "merge"]
+# Operations of the LoRA operator. In the keys of tables, an operation is represented by its index
+# here.
 OPERATIONS: tuple[Operation, ...] = ("apply", "merge")
-"""Operations of the LoRA operator. In the keys of tables, an operation is represented by its index
-here.
-"""
 DTYPE_NAMES = ("fp32", "bf16")
 TABLES = Path(__file__).parent / "tables"
+# Version of the tables' file format. Version 1, which has no microseconds, can also be read.
 VERSION = 2
-"""Version of the tables' file format. Version 1, which has no microseconds, can also be read."""
 
 
 def isas(dtype: str = "fp32") -> list[str]:

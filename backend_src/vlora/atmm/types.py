@@ -11,11 +11,10 @@ import torch
 
 from vlora import native
 
+# Types in which adapters are stored, with their names in tables and configurations.
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""Types in which adapters are stored, with their names in tables and configurations."""
 
-ON_GPU = (*DTYPES, torch.float16)
-"""Types in which adapters are stored on a GPU."""
+ON_GPU = (*DTYPES, torch.float16)  # Types in which adapters are stored on a GPU.
 
 
 @dataclass(frozen=True)
@@ -38,8 +37,8 @@ class Segments(tuple[Segment, ...]):
     Functions also accept any other sequence of segments, and convert it at each call.
     """
 
+    # True if a captured graph reads the segments, and will be replayed with others.
     captured: ClassVar[bool] = False
-    """True if a captured graph reads the segments, and will be replayed with others."""
 
     @cached_property
     def native(self) -> Any:

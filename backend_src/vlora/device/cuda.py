@@ -18,13 +18,12 @@ from vlora.device.device import HOST, Device, Graph, Load, PageLayout, Readback
 from vlora.device.uploads import upload
 from vlora.errors import InvalidArgument, OutOfMemory
 
+# Programs that the package `triton` looks for if the environment has no CC.
 C_COMPILERS = ("gcc", "clang")
-"""Programs that the package `triton` looks for if the environment has no CC."""
 
+# Maximum number of loads under way, which bounds the pinned memory that they need. An adapter has
+# one load per group of projections, and a layer has four groups.
 MAX_LOADS = 16
-"""Maximum number of loads under way, which bounds the pinned memory that they need. An adapter has
-one load per group of projections, and a layer has four groups.
-"""
 
 
 class CudaDevice(Device):
@@ -54,14 +53,14 @@ class CudaDevice(Device):
         self._share = share
         self._graph_pool: Any = None
         self._first_graph: torch.cuda.CUDAGraph | None = None
+        # Graphs whose capture has failed, which torch may still refer to.
         self._invalid_graphs: list[torch.cuda.CUDAGraph] = []
-        """Graphs whose capture has failed, which torch may still refer to."""
         self._load_stream, self._capture_stream = (
             torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
+        # Events of the last loads, which may be under way.
         self._loads: deque[torch.cuda.Event] = deque()
-        """Events of the last loads, which may be under way."""
 
     def make_current(self) -> None:
         torch.cuda.set_device(self.torch_device)

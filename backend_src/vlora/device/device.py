@@ -23,8 +23,7 @@ from vlora.device.host_memory import available_bytes
 from vlora.errors import InvalidArgument, OutOfMemory
 
 MIB = 1 << 20
-PageLayout = Literal["panels", "rows"]
-"""Layouts of keys and values in a page; see `KVCache`."""
+PageLayout = Literal["panels", "rows"]  # Layouts of keys and values in a page; see `KVCache`.
 
 
 @dataclass(frozen=True)

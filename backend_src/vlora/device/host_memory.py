@@ -12,14 +12,11 @@ import torch
 
 from vlora.cores import CGROUPS, PROCESS, tightest_limit
 
-# Memory in huge pages, for data that each step reads completely.
-#
-# A core reads memory in huge pages 1.5 times as fast as memory in pages of 4 KiB, because small
-# pages need far more page table walks.
+# Memory in huge pages, for data that each step reads completely. A core reads memory in huge pages
+# 1.5 times as fast as memory in pages of 4 KiB, because small pages need far more page table walks.
 
 
-PAGE = 2 << 20
-"""Size of a huge page in bytes."""
+PAGE = 2 << 20  # Size of a huge page in bytes.
 
 
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:

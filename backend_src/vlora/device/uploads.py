@@ -11,8 +11,7 @@ import torch
 if TYPE_CHECKING:
     from vlora.device.device import Device
 
-ALIGNMENT = 16
-"""Alignment in bytes of each tensor within an upload."""
+ALIGNMENT = 16  # Alignment in bytes of each tensor within an upload.
 
 
 def packed_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -18,12 +18,9 @@ from vlora import backends, native
 from vlora.backends import Backend
 from vlora.kernels import on_gpu, reference
 
+# Function that adds to a product in place. Its arguments are: address of the product, row stride of
+# the product in elements, address of x, row stride of x in elements, and number of rows.
 Epilogue = Callable[[int, int, int, int, int], None]
-"""Function that adds to a product in place.
-
-Its arguments are: address of the product, row stride of the product in elements, address of x, row
-stride of x in elements, and number of rows.
-"""
 
 
 class Matrix:

@@ -12,8 +12,8 @@ from vlora.backends import Backend
 from vlora.kernels import quantize_reference
 from vlora.kernels.quantized import QuantizedWeight
 
+# Number of weights that are converted to fp32 together if the kernel does not read their type.
 CONVERTED_AT_ONCE = 1 << 20
-"""Number of weights that are converted to fp32 together if the kernel does not read their type."""
 
 
 def quantize(

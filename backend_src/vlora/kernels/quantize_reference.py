@@ -6,19 +6,18 @@ import torch
 
 from vlora.kernels.quantized import ZERO_STEPS, QuantizedWeight
 
+# Factors of a group's extremes. The fit of int4 starts from the extremes times each factor, and the
+# best result is used.
 RANGES = (1.0, 0.9)
-"""Factors of a group's extremes. The fit of int4 starts from the extremes times each factor, and
-the best result is used.
-"""
 
+# Number of times that the scales and zeros of int4 are fitted again to the rounded values.
 REFITS = 2
-"""Number of times that the scales and zeros of int4 are fitted again to the rounded values."""
 
+# Number of weights that are quantized together. Their intermediate results stay in the caches.
 QUANTIZED_AT_ONCE = 1 << 17
-"""Number of weights that are quantized together. Their intermediate results stay in the caches."""
 
+# Values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups].
 Int4Groups = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Values 0 … 15, [rows, groups, group], and scales and zeros, [rows, groups]."""
 
 
 def quantize(weight: torch.Tensor, into: QuantizedWeight) -> int | None:

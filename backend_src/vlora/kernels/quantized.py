@@ -15,17 +15,15 @@ from vlora.kernels import reference
 from vlora.kernels.ops import Matrix
 
 # Int4 matrices in panels, the layout that is fastest with AMX, AVX-512 VNNI and AVX2
-# (csrc/quantized/quantized.h).
-#
-# A panel has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows, whose values, scales and zeros are
-# interleaved. The functions here only move data. They do not know what it means.
+# (csrc/quantized/quantized.h). A panel has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows, whose values,
+# scales and zeros are interleaved. The functions here only move data. They do not know what it
+# means.
 
 
-TILE_PANEL_ROWS = 16
-"""Number of rows in a panel for AMX and AVX-512 VNNI."""
+TILE_PANEL_ROWS = 16  # Number of rows in a panel for AMX and AVX-512 VNNI.
 
+# Number of bytes that hold the first 32 values of a block. The last 32 values have as many.
 HALF_BLOCK = 16
-"""Number of bytes that hold the first 32 values of a block. The last 32 values have as many."""
 
 
 def preferred_rows() -> int:
@@ -90,20 +88,19 @@ def _separated(stored: torch.Tensor, panel_rows: int) -> torch.Tensor:
     return stored.view(-1, stored.shape[1], panel_rows).mT.contiguous().view(stored.shape)
 
 
+# Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h).
 BLOCK = 64
-"""Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
 
+# Supported numbers of adjacent values per scale, if an output has more than one scale.
 GROUPS = (32, 64, 128)
-"""Supported numbers of adjacent values per scale, if an output has more than one scale."""
 
+# Value that the kernels take as base-2 logarithm of the group size if a whole row is one group.
 WHOLE_ROW = 62
-"""Value that the kernels take as base-2 logarithm of the group size if a whole row is one group."""
 
-SYMMETRIC_ZERO = 8
-"""Zero of all groups of an int4 matrix that stores no zeros."""
+SYMMETRIC_ZERO = 8  # Zero of all groups of an int4 matrix that stores no zeros.
 
+# Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values.
 ZERO_STEPS = 8
-"""Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values."""
 
 
 @dataclass(frozen=True)

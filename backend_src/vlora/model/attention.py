@@ -45,12 +45,10 @@ class AttentionPlan:
         self._kv_cache = kv_cache
         self._heads = heads
         self._backend = backend or backends.backend_of("kernels", kv_cache.cache.device.type)
-        self.positions = row_positions(chunks)
-        """Positions of the rows, in host memory."""
+        self.positions = row_positions(chunks)  # Positions of the rows, in host memory.
         if padded is not None:
             self.positions = _padded(self.positions, padded)
-        self.placed_positions = self.positions
-        """Positions of the rows on the device."""
+        self.placed_positions = self.positions  # Positions of the rows on the device.
         self._gpu = GpuPlan(chunks, kv_cache, padded) if self._backend == "gpu" else None
         # The GPU's plan needs no chunks. A plan in a captured graph outlives its step and must not
         # keep the prompts of the chunks in memory.

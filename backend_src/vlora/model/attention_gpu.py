@@ -14,18 +14,15 @@ from vlora.memory.kv_cache import KVCache
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
+# Minimum number of positions in each part of the longest context, if contexts are split among GPU
+# programs (instances of a kernel that run in parallel).
 SPLIT_POSITIONS = 512
-"""Minimum number of positions in each part of the longest context, if contexts are split among GPU
-programs (instances of a kernel that run in parallel).
-"""
 
-MAX_SPLITS = 32
-"""Maximum number of parts into which a context is split."""
+MAX_SPLITS = 32  # Maximum number of parts into which a context is split.
 
+# Maximum number of GPU programs of a decode kernel that splits contexts: two per multiprocessor of
+# an H100.
 PROGRAMS = 264
-"""Maximum number of GPU programs of a decode kernel that splits contexts: two per multiprocessor of
-an H100.
-"""
 
 
 class DecodeShape(NamedTuple):
@@ -69,6 +66,7 @@ class GpuPlan:
         count = len(single) + more
         self._splits = splits(count, kv_cache.kv_heads, longest)
         slots = [slot for chunk in chunks for slot in self._slots(chunk)]
+        # Tables in host memory, all int32.
         self.inputs = [
             _int32([*slots, *[-1] * more]),
             _int32([*(chunk.row for chunk in single), *range(len(chunks), len(chunks) + more)]),
@@ -78,7 +76,6 @@ class GpuPlan:
             _int32(self._tiles(longer)).view(-1, 4),
             self._tables(longer),
         ]
-        """Tables in host memory, all int32."""
         self._placed = self.inputs
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:

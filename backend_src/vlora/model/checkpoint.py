@@ -19,12 +19,11 @@ from vlora.errors import InvalidArgument
 
 
 INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-"""Names of files with pickled weights."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # Names of files with pickled weights.
 LFS_HEADER = b"version https://git-lfs"
 LFS_HINT = "; it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"
+# Name of one of several weight files: prefix, number, `-of-`, number of files, suffix.
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)")
-"""Name of one of several weight files: prefix, number, `-of-`, number of files, suffix."""
 
 
 def check_files(folder: Path) -> None:
@@ -121,8 +120,7 @@ def _instead_of_pickles(folder: Path) -> str:
     )
 
 
-STORED_DTYPES = tuple(FLOATS.values())
-"""Types in which a checkpoint's weights may be stored."""
+STORED_DTYPES = tuple(FLOATS.values())  # Types in which a checkpoint's weights may be stored.
 
 
 @dataclass(frozen=True)

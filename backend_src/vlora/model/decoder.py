@@ -67,8 +67,8 @@ class Decoder:
         )
         self._workspace = Workspace(config, device, weights.slab.dtype)
         self._lm_head = matrix_of(weights.lm_head, None)
+        # Groups of projections, in the order of execution; the LM head is last.
         self.lora_groups = [adapters.group(group) for group in lora_groups(config.layers)]
-        """Groups of projections, in the order of execution; the LM head is last."""
         self._lm_head_lora = self.lora_groups[-1]
         self._switcher = switcher
         self.recordings = StepRecordings()

@@ -22,8 +22,7 @@ from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
 from vlora.model.rotary import rope_frequencies, unsupported_rope
 
-FRAMES_PER_SECOND = 24.0
-"""Frame rate that transformers assumes for clips without a frame rate."""
+FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
 
 
 @dataclass(frozen=True)
@@ -117,11 +116,10 @@ class DecoderConfig:
         return shapes
 
 
-LM_HEAD_FORMAT = Format(8, None)
-"""Format of the LM head of a checkpoint that is quantized at load."""
+LM_HEAD_FORMAT = Format(8, None)  # Format of the LM head of a checkpoint that is quantized at load.
 
+# Types of weights in memory, by their names in the option `dtype`.
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types of weights in memory, by their names in the option `dtype`."""
 
 
 def dtype_of(requested: str, folder: Path) -> torch.dtype:

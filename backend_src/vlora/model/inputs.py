@@ -14,14 +14,11 @@ from vlora.model.decoder_config import DecoderConfig
 from vlora.model.tokenizer import TokenLength, load_tokenizer
 from vlora.request import ImageFeatures
 
-# Rotary positions of tokens.
-#
-# The position of a token is its index in the sequence. In the M-RoPE of Qwen2-VL, it is three
-# numbers: time, height and width.
+# Rotary positions of tokens. The position of a token is its index in the sequence. In the M-RoPE of
+# Qwen2-VL, it is three numbers: time, height and width.
 
 
-Grid = tuple[int, int, int]
-"""Size of an image in tokens: time, height and width."""
+Grid = tuple[int, int, int]  # Size of an image in tokens: time, height and width.
 
 
 def image_grids(images: ImageFeatures, merge: int) -> list[Grid]:

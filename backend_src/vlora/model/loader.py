@@ -38,8 +38,8 @@ from vlora.weights.slab import TARGETS, WeightSlab
 
 log = logging.getLogger(__name__)
 
+# Ends of the paths of a vision tower's position embeddings, which no product multiplies.
 POSITIONS = (".position_embedding", ".pos_embed")
-"""Ends of the paths of a vision tower's position embeddings, which no product multiplies."""
 
 
 @dataclass(frozen=True)

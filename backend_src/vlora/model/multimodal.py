@@ -5,6 +5,7 @@ This module imports nothing, so that the command line need not load torch.
 
 from __future__ import annotations
 
+# Model types of the checkpoints with images, the keys of `VISION_FAMILIES`.
 MULTIMODAL = (
     "llava",
     "llava_next",
@@ -14,7 +15,6 @@ MULTIMODAL = (
     "qwen2_5_vl",
     "qwen3_vl",
 )
-"""Model types of the checkpoints with images, the keys of `VISION_FAMILIES`."""
 
 
 def takes_images(model_type: object) -> bool:

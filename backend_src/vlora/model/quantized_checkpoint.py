@@ -19,24 +19,23 @@ from vlora.kernels.quantized import Format, QuantizedWeight
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import GROUPS
 
-# Quantization of a published checkpoint, as its config.json describes it.
-#
-# GPTQ, AWQ and compressed-tensors are supported. `quantized_checkpoint.py` reads their weights.
+# Quantization of a published checkpoint, as its config.json describes it. GPTQ, AWQ and
+# compressed-tensors are supported. `quantized_checkpoint.py` reads their weights.
 
 
+# Supported values of `quant_method`, each with the variants that are supported.
 METHODS = {
     "gptq": "gptq (4 and 8 bits)",
     "awq": "awq (4 bits, version 'gemm')",
     "compressed-tensors": "compressed-tensors (pack-quantized with 4 bits, int-quantized with 8)",
 }
-"""Supported values of `quant_method`, each with the variants that are supported."""
 
+# Alternatives to some unsupported methods, which are appended to the error message.
 INSTEAD = {
     "bitsandbytes": "; NF4 and LLM.int8() have no integer weights: serve the checkpoint that it was"
     " made from with 'quantization': 'int4' or 'int8'",
     "fp8": "; serve the checkpoint that it was made from with 'quantization': 'int8'",
 }
-"""Alternatives to some unsupported methods, which are appended to the error message."""
 
 
 @dataclass(frozen=True)
@@ -148,14 +147,12 @@ def _unsupported(what: str, valid: str) -> InvalidArgument:
     )
 
 
+# Functions that read the tensors of one quantized module, by the names of the tensors.
 Parts = dict[str, Callable[[], torch.Tensor]]
-"""Functions that read the tensors of one quantized module, by the names of the tensors."""
 
+# Position of each of 8 adjacent outputs in a 32-bit word of AWQ. Positions are counted in units of
+# 4 bits from the lowest bits.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position of each of 8 adjacent outputs in a 32-bit word of AWQ.
-
-Positions are counted in units of 4 bits from the lowest bits.
-"""
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,11 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+# Supported rope types. transformers computes their frequencies. Another type can be added here if
+# its frequencies do not depend on the length of the sequence.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported rope types. transformers computes their frequencies.
 
-Another type can be added here if its frequencies do not depend on the length of the sequence.
-"""
-
-INITIAL_POSITIONS = 1024
-"""Number of positions in a new table."""
+INITIAL_POSITIONS = 1024  # Number of positions in a new table.
 
 
 def unsupported_rope(text: Any) -> str | None:

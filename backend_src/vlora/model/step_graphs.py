@@ -37,27 +37,22 @@ from vlora.model.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
+# Maximum number of rows of a step with a graph. In larger steps, launches take little of the time.
 MAX_ROWS = 256
-"""Maximum number of rows of a step with a graph. In larger steps, launches take little of the time.
-"""
 
+# A number of rows above ROW_STEP is rounded up to a multiple of ROW_STEP, a smaller one to a power
+# of two.
 ROW_STEP = 16
-"""A number of rows above ROW_STEP is rounded up to a multiple of ROW_STEP, a smaller one to a power
-of two.
-"""
 
+# Number of pages per row of the smallest padded block tables. Larger ones have 4, 16, … times as
+# many.
 FEWEST_PAGES = 64
-"""Number of pages per row of the smallest padded block tables. Larger ones have 4, 16, … times as
-many.
-"""
 
-MAX_GRAPHS = 64
-"""Maximum number of graphs. Beyond it, the least recently used graph is discarded."""
+MAX_GRAPHS = 64  # Maximum number of graphs. Beyond it, the least recently used graph is discarded.
 
+# Maximum size in bytes of the inputs of other parts (see `StepGraphs.forward`): PART_BYTES +
+# PART_BYTES_PER_ROW · rows.
 PART_BYTES, PART_BYTES_PER_ROW = 256, 64
-"""Maximum size in bytes of the inputs of other parts (see `StepGraphs.forward`): PART_BYTES +
-PART_BYTES_PER_ROW · rows.
-"""
 
 
 class GraphKey(NamedTuple):
@@ -164,12 +159,10 @@ class StepGraphs:
         self._vocabulary = config.vocabulary
         self._max_rows = min(max_rows, MAX_ROWS)
         self._captures_lora = op.captures(device.torch_device)
-        self._graphs: dict[GraphKey, _Captured] = {}
-        """Graphs in the order of their last use."""
-        self._memory: tuple[int, ...] = ()
-        """Addresses of the memory that all graphs use."""
+        self._graphs: dict[GraphKey, _Captured] = {}  # Graphs in the order of their last use.
+        self._memory: tuple[int, ...] = ()  # Addresses of the memory that all graphs use.
+        # Layout of the adapters' groups for which the graphs were captured.
         self._layout: op.GroupLayout | None = None
-        """Layout of the adapters' groups for which the graphs were captured."""
         self._logits: torch.Tensor | None = None
         self._failed = False
         self.counters = GraphCounters()

@@ -19,11 +19,11 @@ from vlora.model.attention import AttentionPlan
 from vlora.model.rotary import Rotary
 from vlora.model.switcher import Active
 
+# Maximum number of recordings. Beyond it, the least recently used one is discarded.
 MAX_RECORDINGS = 64
-"""Maximum number of recordings. Beyond it, the least recently used one is discarded."""
 
+# Maximum number of rows of a recorded step. In larger steps, Python takes little of the time.
 MAX_ROWS = 64
-"""Maximum number of rows of a recorded step. In larger steps, Python takes little of the time."""
 
 _enabled = True
 
@@ -59,8 +59,8 @@ class StepRecordings:
 
     def __init__(self) -> None:
         self.repeated = 0
+        # Recordings by key, the least recently used first.
         self._recorded: dict[RecordingKey, _Recorded] = {}
-        """Recordings by key, the least recently used first."""
 
     def run(
         self,

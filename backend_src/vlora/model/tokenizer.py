@@ -37,8 +37,8 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
+# Byte of each character in the tokens of a byte-level tokenizer.
 BYTE_ALPHABET = _byte_level_alphabet()
-"""Byte of each character in the tokens of a byte-level tokenizer."""
 
 
 class Vocabulary:
@@ -163,21 +163,17 @@ class TextStream:
 
 
 # Upper bound of the bytes that one token covers, to refuse a long prompt without tokenizing it.
-#
 # Tokenizing a megabyte takes seconds. If no token covers more than n bytes, a text of more than n
 # bytes per token of the context cannot fit. This module only reads the description of a tokenizer.
 
 
-Spec = Mapping[str, Any]
-"""Part of the content of a `tokenizer.json`."""
+Spec = Mapping[str, Any]  # Part of the content of a `tokenizer.json`.
 
+# Maximum ratio of the bytes of a text to the bytes of its NFC form. ASCII text keeps its length.
 NFC_SHRINKAGE = 4
-"""Maximum ratio of the bytes of a text to the bytes of its NFC form. ASCII text keeps its length.
-"""
 
+# Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
-"""Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".
-"""
 
 
 class TokenLength:
@@ -259,6 +255,7 @@ def _flat(part: Spec | None, key: str) -> list[Spec]:
 
 RANKS = "qwen.tiktoken"
 EXTRA_TOKENS = 205
+# Special tokens of Qwen-VL, whose ids follow the ranks.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -274,7 +271,6 @@ SPECIAL_TOKENS = (
     "</img>",
     "<imgpad>",
 )
-"""Special tokens of Qwen-VL, whose ids follow the ranks."""
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

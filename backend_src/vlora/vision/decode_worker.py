@@ -23,47 +23,40 @@ from vlora import fork_server
 from vlora.errors import InvalidArgument
 from vlora.vision.pictures import ByteArray, load_rgb, open_pictures
 
-# Messages between the encoder's process and its decoder processes, over stream sockets.
-#
-# For each request, the encoder's process sends `BEGIN`, the elements and `END`. For each picture of
-# an element, the decoder sends the pixels as a sealed memory file. Before decoding a large picture,
-# it sends the picture's size and waits for `PROCEED`. After an element it sends `DONE`, or
-# `REFUSED` with a message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time,
-# and with exit code `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it
-# reads files from strangers.
+# Messages between the encoder's process and its decoder processes, over stream sockets. For each
+# request, the encoder's process sends `BEGIN`, the elements and `END`. For each picture of an
+# element, the decoder sends the pixels as a sealed memory file. Before decoding a large picture, it
+# sends the picture's size and waits for `PROCEED`. After an element it sends `DONE`, or `REFUSED`
+# with a message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time, and with
+# exit code `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it reads
+# files from strangers.
 
 
+# Kinds of requests. An element is an `IMAGE` or a `FRAME`.
 BEGIN, IMAGE, FRAME, PROCEED, END = b"B", b"I", b"F", b"G", b"E"
-"""Kinds of requests. An element is an `IMAGE` or a `FRAME`."""
 
-SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"
-"""Kinds of replies."""
+SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"  # Kinds of replies.
 
+# Header of a request: kind, number of bytes of the element's name, number of bytes of its data. The
+# name and the data follow the header.
 REQUEST = struct.Struct("<cHQ")
-"""Header of a request: kind, number of bytes of the element's name, number of bytes of its data.
-The name and the data follow the header.
-"""
 
+# Data of `BEGIN`: processor seconds, bytes of memory, bytes of an encoded file.
 LIMITS = struct.Struct("<dQQ")
-"""Data of `BEGIN`: processor seconds, bytes of memory, bytes of an encoded file."""
 
+# Reply: kind and two numbers. For `SIZE` and `PIXELS`, the numbers are width and height. For
+# `REFUSED`, they are the number of bytes of the message that follows, and 0.
 REPLY = struct.Struct("<cII")
-"""Reply: kind and two numbers. For `SIZE` and `PIXELS`, the numbers are width and height. For
-`REFUSED`, they are the number of bytes of the message that follows, and 0.
-"""
 
+# Maximum number of pixels of a picture that is decoded without waiting for `PROCEED`. Waiting for
+# it costs one more wake-up of each process.
 SMALL_PIXELS = 4 * 1024**2
-"""Maximum number of pixels of a picture that is decoded without waiting for `PROCEED`.
 
-Waiting for it costs one more wake-up of each process.
-"""
-
-MAX_MESSAGE_BYTES = 4096
-"""Maximum size of a message in a reply."""
+MAX_MESSAGE_BYTES = 4096  # Maximum size of a message in a reply.
 
 
+# Seals of a memory file that keep its size and content from changing.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-"""Seals of a memory file that keep its size and content from changing."""
 SEAL_TRIES = 20
 
 

@@ -36,11 +36,11 @@ from vlora.vision import decode_worker as protocol
 from vlora.vision.images import DecodedImage, Element, ImageRequest, PictureBudget
 from vlora.vision.pictures import ByteArray
 
-# The encoder's side of a decoder process.
-#
-# The process itself runs `decode_worker`, and `decode_protocol` describes the messages.
+# The encoder's side of a decoder process. The process itself runs `decode_worker`, and
+# `decode_protocol` describes the messages.
 
 
+# Environment variables of the decoder processes.
 SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -49,22 +49,18 @@ SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024**2),
 }
-"""Environment variables of the decoder processes."""
 
+# Function that is called with a picture's name, its width and its height in pixels. For large
+# pictures, it is called before they are decoded, so that it can refuse them.
 Accept = Callable[[str, int, int], None]
-"""Function that is called with a picture's name, its width and its height in pixels.
 
-For large pictures, it is called before they are decoded, so that it can refuse them.
-"""
-
+# Function that waits at most the given number of seconds, and returns whether the decoder has
+# replied or ended.
 HasReply = Callable[[float], bool]
-"""Function that waits at most the given number of seconds, and returns whether the decoder has
-replied or ended.
-"""
 
 
+# Maximum time for sending a file to a decoder. A decoder that does not read it was stopped.
 TRANSFER_SECONDS = 30.0
-"""Maximum time for sending a file to a decoder. A decoder that does not read it was stopped."""
 
 
 class PictureRefusedError(Exception):
@@ -113,8 +109,8 @@ class DecodeProcess:
         kind = protocol.FRAME if element.is_frame else protocol.IMAGE
         self._send(kind, element.name.encode(), element.data)
         pictures: list[ByteArray] = []
+        # Pixels of the picture that has been accepted and is being decoded.
         accepted: int | None = None
-        """Pixels of the picture that has been accepted and is being decoded."""
         while True:
             wait(self.has_reply)
             reply, width, height, files = self._receive()
@@ -175,26 +171,22 @@ def _map_pixels(file: int, width: int, height: int) -> ByteArray:
     return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
 
 
+# Seconds after which a request gives up its regular permit. Ordinary images take less.
 LONG_SECONDS = 0.1
-"""Seconds after which a request gives up its regular permit. Ordinary images take less."""
 
-SLOW_SECONDS = 0.25
-"""Seconds after which the priority of a request's decoder is lowered."""
+SLOW_SECONDS = 0.25  # Seconds after which the priority of a request's decoder is lowered.
 
+# Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
+# same core, the decoder gets about a tenth of the core's time.
 SLOW_NICENESS = 10
-"""Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
-same core, the decoder gets about a tenth of the core's time.
-"""
 
+# Interval at which a waiting request checks whether it has become long or slow.
 POLL_SECONDS = 0.05
-"""Interval at which a waiting request checks whether it has become long or slow."""
 
+# Maximum number of these intervals in which a decoder replies nothing and uses no processor time.
+# Such a decoder was stopped, for example by a signal. Intervals are counted, instead of time,
+# because the encoder's process may have been stopped as well.
 MAX_IDLE_POLLS = 600
-"""Maximum number of these intervals in which a decoder replies nothing and uses no processor time.
-
-Such a decoder was stopped, for example by a signal. Intervals are counted, instead of time, because
-the encoder's process may have been stopped as well.
-"""
 
 
 class PixelPool:

@@ -26,18 +26,16 @@ from vlora.request import FloatArray, IntArray
 from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage
 
+# Maximum number of images in one call of the tower, which limits the memory of activations.
 MAX_TOWER_BATCH = 32
-"""Maximum number of images in one call of the tower, which limits the memory of activations."""
 
+# Target duration in seconds of the tower's work on one batch of requests.
 TARGET_BATCH_SECONDS = 0.05
-"""Target duration in seconds of the tower's work on one batch of requests."""
 
+# Target maximum duration of one call of the tower, in seconds. The target must be shorter than the
+# deadline of a health probe. Images are counted when a call ends. If no images are counted within
+# the deadline, the probe reports that the encoder hangs.
 MAX_CALL_SECONDS = 1.0
-"""Target maximum duration of one call of the tower, in seconds.
-
-The target must be shorter than the deadline of a health probe. Images are counted when a call ends.
-If no images are counted within the deadline, the probe reports that the encoder hangs.
-"""
 
 
 class Encoder(Protocol):

@@ -26,8 +26,7 @@ from vlora.errors import InvalidArgument
 
 ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Accepted formats, by Pillow's names."""
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Accepted formats, by Pillow's names.
 
 _OUT_OF_MEMORY = ImageFile.ERRORS[-9]
 _DATA_URL = re.compile(rb"data:[\w.+/;=-]*;base64,", re.IGNORECASE)

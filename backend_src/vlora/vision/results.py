@@ -31,13 +31,11 @@ from vlora.vision.prompts import TASKS
 
 SCHEMA_VERSION = "1"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
-MAX_PICTURES = 1 << 16
-"""Maximum number of images and frames of a result."""
-GRID = 1000
-"""Number of cells along an edge. Coordinates in text are from 0 to GRID - 1."""
+MAX_PICTURES = 1 << 16  # Maximum number of images and frames of a result.
+GRID = 1000  # Number of cells along an edge. Coordinates in text are from 0 to GRID - 1.
 
+# Maximum number of malformed boxes and names that are described. Further ones are only counted.
 MAX_WARNINGS = 100
-"""Maximum number of malformed boxes and names that are described. Further ones are only counted."""
 
 _TAG = re.compile(r"<(/?)(ref|box)>")
 _POINT = r"\(\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)"

@@ -20,37 +20,31 @@ from pathlib import Path
 from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, TilesStruct
 
 TABLE_VERSION = 2
+# Maximum number of rows of a segment that the row kernels compute in a call that also uses tile
+# kernels. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
+# decides the time.
 FEW_ROWS = 8
-"""Maximum number of rows of a segment that the row kernels compute in a call that also uses tile
-kernels. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
-decides the time.
-"""
+# Maximum number of rows of the longest segment in a call for which `built_in` chooses only row
+# kernels, even if tensor cores can be used. Row kernels need one launch, tile kernels four. For 32
+# rows, the row kernels read B eight times. The additional reads from L2 take as long as the three
+# launches that are saved (at rank 64, for gate and up of a 7B model).
 ONE_LAUNCH_ROWS = 32
-"""Maximum number of rows of the longest segment in a call for which `built_in` chooses only row
-kernels, even if tensor cores can be used. Row kernels need one launch, tile kernels four. For 32
-rows, the row kernels read B eight times. The additional reads from L2 take as long as the three
-launches that are saved (at rank 64, for gate and up of a 7B model).
-"""
+# Maximum number of rows per segment at which a block of the row kernels computes one row instead of
+# four.
 PAIR_OF_ROWS = 2
-"""Maximum number of rows per segment at which a block of the row kernels computes one row instead
-of four.
-"""
+# Number of ranks per block in the shrink of the row kernels (kRanksPerBlock in csrc/atmm/cuda).
 RANKS_PER_BLOCK = 16
-"""Number of ranks per block in the shrink of the row kernels (kRanksPerBlock in csrc/atmm/cuda)."""
+# Minimum depth of a slice in elements. At this depth, each thread of a warp makes two loads of 16
+# bytes. Thinner slices spend most of their time on starting and ending.
 MIN_DEPTH = 512
-"""Minimum depth of a slice in elements. At this depth, each thread of a warp makes two loads of 16
-bytes. Thinner slices spend most of their time on starting and ending.
-"""
-BLOCKS_PER_SM = 2
-"""Number of blocks per multiprocessor that `by_rows` aims for."""
+BLOCKS_PER_SM = 2  # Number of blocks per multiprocessor that `by_rows` aims for.
 SLICES = (1, 2, 4, 8, 16, 32)
 
 # The cost estimate that ranks tiles uses the next two constants. They describe one multiprocessor
 # of an A100 or H100.
+# Number of 16-bit multiply-adds that take as long as reading one byte from memory or L2.
 MULTIPLY_ADDS_PER_BYTE = 32.0
-"""Number of 16-bit multiply-adds that take as long as reading one byte from memory or L2."""
-STEPS_TO_FILL = 3.0
-"""Time until a block's pipeline is full, in steps of its loop over the depth."""
+STEPS_TO_FILL = 3.0  # Time until a block's pipeline is full, in steps of its loop over the depth.
 
 
 @dataclass(frozen=True)

@@ -15,27 +15,23 @@ from functools import cached_property
 from pathlib import Path
 
 VERSION = 3
-ROWS = -1
-"""Tile index that stands for the row kernels."""
+ROWS = -1  # Tile index that stands for the row kernels.
 TYPES = {"fp16": 0, "bf16": 1, "fp32": 2}
 MAX_PROJECTIONS = 8
 MAX_WAVES = 8
 MAX_SLICES = 32
-FUSED_SEGMENTS = 1024
-"""Maximum number of segments for which the row kernels need only one launch."""
+FUSED_SEGMENTS = 1024  # Maximum number of segments for which the row kernels need only one launch.
+# Size of a workspace's header in bytes. The header contains a fault code and counters. The caller
+# sets the header to zero.
 HEADER_BYTES = 32 + 4 * FUSED_SEGMENTS
-"""Size of a workspace's header in bytes. The header contains a fault code and counters. The caller
-sets the header to zero.
-"""
+# Multiple to which ranks are padded with zero rows, since tensor cores read 16 bytes at a time.
 RANK_STEP = 8
-"""Multiple to which ranks are padded with zero rows, since tensor cores read 16 bytes at a time."""
 ALIGNMENT = 16
 ROW_BLOCKS = (1, 4)
 
 NAME = "libvlora_atmm_cuda.so"
 EMULATED = "libvlora_atmm_emulated.so"
-VARIABLE = "VLORA_ATMM_CUDA"
-"""Environment variable with the path of the library."""
+VARIABLE = "VLORA_ATMM_CUDA"  # Environment variable with the path of the library.
 
 
 def padded_rank(rank: int) -> int:
@@ -125,11 +121,11 @@ class MergeCallStruct(ctypes.Structure):
     )
 
 
+# Structures in the order in which the C function `vlora_cuda_size_of` numbers them.
 STRUCTURES = (
     SegmentStruct, AdapterStruct, ProjectionStruct, CallStruct, TilesStruct, TileStruct,
     MergeStruct, MergeCallStruct,
 )  # fmt: skip
-"""Structures in the order in which the C function `vlora_cuda_size_of` numbers them."""
 
 
 @dataclass(frozen=True)

@@ -62,10 +62,9 @@ class Operator:
         with self._here():
             library.warm_up()
         self.table = Table({})
+        # Workspaces in device memory; the last one is in use. Captured graphs may still use the
+        # earlier, smaller ones.
         self.workspaces = [torch.zeros(c.HEADER_BYTES, dtype=torch.uint8, device=device)]
-        """Workspaces in device memory; the last one is in use. Captured graphs may still use the
-        earlier, smaller ones.
-        """
         self._groups: WeakKeyDictionary[LoraGroup | HeadGroup, DeviceGroup] = WeakKeyDictionary()
 
     # ---- preparing ------------------------------------------------------------------------------

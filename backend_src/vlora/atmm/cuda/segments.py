@@ -15,8 +15,7 @@ from vlora.atmm.cuda.choice import ONE_LAUNCH_ROWS, PAIR_OF_ROWS
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.types import Segment
 
-Fields = tuple[int, int, int, int]
-"""Start, length, slot and sign of a segment."""
+Fields = tuple[int, int, int, int]  # Start, length, slot and sign of a segment.
 
 
 @dataclass(frozen=True)

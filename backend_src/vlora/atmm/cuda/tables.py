@@ -12,10 +12,9 @@ import torch
 from vlora.atmm.cuda.library import ALIGNMENT, RANK_STEP, padded_rank
 from vlora.atmm.types import HeadMatrix, LoraPair
 
-MIN_SLOTS = 256
-"""Number of entries of a new table of adapters."""
+MIN_SLOTS = 256  # Number of entries of a new table of adapters.
+# Entry of a slot that was never set: an A without a B, which kernels report as a fault.
 NO_ADAPTER = (1, 0, 0)
-"""Entry of a slot that was never set: an A without a B, which kernels report as a fault."""
 
 
 class DeviceGroup:
@@ -48,20 +47,18 @@ class DeviceGroup:
         self.max_rank = RANK_STEP
         self.slots = 0
         self.capacity = MIN_SLOTS
-        self.version = -1
-        """`version` of the `LoraGroup` when this group was last compared with it."""
+        self.version = -1  # `version` of the `LoraGroup` when this group was last compared with it.
+        # Version of each copied slot, as in the `versions` of the group that it was copied from.
         self.versions: dict[int, int] = {}
-        """Version of each copied slot, as in the `versions` of the group that it was copied from.
-        """
         self.tables: list[torch.Tensor] = []
+        # Memory of all tables, [outputs, capacity, 3].
         self._table = torch.empty(0, dtype=torch.int64)
-        """Memory of all tables, [outputs, capacity, 3]."""
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
         self._keep_all = keep
+        # Matrices of each slot, kept alive while the tables contain their addresses.
         self._keep: dict[int, list[torch.Tensor]] = {}
-        """Matrices of each slot, kept alive while the tables contain their addresses."""
+        # Slots that have changed since the tables on the device were last updated.
         self._changed: set[int] = set()
-        """Slots that have changed since the tables on the device were last updated."""
 
     @property
     def layout(self) -> tuple[int, ...]:

@@ -23,17 +23,15 @@ MOST_SLOTS = 4096
 # blocking from MANY_ROWS rows on.
 INTERMEDIATE_SHARE_OF_L2 = 0.5
 PANELS_SHARE_OF_L2 = 0.5
+# Row block of the streaming kernels, which read an adapter once from memory into registers.
 STREAMING_BLOCK = 8
-"""Row block of the streaming kernels, which read an adapter once from memory into registers."""
+# Maximum number of rows at which reading adapters limits a call, so that larger row blocks are no
+# faster.
 FEW_ROWS = 8
-"""Maximum number of rows at which reading adapters limits a call, so that larger row blocks are no
-faster."""
-MANY_ROWS = 32
-"""Number of rows from which on streaming reads each adapter four times or more."""
-SCRATCH_BYTES = 4
-"""Bytes of an element of the intermediate result x Aᵀ."""
+MANY_ROWS = 32  # Number of rows from which on streaming reads each adapter four times or more.
+SCRATCH_BYTES = 4  # Bytes of an element of the intermediate result x Aᵀ.
+# Keys of a configuration other than its blocks and tiles.
 OTHER_KEYS = ("depth_block", "prefetch", "column_block")
-"""Keys of a configuration other than its blocks and tiles."""
 
 
 def why_not(config: Mapping[str, Any], shape: Shape, device: Cpu, element_bytes: int) -> str | None:

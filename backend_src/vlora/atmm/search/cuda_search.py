@@ -40,15 +40,14 @@ SIDES = ((4096, 4096), (1024, 1024))
 RANKS = (64, 16, 128)
 SEGMENTS = (8, 1, 32)
 ROWS = (1, 4, 16, 64, 256, 1024)
-MAX_ROWS = 8192
-"""Maximum number of rows of a call. Larger calls repeat the same blocks."""
+MAX_ROWS = 8192  # Maximum number of rows of a call. Larger calls repeat the same blocks.
+# Maximum number of rows of a segment for which kernels without tensor cores are tried.
 ROWS_WORTH_ROW_KERNELS = 32
-"""Maximum number of rows of a segment for which kernels without tensor cores are tried."""
+# Maximum number of pairs (shrink tile, number of slices) to try. Those with the lowest cost are
+# tried, and MAX_SHRINK_TILES - 2 expand tiles at most.
 MAX_SHRINK_TILES = 6
-"""Maximum number of pairs (shrink tile, number of slices) to try. Those with the lowest cost are
-tried, and MAX_SHRINK_TILES - 2 expand tiles at most."""
+# Bytes of adapters that the calls of a cold profile use in turn: several times the size of L2.
 COLD_BYTES = 256 << 20
-"""Bytes of adapters that the calls of a cold profile use in turn: several times the size of L2."""
 MAX_LAYERS = 128
 ROUNDS, DUEL_ROUNDS = 3, 9
 

@@ -16,9 +16,9 @@ from vlora.atmm.search.timing import Timing, rotated
 
 Call = Callable[[], None]
 
+# Target duration of a sample. It is long compared with the 0.5 µs resolution of events and with the
+# launch of a graph.
 SAMPLE_SECONDS = 2e-3
-"""Target duration of a sample. It is long compared with the 0.5 µs resolution of events and with
-the launch of a graph."""
 MAX_REPLAYS = 400
 WARM_CALLS = 2
 

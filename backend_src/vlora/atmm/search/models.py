@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-BENCH = ((1024, 1024), (4096, 4096))
-"""Matrix sizes of the `kernels` benchmark."""
+BENCH = ((1024, 1024), (4096, 4096))  # Matrix sizes of the `kernels` benchmark.
 
 
 def sides_of(folder: Path) -> tuple[tuple[int, int], ...]:

@@ -21,28 +21,25 @@ from typing import Any, Protocol
 from vlora.atmm.search.state import State
 from vlora.atmm.tiles import Operation
 
+# Step over the numbers of rows, as in the paper. Smaller numbers (decode) are powers of two.
 ROW_STEP = 32
-"""Step over the numbers of rows, as in the paper. Smaller numbers (decode) are powers of two."""
-RANKS = (8, 16, 32, 64, 128)
-"""The paper's ranks for vision tasks."""
+RANKS = (8, 16, 32, 64, 128)  # The paper's ranks for vision tasks.
 SEGMENTS = (1, 4, 16)
+# Numbers of matrices in a merge. They are merged one after another with the same tile.
 MATRICES = (2, 4, 8, 16, 32)
-"""Numbers of matrices in a merge. They are merged one after another with the same tile."""
 
 MIN_ROUNDS = 3
+# Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples.
 HOPELESS = 1.6
-"""Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples."""
+# Number of calls before a hot sample. One call does not load a large adapter into the last-level
+# cache.
 WARM_CALLS = 2
-"""Number of calls before a hot sample. One call does not load a large adapter into the last-level
-cache."""
+# Number of alternating samples of the winner and the built-in configuration, with hot and with cold
+# adapters.
 DUEL_ROUNDS = 15
-"""Number of alternating samples of the winner and the built-in configuration, with hot and with
-cold adapters.
-"""
+# Half width of a box plot's notch, in units of the interquartile range divided by the root of the
+# sample count. In 95 of 100 cases, the true median is within this distance of the sample's median.
 NOTCH = 1.57
-"""Half width of a box plot's notch, in units of the interquartile range divided by the root of the
-sample count. In 95 of 100 cases, the true median is within this distance of the sample's median.
-"""
 SAMPLE_SECONDS = 3e-4
 MAX_CALLS = 64
 

@@ -13,8 +13,8 @@ class State:
     """Results of a search so far, in a file with one JSON object per line."""
 
     path: Path
+    # Device and version that the results depend on. A different stamp discards stored results.
     stamp: str
-    """Device and version that the results depend on. A different stamp discards stored results."""
     done: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

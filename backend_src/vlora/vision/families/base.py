@@ -19,16 +19,12 @@ from transformers import AutoImageProcessor
 from vlora.errors import InvalidArgument
 from vlora.vision.images import DecodedImage
 
-Pixels = Mapping[str, torch.Tensor]
-"""Result of a checkpoint's image processor for one image."""
+Pixels = Mapping[str, torch.Tensor]  # Result of a checkpoint's image processor for one image.
 
 
+# Backend of transformers' image processors. It is fixed because the backends return different
+# pixels. By default, transformers uses the backend "torchvision" if that package is installed.
 PROCESSOR_BACKEND = "pil"
-"""Backend of transformers' image processors.
-
-It is fixed because the backends return different pixels. By default, transformers uses the backend
-"torchvision" if that package is installed.
-"""
 
 
 def _load_processor(checkpoint: Path, config: Any) -> Any:

@@ -109,15 +109,14 @@ LLAVA_NEXT = VisionFamily(
 )
 
 
-# LLaVA-OneVision: the encoding of an image depends on the other images of its request.
-#
-# A single image is encoded as an overview and tiles. If there are several images, each is encoded
-# as an overview only. A frame of a clip is encoded as an overview with a quarter as many feature
-# rows. The row that ends a clip (the image newline) belongs to the last frame.
+# LLaVA-OneVision: the encoding of an image depends on the other images of its request. A single
+# image is encoded as an overview and tiles. If there are several images, each is encoded as an
+# overview only. A frame of a clip is encoded as an overview with a quarter as many feature rows.
+# The row that ends a clip (the image newline) belongs to the last frame.
 
 
+# Views, which say how an image is encoded. A single image has no view.
 SEVERAL, FRAME, LAST_FRAME = "several", "frame", "last frame"
-"""Views, which say how an image is encoded. A single image has no view."""
 
 
 class _LlavaOnevisionVision(LlavaOnevisionModel):  # type: ignore[misc]

@@ -22,11 +22,10 @@ from vlora.model.families.qwen import QwenConfig
 from vlora.vision.families.base import Pixels, VisionFamily
 from vlora.vision.images import DecodedImage
 
-HEAD_DIM = 128
-"""Width of a head of the cross-attention."""
+HEAD_DIM = 128  # Width of a head of the cross-attention.
 NORM_EPS = 1e-6
+# Number of stored position embeddings. They are interpolated to the number of patches.
 TRAINED_POSITIONS = 256
-"""Number of stored position embeddings. They are interpolated to the number of patches."""
 
 
 def _positions(stored: torch.Tensor, count: int) -> torch.Tensor:

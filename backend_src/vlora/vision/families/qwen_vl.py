@@ -41,7 +41,6 @@ from vlora.vision.families.base import Pixels, VisionFamily
 from vlora.vision.images import DecodedImage
 
 # Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
-#
 # Frames have the size that the checkpoint's video processor gives them. Qwen2-VL and Qwen2.5-VL
 # have one sequence of tokens for a whole clip. In Qwen3-VL, each pair of frames has its own
 # sequence, after a text with its time.
@@ -51,8 +50,8 @@ FRAMES_PER_PAIR = 2
 
 Settings = Mapping[str, Any]
 
+# (settings, frames of the clip, height, width) → (height, width) to which each frame is scaled.
 FrameSize = Callable[[Settings, int, int, int], tuple[int, int]]
-"""(settings, frames of the clip, height, width) → (height, width) to which each frame is scaled."""
 
 
 def clip_settings(folder: Path, processor: Any) -> Settings:
