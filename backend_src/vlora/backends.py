@@ -105,9 +105,6 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
 
 
 def _start_cpu(component: Component, core: Any) -> None:
-    """Log the instruction sets of the compiled kernels, and load the LoRA operator's
-    tile tables.
-    """
     if component == "kernels":
         log.info("kernels: compiled for the CPU, instruction set %s", core.runtime.isa())
         return
@@ -121,10 +118,6 @@ def _start_cpu(component: Component, core: Any) -> None:
 
 
 def _peaks(runtime: Any, dtype: str) -> str:
-    """Return a text with the instruction set in use and the peak speed of each available
-    instruction set.
-
-    Its form is "avx2 (GFLOP/s per core: avx2 103, …)".
-    """
+    """Return the instruction set and the speeds: "avx2 (GFLOP/s per core: avx2 103, …)"."""
     peaks = (f"{isa} {runtime.core_peak(isa, dtype) / 1e9:.0f}" for isa in runtime.isas(dtype))
     return f"{runtime.isa(dtype)} (GFLOP/s per core: {', '.join(peaks)})"

@@ -83,9 +83,7 @@ def split_threads(options: Options) -> Split:
 
 
 def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
-    """Return the smallest CPU quota of this process's control groups, in cores; None without a
-    quota.
-    """
+    """Return the smallest CPU quota of this process's control groups, in cores, if there is one."""
     return tightest_limit(_version_2, "cpu", _version_1, process, root)
 
 
@@ -125,8 +123,7 @@ def tightest_limit(
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
     """Yield the limits of a control group and of all groups that contain it.
 
-    In a container, `path` may be a path of the host, which does not exist in the container. `root`
-    is then the container's own group.
+    In a container, `path` may not exist. `root` is then the container's own group.
     """
     for folder in _with_parents(path):
         limit = read(root / folder)
@@ -140,10 +137,7 @@ def _with_parents(path: str) -> Iterable[str]:
 
 
 def _version_2(folder: Path) -> float | None:
-    """Return the CPU quota of a control group of version 2, in cores; None without a quota.
-
-    The file `cpu.max` contains "quota period" or "max period", in µs.
-    """
+    """Return the quota in `cpu.max`, "quota period" or "max period" in µs, as cores."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -152,11 +146,7 @@ def _version_2(folder: Path) -> float | None:
 
 
 def _version_1(folder: Path) -> float | None:
-    """Return the CPU quota of a control group of version 1, in cores; None without a quota.
-
-    The quota is `cpu.cfs_quota_us` / `cpu.cfs_period_us`. Without a quota, the first file contains
-    -1.
-    """
+    """Return `cpu.cfs_quota_us` / `cpu.cfs_period_us`, where -1 stands for no quota."""
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

@@ -109,9 +109,7 @@ class ForkServer:
                 self._end()
 
     def _fork(self, theirs: socket.socket) -> int:
-        """Fork a process. If the fork server has ended, start it again. The caller holds the lock,
-        so that no other thread replaces the new fork server.
-        """
+        """Fork a process, by a new fork server if this one has ended. The caller holds the lock."""
         files = [theirs.fileno()]
         try:
             process = self._ask(FORK, 0, files)
@@ -128,9 +126,7 @@ class ForkServer:
         return process
 
     def _ask(self, kind: bytes, process: int, files: list[int]) -> int:
-        """Return the answer to a command. If there is none, end the fork server and raise
-        ConnectionError. The caller holds the lock.
-        """
+        """Return the answer to a command, or end the fork server and raise ConnectionError."""
         if self._closed:
             raise ConnectionError("the fork server is closed")
         command = COMMAND.pack(kind, process)

@@ -117,11 +117,9 @@ class LoraGroup:
 
     @property
     def _is_packed(self) -> bool:
-        """True if the compiled core packs the group's weights."""
         return self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
 
     def __len__(self) -> int:
-        """Return the number of slots."""
         return len(self.pairs[0])
 
     @classmethod
@@ -259,10 +257,6 @@ class HeadGroup:
     """
 
     def __init__(self, d_in: int, device_type: str = "cpu") -> None:
-        """Create a group without heads.
-
-        device_type: as in `LoraGroup`.
-        """
         self.d_in = d_in
         self._device_type = device_type
         self.heads: list[HeadMatrix | None] = []

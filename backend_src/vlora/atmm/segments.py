@@ -34,9 +34,7 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segmen
 
 
 def _extend(segments: list[Segment], more: Segment) -> None:
-    """Append the segment `more`, or extend the last segment if it has the same slot and ends where
-    `more` starts.
-    """
+    """Append a segment, or extend the last one if `more` continues it."""
     last = segments[-1] if segments else None
     if last and last.slot == more.slot and last.start + last.length == more.start:
         segments[-1] = Segment(last.start, last.length + more.length, last.slot, last.sign)

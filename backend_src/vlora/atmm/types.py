@@ -51,9 +51,7 @@ class Segments(tuple[Segment, ...]):
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:
-        """Cache of conversions for other backends. The key is the object that made the
-        conversion.
-        """
+        """Conversions for other backends, by the object that made them."""
         return {}
 
     @classmethod

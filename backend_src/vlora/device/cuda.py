@@ -128,7 +128,7 @@ class CudaDevice(Device):
         return Graph(graph.replay, self._graph_bytes() - before)
 
     def _graph_bytes(self) -> int:
-        """Return the size in bytes of the pool of graphs. Only captures allocate memory in it."""
+        """Return the bytes of the pool of graphs, in which only captures allocate memory."""
         segments = torch.cuda.memory_snapshot(self._graph_pool)  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments)
 

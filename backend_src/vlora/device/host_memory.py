@@ -59,12 +59,10 @@ def available_bytes(
 
 
 def _version_2(folder: Path) -> float | None:
-    """Return the bytes left in a control group of version 2; None if it has no limit."""
     return _bytes_left(folder, "memory.max", "memory.current", "inactive_file")
 
 
 def _version_1(folder: Path) -> float | None:
-    """Return the bytes left in a control group of version 1; a huge number if it has no limit."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return _bytes_left(folder, *names)
 
@@ -72,10 +70,9 @@ def _version_1(folder: Path) -> float | None:
 def _bytes_left(folder: Path, limit: str, usage: str, inactive: str) -> float | None:
     """Return the bytes left in a control group; None if it has no limit.
 
-    Inactive file pages count as free, because the kernel drops them before an allocation fails.
-
     limit, usage: names of the files with the group's limit and usage.
-    inactive: key of the inactive file pages in `memory.stat`.
+    inactive: key of the inactive file pages in `memory.stat`, which the kernel drops when an
+        allocation needs their memory.
     """
     try:
         allowed = int((folder / limit).read_text())

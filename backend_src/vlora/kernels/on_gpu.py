@@ -19,17 +19,13 @@ import torch.nn.functional as F
 
 @cache
 def launches() -> Any:
-    """Return the module `vlora.kernels.gpu.launch`. Raise ImportError if `triton` is
-    not installed.
-    """
+    """Return `vlora.kernels.gpu.launch`. Raise ImportError if `triton` is not installed."""
     return importlib.import_module("vlora.kernels.gpu.launch")
 
 
 @cache
 def draws() -> Any:
-    """Return the module `vlora.kernels.gpu.draws`. Raise ImportError if `triton` is not
-    installed.
-    """
+    """Return `vlora.kernels.gpu.draws`. Raise ImportError if `triton` is not installed."""
     return importlib.import_module("vlora.kernels.gpu.draws")
 
 

@@ -119,7 +119,6 @@ class Matrix:
         return reference.linear(x, self.weight, self._bias)
 
     def _multiply(self, y: int, x: torch.Tensor) -> None:
-        """Write the product with x, [rows, d_out] fp32, to the address `y`."""
         native.kernels().gemm.multiply(
             y,
             self.shape[0],
@@ -131,10 +130,7 @@ class Matrix:
         )
 
     def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
-        """Write the gated product with x to the address `out`.
-
-        scratch: address at which the product itself may be stored.
-        """
+        """Write the gated product to address `out`, with scratch memory for the product."""
         native.kernels().gemm.multiply_gated(
             out,
             scratch,
@@ -150,17 +146,13 @@ class Matrix:
     def _check_bias(
         bias: torch.Tensor | None, width: int, other: torch.dtype | None = None
     ) -> None:
-        """Raise ValueError unless a bias is [width] of fp32 or of the type `other`."""
         if bias is not None and (
             bias.shape != (width,) or bias.dtype not in (torch.float32, other)
         ):
             raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{width}] of fp32")
 
     def _check_rows(self, x: torch.Tensor) -> tuple[int, int, int]:
-        """Return the address, the row stride in elements and the number of rows of x.
-
-        Raises ValueError if x does not fit.
-        """
+        """Return the address, the row stride in elements and the number of rows of a valid x."""
         if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise ValueError(
                 f"x {tuple(x.shape)} does not fit weight {self.shape}"

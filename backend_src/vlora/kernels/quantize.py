@@ -58,7 +58,6 @@ def quantize(
 
 
 def _quantize_compiled(weight: torch.Tensor, into: QuantizedWeight) -> int | None:
-    """Quantize a matrix of fp32 or bf16. Return the first row with a bad value, if there is one."""
     bad: int = native.kernels().quantized.quantize(
         weight.data_ptr(),
         weight.dtype == torch.bfloat16,

@@ -44,7 +44,6 @@ def quantize(weight: torch.Tensor, into: QuantizedWeight) -> int | None:
 
 
 def _best_int4(grouped: torch.Tensor) -> Int4Groups:
-    """Return int4 groups, each fitted from the range that gives the smaller error."""
     best = _fitted_int4(grouped, RANGES[0])
     smallest = _squared_error(grouped, *best)
     for part in RANGES[1:]:
@@ -79,12 +78,10 @@ def _fitted_int4(grouped: torch.Tensor, part: float) -> Int4Groups:
 def _squared_error(
     grouped: torch.Tensor, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor
 ) -> torch.Tensor:
-    """Return the squared error of each group, [rows, groups]."""
     return (values - zeros[..., None]).mul_(scales[..., None]).sub_(grouped).square_().sum(dim=2)
 
 
 def _rounded(grouped: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor) -> torch.Tensor:
-    """Return the int4 values that represent the weights best with these scales and zeros."""
     return (grouped / _divisor(scales)).add_(zeros[..., None]).round_().clamp_(0, 15)
 
 
@@ -95,7 +92,6 @@ def _slopes(values: torch.Tensor, grouped: torch.Tensor) -> torch.Tensor:
 
 
 def _storable(zeros: torch.Tensor) -> torch.Tensor:
-    """Return the nearest zeros that can be stored."""
     return (zeros * ZERO_STEPS).round_().clamp_(-64, 191) / ZERO_STEPS
 
 

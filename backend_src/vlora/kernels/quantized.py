@@ -73,10 +73,9 @@ def separate(
 
 
 def _in_halves(pairs: torch.Tensor) -> torch.Tensor:
-    """Return 32 values of every 16 bytes as `separate` needs them, from panels of 16 rows.
+    """Return 32 values of every 16 bytes, with value i in a low and 16 + i in a high nibble.
 
-    Those panels have four times 8 values, of which the even ones come first. In the result, a byte
-    holds value i in its low bits and value 16 + i in its high bits.
+    Panels of 16 rows have four times 8 values, of which the even ones come first.
     """
     both = pairs.view(-1, 4, 2, 2).mT
     # The axes of `both` after the second are two pairs of bytes and the parity.
@@ -268,9 +267,7 @@ def allocate(
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return integers [rows, depth] as packed rows of whole blocks, as in
-    `QuantizedWeight.values`.
-    """
+    """Return integers [rows, depth] as packed rows of whole blocks."""
     rows, depth = values.shape
     padded = torch.nn.functional.pad(values, (0, -depth % BLOCK))
     if bits == 8:

@@ -99,9 +99,7 @@ class AttentionPlan:
         return [] if self._gpu is None else [self.positions, *self._gpu.inputs]
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Store the copies of `inputs` that were made on the device. Call this before the first
-        `attend`.
-        """
+        """Store the copies of `inputs` on the device, before the first `attend`."""
         if self._gpu is not None:
             self.placed_positions, *tables = uploaded
             self._gpu.place(tables)
@@ -169,7 +167,6 @@ class AttentionPlan:
 
 
 def _padded(positions: torch.Tensor, shape: DecodeShape) -> torch.Tensor:
-    """Return positions [T] or [3, T] with the rows and axes of `shape`; added rows have zeros."""
     if shape.axes > 1 and positions.ndim == 1:
         positions = positions.expand(shape.axes, -1)
     return F.pad(positions, (0, shape.rows - positions.shape[-1]))

@@ -116,8 +116,7 @@ class GpuPlan:
         return out
 
     def _slots(self, chunk: Chunk) -> list[int]:
-        """Return the position of each row's keys in the cache, counted in tokens: page · block +
-        offset.
+        """Return the index, page · block + offset, of each row's keys in the cache.
 
         Raises ValueError if the chunk's pages do not cover it or are not in the cache.
         """

@@ -102,7 +102,6 @@ def _check_numbering(files: list[Path]) -> None:
 
 
 def _instead_of_pickles(folder: Path) -> str:
-    """Return instructions to convert a folder's pickled weights; an empty string if it has none."""
     pickles = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
     if not pickles:
         return ""

@@ -157,11 +157,7 @@ class Decoder:
         output_segments: Segments,
         levels: LevelFeatures | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute all layers. Return the residual stream of the output rows, and the output of the
-        last layer, which is not added to it yet.
-
-        The arguments are those of `forward`.
-        """
+        """Return the residual stream of the output rows, and the last layer's output."""
         buffers = self._workspace.buffers(len(hidden))
         delta: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
@@ -178,9 +174,7 @@ class Decoder:
     def _recording_key(
         self, hidden: torch.Tensor, attention: AttentionPlan, segments: Segments
     ) -> RecordingKey | None:
-        """Return the key of the recording of a step whose rows are all output rows; None if its
-        kernel calls cannot be repeated.
-        """
+        """Return the key of a step's recording; None if its kernel calls cannot be repeated."""
         rows = len(hidden)
         compiled = (
             attention.is_compiled
@@ -216,9 +210,7 @@ class Decoder:
 
 
 def lora_groups(layers: int) -> list[list[MatrixId]]:
-    """Return the groups of matrices that share their input, in the order of execution; the LM head
-    is last.
-    """
+    """Return the matrices that share their input, in the order of execution; LM head last."""
     groups = [[(layer, target) for target in group] for layer in range(layers) for group in GROUPS]
     return [*groups, [(-1, LM_HEAD)]]
 
@@ -306,10 +298,7 @@ class DecoderLayer:
 def _fused_bias(
     group: tuple[str, ...], layer: int, config: DecoderConfig, weights: DecoderWeights
 ) -> torch.Tensor | None:
-    """Return the concatenated biases of a group, or None if no target has a bias.
-
-    Targets without a bias contribute zeros.
-    """
+    """Return the concatenated biases of a group, zeros where missing; None without any."""
     if not any((layer, target) in weights.biases for target in group):
         return None
     device = weights.slab.device

@@ -75,9 +75,7 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Width of a row of image features: `hidden` values for the embedding, then `hidden` values
-        to add to the output of each of the first `image_levels` layers.
-        """
+        """Width of a row of image features: `hidden` for the embedding and for each level."""
         return self.hidden * (1 + self.image_levels)
 
     @property
@@ -96,9 +94,7 @@ class DecoderConfig:
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight that a checkpoint must contain, by name without the
-        layout's prefix.
-        """
+        """Shape of each weight that a checkpoint must contain, by name without prefix."""
         names = self.names
         shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocabulary, self.hidden)}
         if not self.tied:
@@ -212,9 +208,7 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def _clip_interval(vision: Any) -> float:
-    """Return `DecoderConfig.clip_interval`. It is 1, except for models like Qwen2.5-VL, whose time
-    positions are proportional to the seconds of the clip.
-    """
+    """Return 1, or for models like Qwen2.5-VL the time of a pair of frames in positions."""
     per_second = getattr(vision, "tokens_per_second", None)
     if per_second is None:
         return 1.0
@@ -222,9 +216,7 @@ def _clip_interval(vision: Any) -> float:
 
 
 def image_levels(config: Any) -> int:
-    """Return the number of layers, counted from the first, to whose outputs image features are
-    added.
-    """
+    """Return the number of first layers to whose outputs image features are added."""
     vision = getattr(config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
@@ -253,10 +245,6 @@ def read_config(folder: Path) -> Any:
 
 
 def _unsupported(config: Any, text: Any) -> str | None:
-    """Return why the decoder cannot compute this configuration, or None.
-
-    text: part of the configuration that describes the decoder.
-    """
     family = FAMILIES.get(text.model_type)
     if family is None:
         return (
@@ -270,7 +258,6 @@ def _unsupported(config: Any, text: Any) -> str | None:
 
 
 def _quantization(config: Any) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a configuration; None if it has none."""
     found = getattr(config, "quantization_config", None)
     if found is None or isinstance(found, Mapping):
         return found
@@ -279,10 +266,7 @@ def _quantization(config: Any) -> Mapping[str, Any] | None:
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    """Return the ids of the end-of-text tokens, from generation_config.json if it exists.
-
-    Ids beyond the vocabulary are omitted, because the model cannot generate them.
-    """
+    """Return the ids of the end-of-text tokens that the model can generate."""
     eos = text.eos_token_id
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos

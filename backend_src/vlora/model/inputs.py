@@ -167,9 +167,7 @@ class PromptReader:
         return Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
 
     def _by_level(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the columns of features for the embedding, and those for the levels (None without
-        levels).
-        """
+        """Return the columns of features for the embedding, and those for the levels, if any."""
         if not self._config.image_levels:
             return features, None
         parts = features.view(len(features), -1, self._config.hidden).transpose(0, 1).contiguous()
@@ -192,10 +190,7 @@ class PromptReader:
             )
 
     def _tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with at most one begin-of-text token.
-
-        The tokenizer adds this token only if the text does not begin with it already.
-        """
+        """Return the token ids, with a begin-of-text token unless the text begins with it."""
         bos = self.tokenizer.bos_token
         has_bos = bool(bos) and text.startswith(bos)
         # `encode` would hold the GIL. Calling the tokenizer itself would change its state and

@@ -155,10 +155,6 @@ def load_weights(
 def _quantized_head(
     config: DecoderConfig, quantization: Format | None, dtype: torch.dtype
 ) -> QuantizedWeight | None:
-    """Return memory for the LM head, or None if it is not quantized.
-
-    quantization: format of the target matrices.
-    """
     form = lm_head_format(quantization, config)
     if form is None:
         return None
@@ -219,23 +215,18 @@ def read_weight(file: Path, key: str) -> torch.Tensor:
 
 
 def _module_paths(folder: Path) -> frozenset[str]:
-    """Return the paths of all modules with weights, as the folder's files name them."""
     keys = (key for file in weight_files(folder) for key in open_weights(file).keys())  # noqa: SIM118
     return frozenset(key.rpartition(".")[0] for key in keys)
 
 
 def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor:
-    """Return the rows of a stored tensor that are the weight `name`.
-
-    names: all weights in the tensor, of equal size.
-    """
+    """Return the rows that are the weight `name` of a tensor with the equal weights `names`."""
     if len(names) == 1 or not tensor.ndim or len(tensor) % len(names):
         return tensor
     return tensor.chunk(len(names))[names.index(name)]
 
 
 def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin: str) -> None:
-    """Copy a stored matrix to its final location. Quantize the matrix if `target` is quantized."""
     if isinstance(target, QuantizedWeight):
         check(target.shape, tensor.shape, tensor.dtype, origin)
         try:
@@ -264,10 +255,6 @@ def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _copy_into(target: torch.Tensor, tensor: torch.Tensor, origin: str) -> None:
-    """Copy a stored tensor to its final location, converting its type.
-
-    origin: file and key of the tensor, for error messages.
-    """
     check(tuple(target.shape), tensor.shape, tensor.dtype, origin)
     target.copy_(tensor)
 

@@ -125,7 +125,6 @@ def _format(bits: int, group: int | None, *, zeros: bool) -> Format:
 
 
 def _group(size: Any) -> int | None:
-    """Return a stored group size. -1 stands for all inputs and becomes None."""
     if size in (-1, None):
         return None
     if not isinstance(size, int) or size <= 0 or size % min(GROUP_SIZES):
@@ -211,10 +210,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
-    """Return a matrix of GPTQ, which is stored as [in, out].
-
-    Weights are packed along inputs, zeros along outputs.
-    """
+    """Return a matrix [in, out], with weights packed along inputs and zeros along outputs."""
     values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
     zeros = unpack(_part(parts, "qzeros", torch.int32, where), stored.bits).T
     scales = _part(parts, "scales", None, where).T
@@ -223,9 +219,7 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatri
 
 
 def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
-    """Return a matrix of AWQ, which is stored as [in, out] and packed along outputs in
-    AWQ_ORDER.
-    """
+    """Return a matrix [in, out], packed along outputs in AWQ_ORDER."""
 
     def outputs(name: str) -> torch.Tensor:
         packed = unpack(_part(parts, name, torch.int32, where), 4)
@@ -238,10 +232,7 @@ def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix
 
 
 def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
-    """Return a matrix of compressed-tensors, whose weights are signed.
-
-    Weights are packed along inputs, zeros along outputs.
-    """
+    """Return a matrix of signed weights, packed along inputs, with zeros along outputs."""
     scales = _part(parts, "weight_scale", None, where)
     middle = 2 ** (stored.bits - 1)
     if stored.bits == 8:
@@ -270,10 +261,7 @@ _READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], UnpackedMatrix
 def _store(
     matrix: UnpackedMatrix, stored: StoredQuantization, target: QuantizedWeight, where: str
 ) -> torch.Tensor | None:
-    """Write a matrix to the slab.
-
-    Returns the order of its inputs in the slab (`QuantizedWeight.order`).
-    """
+    """Write a matrix to the slab. Return the order of its inputs there."""
     rows, depth = target.shape
     group = stored.group or depth
     groups = -(-depth // group)
@@ -309,9 +297,7 @@ def _store(
 
 
 def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor | None:
-    """Return the inputs sorted by group, as `QuantizedWeight.order`; None if they are sorted
-    already.
-    """
+    """Return the inputs sorted by group; None if they are sorted already."""
     depth = len(input_groups)
     adjacent = torch.arange(depth, dtype=input_groups.dtype) // group
     if torch.equal(input_groups, adjacent) or (input_groups == -1).all():
@@ -325,7 +311,6 @@ def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor |
 
 
 def _part(parts: Parts, name: str, dtype: torch.dtype | None, where: str) -> torch.Tensor:
-    """Return a tensor of a module. Raise InvalidArgument if it is missing or has another type."""
     if name not in parts:
         raise InvalidArgument(f"{where}: '{name}' is missing; the files hold {sorted(parts)}")
     tensor = parts[name]()

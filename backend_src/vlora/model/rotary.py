@@ -19,9 +19,7 @@ INITIAL_POSITIONS = 1024  # Number of positions in a new table.
 
 
 def unsupported_rope(text: Any) -> str | None:
-    """Return why the rope type of a transformers text configuration is not supported; None if it
-    is.
-    """
+    """Return why the rope type of a text configuration is not supported; None if it is."""
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ROPE_TYPES:
         return None
@@ -95,9 +93,7 @@ class RotaryTable:
             self._table = self._compute(1 << (count - 1).bit_length())
 
     def extend(self, positions: torch.Tensor) -> None:
-        """Compute a longer table if the present one lacks any of `positions`, which are in host
-        memory.
-        """
+        """Compute a longer table if this one lacks any of `positions`, in host memory."""
         if positions.numel() and (last := int(positions.max())) >= len(self._table.cosines):
             self._table = self._compute(1 << last.bit_length())
 

@@ -61,10 +61,9 @@ class StepImages:
 def _gathered(
     ranges: Sequence[tuple[int, torch.Tensor, torch.Tensor]], rows: int
 ) -> list[torch.Tensor]:
-    """Gather the image features that a step's rows need.
+    """Return the index of each row's feature, or NO_IMAGE, and the features that the rows need.
 
-    Returns the index of each row's feature, [rows] int32, NO_IMAGE for a row without a feature, and
-    the features, [features, hidden] fp32.
+    The shapes are [rows] int32 and [features, hidden] fp32.
     """
     numbers, parts, count = torch.full((rows,), NO_IMAGE, dtype=torch.int32), [], 0
     for first_row, feature_rows, features in ranges:
@@ -225,11 +224,7 @@ class Runner:
         self._device.read_back([self.forward(chunks).logits[:1, :1]]).get()
 
     def _head_scores(self, hidden: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of the adapters' heads, computed in one call.
-
-        hidden: [rows, hidden].
-        segments: segments of these rows, in row order.
-        """
+        """Return the scores by the adapters' heads for `hidden`, [rows, hidden]."""
         if not segments:
             return ()
         heads = self._adapters.heads

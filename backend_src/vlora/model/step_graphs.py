@@ -196,7 +196,6 @@ class StepGraphs:
         return self._output()[: len(chunks)]
 
     def _wait_for_adapters(self, step: _Step) -> None:
-        """Let the graph of a step wait for adapters that are being copied to the device."""
         for part, groups in (
             (step.lora, self._decoder.lora_groups[:-1]),
             (step.lm_head, self._decoder.lora_groups[-1:]),
@@ -215,12 +214,6 @@ class StepGraphs:
         )
 
     def _may_apply_adapters(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether the step may have segments of adapters.
-
-        The step has such segments if a row's adapter is not merged, if the merged adapter must be
-        subtracted from other rows, or if an adapter changes the LM head, into which nothing is
-        merged.
-        """
         live = self._switcher.live
         return any(chunk.slot != live for chunk in chunks) or (
             live != BASE and self._decoder.lora_groups[-1].ever_used
@@ -245,7 +238,6 @@ class StepGraphs:
         )
 
     def _discard_outdated(self, key: GraphKey) -> None:
-        """Discard the graphs whose buffers or adapter tables were reallocated after the capture."""
         if self._memory != (memory := self._decoder.addresses):
             self._memory = memory
             self._discard([*self._graphs])
@@ -261,7 +253,6 @@ class StepGraphs:
         self.counters.discarded += len(keys)
 
     def _capture(self, step: _Step, parts: Sequence[UploadedPart]) -> torch.Tensor:
-        """Compute a step, capture its graph, and return the logits of all its rows."""
         fixed = packed_bytes([*step.inputs, *step.attention.inputs])
         size = fixed + PART_BYTES + PART_BYTES_PER_ROW * len(step.tokens)
         inputs = self._device.zeros(size, dtype=torch.uint8)

@@ -93,7 +93,6 @@ class StepRecordings:
 
 
 def _record(compute: Callable[[], object]) -> Any:
-    """Call a function, and return the recording of its kernel calls."""
     recording = native.kernels().steps.Recording()
     recording.begin()
     try:

@@ -66,7 +66,6 @@ class Vocabulary:
             self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
 
     def _to_bytes(self, text: str) -> bytes:
-        """Return the bytes of a token from its text in the tokenizer's vocabulary."""
         if self._byte_level:
             return bytes(BYTE_ALPHABET[character] for character in text)
         if match := _BYTE_TOKEN.match(text):
@@ -152,7 +151,6 @@ class TextStream:
         return text
 
     def _undecided_length(self) -> int:
-        """Return the length of the longest suffix of the held text that may begin a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
@@ -209,7 +207,6 @@ class TokenLength:
 
 
 def _has_all_bytes(model: Spec, byte_level: bool) -> bool:
-    """Return whether the model has a token for each byte, so that no text is unknown."""
     if model["type"] != "BPE":
         return False
     if byte_level:
@@ -219,15 +216,11 @@ def _has_all_bytes(model: Spec, byte_level: bool) -> bool:
 
 
 def _drops_text(split: Spec) -> bool:
-    """Return whether a pre-tokenizer may drop text, which no token then covers."""
     return split["type"] not in LOSSLESS_SPLITS or split.get("behavior") == "Removed"
 
 
 def _shrinkage(normalizer: Spec | None) -> float:
-    """Return an upper bound of the bytes of a text divided by those of its normalized form.
-
-    The bound is infinite if the normalizer may shorten ASCII text, or is of an unknown type.
-    """
+    """Return the most bytes of text per byte of its normalized form; infinite if unknown."""
     ratio = 1.0
     for step in _flat(normalizer, "normalizers"):
         if step["type"] == "NFC":
@@ -242,10 +235,7 @@ def _shrinkage(normalizer: Spec | None) -> float:
 
 
 def _flat(part: Spec | None, key: str) -> list[Spec]:
-    """Return the steps of a normalizer or pre-tokenizer.
-
-    key: key of the list of steps in a part of type "Sequence".
-    """
+    """Return the steps of a normalizer or pre-tokenizer, which a "Sequence" lists under `key`."""
     if part is None:
         return []
     if part["type"] != "Sequence":

@@ -151,7 +151,7 @@ class VisionAdapters:
     def _check_layers(self, name: str, reader: WeightsReader | None) -> None:
         """Raise InvalidArgument if an adapter changes a matrix that is not a linear layer.
 
-        A checkpoint may store matrices that the tower does not have, or does not multiply by.
+        A checkpoint may store matrices by which the tower does not multiply.
         """
         changed = set() if reader is None else {path for _, path in reader.ranks}
         if unknown := changed - set(self._layers):

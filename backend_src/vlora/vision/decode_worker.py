@@ -70,7 +70,6 @@ def main() -> None:
 
 
 def _run_decoder(connection: socket.socket) -> None:
-    """Decode elements until the other side closes the connection."""
     max_image_bytes = 0
     try:
         while True:
@@ -93,9 +92,6 @@ def _run_decoder(connection: socket.socket) -> None:
 
 
 def _limit_this_process(seconds: float, memory: int) -> None:
-    """Limit this process to `seconds` more of processor time and `memory` more bytes of address
-    space.
-    """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory
@@ -105,10 +101,7 @@ def _limit_this_process(seconds: float, memory: int) -> None:
 def _decode(
     connection: socket.socket, data: bytes, name: str, as_frames: bool, max_image_bytes: int
 ) -> None:
-    """Send the pictures of one element.
-
-    A large picture is decoded and sent only after the encoder's process has accepted its size.
-    """
+    """Send the pictures of one element, large ones only after their size was accepted."""
     try:
         for image in open_pictures(data, name, as_frames, max_image_bytes):
             if image.width * image.height > SMALL_PIXELS:

@@ -155,10 +155,7 @@ class DecodeProcess:
 
 
 def _map_pixels(file: int, width: int, height: int) -> ByteArray:
-    """Return the pixels in a memory file, and close the file.
-
-    The memory is unmapped when no view of the array is left.
-    """
+    """Return the pixels in a memory file, which stay mapped while the array lives. Close it."""
     try:
         sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) == decode_worker.SEALS
         if not sealed or os.fstat(file).st_size != 3 * width * height:
@@ -374,7 +371,6 @@ class ImageDecoder:
         owner: object,
         check: Callable[[], None],
     ) -> list[DecodedImage]:
-        """Return the decoded images of a request, whose elements are decoded in one process."""
         if not request.elements:
             return []
 
@@ -413,7 +409,6 @@ class ImageDecoder:
         return images
 
     def _take(self) -> DecodeProcess:
-        """Return an idle decoder that is alive, or a new one."""
         with suppress(IndexError):
             while True:
                 decoder = self._idle.pop()
@@ -429,7 +424,6 @@ class ImageDecoder:
             raise Unavailable(f"images cannot be decoded at present: {error}") from None
 
     def _put_back(self, decoder: DecodeProcess, permit: _Permit) -> None:
-        """Keep a decoder for the next request, unless its priority was lowered."""
         try:
             decoder.end()
         except OSError:
@@ -446,7 +440,6 @@ class ImageDecoder:
         return self._processes.stop(decoder.process)
 
     def _why_it_ended(self, code: int | None, name: str, limits: Limits) -> VLoraError:
-        """Return the error for a request whose decoder ended with this exit code."""
         if self._closed:
             return self._closed_error()
         if code == OUT_OF_TIME:

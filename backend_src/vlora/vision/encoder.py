@@ -168,10 +168,7 @@ def _check_report(
     missing: Collection[str],
     mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
-    """Raise InvalidArgument for weights of the tower that were not loaded.
-
-    mismatched: name, stored shape and expected shape of weights of another shape.
-    """
+    """Raise InvalidArgument for missing weights, and for (name, stored shape, expected shape)."""
     for name, stored, expected in sorted(mismatched):
         raise InvalidArgument(
             f"{checkpoint} holds '{name}' of shape {tuple(stored)}; config.json requires"
@@ -185,7 +182,6 @@ def _check_report(
 
 
 def _use_in_place_activations(model: torch.nn.Module) -> None:
-    """Replace QuickGELU activations by the in-place version."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is QuickGELUActivation:
@@ -193,7 +189,6 @@ def _use_in_place_activations(model: torch.nn.Module) -> None:
 
 
 def _store_matrices(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Convert the matrices of all linear layers to `dtype`."""
     if dtype != torch.float32:
         for layer in [module for module in model.modules() if type(module) is torch.nn.Linear]:
             layer.weight = torch.nn.Parameter(layer.weight.to(dtype), requires_grad=False)

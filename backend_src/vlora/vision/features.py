@@ -138,9 +138,7 @@ class FeatureCache:
             return pending, True
 
     def fulfil(self, key: str, pending: PendingFeatures, features: FloatArray) -> None:
-        """Set the result of `pending` to the computed features, float32 [rows, hidden], and cache
-        them if they fit.
-        """
+        """Resolve `pending` with features, float32 [rows, hidden], and cache them if they fit."""
         owned = np.array(features, np.float32)
         owned.flags.writeable = False
         with self._lock:
@@ -152,9 +150,7 @@ class FeatureCache:
         pending.set_result(owned)
 
     def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
-        """Set the exception of `pending` to `error`. The next caller that claims this key must
-        compute the features.
-        """
+        """Fail `pending` with `error`. The next caller that claims the key must compute."""
         with self._lock:
             self._pending.pop(key, None)
         pending.set_exception(error)
@@ -185,8 +181,7 @@ class EncoderService:
     ) -> None:
         """Create the service.
 
-        seconds_per_image: initial estimate of the tower's time per image, 0 if unknown. Each call
-            of the tower replaces the estimate by a measurement.
+        seconds_per_image: the tower's time per image until it is measured, 0 if unknown.
         """
         self._encoder = encoder
         self._cache = cache
@@ -306,9 +301,6 @@ class EncoderService:
 
     @property
     def _images_per_call(self) -> int:
-        """Number of images that the tower encodes in MAX_CALL_SECONDS, from 1 to MAX_TOWER_BATCH; 1
-        if its speed is unknown.
-        """
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 

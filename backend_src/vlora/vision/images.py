@@ -168,7 +168,6 @@ def _format_above(megapixels: float, limit: float) -> str:
 
 
 def _check_raw(frames_raw: np.ndarray[Any, Any] | None) -> ByteArray:
-    """Return `frames_raw`, or an empty clip if it is None. Raises InvalidArgument."""
     if frames_raw is None:
         return np.zeros((0, 1, 1, 3), np.uint8)
     if frames_raw.dtype != np.uint8 or frames_raw.ndim != 4 or frames_raw.shape[3] != 3:

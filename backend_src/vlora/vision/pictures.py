@@ -86,10 +86,7 @@ def check_size(data: bytes, name: str, limit: int) -> None:
 
 @contextmanager
 def _pillow_errors(name: str) -> Iterator[None]:
-    """Convert Pillow's errors within the context to InvalidArgument.
-
-    Pillow may raise an exception of almost any type for a hostile file.
-    """
+    """Raise InvalidArgument for Pillow's errors, which may be of any type for a hostile file."""
     try:
         yield
     except (InvalidArgument, MemoryError):
@@ -101,7 +98,6 @@ def _pillow_errors(name: str) -> Iterator[None]:
 
 
 def _seek(image: Image.Image, index: int) -> bool:
-    """Make picture `index` the current one; return whether it exists."""
     try:
         image.seek(index)
     except EOFError:
@@ -117,7 +113,7 @@ def _corrupt(name: str, error: Exception) -> InvalidArgument:
 
 
 def _unwrap(data: bytes, name: str, limit: int) -> bytes:
-    """Return the encoded file in `data`, which may be base64. Raises InvalidArgument."""
+    """Return the encoded file in `data`, which may be base64."""
     check_size(data, name, limit)
     if _is_encoded(data):
         return data

@@ -218,10 +218,6 @@ def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
 
 
 def _render_chat(text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
-    """Return the prompt of a conversation, which must have one placeholder per image and frame.
-
-    Raises InvalidArgument.
-    """
     messages = load_object(text, "the text of task 'chat'").get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)) or not messages:
         raise InvalidArgument(
@@ -276,7 +272,6 @@ def _user_turn(spec: TaskSpec, instruction: str, text: str, images: str) -> str:
 
 
 def _is_blank(text: str) -> bool:
-    """Return whether a text consists only of placeholders and white space."""
     return not text.replace(PLACEHOLDER, "").strip()
 
 
@@ -290,7 +285,6 @@ def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
 
 
 def _image_texts(folder: Path) -> dict[str, Any]:
-    """Return the fields of `ChatTemplate` that describe images and clips in prompts."""
     from vlora.vision.families.registry import VISION_FAMILIES
 
     file = folder / "config.json"
@@ -302,10 +296,7 @@ def _image_texts(folder: Path) -> dict[str, Any]:
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the chat template in the checkpoint's `chat_template.json`; None without such a file.
-
-    Processors of transformers 4 write this file, which tokenizers do not read.
-    """
+    """Return the template in `chat_template.json`, which processors of transformers 4 write."""
     file = folder / "chat_template.json"
     if not file.is_file():
         return None

@@ -172,12 +172,7 @@ def _unclosed(tag: re.Match[str]) -> str:
 def _pictures(
     objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
 ) -> list[dict[str, Any]]:
-    """Return the `images` or the `frames` of a result: the objects in each, with indices from 0.
-
-    objects: objects in each picture of the request.
-    is_video: whether each picture is a frame.
-    frames: whether to return the frames instead of the images.
-    """
+    """Return the objects in each image, or in each frame, with indices from 0."""
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
     return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]
 

@@ -152,9 +152,7 @@ def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
 
 
 def by_rows(shape: Shape, multiprocessors: int) -> KernelChoice:
-    """Return a choice that uses only row kernels, with enough depth slices to occupy every
-    multiprocessor.
-    """
+    """Return a choice of row kernels only, with enough depth slices for every multiprocessor."""
     blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
     wanted = BLOCKS_PER_SM * multiprocessors / blocks
     max_slices = max(1, shape.d_in // MIN_DEPTH)

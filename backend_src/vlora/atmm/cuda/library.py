@@ -158,9 +158,7 @@ class LoadedTile:
 
 
 class CudaError(RuntimeError):
-    """Raised for a call that the library rejected and for a failure of CUDA, with the library's
-    message.
-    """
+    """Raised for a rejected call and for a failure of CUDA, with the library's message."""
 
 
 class Library:
@@ -211,9 +209,7 @@ class Library:
         return {t.name: t for t in self.tiles if (t.kind, t.dtype) == (kind, dtype)}
 
     def warm_up(self) -> None:
-        """Load all kernels on the current device. Call it once per device, before capturing a
-        graph.
-        """
+        """Load all kernels on the current device, once per device, before any capture."""
         self._check(self._lib.vlora_cuda_warm_up())
 
     def arrange(
@@ -245,18 +241,14 @@ class Library:
         return size
 
     def apply(self, call: CallStruct | None, tiles: TilesStruct, stream: int) -> None:
-        """Launch the operator's kernels on a stream. Raises CudaError if the library rejects the
-        call.
-        """
+        """Launch the operator's kernels on a stream. Raises CudaError for a rejected call."""
         reference = None if call is None else ctypes.byref(call)
         self._check(
             self._lib.vlora_cuda_apply(reference, ctypes.byref(tiles), ctypes.c_void_p(stream))
         )
 
     def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
-        """Set `first`, the number of the first block, in each merge; return the total number of
-        blocks.
-        """
+        """Set the number of the first block in each merge. Return the total number of blocks."""
         return int(self._lib.vlora_cuda_merge_blocks(merges, len(merges)))
 
     def merge(self, call: MergeCallStruct, stream: int) -> None:

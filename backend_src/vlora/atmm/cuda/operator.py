@@ -214,9 +214,7 @@ class Operator:
     def merge(
         self, out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int
     ) -> None:
-        """Launch `op.merge` on the current stream. Raises CudaError if the library rejects the
-        call.
-        """
+        """Launch `op.merge` on the current stream. Raises CudaError for a rejected call."""
         self._check_device(out, base)
         if out is not base:
             for offset, size in Merges.of(updates).copied:

@@ -117,7 +117,6 @@ class DeviceGroup:
     def _store(
         self, slot: int, given: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
     ) -> tuple[int, int, int]:
-        """Put the padded factors of the matrices `given` on the device; return their entry."""
         a, b = (factor.to(self.device, self.dtype).contiguous() for factor in factors)
         in_place = {id(matrix) for matrix in given}
         self._keep[slot] += [m for m in (a, b) if self._keep_all or id(m) not in in_place]

@@ -44,9 +44,7 @@ def _load_rotated(
     head, heads_mask, norm, cosines, sines, eps, NORM: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Load heads from the addresses `head`, normalize them if NORM is set, rotate them, and return
-    them in the type in which they are stored.
-    """
+    """Load heads, normalize them if NORM is set, and rotate them. Keep their stored type."""
     dtype = head.dtype.element_ty
     columns = tl.arange(0, COLUMNS)
     half: tl.constexpr = DIM // 2

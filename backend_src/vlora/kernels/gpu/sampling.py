@@ -28,7 +28,6 @@ def _weights(logits, largest, temperature, min_p):
 
 @triton.jit
 def _floor(number):
-    """Return the floor with index `number`, which may be a scalar or a constant."""
     floor = tl.where(number == 1, FLOOR_1, TINY)
     return tl.where(number == 2, FLOOR_2, tl.where(number == 3, FLOOR_3, floor))
 
@@ -162,9 +161,7 @@ def compact_kernel(
 
 @triton.jit
 def _count_and_mass(weights, found, least, BLOCK: tl.constexpr):
-    """Return the number and the sum of the weights whose bits, as an integer, are at least
-    `least`.
-    """
+    """Return the number and the sum of the weights whose bits are at least `least`."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float64)
     for begin in range(0, found, BLOCK):

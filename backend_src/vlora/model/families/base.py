@@ -108,9 +108,7 @@ def no_tokens(text: Any) -> tuple[int, ...]:
 
 
 def one_axis(text: Any) -> tuple[int, ...]:
-    """Return (): the angles of all frequencies depend on one number, the row's index in its
-    sequence.
-    """
+    """Return (): all angles depend on one number, the row's index in its sequence."""
     return ()
 
 

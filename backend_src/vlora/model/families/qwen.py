@@ -83,9 +83,7 @@ class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class QwenNames(WeightNames):
-    """Names of Qwen's weights. One stored tensor contains three of them: the query, key and value
-    projections.
-    """
+    """Names of Qwen's weights. One stored tensor has the query, key and value projections."""
 
     @property
     def modules(self) -> Mapping[str, str]:

@@ -35,7 +35,7 @@ QWEN2 = DecoderFamily("qwen2", biased_targets=biased_targets)
 
 
 def _rope_axes(text: Any) -> tuple[int, ...]:
-    """Return the axis of each frequency: the first section is for time, then height, then width."""
+    """Return the axes of three sections: time, then height, then width."""
     sections = text.rope_parameters["mrope_section"]
     return tuple(axis % 3 for axis, size in enumerate(sections) for _ in range(size))
 
@@ -51,10 +51,9 @@ _NAMES = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
 
 
 def _interleaved_axes(text: Any) -> tuple[int, ...]:
-    """Return the axis of each frequency.
+    """Return the axes. Height and width get every third frequency, up to the size of their section.
 
-    Height and width each get every third frequency, up to the number of frequencies in their
-    section. All other frequencies are for time.
+    All other frequencies are for time.
     """
     time, height, width = text.rope_parameters["mrope_section"]
     axes = [0] * (time + height + width)

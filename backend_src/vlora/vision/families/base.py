@@ -28,7 +28,6 @@ PROCESSOR_BACKEND = "pil"
 
 
 def _load_processor(checkpoint: Path, config: Any) -> Any:
-    """Return the checkpoint's own image processor. Raise InvalidArgument if there is none."""
     try:
         processor = AutoImageProcessor.from_pretrained(
             checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True, trust_remote_code=False
@@ -44,7 +43,6 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
 
 
 def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
-    """Return the result of the image processor for one image."""
     pixels: Pixels = processor(images=Image.fromarray(image.rgb), return_tensors="pt")
     return pixels
 

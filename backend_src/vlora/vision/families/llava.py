@@ -43,9 +43,7 @@ class _LlavaVision(LlavaModel):  # type: ignore[misc]
 
 
 def patches_of_side(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
-    """Return the (height, width) of every image or tile in patches, since all are resized to the
-    tower's input size.
-    """
+    """Return the (height, width) in patches of the one size to which all images are scaled."""
     side = config.vision_config.image_size // config.vision_config.patch_size
     return side, side
 
@@ -158,11 +156,7 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
 
 
 def _onevision_features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return the features of each image.
-
-    The tower is called once for each image with tiles, once for all images of the view SEVERAL, and
-    once for all frames.
-    """
+    """Call the tower for each image with tiles, for all of the view SEVERAL, and for the clip."""
     features: dict[int, torch.Tensor] = {}
     several = [i for i, image in enumerate(images) if "several" in image]
     if several:

@@ -29,9 +29,7 @@ TRAINED_POSITIONS = 256
 
 
 def _positions(stored: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the embeddings of `count` positions on a square, [count, width], interpolated from the
-    stored ones, [n, width].
-    """
+    """Return the embeddings [count, width] of a square, interpolated from stored [n, width]."""
     if len(stored) == count:
         return stored
     old, new = math.isqrt(len(stored)), math.isqrt(count)
@@ -41,9 +39,7 @@ def _positions(stored: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _SelfAttention(nn.Module):
-    """Self-attention. The rows of its input projection are ordered by head, and within each head as
-    query, key and value.
-    """
+    """Self-attention. The input projection has, for each head, query, key and value."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -164,7 +160,6 @@ class _QwenVision(PreTrainedModel):  # type: ignore[misc]
 
 
 def _processor(checkpoint: Path, config: Any) -> Any:
-    """Return an image processor like the published code: all images are scaled to the same size."""
     side = config.visual["image_size"]
     return CLIPImageProcessorPil(size={"height": side, "width": side}, do_center_crop=False)
 

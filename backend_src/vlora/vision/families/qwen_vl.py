@@ -165,9 +165,7 @@ def _resized(frame: DecodedImage, like: DecodedImage) -> DecodedImage:
 
 
 def preprocess(processor: Any, image: DecodedImage) -> Pixels:
-    """Return the pixels of an image, or of two frames, which become the two time steps of each
-    patch.
-    """
+    """Return the pixels of an image, or of two frames as the time steps of each patch."""
     frames = [Image.fromarray(rgb) for rgb in np.split(image.rgb, image.frames)]
     if image.scaled is not None:
         size = image.scaled[::-1]
@@ -259,11 +257,7 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
 
 
 def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return the features of each image.
-
-    The columns for the input embeddings come first. They are followed by the columns for the output
-    of the decoder's first layer, then those for the second layer, and so on.
-    """
+    """Return the columns for the embedding, then those for each of the first layers' outputs."""
     output = _encode(model, images)
     parts = zip(output.pooler_output, *output.deepstack_features, strict=True)
     return [torch.cat(part, dim=1) for part in parts]
