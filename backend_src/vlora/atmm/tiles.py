@@ -1,13 +1,15 @@
 """Tile configurations of the compiled core, and the tables from which they are chosen by shape.
 
-This module reads the tables. The look-up is in C++ (csrc/atmm/include/atmm/table.h).
+The look-up is in C++ (csrc/atmm/include/atmm/table.h).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, Literal, NotRequired, TypedDict, Unpack, cast
 
 from vlora import native
 from vlora.atmm.cpu import Cpu
+from vlora.atomic_file import replace_text
 
 log = logging.getLogger(__name__)
 
@@ -212,17 +215,49 @@ def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
     return paths
 
 
+def table_path(device: Cpu, isa: str, dtype: str, folder: Path = TABLES) -> Path:
+    return folder / f"{device.name}-{isa}-{dtype}.json"
+
+
 def _table(folder: Path, isa: str, dtype: str) -> Path | None:
     device, suffix = Cpu.here(), f"-{isa}-{dtype}.json"
-    exact = folder / (device.name + suffix)
-    if exact.exists():
-        return exact
-    near = (
-        path
-        for path in sorted(folder.glob(f"*{suffix}"))
-        if device.is_near(path.name.removesuffix(suffix))
+    exact = table_path(device, isa, dtype, folder)
+    near = [path for path in sorted(folder.glob(f"*{suffix}"))
+            if device.is_near(path.name.removesuffix(suffix))]
+    return exact if exact.exists() else next(iter(near), None)
+
+
+def write_table(
+    path: Path,
+    device: Cpu,
+    isa: str,
+    dtype: str,
+    found: Iterable[Mapping[str, Any]],
+    **searched: Any,
+) -> None:
+    """Write the table atomically, so that an engine never reads a partly written file.
+
+    found: entries with the keys `key`, `config`, and if measured `hot_us` and `cold_us`.
+    """
+    found = sorted(found, key=lambda entry: str(entry["key"]))
+    table = {
+        "version": VERSION,
+        "device": vars(device),
+        "isa": isa,
+        "dtype": dtype,
+        "searched": {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **searched},
+        "configs": dict(Counter(entry["config"] for entry in found).most_common()),
+        "entries": {},
+    }
+    # One entry per line.
+    lines = ",\n".join(
+        f"  {json.dumps(e['key'])}:"
+        f" {json.dumps([e['config'], e.get('hot_us'), e.get('cold_us')])}"
+        for e in found
     )
-    return next(near, None)
+    start = json.dumps(table, indent=1).removesuffix("{}\n}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, f"{start}{{\n{lines}\n }}\n}}\n")
 
 
 def clear() -> None:

@@ -33,6 +33,7 @@ from vlora.atmm.cuda.operator import DTYPES, Operator, table_path
 from vlora.atmm.cuda.segments import DeviceSegments
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.search.gpu_timing import GpuTiming, GpuWork, interleaved
+from vlora.atmm.search.search import State
 from vlora.atmm.types import LoraPair, Segment
 from vlora.atomic_file import replace_text
 
@@ -186,18 +187,17 @@ class CudaSearch:
         The iterator ends before a shape for which the time left would probably not suffice.
         """
         end, longest = time.monotonic() + seconds, 0.0
-        done = _entries(file, f"{self._operator.name} {_digest(self._operator)}")
-        yield from done.values()
+        state = State(file, f"{self._operator.name} {_digest(self._operator)}")
+        yield from list(state.done.values())
         for shape in wanted:
-            if shape.key in done:
+            if shape.key in state.done:
                 continue
             started = time.monotonic()
             if started + 1.5 * longest > end:
                 return
             entry = self.best(shape)
             longest = max(longest, time.monotonic() - started)
-            with file.open("a") as lines:
-                lines.write(json.dumps(entry) + "\n")
+            state.add(entry)
             yield entry
 
 
@@ -218,23 +218,6 @@ def _us(timed: GpuTiming) -> float:
 
 def _digest(operator: Operator) -> str:
     return " ".join(f"{t.kind}/{t.dtype}/{t.name}" for t in operator.library.tiles)
-
-
-def _entries(file: Path, stamp: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of an earlier search with the same stamp. Otherwise empty the file."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    if not lines or json.loads(lines[0]) != {"stamp": stamp}:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"stamp": stamp}) + "\n")
-        return {}
-    found = {}
-    for line in lines[1:]:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # The last line may be incomplete.
-        found[entry["key"]] = entry
-    return found
 
 
 def write_table(operator: Operator, entries: Sequence[dict[str, Any]], folder: Path) -> Path:

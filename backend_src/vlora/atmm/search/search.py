@@ -11,14 +11,15 @@ This module handles shapes and timing. A `Backend` defines and runs configuratio
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from vlora.atmm.search.state import State
 from vlora.atmm.tiles import Operation
 
 # Step over the numbers of rows, as in the paper. Smaller numbers (decode) are powers of two.
@@ -27,6 +28,9 @@ RANKS = (8, 16, 32, 64, 128)  # The paper's ranks for vision tasks.
 SEGMENTS = (1, 4, 16)
 # Numbers of matrices in a merge. They are merged one after another with the same tile.
 MATRICES = (2, 4, 8, 16, 32)
+
+# Matrix sizes (d_in, d_out) of the `kernels` benchmark.
+BENCH = ((1024, 1024), (4096, 4096))
 
 MIN_ROUNDS = 3
 # Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples.
@@ -109,9 +113,7 @@ class Space:
         limit = self.memory_bytes // ((d_in + d_out) * self.element_bytes)
         limit = min(self.max_rows, limit) // segments
         small = [1 << i for i in range(ROW_STEP.bit_length()) if 1 << i < ROW_STEP]
-        return [rows for rows in small if rows <= limit] + list(
-            range(ROW_STEP, limit + 1, ROW_STEP)
-        )
+        return [*(rows for rows in small if rows <= limit), *range(ROW_STEP, limit + 1, ROW_STEP)]
 
     def shapes(self, key: Callable[[Shape], str]) -> list[Shape]:
         """Return one shape for each key of the table: the largest one of its bucket."""
@@ -125,6 +127,64 @@ class Space:
                 shape = Shape("merge", d_in, d_out, rank, 1, d_out)
                 found[key(shape)] = shape
         return sorted(found.values())
+
+
+def sides_of(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of a checkpoint: input (q, k, v together) and output of attention and MLP.
+
+    Raises ValueError for a config.json without the sizes of a Llama-like decoder.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        inner = int(config["intermediate_size"])
+    except KeyError as missing:
+        raise ValueError(f"{folder / 'config.json'} has no {missing}") from None
+    head = int(config.get("head_dim") or hidden // heads)
+    queries = heads * head
+    keys = int(config.get("num_key_value_heads") or heads) * head
+    sides = (hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * inner), (inner, hidden)
+    return tuple(dict.fromkeys(sides))
+
+
+@dataclass
+class State:
+    """Results of a search so far, in a file with one JSON object per line.
+
+    stamp: device and version that the results depend on. Results with another stamp are discarded.
+    """
+
+    path: Path
+    stamp: str
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.path.exists():
+            return
+        first, *lines = self.path.read_text().splitlines() or [""]
+        if _parse(first) != {"stamp": self.stamp}:
+            self.path.unlink()
+            return
+        for line in lines:
+            if entry := _parse(line):  # The last line may be incomplete.
+                self.done[entry["key"]] = entry
+
+    def add(self, entry: dict[str, Any]) -> None:
+        new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            if new:
+                file.write(json.dumps({"stamp": self.stamp}) + "\n")
+            file.write(json.dumps(entry) + "\n")
+        self.done[entry["key"]] = entry
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {}
 
 
 @dataclass(frozen=True)
@@ -169,7 +229,7 @@ def profile(
     for name, call in calls.items():
         call()
         estimate = _seconds(call, 1, clock)
-        counts[name] = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+        counts[name] = _calls_per_sample(estimate)
         samples[name] = [estimate]
     alive = _promising(samples, list(calls))
     for name in alive:
@@ -201,6 +261,10 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
     for _ in range(count):
         call()
     return (clock() - started) / count
+
+
+def _calls_per_sample(seconds: float) -> int:
+    return max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(seconds, 1e-9))))
 
 
 def choose(hot: Profile, cold: Profile) -> str:
@@ -258,8 +322,7 @@ def duel(
     The call that starts a pair of samples changes each time.
     """
     calls = (ours, other)
-    estimate = min(_seconds(call, 1, clock) for call in calls)
-    count = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+    count = _calls_per_sample(min(_seconds(call, 1, clock) for call in calls))
     samples: tuple[list[float], list[float]] = ([], [])
     for index in range(rounds):
         for which in (index % 2, 1 - index % 2):
@@ -267,13 +330,6 @@ def duel(
                 calls[which]()
             samples[which].append(_seconds(calls[which], count, clock))
     return Duel(tuple(samples[0]), tuple(samples[1]))
-
-
-def _duel(
-    backend: Backend, shape: Shape, ours: str, other: str, *, warm: bool, clock: Clock
-) -> Duel:
-    calls = backend.prepare(shape, (ours, other), cold=not warm)
-    return duel(calls[ours], calls[other], warm=warm, clock=clock)
 
 
 def filled(
@@ -316,32 +372,35 @@ def search(
     for shape in shapes:
         if keys[shape] in state.done:
             continue
-        configs = backend.configs(shape)
-        calls = backend.prepare(shape, configs, cold=False)
-        hot = profile(calls, rounds=rounds, warm=True, budget=budget, clock=clock)
-        calls = backend.prepare(shape, hot.not_hopeless, cold=True)
-        cold = profile(calls, rounds=rounds, warm=False, budget=budget, clock=clock)
-        best, built_in = choose(hot, cold), backend.built_in(shape)
-        times: dict[str, tuple[float, ...]] = {best: (hot.seconds[best], cold.seconds[best])}
-        if best != built_in:
-            duels = [
-                _duel(backend, shape, best, built_in, warm=warm, clock=clock)
-                for warm in (True, False)
-            ]
-            times = {
-                best: tuple(statistics.median(one.ours) for one in duels),
-                built_in: tuple(statistics.median(one.others) for one in duels),
-            }
-            best = best if wins(*duels) else built_in
-        entry = {
-            "key": keys[shape],
-            "shape": vars(shape),
-            "config": best,
-            "hot_us": round(times[best][0] * 1e6, 3),
-            "cold_us": round(times[best][1] * 1e6, 3),
-            "best_hot": hot.best,
-            "best_cold": cold.best,
-            "tried": len(configs),
-        }
+        entry = {"key": keys[shape], "shape": vars(shape)}
+        entry |= _best(backend, shape, rounds, budget, clock)
         state.add(entry)
         yield entry
+
+
+def _best(
+    backend: Backend, shape: Shape, rounds: int, budget: float, clock: Clock
+) -> dict[str, Any]:
+    configs = backend.configs(shape)
+    calls = backend.prepare(shape, configs, cold=False)
+    hot = profile(calls, rounds=rounds, warm=True, budget=budget, clock=clock)
+    calls = backend.prepare(shape, hot.not_hopeless, cold=True)
+    cold = profile(calls, rounds=rounds, warm=False, budget=budget, clock=clock)
+    best, built_in = choose(hot, cold), backend.built_in(shape)
+    times: tuple[float, ...] = (hot.seconds[best], cold.seconds[best])
+    if best != built_in:
+        duels = []
+        for warm in (True, False):
+            calls = backend.prepare(shape, (best, built_in), cold=not warm)
+            duels.append(duel(calls[best], calls[built_in], warm=warm, clock=clock))
+        won = wins(*duels)
+        best = best if won else built_in
+        times = tuple(statistics.median(one.ours if won else one.others) for one in duels)
+    return {
+        "config": best,
+        "hot_us": round(times[0] * 1e6, 3),
+        "cold_us": round(times[1] * 1e6, 3),
+        "best_hot": hot.best,
+        "best_cold": cold.best,
+        "tried": len(configs),
+    }
