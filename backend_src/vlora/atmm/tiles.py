@@ -222,8 +222,11 @@ def table_path(device: Cpu, isa: str, dtype: str, folder: Path = TABLES) -> Path
 def _table(folder: Path, isa: str, dtype: str) -> Path | None:
     device, suffix = Cpu.here(), f"-{isa}-{dtype}.json"
     exact = table_path(device, isa, dtype, folder)
-    near = [path for path in sorted(folder.glob(f"*{suffix}"))
-            if device.is_near(path.name.removesuffix(suffix))]
+    near = [
+        path
+        for path in sorted(folder.glob(f"*{suffix}"))
+        if device.is_near(path.name.removesuffix(suffix))
+    ]
     return exact if exact.exists() else next(iter(near), None)
 
 
@@ -251,8 +254,7 @@ def write_table(
     }
     # One entry per line.
     lines = ",\n".join(
-        f"  {json.dumps(e['key'])}:"
-        f" {json.dumps([e['config'], e.get('hot_us'), e.get('cold_us')])}"
+        f"  {json.dumps(e['key'])}: {json.dumps([e['config'], e.get('hot_us'), e.get('cold_us')])}"
         for e in found
     )
     start = json.dumps(table, indent=1).removesuffix("{}\n}")
