@@ -34,15 +34,13 @@ _chosen: dict[tuple[Component, str], Backend] = {}
 def backend_of(
     component: Component, device: str = "cpu", start_cuda: Callable[[], object] | None = None
 ) -> Backend:
-    """Return the backend of `component` for tensors on `device`.
+    """Return the backend of `component` for tensors on a torch device type.
 
-    On the CPU, the backend is "cpu" if the kernels were compiled. On a GPU, it is "gpu" for the
-    kernels of a step, and "cuda" for the LoRA operator if its library can be used. In all other
-    cases, the backend is "reference", and a warning is logged once. If the environment variable of
-    the component is set, its value is the backend instead, except for the kernels of a step on a
-    GPU, which are always "gpu". On a GPU, it must not be "cpu".
+    The backend is "cpu" if the kernels were compiled; on a GPU, "gpu" for the kernels of a step,
+    and "cuda" for the LoRA operator if its library can be used; else "reference", with a warning.
+    The environment variable of the component may set "cpu" (not on a GPU) or "reference", except
+    for the kernels of a step on a GPU.
 
-    device: a torch device type.
     start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
         reason, if the library cannot be used.
 
@@ -57,10 +55,9 @@ def backend_of(
 
 @contextmanager
 def override(component: Component, backend: Backend | None) -> Iterator[None]:
-    """Use `backend` for `component` on the CPU within the context. It is meant for tests.
+    """Use `backend` for `component` on the CPU within the context, in tests.
 
-    If `backend` is None, the first use within the context chooses the backend again. After the
-    context, the previous choice is valid again.
+    If `backend` is None, the first use within the context chooses the backend again.
     """
     key = (component, "cpu")
     before = _chosen.pop(key, None)

@@ -1,7 +1,7 @@
 """The cores that this process may use, and how the engine and the vision encoder share them.
 
-The affinity mask and a container's CPU quota limit the cores. `usable_cores` and `split_cores`
-compute the numbers of threads and are pure. The other functions read the limits from the kernel.
+`usable_cores` and `split_cores` are pure. The other functions read the affinity mask and the CPU
+quota of a container from the kernel.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ class Split(NamedTuple):
 
 
 def usable_cores(affinity: int, quota: float | None) -> int:
-    """Return the number of threads to use.
+    """Return the number of threads to use, given the cores of the affinity mask and of the quota.
 
-    affinity: number of cores in the affinity mask.
-    quota: number of cores that a container's quota allows, or None.
-
-    The quota is rounded to the nearest whole number, at least 1. With more threads than that, the
-    process would use up its quota before the end of a period, and then stop until the next one.
+    The quota is rounded to the nearest whole number, at least 1. With more threads, the process
+    would use up its quota before the end of a period, and then stop.
     """
     if quota is None:
         return max(1, affinity)
@@ -50,16 +47,12 @@ def split_cores(
 ) -> Split:
     """Return the number of threads of engine and encoder on `cores` cores.
 
-    engine, encoder: "auto", or a number of threads from the options, which is returned unchanged.
+    engine, encoder: "auto", or a number of threads, which is returned unchanged.
     by_quota: whether a quota limits `cores`.
 
-    With "auto", the encoder gets one thread per CORES_PER_ENCODER_THREAD cores, at least one. The
-    engine gets as many threads as there are cores. Its threads take work in small pieces, so a core
-    that the encoder uses costs the engine only that core's share of the speed (decision 33).
-
-    With a quota, the engine gets one thread for each core that the encoder leaves, at least one.
-    With more threads, the two processes would use up the quota before the end of its period, and
-    then stop until the next period.
+    The encoder gets one thread per CORES_PER_ENCODER_THREAD cores. The engine gets one for each
+    core, because its threads take work in small pieces (decision 33); with a quota, one for each
+    core that the encoder leaves, or the two would use up the quota early and stop.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -100,8 +93,7 @@ def tightest_limit(
 ) -> float | None:
     """Return the smallest limit that this process's control groups set; None if they set none.
 
-    version_2, version_1: functions that read the limit of a group, one for each version of control
-        groups.
+    version_2, version_1: read the limit of a group of each version.
     controller: name of the controller in version 1.
     """
     try:

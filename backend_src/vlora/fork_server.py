@@ -1,8 +1,5 @@
 """A fork server: a process that has done the slow imports and forks others within milliseconds.
 
-`ForkServer` starts a fork server and asks it for processes. `serve` is the main loop of the fork
-server itself. Each forked process has its own socket to the process that uses it.
-
 **Invariant:** the fork server ends when the process that started it has ended, and the forked
 processes end with the fork server, whatever they are doing. Ctrl-C in a terminal ends none of them.
 """
@@ -59,7 +56,7 @@ class ForkServer:
         """Start the fork server, without waiting until it is ready.
 
         module: module that the fork server runs; it must call `serve`.
-        settings: environment variables that are added to those of this process.
+        settings: additional environment variables.
         data: bytes that `given_data` returns in the fork server.
         kind: kind of the forked processes' sockets.
         """
@@ -74,7 +71,7 @@ class ForkServer:
         self._start()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Fork a process, and return its process id and the caller's end of its socket.
+        """Fork a process. Return its id and the caller's end of its socket.
 
         Raises ConnectionError if this object is closed, or no process can be started at present.
         """
@@ -87,10 +84,7 @@ class ForkServer:
             raise
 
     def stop(self, process: int) -> int | None:
-        """End a process. Return its exit code as in `subprocess`; None if the code is unknown.
-
-        If the process had ended before, the result is the exit code with which it ended.
-        """
+        """End a process. Return the exit code with which it ended, if known, as in `subprocess`."""
         try:
             with self._lock:
                 return self._ask(STOP, process, [])
@@ -174,7 +168,7 @@ def given_data() -> bytes:
 def serve(run: Callable[[socket.socket], object]) -> None:
     """Fork or stop a process for each command, until the other side closes the socket.
 
-    run: called in each forked process with its socket. The process ends when `run` returns.
+    run: called in each forked process with its socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
@@ -214,8 +208,7 @@ def serve(run: Callable[[socket.socket], object]) -> None:
 def _stop(process: int, children: set[int]) -> int:
     """End a child process, and return its exit code.
 
-    Any other process belonged to an earlier fork server and was killed with it. Its id may be that
-    of a stranger by now.
+    Any other id belonged to a child of an earlier fork server, and may be that of a stranger now.
     """
     if process not in children:
         return -signal.SIGKILL
@@ -251,10 +244,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_with_file(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """Return the next `count` bytes and the file descriptors sent with them, at most one.
-
-    Raises EOFError if the other side has closed.
-    """
+    """Return `count` bytes and at most one file descriptor. Raises EOFError at the end."""
     data, files, _, _ = socket.recv_fds(connection, count, 1)
     if not data:
         raise EOFError

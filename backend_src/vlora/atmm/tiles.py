@@ -34,17 +34,14 @@ VERSION = 2
 def isas(dtype: str = "fp32") -> list[str]:
     """Return the instruction sets that were compiled and that this CPU can run, fastest first.
 
-    They are ordered by their peak, which is measured for about a millisecond once per process. An
-    older set precedes a newer one only if its peak is more than 10 % higher. "scalar" is last.
+    Their peaks are measured once. An older set precedes a newer one only if its peak is more than
+    10 % higher. "scalar" is last.
     """
     return cast(list[str], native.kernels().runtime.isas(dtype))
 
 
 def current_isa(dtype: str) -> str:
-    """Return the instruction set that products of this type use.
-
-    It is the first of `isas`, unless `isa` or the environment variable VLORA_ISA selects another.
-    """
+    """Return the instruction set of products of this type, the first of `isas` by default."""
     return str(native.kernels().runtime.isa(dtype))
 
 
@@ -66,10 +63,7 @@ def isa(name: str) -> Iterator[None]:
 
 
 def widest(dtype: str) -> int:
-    """Return the number of columns of the current instruction set's widest register tile.
-
-    If a configuration asks for a wider tile, this width is used.
-    """
+    """Return the columns of the widest register tile, which replaces wider tiles."""
     return 16 * int(native.kernels().atmm.bundle(dtype))
 
 
@@ -82,12 +76,7 @@ def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
 
 
 class Sizes(TypedDict):
-    """Sizes on which the choice of a tile depends, in addition to the operation and the type.
-
-    Their order is the order of the compiled core's arguments.
-
-    threads: 1 by default.
-    """
+    """Sizes on which the choice of a tile depends, in the order of the core's arguments."""
 
     rows: int
     d_in: int
@@ -102,10 +91,9 @@ class TableEntry:
     """Entry of a table: the largest shape of a bucket, its tile, and the time of a call.
 
     rows: number of rows of each segment.
-    segments, threads: numbers of segments and of threads of the call.
     config: name of the tile configuration.
-    hot_us, cold_us: microseconds of the call with the adapters in cache (hot) or not (cold); None
-        if not measured.
+    hot_us, cold_us: microseconds of the call with the adapters in cache or not; None if not
+        measured.
     """
 
     operation: Operation
@@ -160,9 +148,7 @@ def _ordered(sizes: Sizes) -> tuple[int, ...]:
 
 
 def use(entries: Mapping[int, str]) -> None:
-    """Replace the table of the current instruction set.
-
-    entries: key (see `key`) → name of the configuration.
+    """Replace the table of the current instruction set by entries key → configuration.
 
     Raises ValueError for an unknown configuration.
     """
@@ -185,8 +171,7 @@ def read_table(path: Path) -> dict[int, TableEntry]:
 
 
 def load(*paths: Path) -> None:
-    """Replace the table of the current instruction set by the entries of these files, one file per
-    dtype.
+    """Replace the table of the current instruction set by these files, one file per dtype.
 
     Raises ValueError for an unsupported version, or a configuration that this build lacks.
     """
@@ -200,8 +185,7 @@ def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
     """Load the committed tile tables for the current instruction set and return their paths.
 
     These are the tables of this CPU, or else of a CPU with the same vendor, family and L2 size. If
-    there are none, or they do not fit this build (which is logged), the result is [] and the table
-    in use stays.
+    there are none, or they do not fit this build, the table in use stays.
     """
     tables = (_table(folder, current_isa(dtype), dtype) for dtype in DTYPE_NAMES)
     paths = [path for path in tables if path is not None]
@@ -270,9 +254,8 @@ def clear() -> None:
 def counters() -> dict[str, int]:
     """Return the counts of look-ups by outcome since the last reset.
 
-    `hits` counts look-ups whose bucket is in the table. `misses` counts look-ups that used the
-    nearest bucket of the table. `defaults` counts look-ups that used the built-in configuration,
-    because the table has no entry for the operation and dtype.
+    `hits` found their bucket, `misses` used the nearest bucket of the table, and `defaults` the
+    built-in configuration, because the table has no entry for the operation and dtype.
     """
     return cast(dict[str, int], native.kernels().atmm.counters())
 

@@ -31,9 +31,8 @@ class Segment:
 
 
 class Segments(tuple[Segment, ...]):
-    """Segments of one step.
+    """Segments of one step, which are converted for the compiled core only once for all layers.
 
-    All layers use the same segments, so a `Segments` is converted for the compiled core only once.
     Functions also accept any other sequence of segments, and convert it at each call.
     """
 
@@ -60,10 +59,7 @@ class Segments(tuple[Segment, ...]):
 
 
 class CapturedSegments(Segments):
-    """Segments of calls that are captured in a graph.
-
-    The object lists the segments of the captured step. A replay reads its own segments from device
-    memory.
+    """Segments of calls that are captured in a graph. A replay reads others from device memory.
 
     groups: groups of weights that the graph applies. Another thread may set the first pair of a
         group at any time, so the graph must not depend on the groups' contents during the capture.
@@ -116,8 +112,8 @@ class CopiedPart(NamedTuple):
 class Merges(tuple[MergeUpdate, ...]):
     """All updates of a merge, and the parts of the slab that the same call copies unchanged.
 
-    A `Merges` is checked and converted for the compiled core only once. Functions also accept any
-    other sequence of updates, and convert it at each call.
+    They are checked and converted for the compiled core only once. Functions also accept any other
+    sequence of updates, and convert it at each call.
     """
 
     copied: tuple[CopiedPart, ...]
@@ -133,10 +129,7 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def end(self) -> int:
-        """Number of elements that the slab must have at least.
-
-        Raises ValueError for an invalid update or part.
-        """
+        """Number of elements that the slab must have. Raises ValueError for an invalid part."""
         ends = [0]
         for offset, (a, b) in self:
             fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
@@ -159,10 +152,7 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def native(self) -> Any:
-        """Updates in the form that the compiled core takes.
-
-        Raises ValueError if an A or B is not in CPU memory.
-        """
+        """Updates as the compiled core takes them. Raises ValueError unless in CPU memory."""
         for _, pair in self:
             if not (pair.a.is_cpu and pair.b.is_cpu):
                 raise ValueError(f"A or B is on {pair.a.device}; the CPU operator cannot read it")

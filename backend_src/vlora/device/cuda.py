@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from vlora.device.device import HOST, Device, Graph, Load, PageLayout, Readback
-from vlora.device.uploads import upload
+from vlora.device.device import HOST, Device, Graph, Load, PageLayout, Readback, upload
 from vlora.errors import InvalidArgument, OutOfMemory
 
 # Programs that the package `triton` looks for if the environment has no CC.
@@ -115,8 +114,7 @@ class CudaDevice(Device):
     def capture(self, work: Callable[[], object]) -> Graph:
         """Return `work` as a CUDA graph.
 
-        All graphs share one pool for the tensors that their work allocates. So `work` itself may
-        read such a tensor, but nothing may read it afterwards.
+        All graphs share one pool, so nothing may read a tensor that `work` allocates afterwards.
         """
         if self._first_graph is None:
             # torch deletes a pool with its last graph, and cannot capture into it afterwards if
@@ -180,8 +178,8 @@ def open_device(name: str, share: float = 1.0) -> Device:
 
     share: maximum share of a GPU's memory that this process may allocate.
 
-    "auto" is the first GPU, or the CPU if no GPU can be used. Raises InvalidArgument, with the
-    reason, for a GPU that cannot be used.
+    "auto" is the first GPU, or else the CPU. Raises InvalidArgument, with the reason, for a GPU
+    that cannot be used.
     """
     if name == "cpu":
         return HOST

@@ -20,11 +20,7 @@ PAGE = 2 << 20  # Size of a huge page in bytes.
 
 
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros whose memory begins at the start of a huge page.
-
-    The kernel uses huge pages if it has them. The operating system provides the memory only when it
-    is written.
-    """
+    """Return zeros that begin at a huge page, which the kernel provides when it is written."""
     count = math.prod(shape)
     size = count * dtype.itemsize
     memory = mmap.mmap(-1, size + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -42,11 +38,9 @@ def available_bytes(
 ) -> int | None:
     """Return the number of bytes that this process can still allocate; None if that is unknown.
 
-    This is the machine's available memory, or what the limits of the process's control groups
-    (cgroups) leave if that is less.
+    This is the machine's available memory, or what the limits of its control groups leave.
 
-    meminfo, process, root: files and folder of the kernel's reports. Only tests replace the
-        defaults.
+    meminfo, process, root: files and folder of the kernel's reports. Only tests replace them.
     """
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)

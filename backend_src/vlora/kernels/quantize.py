@@ -22,15 +22,14 @@ def quantize(
     """Quantize a matrix [d_out, d_in], and write it to `into`, which must not be in panels.
 
     For int8, the largest absolute value of a group becomes 127. For int4, which must have zeros,
-    the range between the extremes of a group is first divided into 15 steps. Then the zero and the
-    scale with the smallest squared error for the rounded values are computed, and the values are
-    rounded again. All this is repeated from a narrower range, and the result with the smaller
-    squared error is used. Magnitudes below 1e-36 may become 0.
+    the range of a group is divided into 15 steps. Then the zero and the scale with the smallest
+    squared error are computed, and the values are rounded again. The better result of this and of a
+    narrower range is used. Magnitudes below 1e-36 may become 0.
 
     weight: of any float type, on the CPU.
 
     Raises ValueError for int4 without zeros, for another shape than that of `into`, and for weights
-    that are not finite or are too large to be quantized. `into` is then undefined.
+    that are not finite or are too large. `into` is then undefined.
     """
     if into.format.bits == 4 and not into.format.zeros:
         raise ValueError(f"{into.format} cannot be quantized; int4 needs zeros")

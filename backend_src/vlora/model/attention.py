@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from vlora import backends, native
 from vlora.atmm.types import DTYPES, Segments
 from vlora.backends import Backend
-from vlora.kernels import norms, ops
-from vlora.kernels.norms import HeadNorms
+from vlora.kernels import ops
+from vlora.kernels.ops import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention_gpu import DecodeShape, GpuPlan
 from vlora.model.attention_reference import ReferencePlan
@@ -135,7 +135,7 @@ class AttentionPlan:
         if self._gpu is not None:
             return self._gpu.attend(layer, self._heads, qkv, rotary, head_norms, out)
         if head_norms is not None:
-            norms.head_norm(qkv, head_norms.query, head_norms.key, self._heads, head_norms.eps)
+            ops.head_norm(qkv, head_norms.query, head_norms.key, self._heads, head_norms.eps)
         if self._backend == "reference":
             attended = self._reference.attend(layer, self._heads, qkv, rotary)
             return ops.copy_out(attended, out)

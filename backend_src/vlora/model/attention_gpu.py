@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from vlora.kernels import on_gpu
-from vlora.kernels.norms import HeadNorms
+from vlora.kernels.ops import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary

@@ -45,27 +45,17 @@ class ReferencePlan:
             self._single_rows = torch.tensor([chunk.row for chunk in self._single_chunks])
             page_counts = [-(-chunk.end // block) for chunk in self._single_chunks]
             max_pages = max(page_counts)
-            self._single_pages = torch.tensor(
-                [
-                    [*chunk.pages[:count], *[chunk.pages[0]] * (max_pages - count)]
-                    for chunk, count in zip(self._single_chunks, page_counts, strict=True)
-                ]
-            )
+            pages = [
+                [*chunk.pages[:count], *[chunk.pages[0]] * (max_pages - count)]
+                for chunk, count in zip(self._single_chunks, page_counts, strict=True)
+            ]
+            self._single_pages = torch.tensor(pages)
             ends = torch.tensor([chunk.end for chunk in self._single_chunks])
             columns = torch.arange(max_pages * block)
             self._single_mask = (columns[None, :] < ends[:, None])[:, None, None, :]
 
-    def attend(
-        self,
-        layer: int,
-        heads: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-    ) -> torch.Tensor:
-        """Compute `AttentionPlan.attend`.
-
-        heads: number of query heads.
-        """
+    def attend(self, layer: int, heads: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Compute `AttentionPlan.attend`. heads: number of query heads."""
         kv_cache = self._kv_cache
         query, key, value = torch.split(
             qkv.view(len(qkv), -1, kv_cache.head_dim),
@@ -80,6 +70,14 @@ class ReferencePlan:
         values[self._page, :, self._panel, self._lane // 2, self._lane % 2] = value.to(values.dtype)
         keys = keys.permute(0, 1, 2, 5, 3, 4)
         out = torch.empty_like(query)
+        self._attend_long(out, query, keys, values)
+        if self._single_chunks:
+            self._attend_single(out, query, keys, values)
+        return out.flatten(1)
+
+    def _attend_long(
+        self, out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         for chunk, pages, mask in self._long_chunks:
             rows = slice(chunk.row, chunk.row + chunk.length)
             seen_keys = self._gather(keys, pages[None], chunk.end)
@@ -94,21 +92,23 @@ class ReferencePlan:
                 enable_gqa=True,
             )[0].transpose(0, 1)
             out[rows][~finite[0].cummin(0).values[chunk.start :]] = torch.nan
-        if self._single_chunks:
-            width = self._single_mask.shape[-1]
-            seen_keys = self._gather(keys, self._single_pages, width)
-            seen_values = self._gather(values, self._single_pages, width)
-            finite = _zero_not_finite(seen_keys, seen_values)
-            attended = F.scaled_dot_product_attention(
-                query[self._single_rows][:, :, None],
-                seen_keys,
-                seen_values,
-                attn_mask=self._single_mask,
-                enable_gqa=True,
-            )[:, :, 0]
-            attended[(~finite & self._single_mask[:, 0, 0]).any(1)] = torch.nan
-            out[self._single_rows] = attended
-        return out.flatten(1)
+
+    def _attend_single(
+        self, out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        width = self._single_mask.shape[-1]
+        seen_keys = self._gather(keys, self._single_pages, width)
+        seen_values = self._gather(values, self._single_pages, width)
+        finite = _zero_not_finite(seen_keys, seen_values)
+        attended = F.scaled_dot_product_attention(
+            query[self._single_rows][:, :, None],
+            seen_keys,
+            seen_values,
+            attn_mask=self._single_mask,
+            enable_gqa=True,
+        )[:, :, 0]
+        attended[(~finite & self._single_mask[:, 0, 0]).any(1)] = torch.nan
+        out[self._single_rows] = attended
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
         """Return the keys or values of the first `length` positions, [batch, kv_heads, length,

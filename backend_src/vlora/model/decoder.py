@@ -19,7 +19,7 @@ from vlora.adapters.store import AdapterStore
 from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
-from vlora.kernels import norms, ops
+from vlora.kernels import ops
 from vlora.kernels.quantized import matrix_of
 from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan
@@ -145,7 +145,7 @@ class Decoder:
             active = self._switcher.active
             self.recordings.run(key, active, attention, rotary, segments, compute)
             delta = self._workspace.buffers(len(hidden)).delta
-        return norms.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
+        return ops.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
 
     def _compute_layers(
         self,
@@ -239,7 +239,7 @@ class DecoderLayer:
         self._head_norms = None
         if config.names.head_norms:
             query, key = (weights.norms[layer, norm] for norm in config.names.head_norms)
-            self._head_norms = norms.HeadNorms(query, key, config.norm_eps)
+            self._head_norms = ops.HeadNorms(query, key, config.norm_eps)
         self._qkv, self._o, self._gate_up, self._down = (
             LoraLinear(
                 switcher,
@@ -266,7 +266,7 @@ class DecoderLayer:
 
         Returns `buffers.attended`, [T, heads · dim], before the output projection.
         """
-        normed = norms.add_norm(
+        normed = ops.add_norm(
             hidden, delta, self._input_norm, self._config.norm_eps, out=buffers.normed
         )
         qkv = self._qkv(normed, segments, buffers.qkv)
@@ -288,7 +288,7 @@ class DecoderLayer:
         Returns `buffers.delta`, [T, hidden], which the next layer adds to the residual stream.
         """
         projected = self._o(attended, segments, buffers.delta)
-        normed = norms.add_norm(
+        normed = ops.add_norm(
             hidden, projected, self._post_norm, self._config.norm_eps, out=buffers.normed
         )
         gated = self._gate_up.gated(normed, segments, buffers.gate_up, buffers.gated)

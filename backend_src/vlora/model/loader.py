@@ -94,35 +94,8 @@ def load_weights(
         slab = WeightSlab(config.layers, config.target_shapes, dtype, device)
     else:
         slab = QuantizedSlab(config.layers, config.target_shapes, quantization, dtype)
-    matrices = {
-        names.matrix(layer, target): slab.target(layer, target)
-        for layer in range(config.layers)
-        for target in TARGETS
-    }
     head = _quantized_head(config, quantization, dtype)
-    if head is not None and not config.tied:
-        matrices[names.lm_head] = head
-    tensors = {
-        name: device.zeros(*shape, dtype=dtype)
-        if len(shape) == 2
-        else torch.empty(shape, device=device.torch_device)
-        for name, shape in config.weight_shapes.items()
-        if name not in matrices
-    }
-    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
-    for name, (file, key) in stored.items():
-        by_file[file].append((name, key))
-    for file, entries in by_file.items():
-        with open_weights(file) as opened:
-            for name, key in entries:
-                if name in tensors:
-                    part = _part(read(opened, file, key), name, names.stored(key))
-                    _copy_into(tensors[name], part, f"{file} holds '{key}'")
-                    if head is not None and config.tied and name == names.embedding:
-                        _store(head, part, f"{file} holds '{key}'")
-                elif name in matrices and config.quantization is None:
-                    part = _part(read(opened, file, key), name, names.stored(key))
-                    _store(matrices[name], part, f"{file} holds '{key}'")
+    tensors = _read_floats(config, stored, slab, head, dtype)
     if isinstance(slab, QuantizedSlab):
         if config.quantization is not None:
             read_quantized(quantized_parts(folder, config), config.quantization, slab)
@@ -130,26 +103,62 @@ def load_weights(
     if config.tied and names.lm_head in stored:
         _warn_of_stale_head(tensors[names.embedding], *stored[names.lm_head])
     frequencies, scale = load_rope_frequencies(folder)
+    lm_head = tensors[names.embedding if config.tied else names.lm_head] if head is None else head
+    norms, layers = (*names.norms, *names.head_norms), range(config.layers)
     return DecoderWeights(
-        slab=slab,
-        embedding=tensors[names.embedding],
-        lm_head=tensors[names.embedding if config.tied else names.lm_head]
-        if head is None
-        else head,
-        final_norm=tensors[names.final_norm],
-        norms={
-            (layer, norm): tensors[names.norm(layer, norm)]
-            for layer in range(config.layers)
-            for norm in (*names.norms, *names.head_norms)
-        },
+        slab,
+        tensors[names.embedding],
+        lm_head,
+        tensors[names.final_norm],
+        norms={(layer, n): tensors[names.norm(layer, n)] for layer in layers for n in norms},
         biases={
-            (layer, target): tensors[names.bias(layer, target)]
-            for layer in range(config.layers)
-            for target in config.biased
+            (layer, t): tensors[names.bias(layer, t)] for layer in layers for t in config.biased
         },
         inverse_frequencies=frequencies,
         rope_scale=scale,
     )
+
+
+def _read_floats(
+    config: DecoderConfig,
+    stored: Mapping[str, tuple[Path, str]],
+    slab: WeightSlab | QuantizedSlab,
+    head: QuantizedWeight | None,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Read the weights that are stored as floats into the slab, the quantized LM head, or new
+    tensors. Return these tensors by name.
+    """
+    names, device = config.names, slab.device
+    targets: dict[str, torch.Tensor | QuantizedWeight] = {
+        names.matrix(layer, target): slab.target(layer, target)
+        for layer in range(config.layers)
+        for target in TARGETS
+    }
+    if head is not None and not config.tied:
+        targets[names.lm_head] = head
+    tensors = {
+        name: device.zeros(*shape, dtype=dtype)
+        if len(shape) == 2
+        else torch.empty(shape, device=device.torch_device)
+        for name, shape in config.weight_shapes.items()
+        if name not in targets
+    }
+    if config.quantization is not None:
+        targets.clear()
+    targets |= tensors
+    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name, (file, key) in stored.items():
+        if name in targets:
+            by_file[file].append((name, key))
+    for file, entries in by_file.items():
+        with open_weights(file) as opened:
+            for name, key in entries:
+                part = _part(read(opened, file, key), name, names.stored(key))
+                _store(targets[name], part, f"{file} holds '{key}'")
+                if head is not None and config.tied and name == names.embedding:
+                    _store(head, part, f"{file} holds '{key}'")
+    return tensors
 
 
 def _quantized_head(
@@ -234,7 +243,8 @@ def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin:
         except ValueError as error:
             raise InvalidArgument(f"model: {origin}, which cannot be quantized: {error}") from error
     else:
-        _copy_into(target, tensor, origin)
+        check(tuple(target.shape), tensor.shape, tensor.dtype, origin)
+        target.copy_(tensor)
 
 
 def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
@@ -254,16 +264,8 @@ def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _copy_into(target: torch.Tensor, tensor: torch.Tensor, origin: str) -> None:
-    check(tuple(target.shape), tensor.shape, tensor.dtype, origin)
-    target.copy_(tensor)
-
-
 def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
-    """Log a warning if a stored LM head differs from the embeddings that config.json ties it to.
-
-    The stored head is then not used, because config.json decides (decision 20).
-    """
+    """Log a warning if a stored LM head differs from the embeddings that config.json ties it to."""
     with open_weights(file) as opened:
         head = read(opened, file, key)
     if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):

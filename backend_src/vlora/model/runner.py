@@ -15,8 +15,7 @@ from vlora.adapters.store import AdapterStore
 from vlora.atmm import op
 from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segments
-from vlora.device.device import Device
-from vlora.device.uploads import UploadedPart, upload_step
+from vlora.device.device import Device, UploadedPart, upload_step
 from vlora.ids import BASE, NO_IMAGE
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan

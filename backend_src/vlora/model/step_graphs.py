@@ -24,8 +24,7 @@ from vlora.atmm.cuda.segments import SegmentBounds
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segments
-from vlora.device.device import Device, Graph
-from vlora.device.uploads import UploadedPart, packed_bytes, upload_step
+from vlora.device.device import Device, Graph, UploadedPart, packed_bytes, upload_step
 from vlora.ids import BASE
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan

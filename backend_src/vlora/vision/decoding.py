@@ -24,6 +24,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -227,15 +228,14 @@ class PixelPool:
         return self._exceeding is owner
 
 
-class DecodedRequest:
+class DecodedRequest(NamedTuple):
     """Decoded images of one request: independent images, followed by the frames of the clip.
 
     release: function that frees the pixels. The caller must call it when the images are encoded.
     """
 
-    def __init__(self, images: list[DecodedImage], release: Callable[[], None]) -> None:
-        self.images = images
-        self.release = release
+    images: list[DecodedImage]
+    release: Callable[[], None]
 
 
 OnDone = Callable[[DecodedRequest | Exception], None]

@@ -22,11 +22,10 @@ from vlora.errors import InvalidArgument, Unsupported
 from vlora.kernels import ops
 from vlora.model.checkpoint import check_files
 from vlora.model.decoder_config import image_levels, read_config
-from vlora.model.multimodal import takes_images
+from vlora.model.multimodal import MULTIMODAL, takes_images
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
-from vlora.vision.families.base import Pixels
-from vlora.vision.families.registry import VISION_FAMILIES
+from vlora.vision.families.base import Pixels, vision_family
 from vlora.vision.images import DecodedImage
 
 
@@ -85,32 +84,15 @@ class VisionEncoder:
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
         config = read_config(checkpoint)
-        if config.model_type not in VISION_FAMILIES:
+        family = vision_family(config.model_type)
+        if family is None:
             raise InvalidArgument(
                 f"{checkpoint} has model type '{config.model_type}', whose images are not"
-                f" supported; supported: {', '.join(VISION_FAMILIES)}"
+                f" supported; supported: {', '.join(MULTIMODAL)}"
             )
-        self._family = VISION_FAMILIES[config.model_type]
+        self._family = family
         self._processor: Any = self._family.load_processor(checkpoint, config)
-        check_files(checkpoint)
-        for part in (config, config.get_text_config()):
-            # The tower is not quantized. With this entry, transformers would require the
-            # quantizer's package.
-            if getattr(part, "quantization_config", None) is not None:
-                del part.quantization_config
-        try:
-            model, report = self._family.part.from_pretrained(
-                checkpoint,
-                config=config,
-                dtype=torch.float32,
-                output_loading_info=True,
-                use_safetensors=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
-            )
-        except OSError as error:  # Several files without an index, for example.
-            raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
-        _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
+        model = _load_part(family.part, checkpoint, config)
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
         self._model: Any = model
@@ -163,6 +145,29 @@ class VisionEncoder:
         return self._family.preprocess(self._processor, image)
 
 
+def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
+    check_files(checkpoint)
+    for settings in (config, config.get_text_config()):
+        # The tower is not quantized. With this entry, transformers would require the
+        # quantizer's package.
+        if getattr(settings, "quantization_config", None) is not None:
+            del settings.quantization_config
+    try:
+        model, report = part.from_pretrained(
+            checkpoint,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
+        )
+    except OSError as error:  # Several files without an index, for example.
+        raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
+    _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
+    return model
+
+
 def _check_report(
     checkpoint: Path,
     missing: Collection[str],
@@ -205,11 +210,8 @@ def _digest(config: Any, config_keys: Sequence[str], processor: Any, model: torc
     return digest.hexdigest()
 
 
-# Encoder of a text-only checkpoint, which has no vision tower: it refuses images.
-
-
 class TextOnlyEncoder:
-    """Encoder that returns the features of no image, and refuses requests with images.
+    """Encoder of a checkpoint without a vision tower. It refuses requests with images.
 
     hidden, tower_digest, layers: as in `VisionEncoder`.
     """

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import Cache, LRUCache
@@ -25,6 +25,9 @@ from vlora.errors import Internal, VLoraError
 from vlora.request import FloatArray, IntArray
 from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage
+
+if TYPE_CHECKING:
+    from vlora.vision.encoder import TextOnlyEncoder, VisionEncoder
 
 # Maximum number of images in one call of the tower, which limits the memory of activations.
 MAX_TOWER_BATCH = 32
@@ -36,20 +39,6 @@ TARGET_BATCH_SECONDS = 0.05
 # deadline of a health probe. Images are counted when a call ends. If no images are counted within
 # the deadline, the probe reports that the encoder hangs.
 MAX_CALL_SECONDS = 1.0
-
-
-class Encoder(Protocol):
-    """The members of `VisionEncoder` that the service uses."""
-
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def tower_digest(self) -> str: ...
-    def grid(self, image: DecodedImage) -> tuple[int, int]: ...
-    def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]: ...
-    def encode(
-        self, images: Sequence[DecodedImage], part: VisionPart | None
-    ) -> list[FloatArray]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,7 +166,10 @@ class EncoderService:
     """
 
     def __init__(
-        self, encoder: Encoder, cache: FeatureCache, seconds_per_image: float = 0.0
+        self,
+        encoder: VisionEncoder | TextOnlyEncoder,
+        cache: FeatureCache,
+        seconds_per_image: float = 0.0,
     ) -> None:
         """Create the service.
 
@@ -243,7 +235,8 @@ class EncoderService:
     ) -> list[FloatArray]:
         claims = [self._cache.claim(key) for key in keys]
         missed = [i for i, (_, must_compute) in enumerate(claims) if must_compute]
-        self._count(hits=len(images) - len(missed))
+        hits = len(images) - len(missed)
+        self._count(images=hits, hits=hits)
         left: dict[VisionPart | None, list[int]] = {}
         for i in missed:
             left.setdefault(images[i][1], []).append(i)
@@ -255,7 +248,7 @@ class EncoderService:
                     start = time.monotonic()
                     encoded = self._encoder.encode([images[i][0] for i in batch], part)
                     self._seconds_per_image = (time.monotonic() - start) / len(batch)
-                self._count(misses=len(batch), batches=1)
+                self._count(images=len(batch), misses=len(batch), batches=1)
                 for i, features in zip(batch, encoded, strict=True):
                     self._cache.fulfil(keys[i], claims[i][0], features)
                 left[part] = same[len(batch) :]
@@ -304,20 +297,11 @@ class EncoderService:
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 
-    def _count(
-        self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, groups: int = 0
-    ) -> None:
+    def _count(self, **more: int) -> None:
         """Add to the counters. Call this for images only when their features exist."""
         with self._lock:
-            counters = self._counters
-            self._counters = EncoderCounters(
-                requests=counters.requests + requests,
-                groups=counters.groups + groups,
-                images=counters.images + hits + misses,
-                hits=counters.hits + hits,
-                misses=counters.misses + misses,
-                batches=counters.batches + batches,
-            )
+            counts = {name: getattr(self._counters, name) + count for name, count in more.items()}
+            self._counters = replace(self._counters, **counts)
 
 
 def _key(image: DecodedImage, part: VisionPart | None, tower_digest: str) -> str:

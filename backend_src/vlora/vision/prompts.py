@@ -8,9 +8,9 @@ must have exactly one placeholder for each image or frame.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,26 +139,9 @@ class ChatTemplate:
         if template is None:
             return cls(prefix=tokenizer.bos_token or "", suffix="", **images)
         problem = "does not contain the user's text exactly once"
+        given = None if tokenizer.chat_template else template
         for in_parts in (False, True):
-
-            def apply(messages: Messages, in_parts: bool = in_parts) -> str:
-                conversation = [
-                    {
-                        "role": message["role"],
-                        "content": [{"type": "text", "text": message["content"]}]
-                        if in_parts
-                        else message["content"],
-                    }
-                    for message in messages
-                ]
-                rendered: str = tokenizer.apply_chat_template(
-                    conversation,
-                    chat_template=None if tokenizer.chat_template else template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                )
-                return rendered
-
+            apply = partial(_apply, tokenizer, given, in_parts)
             try:
                 rendered = apply([{"role": "user", "content": _SENTINEL}])
             except Exception as error:  # A template is a program and can fail in any way.
@@ -168,6 +151,23 @@ class ChatTemplate:
                 prefix, suffix = rendered.split(_SENTINEL)
                 return cls(prefix=prefix, suffix=suffix, apply=apply, **images)
         raise InvalidArgument(f"the chat template of {folder} {problem}")
+
+
+def _apply(tokenizer: Any, template: str | None, in_parts: bool, messages: Messages) -> str:
+    """Render messages with a chat template, or with the tokenizer's own if it is None.
+
+    in_parts: whether the template takes a message's content as a list of parts.
+    """
+    conversation = [
+        {"role": message["role"], "content": [{"type": "text", "text": message["content"]}]}
+        if in_parts
+        else {"role": message["role"], "content": message["content"]}
+        for message in messages
+    ]
+    rendered: str = tokenizer.apply_chat_template(
+        conversation, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    return rendered
 
 
 def render(task: str, text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
@@ -194,7 +194,7 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
     if spec.instruction is None:
         prompt = images + text
     else:
-        prompt = template.wrap(_user_turn(spec, spec.instruction, text.strip(), images))
+        prompt = template.wrap(task_text(task, text.strip(), images))
     return _with_images(prompt, num_frames, template)
 
 
@@ -257,10 +257,7 @@ def task_text(task: str, text: str, images: str) -> str:
     images: placeholders to put before the text.
     """
     spec = TASKS[task]
-    return _user_turn(spec, spec.instruction or "", text, images)
-
-
-def _user_turn(spec: TaskSpec, instruction: str, text: str, images: str) -> str:
+    instruction = spec.instruction or ""
     if "{text}" in instruction:
         instruction = instruction.replace("{text}", text)
     elif _is_blank(text):
@@ -276,7 +273,7 @@ def _is_blank(text: str) -> bool:
 
 
 def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
-    count = len(re.findall(re.escape(PLACEHOLDER), text))
+    count = text.count(PLACEHOLDER)
     if count and count != num_images + num_frames:
         raise InvalidArgument(
             f"the text has {count} {PLACEHOLDER} placeholders but the request has"
@@ -285,11 +282,11 @@ def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
 
 
 def _image_texts(folder: Path) -> dict[str, Any]:
-    from vlora.vision.families.registry import VISION_FAMILIES
+    from vlora.vision.families.base import vision_family
 
     file = folder / "config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
-    family = VISION_FAMILIES.get(config.get("model_type", ""))
+    family = vision_family(config.get("model_type", ""))
     if family is None:
         return {}
     return {"image_text": family.image_text, "clip_text": family.clip_text}

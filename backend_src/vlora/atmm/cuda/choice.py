@@ -1,13 +1,11 @@
-"""Choice of the kernels for a shape, from a table or by a cost estimate.
+"""Choice of the kernels for a shape, from a table or by a cost estimate. Does not import torch.
 
-The table is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are strings that
-this module makes. The numeric keys of the CPU's tables are not used, because they need the compiled
-CPU core, which may be missing. This module handles tiles and shapes and does not import torch.
+The table is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are strings,
+because the numeric keys of the CPU's tables need the compiled CPU core, which may be missing.
 
-There are two kinds of kernels. Tile kernels use tensor cores on tiles of at least 16 rows. Row
-kernels compute a few rows each. Both compute x Aᵀ first ("shrink") and multiply it by Bᵀ afterwards
-("expand"). The shrink can be split over the depth into slices, which different multiprocessors
-compute.
+Tile kernels use tensor cores on tiles of at least 16 rows, row kernels compute a few rows each.
+Both compute x Aᵀ first ("shrink") and multiply it by Bᵀ afterwards ("expand"). Different
+multiprocessors can compute slices of the shrink's depth.
 """
 
 from __future__ import annotations
@@ -70,10 +68,7 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """Key of the bucket of shapes that this shape belongs to.
-
-        Buckets end at powers of two and are named by their upper ends, as on the CPU.
-        """
+        """Key of the bucket of shapes: its upper ends, which are powers of two as on the CPU."""
         rows, rank = _bucket(self.rows, 1, 8192), _bucket(self.rank, 8, 1024)
         segments = _bucket(self.segments, 1, 256)
         return f"{self.dtype} n{rows} i{self.d_in} o{self.d_out} r{rank} s{segments}"
@@ -81,14 +76,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels of a call. A call may use tile kernels for long segments and row kernels for short
-    ones.
+    """Kernels of a call: tile kernels for long segments and row kernels for short ones.
 
     shrink, expand: names of the tiles of the two products; None to use only row kernels.
-    slices: number of depth slices of the tile kernels' shrink.
+    slices, row_slices: depth slices of the shrink by tile kernels and by row kernels.
     rows_up_to: maximum number of rows of a segment for which row kernels are used.
     row_block: number of rows per block of the row kernels.
-    row_slices: number of depth slices of the row kernels' shrink.
     """
 
     shrink: str | None = None
@@ -128,10 +121,7 @@ class KernelChoice:
             raise ValueError(f"{name!r} is not a configuration of ATMM for CUDA") from None
 
     def on(self, library: Library, dtype: str) -> TilesStruct:
-        """Return this choice as a structure of the C interface.
-
-        Raises ValueError if the library lacks a tile.
-        """
+        """Return the structure of the C interface. Raises ValueError if the library lacks a tile."""
         return TilesStruct(
             _index(library, "shrink", dtype, self.shrink),
             _index(library, "expand", dtype, self.expand),
@@ -165,7 +155,6 @@ def built_in(
 ) -> KernelChoice:
     """Return the choice for a shape that no table contains.
 
-    multiprocessors: number of multiprocessors of the device.
     tensor_cores: whether tensor cores can be used, which needs a 16-bit type and rows aligned to 16
         bytes.
     """
@@ -187,10 +176,7 @@ def built_in(
 
 
 def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: int) -> float:
-    """Return the estimated cost of a shrink with this tile.
-
-    The unit is one multiply-add of one multiprocessor's tensor cores.
-    """
+    """Return the cost of a shrink in multiply-adds of one multiprocessor's tensor cores."""
     depth = -(-shape.d_in // slices)
     blocks = _blocks(shape.rows, shape.rank, tile) * slices * shape.projections
     # The result of each slice is written to memory and read again, in fp32.
@@ -237,7 +223,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, library: Library) -> Table:
-        """Return the table in a JSON file. Entries with tiles that the library lacks are skipped.
+        """Return the table in a JSON file, without entries whose tiles the library lacks.
 
         Raises ValueError for an unsupported version.
         """

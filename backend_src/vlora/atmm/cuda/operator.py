@@ -1,10 +1,8 @@
-"""The LoRA operator on one device: the three calls of `vlora.atmm.op`.
-
-Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first.
+"""The LoRA operator on one device: the three calls of `vlora.atmm.op`, which checks their
+arguments.
 
 fp32 uses the row kernels, which use no tensor cores and therefore no TF32. fp16 and bf16 use tile
-kernels if all operands are aligned to 16 bytes, else the row kernels. This module handles devices
-and streams, but not adapter names, files or memory pools.
+kernels if all operands are aligned to 16 bytes, else the row kernels.
 """
 
 from __future__ import annotations
@@ -37,18 +35,16 @@ EMULATED_MULTIPROCESSORS = 4
 
 
 class DeviceFault(RuntimeError):
-    """Raised if a kernel has detected an invalid segment or adapter, which it skips.
+    """Raised if a kernel has skipped an invalid segment or adapter.
 
-    The next `Operator.check` raises the error, not the call that launched the kernel.
+    The next `Operator.check` raises it, not the call that launched the kernel.
     """
 
 
 class Operator:
-    """The LoRA operator on one device, with the kernels of one library. The emulation uses host
-    memory.
+    """The LoRA operator on one device, with one library. The emulation uses host memory.
 
-    Construction warms up the kernels. All calls share one workspace, so streams that run
-    concurrently need one operator each.
+    All calls share one workspace, so streams that run concurrently need one operator each.
     """
 
     def __init__(self, library: Library, device: torch.device) -> None:
@@ -78,10 +74,7 @@ class Operator:
         segments.prepared[self] = replace(arranged, tensor=on_device)
 
     def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments on the device, arranged in waves.
-
-        They are copied, unless `place` or an earlier call has registered a copy.
-        """
+        """Return the segments on the device, in waves. Copy them unless that is done already."""
         prepared = Segments.of(segments).prepared
         if (arranged := prepared.get(self)) is None:
             arranged = self.arrange(segments)
@@ -93,9 +86,8 @@ class Operator:
     def group(self, group: LoraGroup | HeadGroup, *, update: bool = True) -> DeviceGroup:
         """Return the group's adapters on this device.
 
-        update: whether to first update the slots whose content has changed since the last call.
-            Must be False in a capture: the graph would otherwise contain the transfers of this
-            update.
+        update: whether to update the slots that have changed. Must be False in a capture: the graph
+            would otherwise contain the transfers of this update.
         """
         on_device = self._groups.get(group)
         if on_device is None:
@@ -123,11 +115,7 @@ class Operator:
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
     ) -> KernelChoice:
-        """Return the kernels for a call.
-
-        The device's table names them. If the table has no entry for the shape, or if the call
-        cannot use the tensor cores that the entry needs, `built_in` chooses the kernels.
-        """
+        """Return the kernels for a call: those of the table if they fit, else the built-in choice."""
         tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(
             DTYPES[group.dtype],
@@ -155,10 +143,7 @@ class Operator:
         *,
         heads: bool = False,
     ) -> None:
-        """Launch `op.apply` or `op.heads` on the current stream.
-
-        Raises CudaError if the library rejects the call.
-        """
+        """Launch `op.apply` or `op.heads` on the current stream. Raises CudaError if rejected."""
         self._check_device(y, x)
         if len(segments) == 0 or x.shape[0] == 0:
             return
@@ -224,11 +209,7 @@ class Operator:
     # ---- faults and memory -----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Wait for the device.
-
-        Raises DeviceFault if the device has skipped an invalid segment or adapter since the last
-        check.
-        """
+        """Wait for the device. Raises DeviceFault for faults since the last check."""
         self.synchronize()
         for workspace in self.workspaces:
             word = workspace[:8].view(torch.int64)
@@ -339,9 +320,6 @@ def _on_device(index: int) -> Operator:
 
 
 def table_path(device: str, folder: Path = TABLES) -> Path:
-    """Return the path of the tile table for a device. It contains the entries of all types.
-
-    device: name of the device, as CUDA reports it.
-    """
+    """Return the path of the tile table for a device's name, with entries of all types."""
     words = device.lower().replace("-", " ").split()
     return folder / f"cuda-{'-'.join(words)}.json"

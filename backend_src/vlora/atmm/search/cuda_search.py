@@ -1,10 +1,8 @@
 """CUDA backend of the search: selects candidates and times them.
 
 Candidates are tiles of the compiled library, ordered by the cost formula that also chooses without
-a table. Adapters are profiled hot and cold, as on the CPU. Finally the best candidate and the
-built-in choice run alternately. The candidate replaces the built-in choice only if it is faster by
-more than the noise. Of other projects' packages, this module imports only torch, because a GPU
-machine may have no other.
+a table. The best one for hot and cold adapters replaces the built-in choice only if it is faster by
+more than the noise. Of other packages, this module imports only torch, for machines without others.
 """
 
 from __future__ import annotations
@@ -148,7 +146,7 @@ class CudaSearch:
         """Return the table entry of one shape.
 
         It is the choice with the smallest product of hot and cold time if that beats the built-in
-        choice by more than the noise of both. Otherwise it is the built-in choice.
+        choice by more than the noise of both.
         """
         hot, cold = self.data(shape, cold=False), self.data(shape, cold=True)
         choices = self.candidates(shape)
@@ -184,7 +182,7 @@ class CudaSearch:
     ) -> Iterator[dict[str, Any]]:
         """Yield entries: first those stored in `file`, then new ones, which are added to it.
 
-        The iterator ends before a shape for which the time left would probably not suffice.
+        Ends before a shape for which the time left would probably not suffice.
         """
         end, longest = time.monotonic() + seconds, 0.0
         state = State(file, f"{self._operator.name} {_digest(self._operator)}")

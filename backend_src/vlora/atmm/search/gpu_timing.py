@@ -1,7 +1,6 @@
 """Interleaved timing on a GPU, with events around many replays of captured graphs.
 
-A machine without a GPU can make a dry run on the emulated kernels. The host's clock then times the
-calls. The figures of a dry run mean nothing and are marked as such.
+Without a GPU, a dry run on the emulated kernels uses the host's clock. Its figures mean nothing.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class GpuTiming(Timing):
 
 
 class GpuWork:
-    """Work that can be timed repeatedly. A pass makes all `calls`, which do the same work on
-    different data.
+    """Work that can be timed. A pass makes all `calls`, the same work on different data.
 
     graph: whether a pass replays one captured graph instead of making separate calls.
     """

@@ -97,8 +97,7 @@ class Space:
 
     sides: (d_in, d_out) of the model's targets. Targets that share an input are combined.
     memory_bytes: maximum bytes of input and output rows of a call.
-    max_rows: maximum number of rows of a call. A larger call repeats the same blocks, and the
-        look-up takes the nearest bucket.
+    max_rows: maximum number of rows of a call. A larger call repeats the same blocks.
     """
 
     sides: tuple[tuple[int, int], ...]
@@ -217,9 +216,8 @@ def profile(
 ) -> Profile:
     """Measure interleaved medians, and drop slow configurations early.
 
-    While there are fewer than MIN_ROUNDS samples, a configuration is dropped if it takes more than
-    HOPELESS times as long as the best. From MIN_ROUNDS samples on, it is dropped if its fastest
-    sample takes longer than the upper quartile of the best configuration's samples.
+    With fewer than MIN_ROUNDS samples, a configuration is dropped if it takes HOPELESS times as
+    long as the best; later, if its fastest sample is slower than the best one's upper quartile.
 
     budget: seconds after which MIN_ROUNDS samples are enough.
     """
@@ -270,8 +268,7 @@ def _calls_per_sample(seconds: float) -> int:
 def choose(hot: Profile, cold: Profile) -> str:
     """Return the configuration with the smallest product of hot and cold times.
 
-    The same table serves small models, whose adapters are hot, and large ones, whose adapters are
-    cold.
+    One table serves small models, whose adapters are hot, and large ones, whose adapters are cold.
     """
     shared = [name for name in hot.seconds if name in cold.seconds]
     return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
@@ -279,11 +276,7 @@ def choose(hot: Profile, cold: Profile) -> str:
 
 @dataclass(frozen=True)
 class Duel:
-    """Seconds of two configurations measured alternately, so that disturbances affect both.
-
-    ours: samples of the configuration that the search found.
-    others: samples of the configuration that it is compared with.
-    """
+    """Seconds of our and another configuration, measured alternately against disturbances."""
 
     ours: tuple[float, ...]
     others: tuple[float, ...]
@@ -301,9 +294,8 @@ class Duel:
 
 
 def wins(hot: Duel, cold: Duel) -> bool:
-    """Return whether the found configuration (`ours`) is faster than the other one.
-
-    The sum of both gains must exceed the root of the sum of the squares of both noises.
+    """Return whether `ours` is faster: whether the sum of both gains exceeds the root of the sum of
+    the squares of both noises.
     """
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)
@@ -317,10 +309,7 @@ def duel(
     rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
-    """Return the times of two calls that are measured alternately.
-
-    The call that starts a pair of samples changes each time.
-    """
+    """Return the times of two calls that are measured alternately and take turns to start."""
     calls = (ours, other)
     count = _calls_per_sample(min(_seconds(call, 1, clock) for call in calls))
     samples: tuple[list[float], list[float]] = ([], [])
@@ -335,12 +324,10 @@ def duel(
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
-    """Return the entries, with copies of them for numbers of segments that were not searched.
+    """Return the entries, with copies without times for numbers of segments that were not searched.
 
-    An entry for apply is copied to twice its number of segments. An entry for merge, whose segments
-    are matrices, is copied to all numbers in MATRICES. With the copies, more look-ups find an exact
-    match by hash and need not scan for the nearest bucket. Copies have no times, because they were
-    not measured.
+    An entry for apply is copied to twice its number of segments, one for merge, whose segments are
+    matrices, to all numbers in MATRICES. So more look-ups find an exact match by hash.
     """
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}

@@ -1,7 +1,6 @@
-"""Launchers of the GPU kernels of the layers.
+"""Launchers of the GPU kernels of the layers, whose callers check the shapes.
 
-They check nothing: their callers `ops`, `norms` and `AttentionPlan` check the shapes. All tensors
-are on one device. Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights are fp32.
+Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights are fp32.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ def add_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    """Compute `norms.add_norm`, with the result in `out`."""
+    """Compute `ops.add_norm`, with the result in `out`."""
     count, width = hidden.shape
     if count:
         columns = triton.next_power_of_2(width)
@@ -73,7 +72,7 @@ def head_norm(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Compute `norms.head_norm`."""
+    """Compute `ops.head_norm`."""
     dim = len(query_weight)
     if len(qkv):
         rows.head_norm_kernel[(len(qkv), heads + kv_heads)](
@@ -107,7 +106,6 @@ def embed(
 ) -> None:
     """Write the embedding of each token, or the image feature that replaces it, to `out`.
 
-    tokens: [T] integers.
     feature_rows: [T], row of `features`, or negative for a token; None without images.
     """
     count, width = out.shape
@@ -167,8 +165,7 @@ def rotate(
 class DecodeRows:
     """The decode rows of a step, which are its chunks of one row, and their contexts.
 
-    rows: [n] row of the step.
-    ends: [n] number of positions; 0 for a padding row, whose attention is zero.
+    rows, ends: [n] row of the step, and number of positions; 0 for a padding row.
     tables: [n, pages], pages of each row's context.
     counters: [n · kv heads], zeros between launches; not read if contexts are not split.
     splits: number of parts into which each context is divided.
@@ -186,7 +183,7 @@ class Rotation:
     """Norms and rotation that `decode` applies to the rows of the query, key and value projections.
 
     cosines, sines: [T, dim / 2] fp32.
-    norms: weights of the RMS norms of query heads and key heads, [dim] fp32, and eps; or None.
+    norms: weights of the RMS norms of query and key heads, [dim] fp32, and eps; or None.
     """
 
     cosines: torch.Tensor
@@ -206,8 +203,8 @@ def decode(
 ) -> None:
     """Write the attention of the rows in `contexts` to `out`, [T, heads · dim].
 
-    rotation: None if the queries are rotated and the pages have the keys and values of the rows.
-        Otherwise the kernel rotates the rows, which stay unchanged, and writes to the pages.
+    rotation: None if the queries are rotated and the pages are written. Otherwise the kernel
+        rotates the rows, which stay unchanged, and writes to the pages.
     """
     kv_heads, page = keys.shape[1:3]
     group, count, splits = heads // kv_heads, len(contexts.rows), contexts.splits

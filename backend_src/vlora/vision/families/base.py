@@ -1,12 +1,13 @@
 """Description of a vision family: how to load its tower, and how to represent images in a prompt.
 
 A family is a checkpoint architecture, identified by the `model_type` of its configuration. Each
-family has a file here and a line in `registry.py`. No other module of the encoder names an
-architecture.
+module here lists its `FAMILIES` by model type, and `MULTIMODAL` names the modules. No other
+module of the encoder names an architecture.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from vlora.errors import InvalidArgument
+from vlora.model.multimodal import MULTIMODAL
 from vlora.vision.images import DecodedImage
 
 Pixels = Mapping[str, torch.Tensor]  # Result of a checkpoint's image processor for one image.
@@ -84,3 +86,30 @@ class VisionFamily:
     clip_settings: Callable[[Path, Any], Mapping[str, Any]] = lambda checkpoint, processor: {}
     load_processor: Callable[[Path, Any], Any] = _load_processor
     clip_text: Callable[[int], str] | None = None
+
+
+def vision_family(model_type: str) -> VisionFamily | None:
+    """Return the family of a checkpoint's model type; None if its images are not supported."""
+    if model_type not in MULTIMODAL:
+        return None
+    module = importlib.import_module(f"vlora.vision.families.{MULTIMODAL[model_type]}")
+    family: VisionFamily = module.FAMILIES[model_type]
+    return family
+
+
+def without_decoder(
+    model: type[Any], decoder: Sequence[str], build: Callable[[Any, Any], object]
+) -> type[Any]:
+    """Return a model of transformers without its decoder.
+
+    decoder: patterns of the keys of the decoder's weights, which are not loaded.
+    build: (model, config) → sets the other parts of the model.
+    """
+
+    def init(self: Any, config: Any) -> None:
+        super(model, self).__init__(config)  # The model's own constructor builds the decoder.
+        build(self, config)
+        self.post_init()
+
+    members = {"__init__": init, "_keys_to_ignore_on_load_unexpected": tuple(decoder)}
+    return type(f"{model.__name__}Vision", (model,), members)

@@ -184,3 +184,4 @@ QWEN_VL = VisionFamily(
     features=_features,
     load_processor=_processor,
 )
+FAMILIES = {QWEN_VL.model_type: QWEN_VL}

@@ -20,24 +20,18 @@ from PIL import Image
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen2_5_VLModel,
-    Qwen2_5_VLPreTrainedModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VisionTransformerPretrainedModel,
     Qwen2VLModel,
-    Qwen2VLPreTrainedModel,
 )
-from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLModel,
-    Qwen3VLPreTrainedModel,
-    Qwen3VLVisionModel,
-)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLVisionModel
 
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import FRAMES_PER_SECOND
 from vlora.strict_json import load_object
-from vlora.vision.families.base import Pixels, VisionFamily
+from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
 # Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
@@ -199,37 +193,11 @@ _IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 _DECODER_KEYS = (r"language_model", r"lm_head", r"^model\.(layers|norm|embed_tokens)")
 
 
-class _Qwen2Vision(Qwen2VLModel):  # type: ignore[misc]
-    """The Qwen2-VL model of transformers without its decoder."""
+def _part(model: type[Any], tower: type[Any]) -> type[Any]:
+    def build(part: Any, config: Any) -> None:
+        part.visual = tower._from_config(config.vision_config)
 
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen2VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen2VisionTransformerPretrainedModel._from_config(config.vision_config)
-        self.post_init()
-
-
-class _Qwen25Vision(Qwen2_5_VLModel):  # type: ignore[misc]
-    """The Qwen2.5-VL model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen2_5_VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config)
-        self.post_init()
-
-
-class _Qwen3Vision(Qwen3VLModel):  # type: ignore[misc]
-    """The Qwen3-VL model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen3VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen3VLVisionModel._from_config(config.vision_config)
-        self.post_init()
+    return without_decoder(model, _DECODER_KEYS, build)
 
 
 def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
@@ -266,7 +234,7 @@ def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.T
 QWEN2_VL = VisionFamily(
     "qwen2_vl",
     _IMAGE_TEXT,
-    _Qwen2Vision,
+    _part(Qwen2VLModel, Qwen2VisionTransformerPretrainedModel),
     ("vision_config",),
     _grid,
     _features,
@@ -275,12 +243,17 @@ QWEN2_VL = VisionFamily(
     clip_settings=clip_settings,
     clip_text=lambda frames: _IMAGE_TEXT,
 )
-QWEN2_5_VL = replace(QWEN2_VL, model_type="qwen2_5_vl", part=_Qwen25Vision)
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    model_type="qwen2_5_vl",
+    part=_part(Qwen2_5_VLModel, Qwen2_5_VisionTransformerPretrainedModel),
+)
 QWEN3_VL = replace(
     QWEN2_VL,
     model_type="qwen3_vl",
-    part=_Qwen3Vision,
+    part=_part(Qwen3VLModel, Qwen3VLVisionModel),
     features=_features_by_level,
     with_views=partial(with_pairs, frame_size_of_qwen3, False),
     clip_text=partial(timed_text, _IMAGE_TEXT),
 )
+FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
