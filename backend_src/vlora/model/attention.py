@@ -23,11 +23,10 @@ from vlora.model.rotary import Rotary
 
 
 class AttentionPlan:
-    """Pages that the rows of a step write and read. A plan is made once per step, for all layers.
+    """Pages that the rows of a step write and read, for all layers.
 
     chunks: chunks of the step, in the order of their rows.
-    heads: number of query heads. Each group of `heads / kv_heads` adjacent query heads shares one
-        key head and one value head.
+    heads: number of query heads. `heads / kv_heads` adjacent ones share one key and value head.
     padded: size to which a step of decoding rows is padded on a GPU; None for no padding.
 
     Raises ValueError, here or at the first `attend`, if the chunks do not fit their pages.
@@ -119,11 +118,11 @@ class AttentionPlan:
 
         qkv: [T, (heads + 2 · kv_heads) · dim], contiguous, before rotation. It may be overwritten.
         rotary: angles by which queries and keys are rotated.
-        out: [T, heads · dim] to write the result to; allocated if None.
+        out: [T, heads · dim] for the result; allocated if None.
         head_norms: norms of query and key heads, computed before their rotation, or None.
 
-        Returns [T, heads · dim]. On a CPU, all of these tensors are fp32. On a GPU, `qkv` and the
-        result have the dtype of the weights. Raises ValueError if `qkv` does not fit the plan.
+        Tensors are fp32 on a CPU, and `qkv` and the result of the weights' dtype on a GPU. Raises
+        ValueError if `qkv` does not fit the plan.
         """
         kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():
@@ -152,11 +151,7 @@ class AttentionPlan:
         return out
 
     def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:
-        """Repeat recorded kernel calls of all layers with the pages of this plan.
-
-        recording: complete recording of a step with the same number of rows.
-        rotary, segments: of this step.
-        """
+        """Repeat a complete recording of a step of as many rows, with the pages of this plan."""
         recording.repeat(
             self._native,
             rotary.cosines.data_ptr(),

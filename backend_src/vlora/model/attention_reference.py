@@ -1,8 +1,7 @@
 """Reference implementation of paged attention in plain torch: gather the pages, then attend.
 
-Masked positions may contain values that are not finite. They can be values of a page's previous
-owner, or of a later row of the same sequence. A weight of zero does not suffice to mask them, since
-0 · NaN is NaN. So keys and values that are not finite are replaced by zeros first.
+Masked positions may contain values that are not finite, of a page's previous owner or of a later
+row. A weight of zero does not mask them, since 0 · NaN is NaN, so they are replaced by zeros.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from vlora.model.rotary import Rotary
 class ReferencePlan:
     """Indices of the pages that the rows of a step write and read.
 
-    The attention of all chunks with a single row is computed together, padded to the longest
-    context. The attention of longer chunks is computed one chunk at a time.
+    All chunks with a single row are computed together, padded to the longest context, and longer
+    chunks one at a time.
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
@@ -111,11 +110,9 @@ class ReferencePlan:
         out[self._single_rows] = attended
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the keys or values of the first `length` positions, [batch, kv_heads, length,
-        dim].
+        """Return the first `length` keys or values, [batch, kv_heads, length, dim].
 
-        view: [pages, kv_heads, panels, …]; the last axes hold the LANES tokens of a panel, one
-            token of dim values after another.
+        view: [pages, kv_heads, panels, …]; the last axes hold the LANES tokens of a panel.
         pages: [batch, n] pages of each sequence.
         """
         kv_cache = self._kv_cache
@@ -125,12 +122,12 @@ class ReferencePlan:
 
 
 def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Set the keys and values of a position to zero if any of its keys or values is not finite.
+    """Set the keys and values of a position to zero if any of them is not finite.
 
     keys, values: [batch, kv_heads, positions, dim].
 
-    Returns [batch, positions] bool: False for the positions that were set to zero. The caller sets
-    the attention of all rows that see such a position to NaN.
+    Returns [batch, positions] bool: False for positions that were set to zero. The attention of
+    rows that see them must be set to NaN.
     """
     finite = (keys.isfinite() & values.isfinite()).all(3).all(1)
     if not bool(finite.all()):

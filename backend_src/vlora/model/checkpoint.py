@@ -33,10 +33,7 @@ def check_files(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weight files: the first result of `indexed_weight_files`.
-
-    Raises InvalidArgument if there are none or their index cannot be read.
-    """
+    """Return the folder's weight files. Raises InvalidArgument as `indexed_weight_files`."""
     return indexed_weight_files(folder)[0]
 
 
@@ -124,14 +121,12 @@ STORED_DTYPES = tuple(FLOATS.values())  # Types in which a checkpoint's weights 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A matrix in a checkpoint's file, whose rows are read when they are requested.
+    """A matrix in a checkpoint's file. A slice of rows is read when it is requested.
 
-    file, key: file of the matrix, and its key there.
     shape: shape that the matrix must have.
     dtype: type to which the rows are converted.
 
-    A slice of rows has the rows themselves, as a slice of a tensor has. It raises InvalidArgument
-    if the rows cannot be read or do not fit.
+    Slicing raises InvalidArgument if the rows cannot be read or do not fit.
     """
 
     file: Path
@@ -177,8 +172,7 @@ def check(
 ) -> None:
     """Raise InvalidArgument if a stored tensor has another shape or an unsupported type.
 
-    expected: shape that the tensor must have.
-    shape, dtype: shape and type of the tensor. An unknown type is the name of a type.
+    dtype: type of the tensor. An unknown type is the name of a type.
     origin: file and key of the tensor, for the error message.
     """
     if dtype not in STORED_DTYPES:
@@ -191,5 +185,4 @@ def check(
 
 
 def unreadable(file: Path, key: str, error: Exception) -> InvalidArgument:
-    """Return the error which says that a stored tensor cannot be read, and why."""
     return InvalidArgument(f"model: {file}: '{key}' cannot be read: {error}")

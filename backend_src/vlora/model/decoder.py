@@ -1,8 +1,5 @@
 """The decoder: one implementation for all models with Llama's layers, over paged KV and LoRA
-segments.
-
-It has projections with or without bias, grouped-query attention, rotary positions, RMS norms and
-SwiGLU. It handles rows, positions and signed segments, but no requests.
+segments. It handles rows and positions, but no requests.
 """
 
 from __future__ import annotations
@@ -88,19 +85,14 @@ class Decoder:
         self._rotary.reserve(positions)
 
     def prepare(self, positions: torch.Tensor) -> None:
-        """Extend the table of rotary angles to the positions of a step. Call this before `forward`.
-
-        positions: in host memory.
-        """
+        """Extend the table of rotary angles to the positions of a step, in host memory."""
         self._rotary.extend(positions)
 
     def embed(
         self, tokens: torch.Tensor, images: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Return the embeddings of a step's rows, [T, hidden] fp32, valid until the next call.
-
-        tokens: [T] int64.
-        images: as in `ops.embed`.
+        """Return the embeddings of a step, [T, hidden] fp32, valid until the next call
+        (`ops.embed`).
         """
         hidden = self._workspace.buffers(len(tokens)).hidden
         return ops.embed(tokens, self._weights.embedding, images, out=hidden)
@@ -117,13 +109,11 @@ class Decoder:
         """Return the hidden states of `output_rows` after the final norm, [output rows, hidden].
 
         hidden: [T, hidden] embeddings; overwritten.
-        attention: pages that the rows write and read.
         segments: segments of the T rows.
-        output_rows: numbers of the rows to return, on the device; None for all rows.
+        output_rows: numbers of the rows to return, on the device; None for all rows. After the
+            attention of the last layer, only they are computed (decision 36).
         output_segments: segments of the output rows, in their order.
         levels: image features for the first layers, or None.
-
-        After the attention of the last layer, only the output rows are computed (decision 36).
         """
         rotary = self._rotary.lookup(attention.placed_positions)
         compute = partial(
@@ -197,10 +187,8 @@ class Decoder:
     def logits(
         self, hidden: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits, [rows, vocabulary] fp32.
+        """Return logits, [rows, vocabulary] fp32, for rows after the final norm.
 
-        hidden: [rows, hidden] after the final norm.
-        segments: segments of these rows.
         out: memory for the result; allocated if None.
         """
         logits = self._lm_head(hidden)
@@ -218,9 +206,8 @@ def lora_groups(layers: int) -> list[list[MatrixId]]:
 class DecoderLayer:
     """Attention and MLP of one layer, with norms before them and residual connections.
 
-    The outputs of attention and MLP are not added to the residual stream at once. Each is passed on
-    as `delta` to the next norm, which adds it. Adding and normalizing in one kernel reads the
-    stream only once.
+    Outputs of attention and MLP are passed on as `delta` to the next norm, which adds them to the
+    residual stream. Adding and normalizing in one kernel reads the stream only once.
     """
 
     def __init__(
@@ -261,8 +248,7 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Add `delta` to `hidden` in place, and return each row's attention over its sequence.
 
-        hidden: [T, hidden].
-        delta: [T, hidden], output of the previous layer; None for the first layer.
+        hidden, delta: [T, hidden], the stream and the previous layer's output (None for the first).
 
         Returns `buffers.attended`, [T, heads · dim], before the output projection.
         """
@@ -279,13 +265,9 @@ class DecoderLayer:
         segments: Segments,
         buffers: StepBuffers,
     ) -> torch.Tensor:
-        """Add the output projection of `attended` to `hidden` in place; return the output of the
-        MLP.
+        """Add the output projection of `attended` to `hidden` in place; return the MLP's output.
 
-        hidden: [T, hidden], the residual stream.
-        attended: [T, heads · dim], result of `attend`.
-
-        Returns `buffers.delta`, [T, hidden], which the next layer adds to the residual stream.
+        hidden: [T, hidden]. attended: [T, heads · dim]. Returns `buffers.delta`, [T, hidden].
         """
         projected = self._o(attended, segments, buffers.delta)
         normed = ops.add_norm(

@@ -29,26 +29,20 @@ FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips witho
 class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
-    layers: number of layers.
     hidden: width of the residual stream.
-    heads: number of query heads.
-    kv_heads: number of heads of keys, and of heads of values.
-    head_dim: width of a head.
+    heads, kv_heads: number of query heads, and of heads of keys and of values.
     intermediate: width of the MLP.
     vocabulary: number of tokens with an embedding.
-    norm_eps: epsilon of the RMS norms.
     context: maximum number of positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
     biased: targets with a bias.
     tied: whether the LM head and the embedding are the same matrix.
     image_token: id of the image placeholder; None for a checkpoint without images.
-    eos_tokens: ids of the end-of-text tokens.
     names: names of the weights in the checkpoint.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
     image_merge: number of patches on each side of the square that becomes one token.
     clip_interval: distance between two successive pairs of frames of a clip, in time positions.
-    image_levels: number of layers, counted from the first, to whose outputs image features are
-        added (DeepStack).
+    image_levels: number of first layers to whose outputs image features are added (DeepStack).
     quantization: layout of the target matrices in the checkpoint; None if they are floats.
     """
 
@@ -121,8 +115,7 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 def dtype_of(requested: str, folder: Path) -> torch.dtype:
     """Return the type in which the weights of a checkpoint are stored in memory.
 
-    requested: option `dtype`. `auto` means bf16 for a checkpoint stored in bf16, and fp32 for all
-        others.
+    requested: option `dtype`. `auto` means bf16 for a checkpoint stored in bf16, else fp32.
     """
     if requested == AUTO:
         config = read_config(folder)
@@ -153,9 +146,8 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
 def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | None:
     """Return the format in which the LM head is kept in memory; None for floats.
 
-    matrices: format of the target matrices; None for floats.
-
-    A checkpoint that is stored quantized keeps its LM head as it is stored.
+    matrices: format of the target matrices. A checkpoint that is stored quantized keeps its LM
+        head.
     """
     quantized_at_load = matrices is not None and config.quantization is None
     return LM_HEAD_FORMAT if quantized_at_load else None
@@ -222,15 +214,14 @@ def image_levels(config: Any) -> int:
 
 
 def load_rope_frequencies(folder: Path) -> tuple[torch.Tensor, float]:
-    """Return the result of `rope_frequencies` for the checkpoint in a folder."""
     return rope_frequencies(read_config(folder).get_text_config())
 
 
 def read_config(folder: Path) -> Any:
-    """Return transformers' configuration of a checkpoint folder.
+    """Return transformers' configuration of a checkpoint folder. Code in it is never run.
 
     Raises InvalidArgument if config.json cannot be read, or names an architecture that is not
-    served. Code in the folder is never run.
+    served.
     """
     try:
         model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")

@@ -22,9 +22,7 @@ Grid = tuple[int, int, int]  # Size of an image in tokens: time, height and widt
 
 
 def image_grids(images: ImageFeatures, merge: int) -> list[Grid]:
-    """Return the grid of each image.
-
-    merge: number of patches on each side of the square that becomes one token.
+    """Return the grid of each image. merge: patches on each side of the square of one token.
 
     Raises InvalidArgument if the number of patches of an image does not fit its number of rows.
     """
@@ -52,9 +50,8 @@ def prompt_positions(
     width of its grid, whichever is larger.
 
     feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
-    grids: grid of each image.
-    clip_interval: distance between successive time steps of a clip, in positions. The time
-        positions are rounded down.
+    clip_interval: distance between successive time steps of a clip; time positions are rounded
+        down.
     """
     parts: list[torch.Tensor] = []
     index = position = 0
@@ -100,11 +97,7 @@ def text_prompt(ids: Iterable[int]) -> Prompt:
 
 
 class PromptReader:
-    """Tokenizes prompts and expands their image placeholders.
-
-    Any thread may use it: the tokenizer is not changed after construction and releases the GIL
-    while it works.
-    """
+    """Tokenizes prompts and expands their image placeholders. Thread-safe."""
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
@@ -117,8 +110,7 @@ class PromptReader:
     def check_length(self, text: str, context: int) -> None:
         """Raise InvalidArgument if `text` is certainly too long for a context of this many tokens.
 
-        The check compares numbers of bytes and takes almost no time. A text that passes may still
-        be too long, which is known only after it is tokenized.
+        The check compares numbers of bytes, and a text that passes may still be too long.
         """
         size, limit = (
             len(text.encode(errors="replace")),

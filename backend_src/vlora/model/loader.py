@@ -1,9 +1,7 @@
-"""Loading of the decoder's weights from a checkpoint folder.
+"""Loading of the decoder's weights from a checkpoint folder, alone or inside a multimodal model.
 
-The checkpoint may be of any supported decoder family, alone or inside a multimodal model.
-`vision/encoder.py` reads vision towers and connectors. Weights are recognized by their names
-without the layout's prefix, so the layouts of transformers 4 and 5 and bare decoders can all be
-loaded.
+Weights are recognized by their names without the layout's prefix, so the layouts of transformers 4
+and 5 and bare decoders can all be loaded.
 """
 
 from __future__ import annotations
@@ -51,7 +49,6 @@ class DecoderWeights:
 
     embedding, lm_head: [vocabulary, hidden]. If they are tied, they are the same tensor, or a
         quantized LM head has the values of the embedding.
-    final_norm: [hidden].
     norms: (layer, name) → [hidden], or [head_dim] for the norms of heads.
     biases: (layer, target) → [d_out].
     inverse_frequencies: [head_dim / 2] fp32, frequencies of the rotary embedding.
@@ -77,12 +74,10 @@ def load_weights(
 ) -> DecoderWeights:
     """Return the weights in the folder's safetensors files, with matrices as `dtype` on `device`.
 
-    quantization: format of the target matrices. If None, they are stored as `dtype`, too.
-        `lm_head_format` has the format of the LM head.
+    quantization: format of the target matrices; None to store them as `dtype`, too.
 
-    Each tensor is copied directly to its final location. So loading needs as much memory as the
-    model and its largest tensor. Matrices that are stored quantized are unpacked one by one, which
-    needs memory for some copies of one matrix in int32.
+    Each tensor is copied directly to its final location, so loading needs as much memory as the
+    model and its largest tensor.
 
     Raises InvalidArgument, which names the file and the tensor, if a tensor is missing or does not
     fit.
@@ -177,8 +172,8 @@ def adapter_shape(
 ) -> ModelShape:
     """Return the shapes that adapters of this checkpoint must fit.
 
-    weights: the loaded weights. If they are None or have a quantized LM head only, an adapter's
-        copy of the LM head is compared with the one in the folder.
+    weights: the loaded weights. If they have no LM head of floats, an adapter's copy of the LM head
+        is compared with the one in the folder.
     """
 
     def lm_head() -> torch.Tensor | StoredRows:
@@ -205,9 +200,7 @@ def adapter_shape(
 def stored_lm_head(
     folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
 ) -> StoredRows:
-    """Return the LM head in a folder, [vocabulary, hidden].
-
-    Its rows are read when they are requested, and converted to `dtype`.
+    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`.
 
     Raises InvalidArgument if a weight is missing.
     """
@@ -326,7 +319,7 @@ def find_weights(
 
 
 def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts]:
-    """Return, for each quantized matrix, functions that read its parts, by the name of the part."""
+    """Return functions that read each part of each quantized matrix, by the part's name."""
     matrices = {
         config.names.matrix(layer, target): (layer, target)
         for layer in range(config.layers)

@@ -45,8 +45,7 @@ class StoredQuantization:
     method: a key of METHODS.
     bits: 4 or 8.
     group: number of inputs that share a scale in the files; None if all inputs of an output do.
-    form: format in which the matrices are kept in memory. Its groups have at most 128 inputs, so a
-        larger group in the files is split into several groups.
+    form: format in memory. A larger group in the files is split into several of at most 128 inputs.
     zero_offset: number to add to stored zeros: 1 for GPTQ before its version 2, else 0.
     """
 
@@ -58,9 +57,7 @@ class StoredQuantization:
 
 
 def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantization | None:
-    """Return the quantization that a checkpoint's `quantization_config` describes.
-
-    description: the `quantization_config`, or None. For None, the result is None.
+    """Return the quantization that a checkpoint's `quantization_config` describes; None for none.
 
     Raises InvalidArgument for anything that is not supported.
     """
@@ -175,8 +172,7 @@ def read_quantized(
 ) -> None:
     """Read all matrices into the slab.
 
-    Raises InvalidArgument, which names the matrix, if one of its tensors is missing or does not
-    fit.
+    Raises InvalidArgument, which names the matrix, for a tensor that is missing or does not fit.
     """
     for layer in range(slab.layers):
         for number, group in enumerate(GROUPS):
@@ -197,12 +193,9 @@ def read_quantized(
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the unsigned integers in rows of 32-bit words.
+    """Return the unsigned integers in rows of 32-bit words, lowest bits first.
 
-    packed: [rows, n] int32; the first integer is in the lowest bits of a word.
-    bits: number of bits of each integer.
-
-    Returns [rows, n · 32 / bits] int32.
+    packed: [rows, n] int32. Returns [rows, n · 32 / bits] int32.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values: torch.Tensor = (packed[:, :, None] >> shifts) & (2**bits - 1)

@@ -1,6 +1,4 @@
-"""Rotary position embeddings: supported rope types, their frequencies, and the table of cosines and
-sines.
-"""
+"""Rotary position embeddings: supported rope types, and the table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -55,10 +53,9 @@ class Rotary:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions below a limit. `extend` increases the limit.
+    """Cosines and sines of all positions below a limit, which `extend` increases.
 
-    The table saves time. Computing the cosines of a few rows in each step would take longer than
-    the norms of a layer.
+    Computing the cosines of a few rows in each step would take longer than the norms of a layer.
     """
 
     def __init__(
@@ -98,9 +95,9 @@ class RotaryTable:
             self._table = self._compute(1 << last.bit_length())
 
     def lookup(self, positions: torch.Tensor) -> Rotary:
-        """Return the cosines and sines of `positions`, [T] or [3, T] int64, at least 0.
+        """Return the cosines and sines of `positions`, [T] or [3, T] int64, on the table's device.
 
-        positions: on the table's device. The table must contain all of them (see `extend`).
+        The table must contain all of them (see `extend`).
         """
         if positions.ndim == 1:
             return Rotary(self._table.cosines[positions], self._table.sines[positions])

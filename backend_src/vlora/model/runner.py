@@ -36,8 +36,7 @@ class StepImages:
     rows are gathered, and are uploaded with the step's other inputs.
 
     ranges: the ranges in the form that `ops.embed` takes.
-    inputs: tensors to upload, in host memory: the index of each row's feature, and the features;
-        [] on a CPU.
+    inputs: tensors to upload: the index of each row's feature, and the features; [] on a CPU.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device) -> None:
@@ -89,13 +88,11 @@ def level_features(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outputs of the chunks that complete all known tokens of their sequence, in the order of the
-    chunks.
+    """Outputs of the chunks that complete their sequence, in the order of the chunks.
 
     logits: [rows, vocabulary] fp32, one row per chunk that does not use a head.
     heads: one [classes] fp32 tensor per chunk that uses a vision task head, before softmax.
-    captured: whether a graph was captured during the step. Capturing takes longer than the step
-        itself.
+    captured: whether a graph was captured, which takes longer than the step itself.
     """
 
     logits: torch.Tensor
@@ -106,9 +103,7 @@ class StepResult:
 class StepSizes(NamedTuple):
     """Maximum sizes of steps, for which a GPU's memory is allocated once.
 
-    rows: maximum number of rows.
-    requests: maximum number of requests, which is also the maximum number of rows of a decoding
-        step.
+    requests: maximum number of requests, and of rows of a decoding step.
     positions: maximum number of positions of a request.
     """
 
@@ -118,7 +113,10 @@ class StepSizes(NamedTuple):
 
 
 class Runner:
-    """Computes forward passes with the decoder, the adapters and the KV pages."""
+    """Computes forward passes with the decoder, the adapters and the KV pages of the engine.
+
+    graph_sizes: sizes of the steps for which graphs are captured; None for no graphs.
+    """
 
     def __init__(
         self,
@@ -129,11 +127,6 @@ class Runner:
         kv_cache: KVCache,
         graph_sizes: StepSizes | None = None,
     ) -> None:
-        """Create the decoder.
-
-        kv_cache: the KV pages, which the engine owns.
-        graph_sizes: sizes of the steps for which graphs are captured; None for no graphs.
-        """
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
@@ -157,10 +150,9 @@ class Runner:
     def forward(self, chunks: Sequence[Chunk], *parts: UploadedPart) -> StepResult:
         """Compute the step's chunks with the switcher's active weights.
 
-        chunks: chunks in the order of their rows. If they are sorted by `ids.order_of`, the number
-            of segments is the smallest possible, which is fastest.
-        parts: other parts of the step, such as sampling. Their inputs are uploaded to the device in
-            the same transfer as those of the forward pass.
+        chunks: in the order of their rows, fastest if sorted by `ids.order_of`.
+        parts: other parts of the step, such as sampling, whose inputs are uploaded in the same
+            transfer.
         """
         if self._graphs is not None:
             before = self._graphs.counters.captured

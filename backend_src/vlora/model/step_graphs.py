@@ -1,10 +1,9 @@
 """Captured graphs of decoding steps, which launch all kernels of a step with one call.
 
-A step of a small model has hundreds of launches, each of some microseconds of host time. A graph
-contains the same launches, but the host starts all of them with one call. Values that differ
-between the steps of one graph are read from device memory: tokens, positions, block tables and
-segments. A step is padded to the sizes of its graph's key. Steps with a chunk of several rows, an
-image or a vision task head are computed without a graph.
+A step of a small model has hundreds of launches, each of some microseconds of host time. Values
+that differ between the steps of one graph are read from device memory: tokens, positions, block
+tables and segments. A step is padded to the sizes of its graph's key. Steps with a chunk of several
+rows, an image or a vision task head are computed without a graph.
 """
 
 from __future__ import annotations
@@ -57,11 +56,8 @@ PART_BYTES, PART_BYTES_PER_ROW = 256, 64
 class GraphKey(NamedTuple):
     """Properties of the steps that a graph can compute.
 
-    shape: number of rows, of pages per row, and of axes of positions.
     merged: indices of the weights that are read from the merged slab (see `Active.merged_groups`).
-    lora: limits of the number and length of the layers' segments (see `SegmentBounds`); None if no
-        layer applies an adapter.
-    lm_head: limits of the LM head's segments; None if it applies no adapter.
+    lora, lm_head: limits of the segments of the layers and of the LM head; None without adapters.
     """
 
     shape: DecodeShape
@@ -78,8 +74,7 @@ class GraphKey(NamedTuple):
 class GraphCounters:
     """Totals of captured graphs.
 
-    captured: number of graphs that were captured.
-    discarded: number of graphs that were discarded.
+    captured, discarded: number of graphs.
     replayed: number of steps that a graph has computed.
     seconds: time that all captures took together.
     nbytes: device memory that the existing graphs took when they were captured.
@@ -108,11 +103,8 @@ class _Captured:
 class _Step:
     """A decoding step in the form that its graph reads.
 
-    attention: plan with padded tables.
     tokens: [padded rows] int64 in host memory.
-    lora, lm_head: segments of the layers and of the LM head, with their bounds; None if no adapter
-        is applied.
-    merged: as in `GraphKey`.
+    lora, lm_head: segments of the layers and of the LM head; None if no adapter is applied.
     """
 
     attention: AttentionPlan
@@ -147,11 +139,6 @@ class StepGraphs:
         device: Device,
         max_rows: int,
     ) -> None:
-        """Create the owner without graphs. Each graph is captured after the first step that needs
-        it.
-
-        max_rows: maximum number of rows of a decoding step.
-        """
         self._decoder, self._switcher, self._device = decoder, switcher, device
         self._kv_cache, self._heads = kv_cache, config.heads
         self._axes = 3 if config.rope_axes else 1
@@ -169,13 +156,13 @@ class StepGraphs:
     def forward(
         self, chunks: Sequence[Chunk], parts: Sequence[UploadedPart]
     ) -> torch.Tensor | None:
-        """Return the logits of a decoding step, [chunks, vocabulary] fp32.
+        """Return the logits of a decoding step, [chunks, vocabulary] fp32, valid until the next
+        call.
 
-        The logits are valid until the next call. Returns None if the step must be computed without
-        a graph.
+        Returns None if the step must be computed without a graph.
 
-        parts: parts of the step whose inputs are uploaded with the others. These inputs have at
-            most PART_BYTES + PART_BYTES_PER_ROW · rows bytes.
+        parts: parts whose inputs are uploaded with the others, PART_BYTES + PART_BYTES_PER_ROW ·
+            rows bytes at most.
         """
         if self._failed or not self._may_have_graph(chunks):
             return None
@@ -311,10 +298,7 @@ def padded_rows(rows: int) -> int:
 
 
 def padded_pages(pages: int) -> int:
-    """Return the number of pages per row to which a step is padded.
-
-    pages: number of pages of the longest context in the step.
-    """
+    """Return the padded number of pages per row, for the pages of the longest context."""
     width = FEWEST_PAGES
     while width < pages:
         width *= 4

@@ -1,10 +1,9 @@
 """Recorded kernel calls of decoding steps on the CPU.
 
-The layers of a decoding step make the same kernel calls as those of the step before, with the same
-addresses. Each call from Python costs about ten microseconds, which together is a tenth of the step
-of a small model. So the calls are recorded once. In later steps, one call of the compiled core
-repeats all of them. Values that differ between the steps are arguments of this call: pages, angles,
-segments and the number of threads. Steps on a GPU have captured graphs instead (`step_graphs.py`).
+Each kernel call from Python costs about ten microseconds, together a tenth of the step of a small
+model. So the calls of the layers are recorded once, and one call of the compiled core repeats them.
+Values that differ between the steps are its arguments: pages, angles, segments and the number of
+threads. Steps on a GPU have captured graphs instead (`step_graphs.py`).
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ _enabled = True
 class RecordingKey(NamedTuple):
     """Properties on which the kernel calls of a step depend.
 
-    rows: number of rows.
     active: `id` of the active weights.
     adapted: for each group of projections, whether the step applies an adapter to it; () for a step
         without segments.
@@ -72,10 +70,10 @@ class StepRecordings:
         compute: Callable[[], object],
     ) -> None:
         """Compute the layers of a step: repeat the recording of `key`, or call `compute` and record
-        its kernel calls.
+        it.
 
         active: the weights that the step reads.
-        compute: function that makes the kernel calls of the layers, and has no other effect.
+        compute: makes the kernel calls of the layers, and has no other effect.
         """
         recorded = self._recorded.pop(key, None)
         if recorded is None:

@@ -1,7 +1,7 @@
 """Tokenizer of a checkpoint folder.
 
 Qwen and Qwen-VL were published with `qwen.tiktoken`, a list of tokens by rank, and with code that
-reads it. This module reads the list with transformers' converter instead, and never runs that code.
+reads it. transformers' converter reads the list instead, and that code is never run.
 """
 
 from __future__ import annotations
@@ -44,14 +44,11 @@ BYTE_ALPHABET = _byte_level_alphabet()
 class Vocabulary:
     """Bytes of every token that the model can generate.
 
+    size: number of tokens of the model, if the tokenizer may have more.
     bytes_of: bytes by token id; b"" for special tokens, which never appear in text.
     """
 
     def __init__(self, tokenizer: Any, size: int | None = None) -> None:
-        """Read the tokens.
-
-        size: number of tokens of the model, if the tokenizer may have more.
-        """
         added = tokenizer.added_tokens_decoder
         # Byte-level tokenizers write bytes as printable characters. Tokenizers like SentencePiece
         # write a space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind
@@ -74,10 +71,7 @@ class Vocabulary:
 
     @cached_property
     def tokens_of(self) -> dict[bytes, list[int]]:
-        """Token ids by their bytes.
-
-        Several tokens may have the same bytes. Tokens without bytes are left out.
-        """
+        """Ids of all tokens with bytes, by their bytes."""
         index: dict[bytes, list[int]] = {}
         for token, token_bytes in enumerate(self.bytes_of):
             if token_bytes:
@@ -85,10 +79,10 @@ class Vocabulary:
         return index
 
     def token_lengths(self, prefix: bytes) -> tuple[int, ...]:
-        """Return the lengths in bytes that a token at the start of a text can have, in ascending
-        order.
+        """Return the lengths in bytes that a token at the start of a text can have, ascending, with
+        1.
 
-        prefix: first two bytes of the text, or its only byte. Length 1 is always included.
+        prefix: first two bytes of the text, or its only byte.
         """
         return self._lengths_by_prefix.get(prefix, (1,))
 
@@ -108,10 +102,9 @@ class Vocabulary:
 class TextStream:
     """Converts tokens to text deltas without splitting characters, and stops at stop strings.
 
-    Text that may be the start of a stop string is held back until later tokens show whether it
-    is one. All deltas together equal the text of the tokenizer's `decode`, with U+FFFD for an
-    incomplete character at the end. The `DecodeStream` of the package tokenizers would omit such a
-    character.
+    Text that may be the start of a stop string is held back. All deltas together equal the text of
+    the tokenizer's `decode`, with U+FFFD for an incomplete character at the end, which the
+    `DecodeStream` of the package tokenizers would omit.
     """
 
     def __init__(
@@ -177,8 +170,8 @@ LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
 class TokenLength:
     """Upper bound of the bytes of text that one token of a tokenizer covers.
 
-    longest: number of bytes of the longest token. It is infinite if a token may cover text of any
-        length, such as stripped white space or an unknown word.
+    longest: bytes of the longest token; infinite if a token may cover text of any length, such as
+        stripped white space or an unknown word.
     """
 
     def __init__(self, tokenizer: Any) -> None:

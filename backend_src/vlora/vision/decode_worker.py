@@ -1,9 +1,8 @@
 """`python -m vlora.vision.decode_worker`: the fork server of the decoders, and the decoders.
 
-The fork server (`vlora.fork_server`) imports Pillow once and forks a decoder for each command. The
-operating system limits each decoder: a timer ends it by a signal when its processor time is used
-up, and its address space is limited. A file that keeps a codec busy forever therefore ends only one
-process, which is replaced.
+The operating system limits each decoder: a timer ends it by a signal when its processor time is
+    used
+up, and its address space is limited. So a file that keeps a codec busy forever ends one process.
 """
 
 from __future__ import annotations
@@ -137,8 +136,8 @@ def _send_pixels(connection: socket.socket, rgb: ByteArray) -> None:
 def _seal(file: int) -> None:
     """Make a memory file unchangeable. Raises OSError if that is not possible.
 
-    Linux refuses with EBUSY while its own memory management uses one of the pages, for example to
-    move it. Before it refuses, it waits for 0.15 s, which is too short on a busy machine.
+    Linux refuses with EBUSY while it moves one of the pages, for example. It waits for 0.15 s
+    before, which is too short on a busy machine.
     """
     for _ in range(SEAL_TRIES - 1):
         try:

@@ -1,13 +1,12 @@
 """Decoding of images in processes that can be killed, several requests at a time.
 
 If a request exceeds its limit of processor time or memory, its decoder process ends and is
-replaced, and the request gets an error. A limited number of requests is decoded at the same time:
-each needs a permit. So that a long request does not delay others, it exchanges its regular permit
-for one for long requests, and its decoder later gets a lower priority.
+replaced, and the request gets an error. Each request needs a permit. So that a long request does
+not delay others, it exchanges its regular permit for one for long requests, and its decoder later
+gets a lower priority.
 
 **Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`. One
-request at a time may exceed this limit, so that every request can finish; `max_request_megapixels`
-limits the pixels of that request.
+request at a time may exceed this limit, so that every request can finish.
 """
 
 from __future__ import annotations
@@ -69,10 +68,7 @@ class PictureRefusedError(Exception):
 
 
 class DecodeProcess:
-    """One decoder process, as the encoder's process sees it. Not thread-safe.
-
-    process: process id.
-    """
+    """One decoder process, as the encoder's process sees it. Not thread-safe."""
 
     def __init__(self, process: int, connection: socket.socket) -> None:
         self.process = process
@@ -80,20 +76,14 @@ class DecodeProcess:
         connection.settimeout(TRANSFER_SECONDS)
 
     def begin(self, limits: Limits) -> None:
-        """Tell the process that a request begins.
-
-        The limits of processor time and memory apply from now on.
-        """
+        """Begin a request, to which the limits of processor time and memory apply."""
         data = protocol.LIMITS.pack(
             limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
         )
         self._send(protocol.BEGIN, b"", data)
 
     def end(self) -> None:
-        """Tell the process that the request has no more elements.
-
-        Its processor time is not counted until the next request begins.
-        """
+        """End a request. Processor time is not counted until the next one begins."""
         self._send(protocol.END, b"", b"")
 
     def decode(
@@ -190,8 +180,7 @@ MAX_IDLE_POLLS = 600
 class PixelPool:
     """Limits the number of decoded pixels that are not encoded yet. Thread-safe.
 
-    limit: maximum number of pixels. One request at a time may exceed it, so that every request can
-        finish.
+    limit: maximum number of pixels. One request at a time may exceed it.
     """
 
     def __init__(self, limit: float) -> None:
@@ -203,8 +192,7 @@ class PixelPool:
     def reserve(self, owner: object, pixels: int, while_waiting: Callable[[], None]) -> None:
         """Wait until `owner` may hold this many additional pixels.
 
-        while_waiting: function that is called repeatedly during the wait. An error that it raises
-            ends the wait.
+        while_waiting: called repeatedly. An error that it raises ends the wait.
         """
         with self._changed:
             while not self._may_reserve(owner, pixels):
@@ -231,7 +219,7 @@ class PixelPool:
 class DecodedRequest(NamedTuple):
     """Decoded images of one request: independent images, followed by the frames of the clip.
 
-    release: function that frees the pixels. The caller must call it when the images are encoded.
+    release: frees the pixels; to be called when the images are encoded.
     """
 
     images: list[DecodedImage]
@@ -242,8 +230,7 @@ OnDone = Callable[[DecodedRequest | Exception], None]
 
 
 class _Permit:
-    """Permit to decode one request. It is a regular permit at first, and may later become one for
-    long requests.
+    """Permit to decode one request, regular at first.
 
     process: id of the request's decoder.
     is_slow: whether the priority of the decoder was lowered.
@@ -278,11 +265,10 @@ class _Permit:
                 raise TimeoutError
 
     def check(self) -> None:
-        """Exchange the regular permit for one for long requests after LONG_SECONDS, and lower the
-        decoder's priority after SLOW_SECONDS.
+        """Exchange the regular permit after LONG_SECONDS, and lower the priority after
+        SLOW_SECONDS.
 
-        If no permit for long requests is free, the request keeps its regular one, and the decoder
-        its priority.
+        If no permit for long requests is free, neither happens.
         """
         seconds = time.monotonic() - self._since
         if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
@@ -296,13 +282,12 @@ class _Permit:
 
 
 class ImageDecoder:
-    """Decodes the images of requests. Thread-safe."""
+    """Decodes the images of requests. Thread-safe.
+
+    permits: number of regular permits. There are also twice as many permits for long requests.
+    """
 
     def __init__(self, limits: Limits, permits: int = 2) -> None:
-        """Start the fork server.
-
-        permits: number of regular permits. There are also twice as many permits for long requests.
-        """
         self._processes = ForkServer(decode_worker.__name__, SETTINGS)
         self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
         self._regular = threading.Semaphore(permits)
@@ -314,7 +299,7 @@ class ImageDecoder:
     def submit(
         self, request: ImageRequest, on_done: OnDone, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Decode a request on another thread. A request without elements is handled on this thread.
+        """Decode a request on another thread, or without elements on this one.
 
         on_done: called once, with the images or an error.
         check: called before decoding begins. If it raises an error, the request is not decoded.

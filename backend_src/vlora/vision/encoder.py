@@ -1,7 +1,7 @@
 """Image encoder: transformers' vision tower and connector, which turn pixels into image features.
 
 The encoder computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is not
-loaded. This module does not depend on requests, caches or Triton.
+loaded.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ class _Bf16Linear(torch.nn.Linear):
 
 
 class _InPlaceQuickGelu(torch.nn.Module):
-    """QuickGELU, x sigmoid(1.702 x), in place.
+    """QuickGELU, x sigmoid(1.702 x), in place on the output of a linear layer.
 
-    x is the output of a linear layer that no other code reads. Allocating the results of three
-    operations would take several times as long as computing them.
+    Allocating the results of three operations takes several times as long as computing them.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,8 +52,7 @@ class _InPlaceQuickGelu(torch.nn.Module):
 class VisionEncoder:
     """Vision tower and connector of one checkpoint folder.
 
-    hidden: width of a feature row. In Qwen3-VL, it includes the columns that are added to the
-        outputs of the decoder's first layers.
+    hidden: width of a feature row, with the columns of Qwen3-VL for the decoder's first layers.
     tower_digest: SHA-256 (hex) of the weights, the architecture and the preprocessing, which
         together with an image's pixels determine its features.
     layers: linear layers by `vision_path`, which adapters may change.
@@ -70,9 +68,8 @@ class VisionEncoder:
         """Load the tower from a checkpoint folder.
 
         threads: number of threads of torch, which is set for the whole process.
-        dtype: type in which the matrices of linear layers are stored. For float16, which needs a
-            GPU, they are stored in float32, because their values may exceed the range of float16.
-        device: device on which the tower computes.
+        dtype: type of the stored matrices of linear layers. For float16, which needs a GPU, they
+            are stored in float32, because their values may exceed the range of float16.
 
         Raises InvalidArgument unless the folder has a tower of a supported family with all its
         weights, and OutOfMemory if it does not fit the device.
@@ -211,7 +208,7 @@ def _digest(config: Any, config_keys: Sequence[str], processor: Any, model: torc
 
 
 class TextOnlyEncoder:
-    """Encoder of a checkpoint without a vision tower. It refuses requests with images.
+    """Encoder of a checkpoint without a vision tower. It raises Unsupported for any image.
 
     hidden, tower_digest, layers: as in `VisionEncoder`.
     """
@@ -223,11 +220,9 @@ class TextOnlyEncoder:
         self._model_type = model_type
 
     def grid(self, image: DecodedImage) -> tuple[int, int]:
-        """Raise Unsupported."""
         raise self._refusal()
 
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-        """Return the images of a request, which has none. Raise Unsupported for any other."""
         if images:
             raise self._refusal()
         return images
@@ -235,7 +230,6 @@ class TextOnlyEncoder:
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None
     ) -> list[FloatArray]:
-        """Return the features of no image. Raise Unsupported for any other number of images."""
         self.with_views(images)
         return []
 
@@ -249,10 +243,7 @@ class TextOnlyEncoder:
 def open_encoder(
     checkpoint: Path, threads: int, dtype: torch.dtype = torch.float32, device: Device = HOST
 ) -> VisionEncoder | TextOnlyEncoder:
-    """Return the encoder of a checkpoint folder. Arguments and errors are those of `VisionEncoder`.
-
-    Whether the checkpoint is text-only depends on its model type (`takes_images`).
-    """
+    """Return the encoder of a folder, by its model type. For arguments, see `VisionEncoder`."""
     if (checkpoint / "config.json").is_file():
         config = read_config(checkpoint)
         if not takes_images(config.model_type):

@@ -1,8 +1,7 @@
 """Cache of image features by image content, and the service that computes missing features.
 
 A key is the SHA-256 of an image's pixels and shape, the tower's digest, and the digest of an
-adapter's vision part. Keys are computed here and never taken from a client. This module does not
-depend on Triton.
+adapter's vision part, never a value from a client.
 
 **Invariant:** if several calls miss the same image at the same time, one encodes it and the others
 wait. A call encodes its own images before it waits, so two calls never wait for each other.
@@ -49,7 +48,7 @@ class EncodedImages:
     layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video, as in `ImageFeatures`.
         h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
-    digests: keys of the images in the cache, in hex, one per image, in order.
+    digests: keys of the images in the cache, in hex, in order.
     adapter_version: version of the adapter that was applied to the tower; "" if none was.
     """
 
@@ -64,14 +63,10 @@ class EncodedImages:
 class EncoderCounters:
     """Counters since the start.
 
-    requests: requests with images.
-    groups: groups of such requests that were ready together.
-    images: images whose features were found or computed, the sum of hits and misses.
-    hits: images whose features were in the cache.
-    misses: images that the tower encoded.
+    requests, groups: requests with images, and groups of them that were ready together.
+    images: images whose features were found (hits) or computed (misses).
     batches: calls of the tower.
-    evictions: cache entries evicted.
-    bytes: bytes of features in the cache now.
+    evictions, bytes: evicted cache entries, and bytes of features in the cache now.
     """
 
     requests: int = 0
@@ -111,8 +106,7 @@ class FeatureCache:
     def claim(self, key: str) -> tuple[PendingFeatures, bool]:
         """Return a future for the features of `key`, and whether the caller must compute them.
 
-        A caller that must compute them must call `fulfil` or `fail` with this future, because other
-        callers may wait for it.
+        If so, it must call `fulfil` or `fail`, because other callers may wait for the future.
         """
         with self._lock:
             if key in self._entries:
@@ -145,10 +139,7 @@ class FeatureCache:
         pending.set_exception(error)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the accounting is inconsistent.
-
-        The check takes time, so call it only in tests and at idle times.
-        """
+        """Raise AssertionError if the accounting is inconsistent. For tests and idle times."""
         with self._lock:
             # This method of the base class reads an entry without changing the LRU order.
             entries = [Cache.__getitem__(self._entries, key) for key in self._entries]
@@ -163,6 +154,8 @@ class EncoderService:
     """Encodes the images of requests. Each image that is not cached is encoded once.
 
     Thread-safe. One call of the tower runs at a time.
+
+    seconds_per_image: the tower's time per image until it is measured, 0 if unknown.
     """
 
     def __init__(
@@ -171,10 +164,6 @@ class EncoderService:
         cache: FeatureCache,
         seconds_per_image: float = 0.0,
     ) -> None:
-        """Create the service.
-
-        seconds_per_image: the tower's time per image until it is measured, 0 if unknown.
-        """
         self._encoder = encoder
         self._cache = cache
         self._lock = threading.Lock()

@@ -6,8 +6,6 @@
   to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored.
 - An animated file is refused as an image. In `frames`, each picture of an animated file is a frame.
   Only the first picture of a multi-picture JPEG, which phones write, is used.
-
-This module does not limit pixels, time or memory, and does not depend on torch.
 """
 
 from __future__ import annotations
@@ -46,7 +44,6 @@ _TRANSPOSE = {
 def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterator[Image.Image]:
     """Yield the pictures of one element. Their headers have been read, but not their pixels.
 
-    name: name of the element, for error messages.
     as_frames: whether the element may be animated, so that it has several pictures.
     limit: maximum size of the encoded file in bytes.
 
@@ -157,10 +154,7 @@ def _is_animated(image: Image.Image) -> bool:
 
 
 def _to_rgb(image: Image.Image, name: str) -> ByteArray:
-    """Return upright RGB of a loaded image.
-
-    The orientation of a TIFF is not applied here, because Pillow applies it when loading.
-    """
+    """Return upright RGB of a loaded image. Pillow itself applies the orientation of a TIFF."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
     except Exception:  # A corrupt EXIF block does not make the pixels invalid.
@@ -183,10 +177,7 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def _scale(image: Image.Image) -> ByteArray:
-    """Return a 16-bit gray picture as uint8 [h, w].
-
-    If the file declares a value as transparent, the pixels with this value become white.
-    """
+    """Return a 16-bit gray picture as uint8 [h, w]. The value declared transparent becomes white."""
     values = np.asarray(image).astype(np.uint32)
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
     transparent = image.info.get("transparency")

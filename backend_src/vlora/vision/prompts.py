@@ -1,10 +1,9 @@
 """Task prompts: the templates in appendix C of the V-LoRA paper (Fig. 25), inside a chat template.
 
-Training and serving both use this module, so each prompt is defined once. It handles text only, no
-tokens, tensors or image sizes. A prompt has one `<image>` placeholder per image or frame, which the
-engine later expands into image tokens. By default, all placeholders stand before the text, those of
-images before those of frames. A text that contains `<image>` determines the positions itself, and
-must have exactly one placeholder for each image or frame.
+Training and serving both use this module. A prompt has one `<image>` placeholder per image or
+frame, which the engine later expands into image tokens. By default, all placeholders stand before
+the text, those of images before those of frames. A text that contains `<image>` determines the
+positions itself, and must have exactly one placeholder for each image or frame.
 """
 
 import json
@@ -101,11 +100,9 @@ _SENTINEL = "VLORA-USER-TEXT"
 class ChatTemplate:
     """Chat template of a checkpoint, reduced to the text before and after one user turn.
 
-    prefix, suffix: text before and after the user's text. The suffix includes the start of the
-        model's turn.
+    suffix: includes the start of the model's turn.
     image_text: text for one image in prompts of the checkpoint.
-    clip_text: number of frames → text for a clip in prompts of the checkpoint; None if its frames
-        are separate images.
+    clip_text: number of frames → text for a clip; None if its frames are separate images.
     apply: renders several messages; None if the checkpoint has no chat template.
     """
 
@@ -121,11 +118,9 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> "ChatTemplate":
-        """Return the template of a checkpoint.
+        """Return the template of a checkpoint: one rendered user turn, split around its text.
 
-        One user turn is rendered with the checkpoint's chat template, and split around its text.
-        Without a chat template, the prefix is the begin-of-text token, if there is one, and the
-        suffix is empty.
+        Without a chat template, the prefix is the begin-of-text token, if there is one.
 
         Raises InvalidArgument for a template that fails or whose result does not contain the text
         exactly once.
@@ -173,9 +168,6 @@ def _apply(tokenizer: Any, template: str | None, in_parts: bool, messages: Messa
 def render(task: str, text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
     """Return the prompt of one request, with the checkpoint's text for each image and frame.
 
-    text: text of the request.
-    num_images, num_frames: number of images and of frames of the request.
-
     Raises InvalidArgument for an unknown task, for a missing text, and if the text has placeholders
     but not one for each image and frame.
     """
@@ -201,8 +193,7 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
 def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
     """Return the prompt with the checkpoint's text in place of the placeholders.
 
-    If the checkpoint takes frames as one video, one text replaces all placeholders of the clip.
-    Raises InvalidArgument if these placeholders are not adjacent.
+    Raises InvalidArgument if the frames are taken as one video but are not adjacent.
     """
     if template.clip_text is not None and num_frames:
         clip = PLACEHOLDER * num_frames

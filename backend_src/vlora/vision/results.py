@@ -106,7 +106,6 @@ def build_result(
 ) -> str:
     """Return the JSON of one answer, which conforms to the schema.
 
-    text: the model's text.
     details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name).
     layout: int32 [n, 6]; its last column, is_video, is the number of frames, 0 for an image.
     size: int32 [n, 2], height and width in pixels.

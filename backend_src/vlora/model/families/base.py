@@ -48,19 +48,14 @@ class WeightNames:
         return f"layers.{layer}.{norm}.weight"
 
     def without_prefix(self, key: str) -> str | None:
-        """Return the name of a stored decoder weight without its layout's prefix; None for other
-        weights.
-
-        The layouts of transformers 4 and 5, of multimodal checkpoints and of bare decoders are
-        recognized.
-        """
+        """Return the name of a stored decoder weight without its layout's prefix; None for others."""
         match = self._pattern.match(key)
         return match[1] if match else None
 
     @property
     def modules(self) -> Mapping[str, str]:
-        """Path of a module in a layer → target, for modules whose path is not `attention` or `mlp`
-        followed by the target's name.
+        """Path of a module in a layer → target, for modules with other paths than `attention` and
+        `mlp`.
 
         For a module that corresponds to several targets, the value is a key of `lora.fused.FUSED`.
         """

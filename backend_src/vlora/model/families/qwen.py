@@ -36,8 +36,7 @@ _LAYER_KEY = re.compile(r"transformer\.h\.(\d+)\.([\w.]+)\.(weight|bias)")
 class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
     """Configuration of Qwen and Qwen-VL, which transformers does not have.
 
-    The fields are those of the published `config.json`. `__post_init__` adds the names that
-    decoders of transformers have.
+    The fields are those of the published `config.json`.
     """
 
     model_type = "qwen"

@@ -57,20 +57,17 @@ class VisionFamily:
     part: class of the model without its decoder; `from_pretrained` loads its weights.
     config_keys: keys of the configuration that affect image features.
 
-    The other attributes are functions. `config` is transformers' configuration of the checkpoint,
-    and `processor` is the image processor.
+    The other attributes are functions of transformers' configuration and image processor.
 
-    grid: (config, processor, image) → (height, width) of the image's features, in patches of the
-        tower.
+    grid: (config, processor, image) → (height, width) of the image's features, in patches.
     features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
     with_views: (clip settings, images of one request) → the images with `DecodedImage.view` set.
     preprocess: (processor, image) → pixels.
     clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor. {} if
         frames of a clip are prepared like images.
     load_processor: (checkpoint, config) → processor. By default, the checkpoint's own.
-    clip_text: (number of frames) → text that stands for a clip in a prompt. It contains the image
-        token once for each row of the clip in `ImageFeatures.layout`. The attribute is None if
-        prompts represent the frames as separate images.
+    clip_text: (number of frames) → text for a clip in a prompt, with the image token once for each
+        row of the clip in `ImageFeatures.layout`; None if frames are separate images.
     """
 
     model_type: str

@@ -1,8 +1,6 @@
-"""Qwen-VL of the first generation: a large vision transformer, and one layer of cross-attention
-whose queries are the tokens of an image.
-
-transformers has no such modules. Names follow the published checkpoint, so that its weights and
-adapters fit.
+"""Qwen-VL of the first generation: a vision transformer, and one layer of cross-attention whose
+queries are the tokens of an image. transformers has no such modules. Names follow the published
+checkpoint, so that its weights and adapters fit.
 """
 
 from __future__ import annotations
@@ -76,8 +74,9 @@ class _Block(nn.Module):
 
 
 class _CrossAttention(nn.Module):
-    """Cross-attention with the weights of `torch.nn.MultiheadAttention`. Unlike that class, it
-    calls its output layer as a module, so that the forward hooks of adapters run.
+    """Cross-attention with the weights of `torch.nn.MultiheadAttention`.
+
+    Unlike that class, it calls its output layer, so that the forward hooks of adapters run.
     """
 
     def __init__(self, width: int) -> None:

@@ -49,11 +49,9 @@ FrameSize = Callable[[Settings, int, int, int], tuple[int, int]]
 
 
 def clip_settings(folder: Path, processor: Any) -> Settings:
-    """Return the settings of a checkpoint's video processor, from the files in which transformers
-    searches for them.
+    """Return the settings of a checkpoint's video processor, as transformers finds them.
 
-    Missing settings are taken from the image processor. The files are read directly because
-    transformers' video classes need torchvision.
+    Missing ones are those of the image processor. transformers' video classes need torchvision.
     """
     nested = _read(folder / "processor_config.json").get("video_processor")
     own = nested or _read(folder / "video_preprocessor_config.json")
@@ -75,10 +73,7 @@ def _read(file: Path) -> Settings:
 
 
 def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames in Qwen2-VL and Qwen2.5-VL.
-
-    The minimum and the maximum number of pixels in `clips` apply to each frame.
-    """
+    """Return the (height, width) of frames, to each of which the limits of pixels apply."""
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     if clips.get("cap_pixels_per_frame"):
         tokens = clips.get("max_video_tokens", 128_000)
@@ -89,10 +84,7 @@ def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -
 
 
 def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames in Qwen3-VL.
-
-    The minimum and the maximum number of pixels in `clips` apply to all frames together.
-    """
+    """Return the (height, width) of frames, to all of which the limits of pixels apply."""
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     factor = _factor(clips)
     frames = max(frames, FRAMES_PER_PAIR)
@@ -121,13 +113,10 @@ def _factor(clips: Settings) -> int:
 def with_pairs(
     size: FrameSize, one_row: bool, clips: Settings, images: Sequence[DecodedImage]
 ) -> Sequence[DecodedImage]:
-    """Return the images of a request, with each two successive frames joined into one
-    `DecodedImage`.
+    """Return a request's images, with each two successive frames joined into one `DecodedImage`.
 
-    Frames whose size differs from that of the first frame are resized to it.
-
-    If the number of frames is odd, the last frame is encoded like an image: the image processor
-    repeats it to make a pair.
+    Frames are resized to the size of the first. A last frame without a partner is encoded like an
+    image: the image processor repeats it to make a pair.
 
     one_row: whether the layout has one row for the clip instead of one row for each pair.
     clips: settings of the checkpoint's video processor.
@@ -177,8 +166,8 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
 def timed_text(image_text: str, frames: int) -> str:
     """Return the text of a clip in Qwen3-VL: the time of each pair of frames, then its tokens.
 
-    The text equals that of transformers' processor, which also puts the start and end tokens of an
-    image around the whole clip. The time of a pair is the mean of its frames' times, in seconds.
+    As in transformers' processor, the start and end tokens of an image are also around the whole
+    clip. The time of a pair is the mean of its frames' times, in seconds.
     """
     start, _, end = image_text.partition("<|image_pad|>")
     pairs = ""
