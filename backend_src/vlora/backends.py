@@ -20,14 +20,11 @@ Component = Literal["atmm", "kernels"]
 # Name of an implementation: "cpu" is the compiled kernels, "cuda" the CUDA library of the LoRA
 # operator, "gpu" the GPU kernels of a step, and "reference" plain torch.
 Backend = Literal["cpu", "cuda", "gpu", "reference"]
-
 # Environment variables that set a component's backend to "cpu" or "reference". They are for tests,
 # and for machines on which the compiled code is suspected of faults.
 VARIABLES: dict[Component, str] = {"atmm": "VLORA_ATMM", "kernels": "VLORA_KERNELS"}
-
 # Names of the components in the log.
 LABELS: dict[Component, str] = {"atmm": "ATMM", "kernels": "kernels"}
-
 _chosen: dict[tuple[Component, str], Backend] = {}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -19,7 +19,6 @@ log = logging.getLogger(__name__)
 
 # Number of cores per thread of the encoder, which has less than a quarter of the work.
 CORES_PER_ENCODER_THREAD = 4
-
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/cgroup")
 
@@ -117,15 +116,11 @@ def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
 
     In a container, `path` may not exist. `root` is then the container's own group.
     """
-    for folder in _with_parents(path):
+    relative = PurePosixPath(path.lstrip("/") or ".")
+    for folder in (relative, *relative.parents):
         limit = read(root / folder)
         if limit is not None and limit > 0:
             yield limit
-
-
-def _with_parents(path: str) -> Iterable[str]:
-    relative = PurePosixPath(path.lstrip("/") or ".")
-    return [str(folder) for folder in (relative, *relative.parents)]
 
 
 def _version_2(folder: Path) -> float | None:

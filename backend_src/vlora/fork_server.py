@@ -21,24 +21,18 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-
 FORK, STOP = b"F", b"K"
 # Command to the fork server: kind (FORK or STOP), and id of the process to stop. The socket of the
 # new process is sent along with FORK.
 COMMAND = struct.Struct("<ci")
-
 # Answer of the fork server: an exit code as in `subprocess`, or the id of the new process, or
 # NO_PROCESS if the system refuses to fork.
 ANSWER = struct.Struct("<i")
-
 NO_PROCESS = 0
-
 # Maximum time of an answer, including the start of the fork server. Ordinary answers take
 # milliseconds, and a start takes a second.
 ANSWER_SECONDS = 60.0
-
 OUT_OF_MEMORY = 3  # Exit code of a forked process that exceeds its limit of memory.
-
 # Exit code of a forked process that exceeds its limit of processor time.
 OUT_OF_TIME = -signal.SIGPROF
 

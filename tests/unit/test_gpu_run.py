@@ -15,6 +15,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
+from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import KernelCell
 from tests.support.atmm_problems import emulation
 from tests.support.polling import until
@@ -27,7 +28,6 @@ from vlora.atmm.cuda.choice import KernelChoice, Shape, Table
 from vlora.atmm.cuda.operator import Operator, using
 from vlora.atmm.search import cuda_search
 from vlora.atmm.search.cuda_search import CudaSearch, shapes, write_table
-from vlora.atmm.search.gpu_timing import GpuLimits
 from vlora.cli import tile_search as command
 
 LIMITS = GpuLimits(1e9, 1e11, 1e10)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.dtypes import DTYPES
+from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import KernelCell
 from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
 from tools.gpu.peers import PEERS
@@ -26,7 +27,7 @@ from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.search.gpu_timing import Call as Pass
-from vlora.atmm.search.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
+from vlora.atmm.search.gpu_timing import GpuTiming, GpuWork, interleaved
 from vlora.atmm.types import LoraPair
 
 ATMM, STATIC = "atmm", "static: "

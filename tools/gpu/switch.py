@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_timing import GpuLimits
 from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator
-from vlora.atmm.search.gpu_timing import GpuLimits, GpuWork, interleaved
+from vlora.atmm.search.gpu_timing import GpuWork, interleaved
 from vlora.atmm.types import LoraPair, MergeUpdate
 
 ROUNDS = 5

@@ -58,7 +58,7 @@ def machine(out: Path) -> str:
     found["packages"] = {name: _version(name) for name in packages}
     write(out / "machine.json", found)
     torch = _torch()
-    from vlora.atmm.search.gpu_timing import measure_limits
+    from benchmarks.gpu_timing import measure_limits
 
     device = torch.device("cuda", torch.cuda.current_device())
     properties = torch.cuda.get_device_properties(device)
@@ -319,7 +319,7 @@ def _operator(out: Path | None = None) -> Any:
 
 
 def _limits(out: Path) -> Any:
-    from vlora.atmm.search.gpu_timing import GpuLimits, measure_limits
+    from benchmarks.gpu_timing import GpuLimits, measure_limits
 
     known = read(out / "machine.json").get("limits")
     if known:

@@ -16,7 +16,7 @@ import torch
 from vlora import backends, native
 from vlora.atmm import reference
 from vlora.atmm.cuda import operator
-from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, bounds_of
+from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, arrange, bounds_of
 from vlora.atmm.groups import HeadGroup, LoraGroup, latest_version
 from vlora.atmm.types import (
     DTYPES,
@@ -50,16 +50,12 @@ def apply(
     For every segment, and every projection p of the group with (A, B) = group.pairs[p][slot]:
         y[R, columns of p] += sign · (x[R] Aᵀ) Bᵀ
 
-    Projections whose pair is None are skipped, and ranks may differ. A row may be in two segments:
-    one adds the row's adapter, the other subtracts the live adapter. A value that is not finite
-    affects only the rows of its segment.
+    Pairs of None are skipped. A value that is not finite affects only the rows of its segment. Sums
+    are fp32. CPUs with instructions for pairs of bf16 may round x and x Aᵀ to bf16 if the group is
+    bf16. On CUDA, x, x Aᵀ and the term that is added to y are rounded to the group's dtype.
 
-    Sums are fp32. CPUs with instructions for pairs of bf16 (AVX-512 or AMX) may round x and x Aᵀ to
-    bf16 if the group is bf16. On CUDA, x, x Aᵀ and the term that is added to y are rounded to the
-    group's dtype.
-
-    y: [T, sum of d_out], the outputs of one projection after another; x: [T, d_in]. Both are of the
-        group's dtype, or both fp32. Rows may be strided, columns must be contiguous.
+    y: [T, sum of d_out], the outputs of one projection after another.
+    x: [T, d_in]. Both are of the group's dtype or fp32. Rows may be strided.
     config: index of a tile configuration in `tiles.configs("apply", dtype)`; None to choose it.
     threads: number of threads; torch's by default.
 
@@ -67,11 +63,11 @@ def apply(
     """
     _check_rows(y, x, group)
     chosen = backend or _backend_for(y)
-    if chosen != "cpu":
+    if chosen == "cpu":
+        _on_cpu(x, y)
+    else:
         _check(len(x), segments, len(group))
         group.pending.wait_for(segments)
-    else:
-        _on_cpu(x, y)
     if chosen == "reference":
         reference.apply(y, x, segments, group)
         return
@@ -120,7 +116,7 @@ class StepSegments:
         if backends.backend_of("atmm", device.type, operator.current) == "cuda":
             self._operator = operator.current()
             distinct = {id(segments): segments for segments in lists if segments}
-            self._arranged = [(s, self._operator.arrange(s)) for s in distinct.values()]
+            self._arranged = [(s, arrange(self._operator.library, s)) for s in distinct.values()]
 
     @property
     def inputs(self) -> list[torch.Tensor]:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, Unpack, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from vlora import native
 from vlora.atmm.cpu import Cpu
@@ -41,7 +41,7 @@ def isas(dtype: str = "fp32") -> list[str]:
 
 
 def current_isa(dtype: str) -> str:
-    """Return the instruction set of products of this type, the first of `isas` by default."""
+    """Return the instruction set of products of this type: the first of `isas` unless set."""
     return str(native.kernels().runtime.isa(dtype))
 
 
@@ -75,7 +75,7 @@ def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 
 
-class Sizes(TypedDict):
+class Sizes(NamedTuple):
     """Sizes on which the choice of a tile depends, in the order of the core's arguments."""
 
     rows: int
@@ -83,7 +83,7 @@ class Sizes(TypedDict):
     d_out: int
     rank: int
     segments: int
-    threads: NotRequired[int]
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -131,20 +131,15 @@ class TableEntry:
         )
 
 
-def key(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> int:
-    """Return the 128-bit key of the bucket that a shape belongs to."""
-    low, high = native.kernels().atmm.key(operation, dtype, *_ordered(sizes))
+def key(operation: Operation, dtype: str, **sizes: int) -> int:
+    """Return the 128-bit key of the bucket that a shape belongs to. sizes: see `Sizes`."""
+    low, high = native.kernels().atmm.key(operation, dtype, *Sizes(**sizes))
     return int(high) << 64 | int(low)
 
 
-def built_in(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> str:
+def built_in(operation: Operation, dtype: str, **sizes: int) -> str:
     """Return the name of the tile configuration that a shape gets without a table."""
-    return str(native.kernels().atmm.built_in(operation, dtype, *_ordered(sizes)))
-
-
-def _ordered(sizes: Sizes) -> tuple[int, ...]:
-    first = sizes["rows"], sizes["d_in"], sizes["d_out"], sizes["rank"], sizes["segments"]
-    return (*first, sizes.get("threads", 1))
+    return str(native.kernels().atmm.built_in(operation, dtype, *Sizes(**sizes)))
 
 
 def use(entries: Mapping[int, str]) -> None:
@@ -244,21 +239,3 @@ def write_table(
     start = json.dumps(table, indent=1).removesuffix("{}\n}")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, f"{start}{{\n{lines}\n }}\n}}\n")
-
-
-def clear() -> None:
-    """Use the built-in choice for every shape."""
-    use({})
-
-
-def counters() -> dict[str, int]:
-    """Return the counts of look-ups by outcome since the last reset.
-
-    `hits` found their bucket, `misses` used the nearest bucket of the table, and `defaults` the
-    built-in configuration, because the table has no entry for the operation and dtype.
-    """
-    return cast(dict[str, int], native.kernels().atmm.counters())
-
-
-def reset_counters() -> None:
-    native.kernels().atmm.reset_counters()

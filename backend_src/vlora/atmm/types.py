@@ -13,7 +13,6 @@ from vlora import native
 
 # Types in which adapters are stored, with their names in tables and configurations.
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-
 ON_GPU = (*DTYPES, torch.float16)  # Types in which adapters are stored on a GPU.
 
 

@@ -19,7 +19,6 @@ from vlora.errors import InvalidArgument, OutOfMemory
 
 # Programs that the package `triton` looks for if the environment has no CC.
 C_COMPILERS = ("gcc", "clang")
-
 # Maximum number of loads under way, which bounds the pinned memory that they need. An adapter has
 # one load per group of projections, and a layer has four groups.
 MAX_LOADS = 16

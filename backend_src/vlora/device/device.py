@@ -11,7 +11,6 @@ import itertools
 import mmap
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -74,8 +73,10 @@ class Readback:
         return self._copies
 
 
-class Device(ABC):
-    """Memory of one device, and copies to it.
+class Device:
+    """Memory of one device, and copies to it. This class is the CPU; a GPU overrides all methods.
+
+    On the CPU, memory is in huge pages, activations are fp32, and inputs are not copied.
 
     name: name in the option `device`.
     torch_device: device of the tensors.
@@ -86,33 +87,31 @@ class Device(ABC):
     captures_graphs: whether `capture` can record work.
     """
 
-    name: str
-    torch_device: torch.device
-    page_layout: PageLayout
-    in_host_memory: bool
-    commits_lazily: bool
-    weight_dtypes: tuple[torch.dtype, ...]
-    captures_graphs: bool
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    page_layout: PageLayout = "panels"
+    in_host_memory = True
+    commits_lazily = True
+    weight_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    captures_graphs = False
 
-    @abstractmethod
     def make_current(self) -> None:
         """Make this the device of all work that the calling thread launches.
 
         Each thread but the one that opened the device must call this.
         """
 
-    @abstractmethod
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros for long-lived data, such as weights or pages.
 
         Raises OutOfMemory if the device has too little memory.
         """
+        return host_memory.hugepage_zeros(*shape, dtype=dtype)
 
-    @abstractmethod
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of the activations between products with weights of this dtype."""
+        return torch.float32
 
-    @abstractmethod
     def upload(
         self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
@@ -123,8 +122,8 @@ class Device(ABC):
 
         Raises ValueError if `into` is too small.
         """
+        return list(tensors)
 
-    @abstractmethod
     def load(self, tensors: Sequence[torch.Tensor]) -> Load:
         """Begin to copy long-lived data from host memory to the device. Return the copies.
 
@@ -135,63 +134,22 @@ class Device(ABC):
         that was launched before the release. Raises OutOfMemory if the device has too little
         memory.
         """
+        return Load(list(tensors), lambda: None)
 
-    @abstractmethod
     def capture(self, work: Callable[[], object]) -> Graph:
         """Call `work`, and return a recording of what it launches, which is not executed yet.
 
         `work` must have run once before. It must not wait for the device or read host memory.
         Raises RuntimeError if recording fails.
         """
-
-    @abstractmethod
-    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        """Begin to copy tensors to host memory once they are computed. Return the copies."""
-
-    @abstractmethod
-    def seal(self, tensor: torch.Tensor) -> None:
-        """Make a tensor read-only if the device can. Raise OSError if that fails."""
-
-    @abstractmethod
-    def available_bytes(self) -> int | None:
-        """Return the number of bytes that are left on the device; None if unknown."""
-
-
-class HostDevice(Device):
-    """The CPU. Memory is in huge pages, activations are fp32, and inputs are not copied."""
-
-    name = "cpu"
-    torch_device = torch.device("cpu")
-    page_layout: PageLayout = "panels"
-    in_host_memory = True
-    commits_lazily = True
-    weight_dtypes = (torch.float32, torch.bfloat16)
-    captures_graphs = False
-
-    def make_current(self) -> None:
-        """Do nothing, because any thread may compute on the CPU."""
-
-    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return host_memory.hugepage_zeros(*shape, dtype=dtype)
-
-    def row_dtype(self, weights: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-    def upload(
-        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        return list(tensors)
-
-    def load(self, tensors: Sequence[torch.Tensor]) -> Load:
-        return Load(list(tensors), lambda: None)
-
-    def capture(self, work: Callable[[], object]) -> Graph:
         raise RuntimeError("work of the CPU cannot be captured")
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        """Begin to copy tensors to host memory once they are computed. Return the copies."""
         return Readback(tensors)
 
     def seal(self, tensor: torch.Tensor) -> None:
+        """Make a tensor read-only if the device can. Raise OSError if that fails."""
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(tensor.data_ptr())
         if libc.mprotect(address, ctypes.c_size_t(tensor.nbytes), mmap.PROT_READ):
@@ -199,10 +157,11 @@ class HostDevice(Device):
             raise OSError(error, f"mprotect: {os.strerror(error)}")
 
     def available_bytes(self) -> int | None:
+        """Return the number of bytes that are left on the device; None if unknown."""
         return available_bytes()
 
 
-HOST = HostDevice()
+HOST = Device()
 
 
 def require_dtype(device: Device, dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Memory that this process can still allocate, as the kernel reports it."""
+"""Host memory: huge pages, and what this process can still allocate."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ import torch
 
 from vlora.cores import CGROUPS, PROCESS, tightest_limit
 
-# Memory in huge pages, for data that each step reads completely. A core reads memory in huge pages
-# 1.5 times as fast as memory in pages of 4 KiB, because small pages need far more page table walks.
-
-
-PAGE = 2 << 20  # Size of a huge page in bytes.
+# Size of a huge page in bytes. A core reads memory in huge pages 1.5 times as fast as in pages of
+# 4 KiB, because small pages need far more page table walks.
+PAGE = 2 << 20
 
 
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:

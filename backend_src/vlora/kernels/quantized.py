@@ -17,15 +17,11 @@ from vlora.kernels.ops import Matrix
 
 # Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h).
 BLOCK = 64
-
 # Supported numbers of adjacent values per scale, if an output has more than one scale.
 GROUPS = (32, 64, 128)
-
 # Value that the kernels take as base-2 logarithm of the group size if a whole row is one group.
 WHOLE_ROW = 62
-
 SYMMETRIC_ZERO = 8  # Zero of all groups of an int4 matrix that stores no zeros.
-
 # Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values.
 ZERO_STEPS = 8
 
@@ -49,8 +45,9 @@ class Format:
             (self.bits == 4 and grouped)
             or (self.bits == 8 and not self.zeros and (grouped or self.group is None))
         ):
+            groups = ", ".join(map(str, GROUPS[:-1]))
             raise ValueError(
-                f"{self} is not supported; int4 needs groups of {_one_of_groups()};"
+                f"{self} is not supported; int4 needs groups of {groups} or {GROUPS[-1]};"
                 " int8 may have such groups, but no zeros"
             )
 
@@ -193,7 +190,6 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
 # whose values, scales and zeros are interleaved (csrc/quantized/quantized.h).
 
 TILE_PANEL_ROWS = 16  # Number of rows in a panel for AMX and AVX-512 VNNI.
-
 # Number of bytes that hold the first 32 values of a block. The last 32 values have as many.
 HALF_BLOCK = 16
 
@@ -301,11 +297,6 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     if weight.order is None:
         return stored
     return torch.empty(rows, depth).index_copy_(1, weight.order, stored)
-
-
-def _one_of_groups() -> str:
-    *others, last = map(str, GROUPS)
-    return f"{', '.join(others)} or {last}"
 
 
 class QuantizedMatrix(Matrix):

@@ -17,9 +17,7 @@ from vlora.model.rotary import Rotary
 # Minimum number of positions in each part of the longest context, if contexts are split among GPU
 # programs (instances of a kernel that run in parallel).
 SPLIT_POSITIONS = 512
-
 MAX_SPLITS = 32  # Maximum number of parts into which a context is split.
-
 # Maximum number of GPU programs of a decode kernel that splits contexts: two per multiprocessor of
 # an H100.
 PROGRAMS = 264

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,6 @@ from safetensors import SafetensorError, safe_open
 
 from vlora.adapters.tensors import FLOATS
 from vlora.errors import InvalidArgument
-
-# Finding and opening the weight files of a checkpoint folder.
-
 
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # Names of files with pickled weights.
@@ -71,16 +69,10 @@ def open_weights(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt", backend="pread")
     except (SafetensorError, OSError) as error:
-        hint = LFS_HINT if _is_lfs_pointer(file) else ""
+        hint = ""
+        with suppress(OSError), file.open("rb") as opened:
+            hint = LFS_HINT * (opened.read(len(LFS_HEADER)) == LFS_HEADER)
         raise InvalidArgument(f"model: {file} cannot be read: {error}{hint}") from error
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(LFS_HEADER)) == LFS_HEADER
-    except OSError:
-        return False
 
 
 def _check_numbering(files: list[Path]) -> None:

@@ -116,26 +116,22 @@ class Decoder:
         levels: image features for the first layers, or None.
         """
         rotary = self._rotary.lookup(attention.placed_positions)
-        compute = partial(
-            self._compute_layers,
-            hidden,
-            attention,
-            rotary,
-            segments,
-            output_rows,
-            output_segments,
-            levels,
-        )
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            return self._compute_layers(
+                hidden, attention, rotary, segments, output_rows, output_segments, levels
+            )
+
         key = None
         if output_rows is None and levels is None:
             key = self._recording_key(hidden, attention, segments)
         if key is None:
-            hidden, delta = compute()
+            residual, delta = compute()
         else:
             active = self._switcher.active
             self.recordings.run(key, active, attention, rotary, segments, compute)
-            delta = self._workspace.buffers(len(hidden)).delta
-        return ops.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
+            residual, delta = hidden, self._workspace.buffers(len(hidden)).delta
+        return ops.add_norm(residual, delta, self._weights.final_norm, self._config.norm_eps)
 
     def _compute_layers(
         self,

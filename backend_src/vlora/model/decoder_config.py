@@ -20,7 +20,7 @@ from vlora.kernels.quantized import Format
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
-from vlora.model.rotary import rope_frequencies, unsupported_rope
+from vlora.model.rotary import unsupported_rope
 
 FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
 
@@ -107,7 +107,6 @@ class DecoderConfig:
 
 
 LM_HEAD_FORMAT = Format(8, None)  # Format of the LM head of a checkpoint that is quantized at load.
-
 # Types of weights in memory, by their names in the option `dtype`.
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -211,10 +210,6 @@ def image_levels(config: Any) -> int:
     """Return the number of first layers to whose outputs image features are added."""
     vision = getattr(config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
-
-
-def load_rope_frequencies(folder: Path) -> tuple[torch.Tensor, float]:
-    return rope_frequencies(read_config(folder).get_text_config())
 
 
 def read_config(folder: Path) -> Any:

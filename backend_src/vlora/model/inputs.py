@@ -14,10 +14,6 @@ from vlora.model.decoder_config import DecoderConfig
 from vlora.model.tokenizer import TokenLength, load_tokenizer
 from vlora.request import ImageFeatures
 
-# Rotary positions of tokens. The position of a token is its index in the sequence. In the M-RoPE of
-# Qwen2-VL, it is three numbers: time, height and width.
-
-
 Grid = tuple[int, int, int]  # Size of an image in tokens: time, height and width.
 
 
@@ -112,11 +108,8 @@ class PromptReader:
 
         The check compares numbers of bytes, and a text that passes may still be too long.
         """
-        size, limit = (
-            len(text.encode(errors="replace")),
-            self._token_length.max_bytes(text, context),
-        )
-        if size > limit:
+        size = len(text.encode(errors="replace"))
+        if size > (limit := self._token_length.max_bytes(text, context)):
             raise prompt_too_long(size, limit, "bytes", context)
 
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:

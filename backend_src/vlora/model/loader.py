@@ -29,8 +29,9 @@ from vlora.model.checkpoint import (
     read,
     weight_files,
 )
-from vlora.model.decoder_config import DecoderConfig, lm_head_format, load_rope_frequencies
+from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
 from vlora.model.quantized_checkpoint import Parts, read_quantized
+from vlora.model.rotary import rope_frequencies
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import TARGETS, WeightSlab
 
@@ -97,7 +98,7 @@ def load_weights(
         slab.arrange()
     if config.tied and names.lm_head in stored:
         _warn_of_stale_head(tensors[names.embedding], *stored[names.lm_head])
-    frequencies, scale = load_rope_frequencies(folder)
+    frequencies, scale = rope_frequencies(read_config(folder).get_text_config())
     lm_head = tensors[names.embedding if config.tied else names.lm_head] if head is None else head
     norms, layers = (*names.norms, *names.head_norms), range(config.layers)
     return DecoderWeights(

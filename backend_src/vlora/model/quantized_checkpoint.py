@@ -19,10 +19,6 @@ from vlora.kernels.quantized import Format, QuantizedWeight
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import GROUPS
 
-# Quantization of a published checkpoint, as its config.json describes it. GPTQ, AWQ and
-# compressed-tensors are supported. `quantized_checkpoint.py` reads their weights.
-
-
 # Supported values of `quant_method`, each with the variants that are supported.
 METHODS = {
     "gptq": "gptq (4 and 8 bits)",
@@ -145,7 +141,6 @@ def _unsupported(what: str, valid: str) -> InvalidArgument:
 
 # Functions that read the tensors of one quantized module, by the names of the tensors.
 Parts = dict[str, Callable[[], torch.Tensor]]
-
 # Position of each of 8 adjacent outputs in a 32-bit word of AWQ. Positions are counted in units of
 # 4 bits from the lowest bits.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)

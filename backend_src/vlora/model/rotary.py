@@ -12,7 +12,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 # Supported rope types. transformers computes their frequencies. Another type can be added here if
 # its frequencies do not depend on the length of the sequence.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-
 INITIAL_POSITIONS = 1024  # Number of positions in a new table.
 
 
@@ -91,8 +90,8 @@ class RotaryTable:
 
     def extend(self, positions: torch.Tensor) -> None:
         """Compute a longer table if this one lacks any of `positions`, in host memory."""
-        if positions.numel() and (last := int(positions.max())) >= len(self._table.cosines):
-            self._table = self._compute(1 << last.bit_length())
+        if positions.numel():
+            self.reserve(int(positions.max()) + 1)
 
     def lookup(self, positions: torch.Tensor) -> Rotary:
         """Return the cosines and sines of `positions`, [T] or [3, T] int64, on the table's device.

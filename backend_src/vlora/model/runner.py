@@ -26,8 +26,6 @@ from vlora.model.loader import DecoderWeights
 from vlora.model.step_graphs import GraphCounters, StepGraphs, padded_rows
 from vlora.model.switcher import Switcher
 
-# Image features of a step's rows, in the form that the step's device reads.
-
 
 class StepImages:
     """Ranges of a step's rows that have image features.

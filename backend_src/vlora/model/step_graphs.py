@@ -37,17 +37,13 @@ log = logging.getLogger(__name__)
 
 # Maximum number of rows of a step with a graph. In larger steps, launches take little of the time.
 MAX_ROWS = 256
-
 # A number of rows above ROW_STEP is rounded up to a multiple of ROW_STEP, a smaller one to a power
 # of two.
 ROW_STEP = 16
-
 # Number of pages per row of the smallest padded block tables. Larger ones have 4, 16, … times as
 # many.
 FEWEST_PAGES = 64
-
 MAX_GRAPHS = 64  # Maximum number of graphs. Beyond it, the least recently used graph is discarded.
-
 # Maximum size in bytes of the inputs of other parts (see `StepGraphs.forward`): PART_BYTES +
 # PART_BYTES_PER_ROW · rows.
 PART_BYTES, PART_BYTES_PER_ROW = 256, 64

@@ -20,10 +20,8 @@ from vlora.model.switcher import Active
 
 # Maximum number of recordings. Beyond it, the least recently used one is discarded.
 MAX_RECORDINGS = 64
-
 # Maximum number of rows of a recorded step. In larger steps, Python takes little of the time.
 MAX_ROWS = 64
-
 _enabled = True
 
 

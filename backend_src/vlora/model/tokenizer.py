@@ -23,9 +23,6 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from vlora.errors import InvalidArgument
 
-# The bytes of each token, and the conversion of a stream of tokens to text.
-
-
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
@@ -153,22 +150,15 @@ class TextStream:
         return longest
 
 
-# Upper bound of the bytes that one token covers, to refuse a long prompt without tokenizing it.
-# Tokenizing a megabyte takes seconds. If no token covers more than n bytes, a text of more than n
-# bytes per token of the context cannot fit. This module only reads the description of a tokenizer.
-
-
 Spec = Mapping[str, Any]  # Part of the content of a `tokenizer.json`.
-
 # Maximum ratio of the bytes of a text to the bytes of its NFC form. ASCII text keeps its length.
 NFC_SHRINKAGE = 4
-
 # Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
 
 
 class TokenLength:
-    """Upper bound of the bytes of text that one token of a tokenizer covers.
+    """Upper bound of the bytes of text that a token covers. Tokenizing takes seconds per MB.
 
     longest: bytes of the longest token; infinite if a token may cover text of any length, such as
         stripped white space or an unknown word.

@@ -191,7 +191,7 @@ def applied(layers: Mapping[str, torch.nn.Linear], pairs: Mapping[str, LoraPair]
 
     pairs: A and B by path. Each path must be among the layers.
     """
-    hooks = [layers[path].register_forward_hook(_Added(pair)) for path, pair in pairs.items()]
+    hooks = [layers[path].register_forward_hook(_adding(pair)) for path, pair in pairs.items()]
     try:
         yield
     finally:
@@ -199,15 +199,11 @@ def applied(layers: Mapping[str, torch.nn.Linear], pairs: Mapping[str, LoraPair]
             hook.remove()
 
 
-class _Added:
-    """Forward hook that adds B A x to the output of a layer."""
+def _adding(pair: LoraPair) -> Callable[..., torch.Tensor]:
+    """Return a forward hook that adds B A x to the output of a layer."""
 
-    def __init__(self, pair: LoraPair) -> None:
-        self._pair = pair
-
-    def __call__(
-        self, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor:
-        (x,) = inputs
+    def hook(module: torch.nn.Module, inputs: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
         linear = torch.nn.functional.linear
-        return output + linear(linear(x, self._pair.a), self._pair.b)
+        return y + linear(linear(inputs[0], pair.a), pair.b)
+
+    return hook

@@ -30,30 +30,21 @@ from vlora.vision.pictures import ByteArray, load_rgb, open_pictures
 # exit code `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it reads
 # files from strangers.
 
-
 # Kinds of requests. An element is an `IMAGE` or a `FRAME`.
 BEGIN, IMAGE, FRAME, PROCEED, END = b"B", b"I", b"F", b"G", b"E"
-
 SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"  # Kinds of replies.
-
 # Header of a request: kind, number of bytes of the element's name, number of bytes of its data. The
 # name and the data follow the header.
 REQUEST = struct.Struct("<cHQ")
-
 # Data of `BEGIN`: processor seconds, bytes of memory, bytes of an encoded file.
 LIMITS = struct.Struct("<dQQ")
-
 # Reply: kind and two numbers. For `SIZE` and `PIXELS`, the numbers are width and height. For
 # `REFUSED`, they are the number of bytes of the message that follows, and 0.
 REPLY = struct.Struct("<cII")
-
 # Maximum number of pixels of a picture that is decoded without waiting for `PROCEED`. Waiting for
 # it costs one more wake-up of each process.
 SMALL_PIXELS = 4 * 1024**2
-
 MAX_MESSAGE_BYTES = 4096  # Maximum size of a message in a reply.
-
-
 # Seals of a memory file that keep its size and content from changing.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 SEAL_TRIES = 20

@@ -31,14 +31,9 @@ from vlora import fork_server
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer, processor_seconds
-from vlora.vision import decode_worker
-from vlora.vision import decode_worker as protocol
+from vlora.vision import decode_worker as worker
 from vlora.vision.images import DecodedImage, Element, ImageRequest, PictureBudget
 from vlora.vision.pictures import ByteArray
-
-# The encoder's side of a decoder process. The process itself runs `decode_worker`, and
-# `decode_protocol` describes the messages.
-
 
 # Environment variables of the decoder processes.
 SETTINGS = {
@@ -53,14 +48,24 @@ SETTINGS = {
 # Function that is called with a picture's name, its width and its height in pixels. For large
 # pictures, it is called before they are decoded, so that it can refuse them.
 Accept = Callable[[str, int, int], None]
-
 # Function that waits at most the given number of seconds, and returns whether the decoder has
 # replied or ended.
 HasReply = Callable[[float], bool]
 
-
 # Maximum time for sending a file to a decoder. A decoder that does not read it was stopped.
 TRANSFER_SECONDS = 30.0
+# Seconds after which a request gives up its regular permit. Ordinary images take less.
+LONG_SECONDS = 0.1
+SLOW_SECONDS = 0.25  # Seconds after which the priority of a request's decoder is lowered.
+# Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
+# same core, the decoder gets about a tenth of the core's time.
+SLOW_NICENESS = 10
+# Interval at which a waiting request checks whether it has become long or slow.
+POLL_SECONDS = 0.05
+# Maximum number of these intervals in which a decoder replies nothing and uses no processor time.
+# Such a decoder was stopped, for example by a signal. Intervals are counted, instead of time,
+# because the encoder's process may have been stopped as well.
+MAX_IDLE_POLLS = 600
 
 
 class PictureRefusedError(Exception):
@@ -77,14 +82,14 @@ class DecodeProcess:
 
     def begin(self, limits: Limits) -> None:
         """Begin a request, to which the limits of processor time and memory apply."""
-        data = protocol.LIMITS.pack(
+        data = worker.LIMITS.pack(
             limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
         )
-        self._send(protocol.BEGIN, b"", data)
+        self._send(worker.BEGIN, b"", data)
 
     def end(self) -> None:
         """End a request. Processor time is not counted until the next one begins."""
-        self._send(protocol.END, b"", b"")
+        self._send(worker.END, b"", b"")
 
     def decode(
         self, element: Element, accept: Accept, wait: Callable[[HasReply], None]
@@ -97,7 +102,7 @@ class DecodeProcess:
         Raises PictureRefusedError, ConnectionError if the decoder has ended, or TimeoutError if it
         does not take the data.
         """
-        kind = protocol.FRAME if element.is_frame else protocol.IMAGE
+        kind = worker.FRAME if element.is_frame else worker.IMAGE
         self._send(kind, element.name.encode(), element.data)
         pictures: list[ByteArray] = []
         # Pixels of the picture that has been accepted and is being decoded.
@@ -106,11 +111,11 @@ class DecodeProcess:
             wait(self.has_reply)
             reply, width, height, files = self._receive()
             number = f" (its picture {len(pictures)})" if pictures else ""
-            if reply == protocol.SIZE:
+            if reply == worker.SIZE:
                 accept(element.name + number, width, height)
                 accepted = width * height
-                fork_server.send(self._connection, protocol.PROCEED)
-            elif reply == protocol.PIXELS and files:
+                fork_server.send(self._connection, worker.PROCEED)
+            elif reply == worker.PIXELS and files:
                 rgb = _map_pixels(files[0], width, height)
                 if accepted is None:
                     accept(element.name + number, width, height)
@@ -118,9 +123,9 @@ class DecodeProcess:
                     raise ConnectionError("a decoder sent a picture of another size")
                 accepted = None
                 pictures.append(rgb)
-            elif reply == protocol.DONE:
+            elif reply == worker.DONE:
                 return pictures
-            elif reply == protocol.REFUSED and width <= protocol.MAX_MESSAGE_BYTES:
+            elif reply == worker.REFUSED and width <= worker.MAX_MESSAGE_BYTES:
                 message = fork_server.receive(self._connection, width)
                 raise PictureRefusedError(message.decode(errors="replace"))
             else:
@@ -134,21 +139,21 @@ class DecodeProcess:
         self._connection.close()
 
     def _send(self, kind: bytes, name: bytes, data: bytes) -> None:
-        fork_server.send(self._connection, protocol.REQUEST.pack(kind, len(name), len(data)) + name)
+        fork_server.send(self._connection, worker.REQUEST.pack(kind, len(name), len(data)) + name)
         fork_server.send(self._connection, data)
 
     def _receive(self) -> tuple[bytes, int, int, list[int]]:
         try:
-            reply, files = fork_server.receive_with_file(self._connection, protocol.REPLY.size)
+            reply, files = fork_server.receive_with_file(self._connection, worker.REPLY.size)
         except EOFError:
             raise ConnectionError("a decoder closed its connection") from None
-        return *protocol.REPLY.unpack(reply), files
+        return *worker.REPLY.unpack(reply), files
 
 
 def _map_pixels(file: int, width: int, height: int) -> ByteArray:
     """Return the pixels in a memory file, which stay mapped while the array lives. Close it."""
     try:
-        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) == decode_worker.SEALS
+        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) == worker.SEALS
         if not sealed or os.fstat(file).st_size != 3 * width * height:
             raise ConnectionError("a decoder sent pixels of a wrong size")
         # Before Linux 6.7, mmap refuses a shared mapping of a file that is sealed against writing.
@@ -157,24 +162,6 @@ def _map_pixels(file: int, width: int, height: int) -> ByteArray:
     finally:
         os.close(file)
     return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
-
-
-# Seconds after which a request gives up its regular permit. Ordinary images take less.
-LONG_SECONDS = 0.1
-
-SLOW_SECONDS = 0.25  # Seconds after which the priority of a request's decoder is lowered.
-
-# Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
-# same core, the decoder gets about a tenth of the core's time.
-SLOW_NICENESS = 10
-
-# Interval at which a waiting request checks whether it has become long or slow.
-POLL_SECONDS = 0.05
-
-# Maximum number of these intervals in which a decoder replies nothing and uses no processor time.
-# Such a decoder was stopped, for example by a signal. Intervals are counted, instead of time,
-# because the encoder's process may have been stopped as well.
-MAX_IDLE_POLLS = 600
 
 
 class PixelPool:
@@ -288,7 +275,7 @@ class ImageDecoder:
     """
 
     def __init__(self, limits: Limits, permits: int = 2) -> None:
-        self._processes = ForkServer(decode_worker.__name__, SETTINGS)
+        self._processes = ForkServer(worker.__name__, SETTINGS)
         self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
         self._regular = threading.Semaphore(permits)
         self._long = threading.Semaphore(2 * permits)

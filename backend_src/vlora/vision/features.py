@@ -30,10 +30,8 @@ if TYPE_CHECKING:
 
 # Maximum number of images in one call of the tower, which limits the memory of activations.
 MAX_TOWER_BATCH = 32
-
 # Target duration in seconds of the tower's work on one batch of requests.
 TARGET_BATCH_SECONDS = 0.05
-
 # Target maximum duration of one call of the tower, in seconds. The target must be shorter than the
 # deadline of a health probe. Images are counted when a call ends. If no images are counted within
 # the deadline, the probe reports that the encoder hangs.
@@ -244,7 +242,8 @@ class EncoderService:
                 if not left[part]:
                     del left[part]
         except BaseException as error:
-            failure = _as_vlora_error(error)
+            failed = f"the vision tower failed: {type(error).__name__}: {error}"
+            failure = error if isinstance(error, VLoraError) else Internal(failed)
             for i in missed:
                 if not claims[i][0].done():
                     self._cache.fail(keys[i], claims[i][0], failure)
@@ -298,9 +297,3 @@ def _key(image: DecodedImage, part: VisionPart | None, tower_digest: str) -> str
     digest = hashlib.sha256(f"{tower} {image.view} {image.scaled} {image.rgb.shape}".encode())
     digest.update(np.ascontiguousarray(image.rgb).data)
     return digest.hexdigest()
-
-
-def _as_vlora_error(error: BaseException) -> VLoraError:
-    if isinstance(error, VLoraError):
-        return error
-    return Internal(f"the vision tower failed: {type(error).__name__}: {error}")

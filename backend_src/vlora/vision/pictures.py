@@ -23,9 +23,7 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from vlora.errors import InvalidArgument
 
 ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Accepted formats, by Pillow's names.
-
 _OUT_OF_MEMORY = ImageFile.ERRORS[-9]
 _DATA_URL = re.compile(rb"data:[\w.+/;=-]*;base64,", re.IGNORECASE)
 _WHITE_SPACE = b" \t\r\n"
@@ -177,7 +175,7 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def _scale(image: Image.Image) -> ByteArray:
-    """Return a 16-bit gray picture as uint8 [h, w]. The value declared transparent becomes white."""
+    """Return a 16-bit gray picture as uint8 [h, w]. Its transparent value becomes white."""
     values = np.asarray(image).astype(np.uint32)
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
     transparent = image.info.get("transparency")

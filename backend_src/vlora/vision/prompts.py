@@ -17,12 +17,10 @@ from vlora.errors import InvalidArgument
 from vlora.strict_json import load_object
 
 PLACEHOLDER = "<image>"
-
 CHAT_TASK = "chat"
 # Name that stands for the adapter's task if the adapter has exactly one, else for the ensembles'
 # default task. The caller of `render` must replace it by that task.
 AUTO_TASK = "auto"
-
 Messages = Sequence[Mapping[str, str]]
 
 
@@ -181,7 +179,8 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
         raise InvalidArgument(
             f"the prompt is empty: task '{task}' needs {spec.required_text} as text"
         )
-    _check_placeholders(text, num_images, num_frames)
+    if count := text.count(PLACEHOLDER):
+        _check_placeholders("text has", count, num_images, num_frames, ", or none")
     images = "" if PLACEHOLDER in text else PLACEHOLDER * (num_images + num_frames)
     if spec.instruction is None:
         prompt = images + text
@@ -220,11 +219,7 @@ def _render_chat(text: str, num_images: int, num_frames: int, template: ChatTemp
             "the checkpoint has no chat template, so a chat must have one message only"
         )
     count = sum(message["content"].count(PLACEHOLDER) for message in messages)
-    if count != num_images + num_frames:
-        raise InvalidArgument(
-            f"the messages have {count} {PLACEHOLDER} placeholders but the request has"
-            f" {num_images} images and {num_frames} frames; write one for each"
-        )
+    _check_placeholders("messages have", count, num_images, num_frames, "")
     try:
         rendered = template.apply(messages)
     except Exception as error:  # A template is a program and can fail in any way.
@@ -263,12 +258,11 @@ def _is_blank(text: str) -> bool:
     return not text.replace(PLACEHOLDER, "").strip()
 
 
-def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
-    count = text.count(PLACEHOLDER)
-    if count and count != num_images + num_frames:
+def _check_placeholders(what: str, count: int, images: int, frames: int, more: str) -> None:
+    if count != images + frames:
         raise InvalidArgument(
-            f"the text has {count} {PLACEHOLDER} placeholders but the request has"
-            f" {num_images} images and {num_frames} frames; write one for each, or none"
+            f"the {what} {count} {PLACEHOLDER} placeholders but the request has"
+            f" {images} images and {frames} frames; write one for each{more}"
         )
 
 

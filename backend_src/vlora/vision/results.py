@@ -33,10 +33,8 @@ SCHEMA_VERSION = "1"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
 MAX_PICTURES = 1 << 16  # Maximum number of images and frames of a result.
 GRID = 1000  # Number of cells along an edge. Coordinates in text are from 0 to GRID - 1.
-
 # Maximum number of malformed boxes and names that are described. Further ones are only counted.
 MAX_WARNINGS = 100
-
 _TAG = re.compile(r"<(/?)(ref|box)>")
 _POINT = r"\(\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)"
 _BOX = re.compile(rf"\s*{_POINT}\s*,?\s*{_POINT}\s*")
@@ -125,6 +123,8 @@ def build_result(
         objects[-1] = [
             {"box": box.pixels(height, width), "label": box.label, "score": None} for box in boxes
         ]
+    if (more := len(warnings) - MAX_WARNINGS) > 0:
+        warnings[MAX_WARNINGS:] = [f"{more} more"]
     result = {
         "schema_version": SCHEMA_VERSION,
         "task": details["task"],
@@ -136,7 +136,7 @@ def build_result(
         "frames": _pictures(objects, is_video, frames=True),
         "counts": dict(Counter(box.label for box in boxes if box.label is not None)),
         "scores": {label: float(score) for label, score in zip(labels, scores, strict=True)},
-        "warnings": _shortened(warnings),
+        "warnings": warnings,
     }
     return json.dumps(result, allow_nan=False)
 
@@ -147,11 +147,6 @@ def result_schema() -> dict[str, Any]:
     schema: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
     schema["properties"]["task"]["enum"] = list(TASKS)
     return schema
-
-
-def _shortened(warnings: list[str]) -> list[str]:
-    more = len(warnings) - MAX_WARNINGS
-    return [*warnings[:MAX_WARNINGS], f"{more} more"] if more > 0 else warnings
 
 
 def _parse_grid(body: str) -> tuple[int, int, int, int] | None:

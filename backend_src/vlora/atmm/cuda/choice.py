@@ -11,6 +11,7 @@ multiprocessors can compute slices of the shrink's depth.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,8 @@ from pathlib import Path
 from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, TilesStruct
 
 TABLE_VERSION = 2
+# Name of a `KernelChoice`: the tile kernels, if any, and the row kernels.
+NAME = re.compile(r"(?:(\S+) (\S+) s(\d+); up to (\d+) )?rows b(\d+) s(\d+)")
 # Maximum number of rows of a segment that the row kernels compute in a call that also uses tile
 # kernels. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
 # decides the time.
@@ -37,7 +40,6 @@ RANKS_PER_BLOCK = 16
 MIN_DEPTH = 512
 BLOCKS_PER_SM = 2  # Number of blocks per multiprocessor that `by_rows` aims for.
 SLICES = (1, 2, 4, 8, 16, 32)
-
 # The cost estimate that ranks tiles uses the next two constants. They describe one multiprocessor
 # of an A100 or H100.
 # Number of 16-bit multiply-adds that take as long as reading one byte from memory or L2.
@@ -101,27 +103,18 @@ class KernelChoice:
     @classmethod
     def parse(cls, name: str) -> KernelChoice:
         """Return the choice with this `name`. Raise ValueError if the name is not valid."""
-        tiles, _, rows = name.rpartition("; up to ")
-        try:
-            *up_to, word, block, row_slices = rows.split()
-            if word != "rows" or block[0] != "b" or row_slices[0] != "s":
-                raise ValueError(rows)
-            row_kernels = cls(row_block=int(block[1:]), row_slices=int(row_slices[1:]))
-            if not tiles:
-                return row_kernels
-            shrink, expand, slices = tiles.split()
-            return replace(
-                row_kernels,
-                shrink=shrink,
-                expand=expand,
-                slices=int(slices.removeprefix("s")),
-                rows_up_to=int(up_to[0]),
-            )
-        except (ValueError, IndexError):
-            raise ValueError(f"{name!r} is not a configuration of ATMM for CUDA") from None
+        match = NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{name!r} is not a configuration of ATMM for CUDA")
+        shrink, expand, *numbers, block, row_slices = match.groups()
+        rows = cls(row_block=int(block), row_slices=int(row_slices))
+        if shrink is None:
+            return rows
+        slices, up_to = map(int, numbers)
+        return replace(rows, shrink=shrink, expand=expand, slices=slices, rows_up_to=up_to)
 
     def on(self, library: Library, dtype: str) -> TilesStruct:
-        """Return the structure of the C interface. Raises ValueError if the library lacks a tile."""
+        """Return this choice for the C interface. Raises ValueError if the library lacks a tile."""
         return TilesStruct(
             _index(library, "shrink", dtype, self.shrink),
             _index(library, "expand", dtype, self.expand),

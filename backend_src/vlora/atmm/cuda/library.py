@@ -28,7 +28,6 @@ HEADER_BYTES = 32 + 4 * FUSED_SEGMENTS
 RANK_STEP = 8
 ALIGNMENT = 16
 ROW_BLOCKS = (1, 4)
-
 NAME = "libvlora_atmm_cuda.so"
 EMULATED = "libvlora_atmm_emulated.so"
 VARIABLE = "VLORA_ATMM_CUDA"  # Environment variable with the path of the library.

@@ -65,10 +65,6 @@ class Operator:
 
     # ---- preparing ------------------------------------------------------------------------------
 
-    def arrange(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments in host memory, arranged in waves (see `cuda.segments`)."""
-        return arrange(self.library, segments)
-
     def place(self, segments: Segments, arranged: DeviceSegments, on_device: torch.Tensor) -> None:
         """Register the device's copy of `arranged.tensor` for all later calls with `segments`."""
         segments.prepared[self] = replace(arranged, tensor=on_device)
@@ -77,7 +73,7 @@ class Operator:
         """Return the segments on the device, in waves. Copy them unless that is done already."""
         prepared = Segments.of(segments).prepared
         if (arranged := prepared.get(self)) is None:
-            arranged = self.arrange(segments)
+            arranged = arrange(self.library, segments)
             arranged = replace(arranged, tensor=arranged.tensor.to(self.device))
             prepared[self] = arranged
         assert isinstance(arranged, DeviceSegments)
@@ -115,7 +111,7 @@ class Operator:
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
     ) -> KernelChoice:
-        """Return the kernels for a call: those of the table if they fit, else the built-in choice."""
+        """Return the kernels for a call: those of the table if they fit, else `built_in`."""
         tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(
             DTYPES[group.dtype],

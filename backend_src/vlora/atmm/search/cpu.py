@@ -17,7 +17,6 @@ from vlora.atmm.types import LoraPair, MergeUpdate, Segment, Segments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_SLOTS = 4096
-
 # Analytic limits. A share is the part of a cache that one operand may use, since the other operand
 # and y pass through the cache as well. Only streaming is tried up to FEW_ROWS rows, and only
 # blocking from MANY_ROWS rows on.
@@ -154,12 +153,6 @@ class CpuBackend:
         slots = min(MOST_SLOTS, max(16, self._device.cold_bytes // size))
         return LoraGroup.of(d_in, [pair] * slots)
 
-    def _sizes(self, shape: Shape) -> tiles.Sizes:
-        return {
-            "rows": shape.rows,
-            "d_in": shape.d_in,
-            "d_out": shape.d_out,
-            "rank": shape.rank,
-            "segments": shape.segments,
-            "threads": self._threads,
-        }
+    def _sizes(self, shape: Shape) -> dict[str, int]:
+        sizes = {name: size for name, size in vars(shape).items() if name != "operation"}
+        return {**sizes, "threads": self._threads}

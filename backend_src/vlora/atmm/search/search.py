@@ -28,10 +28,8 @@ RANKS = (8, 16, 32, 64, 128)  # The paper's ranks for vision tasks.
 SEGMENTS = (1, 4, 16)
 # Numbers of matrices in a merge. They are merged one after another with the same tile.
 MATRICES = (2, 4, 8, 16, 32)
-
 # Matrix sizes (d_in, d_out) of the `kernels` benchmark.
 BENCH = ((1024, 1024), (4096, 4096))
-
 MIN_ROUNDS = 3
 # Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples.
 HOPELESS = 1.6
@@ -234,9 +232,7 @@ def profile(
         samples[name].clear()
     for index in range(rounds):
         for name in alive[index % len(alive) :] + alive[: index % len(alive)]:
-            for _ in range(WARM_CALLS if warm else 0):
-                calls[name]()
-            samples[name].append(_seconds(calls[name], counts[name], clock))
+            samples[name].append(_sample(calls[name], counts[name], warm, clock))
         alive = _promising(samples, alive)
         settled = len(alive) == 1 or clock() - started > budget
         if settled and index + 1 >= MIN_ROUNDS:
@@ -252,6 +248,12 @@ def _promising(samples: Mapping[str, list[float]], alive: list[str]) -> list[str
     else:
         limit = statistics.quantiles(samples[best], n=4, method="inclusive")[2]
     return [name for name in alive if name == best or min(samples[name]) <= limit]
+
+
+def _sample(call: Callable[[], None], count: int, warm: bool, clock: Clock) -> float:
+    for _ in range(WARM_CALLS if warm else 0):
+        call()
+    return _seconds(call, count, clock)
 
 
 def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
@@ -315,9 +317,7 @@ def duel(
     samples: tuple[list[float], list[float]] = ([], [])
     for index in range(rounds):
         for which in (index % 2, 1 - index % 2):
-            for _ in range(WARM_CALLS if warm else 0):
-                calls[which]()
-            samples[which].append(_seconds(calls[which], count, clock))
+            samples[which].append(_sample(calls[which], count, warm, clock))
     return Duel(tuple(samples[0]), tuple(samples[1]))
 
 

@@ -16,27 +16,21 @@ from vlora.kernels.gpu import attention, rows
 MAX_COLUMNS = 1024  # Maximum number of columns of a row per program of the gate and the embedding.
 HEADS_PER_PROGRAM = 4  # Number of heads per program of the rotary kernel.
 MIN_DOT = 16  # Minimum size of each dimension of a product on tensor cores.
-
 # Number of rows per tile of the prefill kernel, by bytes per element of the keys. Products in fp32
 # use no tensor cores, and both operands are in registers, so tiles are smaller.
 PREFILL_ROWS = {4: 16, 2: 64}
-
 # Number of positions per iteration of the attention kernels, by bytes per element.
 DECODE_TILE = {4: 16, 2: 64}
 PREFILL_TILE = {4: 16, 2: 64}
-
 # Number of positions per iteration of the prefill kernel where it masks, by bytes per element. The
 # values there pass through registers, in which 64 positions take too much space.
 MASKED_TILE = {4: 16, 2: 32}
-
 # Number of warps per program of the prefill kernel, by bytes per element of the keys. With 4 warps
 # in 16 bits, version 3.6 of the package `triton` spills registers for sm_80.
 PREFILL_WARPS = {4: 4, 2: 8}
-
 # Number of warps per program of the decode kernel, by bytes per element of the keys. With 4 warps,
 # the fp32 kernel spills registers.
 DECODE_WARPS = {4: 8, 2: 4}
-
 LOG2_E = math.log2(math.e)
 
 

@@ -14,7 +14,6 @@ FLOORS = tl.constexpr(4)  # Number of floors: TINY, e^-15, e^-10 and e^-5.
 FLOOR_1 = tl.constexpr(3.0590232e-07)
 FLOOR_2 = tl.constexpr(4.5399930e-05)
 FLOOR_3 = tl.constexpr(6.7379470e-03)
-
 TINY = tl.constexpr(1.17549435e-38)  # Smallest normal fp32 number. Smaller weights count as zero.
 
 

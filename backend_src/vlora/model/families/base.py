@@ -48,7 +48,7 @@ class WeightNames:
         return f"layers.{layer}.{norm}.weight"
 
     def without_prefix(self, key: str) -> str | None:
-        """Return the name of a stored decoder weight without its layout's prefix; None for others."""
+        """Return the name of a stored decoder weight without prefix; None for other weights."""
         match = self._pattern.match(key)
         return match[1] if match else None
 

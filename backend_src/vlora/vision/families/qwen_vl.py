@@ -39,11 +39,8 @@ from vlora.vision.images import DecodedImage
 # have one sequence of tokens for a whole clip. In Qwen3-VL, each pair of frames has its own
 # sequence, after a text with its time.
 
-
 FRAMES_PER_PAIR = 2
-
 Settings = Mapping[str, Any]
-
 # (settings, frames of the clip, height, width) → (height, width) to which each frame is scaled.
 FrameSize = Callable[[Settings, int, int, int], tuple[int, int]]
 
