@@ -231,11 +231,9 @@ def write_table(
         "configs": dict(Counter(entry["config"] for entry in found).most_common()),
         "entries": {},
     }
+    entries = {e["key"]: [e["config"], e.get("hot_us"), e.get("cold_us")] for e in found}
     # One entry per line.
-    lines = ",\n".join(
-        f"  {json.dumps(e['key'])}: {json.dumps([e['config'], e.get('hot_us'), e.get('cold_us')])}"
-        for e in found
-    )
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items())
     start = json.dumps(table, indent=1).removesuffix("{}\n}")
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_text(path, f"{start}{{\n{lines}\n }}\n}}\n")

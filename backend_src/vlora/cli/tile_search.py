@@ -71,6 +71,7 @@ def tile_search(
         return
     from vlora import native
     from vlora.atmm import tiles
+    from vlora.atmm.cpu import Cpu
     from vlora.atmm.search.cpu import CpuBackend
     from vlora.atmm.search.search import BENCH, Space, State, filled, search, sides_of
 
@@ -81,7 +82,7 @@ def tile_search(
     except (ImportError, ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None
-    device = tiles.Cpu.here()
+    device = Cpu.here()
     counts = [int(count) for count in threads.split(",")]
     space = Space(sides)
     if quick:

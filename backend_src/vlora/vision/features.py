@@ -224,23 +224,21 @@ class EncoderService:
         missed = [i for i, (_, must_compute) in enumerate(claims) if must_compute]
         hits = len(images) - len(missed)
         self._count(images=hits, hits=hits)
-        left: dict[VisionPart | None, list[int]] = {}
+        by_part: dict[VisionPart | None, list[int]] = {}
         for i in missed:
-            left.setdefault(images[i][1], []).append(i)
+            by_part.setdefault(images[i][1], []).append(i)
         try:
-            while left:
-                part, same = next(iter(left.items()))
-                with self._tower:
-                    batch = same[: self._images_per_call]
-                    start = time.monotonic()
-                    encoded = self._encoder.encode([images[i][0] for i in batch], part)
-                    self._seconds_per_image = (time.monotonic() - start) / len(batch)
-                self._count(images=len(batch), misses=len(batch), batches=1)
-                for i, features in zip(batch, encoded, strict=True):
-                    self._cache.fulfil(keys[i], claims[i][0], features)
-                left[part] = same[len(batch) :]
-                if not left[part]:
-                    del left[part]
+            for part, same in by_part.items():
+                while same:
+                    with self._tower:
+                        batch = same[: self._images_per_call]
+                        start = time.monotonic()
+                        encoded = self._encoder.encode([images[i][0] for i in batch], part)
+                        self._seconds_per_image = (time.monotonic() - start) / len(batch)
+                    self._count(images=len(batch), misses=len(batch), batches=1)
+                    for i, features in zip(batch, encoded, strict=True):
+                        self._cache.fulfil(keys[i], claims[i][0], features)
+                    del same[: len(batch)]
         except BaseException as error:
             failed = f"the vision tower failed: {type(error).__name__}: {error}"
             failure = error if isinstance(error, VLoraError) else Internal(failed)

@@ -168,7 +168,8 @@ class Library:
             self._check(self._lib.vlora_cuda_tile(index, ctypes.byref(tile)))
             kind = "expand" if tile.expand else "shrink"
             dtype = next(name for name, code in TYPES.items() if code == tile.type)
-            block, warp = tuple(tile.block), tuple(tile.warp)
+            block: Any = tuple(tile.block)
+            warp: Any = tuple(tile.warp)
             sizes = tile.stages, tile.threads, tile.shared_bytes
             tiles.append(LoadedTile(index, kind, dtype, block, warp, *sizes))
         return tuple(tiles)

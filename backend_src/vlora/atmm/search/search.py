@@ -359,8 +359,8 @@ def search(
     for shape in shapes:
         if keys[shape] in state.done:
             continue
-        entry = {"key": keys[shape], "shape": vars(shape)}
-        entry |= _best(backend, shape, rounds, budget, clock)
+        found = _best(backend, shape, rounds, budget, clock)
+        entry = {"key": keys[shape], "shape": vars(shape), **found}
         state.add(entry)
         yield entry
 
