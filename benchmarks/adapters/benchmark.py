@@ -93,7 +93,7 @@ class AdaptersBenchmark(DemoModelBenchmark[str]):
     def tables(self) -> Iterable[RenderableType]:
         table = Table(
             caption="pool, host, disk: shares of requests whose adapter was there."
-            " docs/benchmarks/adapters.md explains the keys of the JSON file",
+            " docs/benchmarks/README.md explains the keys of the JSON file",
             padding=(0, 0),
         )
         # Minimum widths make a narrow terminal wrap the headers, and not cut the figures.

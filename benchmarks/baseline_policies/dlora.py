@@ -34,6 +34,7 @@ class DLora:
     """
 
     uses_costs = True
+    merges = True
     orders = (Order.ARRIVAL,)
 
     def __init__(self, max_batch: int, costs: Costs) -> None:

@@ -15,14 +15,14 @@ from typing import Any
 from benchmarks.baseline_policies import dlora, merge_only
 from benchmarks.policies.published_operators import POLICY_OF_SYSTEM
 from vlora.engine import calibration, cost, scheduler
-from vlora.engine.policies import credit, predictive, unmerge_only
+from vlora.engine.policies import credit, paper, predictive, unmerge_only
 
 COMMON_MODULES = (scheduler, cost, calibration)
 """Modules that every policy depends on."""
 POLICY_MODULES = {
     "predictive": predictive,
     "credit": credit,
-    "paper": credit,
+    "paper": paper,
     "unmerge_only": unmerge_only,
     "merge_only": merge_only,
     "dlora": dlora,

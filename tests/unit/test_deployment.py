@@ -17,9 +17,8 @@ from tests.support.fakes import FakeRegistry
 from vlora.cli import app
 from vlora.gateway.door import GatewayMetrics
 from vlora.launcher.probe import ENSEMBLE, QUESTION, SAMPLING
-from vlora.metrics import EngineStats
+from vlora.metrics import EncoderCounters, EngineStats
 from vlora.serving.metrics import EncoderExporter, EngineExporter, ErrorCounts, ErrorExporter
-from vlora.vision.features import EncoderCounters
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from tests.support.fakes import FakeRegistry
-from vlora.metrics import EngineStats
+from vlora.metrics import EncoderCounters, EngineStats
 from vlora.request import Output, Timings
 from vlora.serving.metrics import (
     MAX_LORA_SERIES,
@@ -17,7 +17,6 @@ from vlora.serving.metrics import (
     EncoderExporter,
     EngineExporter,
 )
-from vlora.vision.features import EncoderCounters
 
 
 def test_engine_metrics_have_the_values_of_the_statistics() -> None:

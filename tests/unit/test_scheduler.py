@@ -162,6 +162,7 @@ class Only:
     """A policy that runs the named requests, in this order."""
 
     uses_costs = False
+    merges = True
     orders = (Order.ARRIVAL,)
     max_batch = 1
 
@@ -240,8 +241,6 @@ def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
 class IdleAdapter:
     """An adapter in the pool without requests; evictable unless it is protected."""
 
-    holds_runs = True
-
     def __init__(self, pool: PagePool, count: int, slot: int) -> None:
         self._pool, self._slot = pool, slot
         self._run = pool.allocate_run(count)
@@ -264,6 +263,7 @@ class AlwaysMerge:
     """A policy that always wants the adapter in slot 3 merged."""
 
     uses_costs = False
+    merges = True
     orders = (Order.ARRIVAL,)
     max_batch = 4
 

@@ -14,7 +14,7 @@ from benchmarks.policies.simulation import resident_adapter
 from tests.support.policy_costs import FixedCosts
 from vlora.engine.plan import StepPlan
 from vlora.engine.policies.base import Policy
-from vlora.engine.policies.credit import CreditPolicy, default_credit
+from vlora.engine.policies.credit import CreditPolicy
 from vlora.engine.policies.predictive import Predictive
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
@@ -91,7 +91,7 @@ def policies(batch: int, rows: int, max_wait: float) -> dict[str, Policy]:
     """Return one policy of each kind that bounds waits."""
     return {
         "unmerge_only": UnmergeOnly(batch, max_wait),
-        "credit": CreditPolicy(default_credit(batch, 0.5, 4.0, max_wait), FixedCosts()),
+        "credit": CreditPolicy(batch, 0.5, 4.0, max_wait, FixedCosts()),
         "predictive": Predictive(batch, rows, max_wait, FixedCosts()),
     }
 

@@ -63,12 +63,12 @@ class Engine:
         self._clock = clock
         self._requests = InFlightRequests()
         self._held_rows = HeldRows()
-        self._statistics = EngineStatistics(parts, options.block_size)
+        self._statistics = EngineStatistics(parts)
         self._busy_since: float | None = None
         """Time at which the last step ended, or None if the engine has been idle since."""
         self._stalled = False
         """True if the last step had nothing to compute."""
-        self.adapters.on_evict = self._on_evict
+        self.adapters.tiers.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:
         """Load or measure the profile of the cost model. Call this before the first request.
@@ -112,7 +112,7 @@ class Engine:
         self._requests.add(state)
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
-            self.adapters.count_request(sequence.adapter)
+            self.adapters.tiers.count_request(sequence.adapter)
         self._stalled = False
         return ended
 
@@ -311,7 +311,7 @@ class Engine:
         """True if all in-flight requests wait for adapters and no load ended since the
         last step.
         """
-        return self._stalled and not self.adapters.has_results
+        return self._stalled and not self.adapters.workers.pending
 
     @property
     def idle(self) -> bool:

@@ -36,9 +36,6 @@ from vlora.weights.slab import WeightSlab
 
 log = logging.getLogger(__name__)
 
-NEVER_MERGES = "unmerge_only"
-"""Policy that merges no adapter."""
-
 
 @dataclass(frozen=True)
 class EngineParts:
@@ -94,19 +91,18 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         options.adapter_host_bytes,
         device,
     )
-    adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
+    adapters.load(find_folders(options.adapters, adapter_names))
     finder = FolderFinder(options.adapters, adapter_names)
-    watch = FolderWatch(finder, adapters.update, retry=adapters.retry)
+    watch = FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters, max_model_len, device)
-    switcher = Switcher(weights.slab, adapters, options.merging)
+    switcher = Switcher(weights.slab, adapters.slots, options.merging)
     sizes_of_steps = StepSizes(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
     graph_sizes = None if options.enforce_eager else sizes_of_steps
-    runner = Runner(config, weights, adapters, switcher, memory.kv_cache, graph_sizes)
+    runner = Runner(config, weights, adapters.slots, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
-    _limit_merging(options, switcher, memory, adapters, device)
-    sizes = AdapterSizes(adapters)
+    sizes = AdapterSizes(adapters.slots)
     costs = CostModel(
         guess(
             weights.slab.elements,
@@ -116,13 +112,21 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         ),
         sizes,
         merged_slot=lambda: switcher.merged,
-        can_merge=lambda slot: not options.deterministic and switcher.can_merge(slot),
+        can_merge=lambda slot: options.may_merge and switcher.can_merge(slot),
         in_place=options.merging == "in_place",
     )
     scheduler = Scheduler(
         Budgets(options.max_num_seqs, options.max_num_batched_tokens),
         make_policy(options, costs),
-        protect=partial(setattr, adapters, "protected_slot"),
+        protect=partial(setattr, adapters.tiers.residents, "protected_slot"),
+    )
+    _limit_merging(
+        options,
+        switcher,
+        memory,
+        adapters,
+        device,
+        reserve=options.may_merge and scheduler.policy.merges,
     )
     memory.pool.movers.append(lambda moves: memory.move(scheduler.running, moves))
     reader = PromptReader(options.model, config)
@@ -170,11 +174,15 @@ def _limit_merging(
     memory: EngineMemory,
     adapters: AdapterStore,
     device: Device,
+    *,
+    reserve: bool,
 ) -> None:
     """Set the limit of memory for merged weights.
 
-    If no adapter can be merged, log the reason. Otherwise, if the device commits memory at once and
-    the policy may merge, allocate the merged weights now.
+    If no adapter can be merged, log the reason. Otherwise, if the device commits memory at once,
+    allocate the merged weights now.
+
+    reserve: whether the options and the policy allow merging.
     """
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:
@@ -188,5 +196,5 @@ def _limit_merging(
             log.info("no adapter is merged: %s", reason)
         else:
             log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)
-    elif not device.commits_lazily and options.policy != NEVER_MERGES:
+    elif reserve and not device.commits_lazily:
         switcher.reserve()

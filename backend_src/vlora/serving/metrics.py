@@ -1,8 +1,9 @@
-"""Statistics of the engine and the encoder as Prometheus metrics, refreshed once a second.
+"""Prometheus metrics of a model, refreshed once a second.
 
 Metrics that other tools read have the names that those tools expect: the names of the vLLM backend,
 of TRT-LLM's cache blocks (for the ORCA header), and of the Gateway API's LoRA metric. All other
-names start with `vlora:`. The engine's thread calls nothing in this module.
+names start with `vlora:`. The engine's thread calls nothing in this module. The module does not
+depend on Triton; `triton/process.py` implements `Registry` with Triton's metrics.
 
 **Invariant:** the number of label sets is bounded, because the server keeps each one until its
 metric family is removed.
@@ -21,19 +22,33 @@ from typing import Protocol
 
 from vlora.engine.plan import Mode
 from vlora.errors import BY_CODE, VLoraError
-from vlora.metrics import EngineStats, Export, exported_stats
+from vlora.metrics import EncoderCounters, EngineStats, Export, exported_stats, exports_of
 from vlora.request import Output
-from vlora.vision.features import EncoderCounters
-
-# Base class of the metric exporters, and the interface of the registry that they write to.
-#
-# Every change of a value is a message to the server, so unchanged values are not sent. This module
-# does not depend on Triton; `triton/metrics.py` implements `Registry` with Triton's metrics.
-
 
 log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
+
+CATCH_UP_SECONDS = 0.1
+"""Age in seconds of the written statistics above which `catch_up` writes them again."""
+
+MAX_LORA_SERIES = 128
+"""Maximum number of series of `vllm:lora_requests_info`."""
+
+MAX_LORA_TEXT = 256 * 1024
+"""Number of characters in the labels of these series above which all of them are removed."""
+
+MAX_OBSERVED = 65536
+"""Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
+
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds in seconds of the histogram buckets for the latencies of a request."""
+
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
+"""Upper bounds in seconds of the histogram buckets for the time per output token."""
+
+CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
+"""Fields of `EngineStats` by value of the label `kv_cache_block_type`."""
 
 
 class Metric(Protocol):
@@ -59,6 +74,53 @@ class Registry(Protocol):
         """Remove a family. Its metrics must not be used any more."""
 
 
+class Level:
+    """A gauge or counter that is set to absolute values.
+
+    Only changes are sent, because each is a message to the server.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._value = 0.0
+
+    def set(self, value: float) -> None:
+        if value != self._value:
+            self._metric.set(value)
+            self._value = value
+
+    def raise_to(self, total: float) -> None:
+        """Increment a counter so that it has this total."""
+        if total > self._value:
+            self._metric.increment(total - self._value)
+            self._value = total
+
+
+class Levels:
+    """Gauges and counters of one object of statistics.
+
+    exports: metric of each attribute that is written.
+    """
+
+    def __init__(
+        self, registry: Registry, labels: Mapping[str, str], exports: Mapping[str, Export]
+    ) -> None:
+        self._gauges, self._counters = (
+            {
+                attribute: Level(create(export.name, export.help, labels))
+                for attribute, export in exports.items()
+                if export.kind == kind
+            }
+            for kind, create in (("gauge", registry.gauge), ("counter", registry.counter))
+        )
+
+    def write(self, stats: object) -> None:
+        for attribute, gauge in self._gauges.items():
+            gauge.set(getattr(stats, attribute))
+        for attribute, counter in self._counters.items():
+            counter.raise_to(getattr(stats, attribute))
+
+
 class Exporter(ABC):
     """Exports the metrics of one model. `flush` may be called from any thread."""
 
@@ -67,17 +129,11 @@ class Exporter(ABC):
         self._failing = False
 
     def flush(self) -> None:
-        """Write the present values to the server; never raises.
-
-        Of several failures in a row, only the first is logged.
-        """
+        """Write the present values to the server; never raises."""
         self._safely(self._write)
 
     def _safely(self, write: Callable[[], None]) -> None:
-        """Call a function that writes metrics, and catch its errors.
-
-        Of several failures in a row, only the first is logged.
-        """
+        """Call a function that writes metrics; log the first of several failures in a row."""
         try:
             with self._lock:
                 write()
@@ -110,38 +166,13 @@ class Refresher:
             self._exporter.flush()
 
 
-class Level:
-    """A gauge or counter that is set to absolute values. Only changes are sent to the server."""
-
-    def __init__(self, metric: Metric) -> None:
-        self._metric = metric
-        self._value = 0.0
-
-    def set(self, value: float) -> None:
-        if value != self._value:
-            self._metric.set(value)
-            self._value = value
-
-    def raise_to(self, total: float) -> None:
-        """Increment a counter so that it has this total."""
-        if total > self._value:
-            self._metric.increment(total - self._value)
-            self._value = total
-
-
-# Counts of the errors that a model's process sends, by code, and their metric.
-#
-# An error may pass through several models on its way to the client (encoder → `lmm` → `lmm_unary`).
-# Only the model that raised the error counts it. So the sum over all models is the number of failed
-# requests.
-
-
-NAME = "vlora:request_errors_total"
-HELP = "Requests ended by an error that this model raised, by the error's code."
-
-
 class ErrorCounts:
-    """Number of errors that a process has sent, by code. Thread-safe."""
+    """Number of errors that a process has sent, by code. Thread-safe.
+
+    An error may pass through several models on its way to the client (encoder → `lmm` →
+    `lmm_unary`). Only the model that raised it counts it. So the sum over all models is the number
+    of failed requests.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,42 +196,20 @@ class ErrorExporter(Exporter):
     counter.
     """
 
+    NAME = "vlora:request_errors_total"
+    HELP = "Requests ended by an error that this model raised, by the error's code."
+
     def __init__(self, registry: Registry, labels: Mapping[str, str], counts: ErrorCounts) -> None:
         super().__init__()
         self._counts = counts
         self._counters = {
-            code: Level(registry.counter(NAME, HELP, {**labels, "code": code})) for code in BY_CODE
+            code: Level(registry.counter(self.NAME, self.HELP, {**labels, "code": code}))
+            for code in BY_CODE
         }
 
     def _write(self) -> None:
         for code, counter in self._counters.items():
             counter.raise_to(self._counts[code])
-
-
-CATCH_UP_SECONDS = 0.1
-"""Age in seconds of the written statistics above which `catch_up` writes them again."""
-
-MAX_LORA_SERIES = 128
-"""Maximum number of series of `vllm:lora_requests_info`."""
-
-MAX_LORA_TEXT = 256 * 1024
-"""Maximum number of characters in the labels of these series. If the number is higher, all of the
-series are removed.
-"""
-
-MAX_OBSERVED = 65536
-"""Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
-
-SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds in seconds of the histogram buckets for the latencies of a request."""
-
-TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
-"""Upper bounds in seconds of the histogram buckets for the time per output token."""
-
-CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
-"""Values of the label `kv_cache_block_type`, each with the field of `EngineStats` that it
-exports.
-"""
 
 
 class EngineExporter(Exporter):
@@ -232,53 +241,38 @@ class EngineExporter(Exporter):
         self._written = -math.inf
         self._stats_written = False
         self._lora = _LoraInfo(registry)
-        exports = exported_stats()
-        self._gauges = {
-            attribute: Level(registry.gauge(export.name, export.help, labels))
-            for attribute, export in exports.items()
-            if export.kind == "gauge"
-        }
-        self._gauges |= {
-            attribute: Level(
-                registry.gauge(
-                    "nv_trt_llm_kv_cache_block_metrics",
-                    "KV cache blocks.",
-                    {**labels, "kv_cache_block_type": kind},
-                )
-            )
+        self._levels = Levels(registry, labels, exported_stats())
+        blocks = Export("gauge", "nv_trt_llm_kv_cache_block_metrics", "KV cache blocks.")
+        self._blocks = [
+            Levels(registry, {**labels, "kv_cache_block_type": kind}, {attribute: blocks})
             for kind, attribute in CACHE_BLOCKS.items()
-        }
-        self._counters = {
-            attribute: Level(registry.counter(export.name, export.help, labels))
-            for attribute, export in exports.items()
-            if export.kind == "counter"
-        }
+        ]
         self._modes = {mode: _ModeLevels(registry, {**labels, "mode": mode.value}) for mode in Mode}
 
         def histogram(name: str, text: str, buckets: Sequence[float]) -> Metric:
             return registry.histogram(f"vllm:{name}", text, labels, buckets)
 
         tokens = _one_two_five(max_tokens)
-        self.first_token = histogram(
+        self._first_token = histogram(
             "time_to_first_token_seconds",
             "Seconds from acceptance of a request to its first token.",
             SECONDS,
         )
-        self.per_token = histogram(
+        self._per_token = histogram(
             "time_per_output_token_seconds", "Seconds between output tokens.", TOKEN_SECONDS
         )
-        self.latency = histogram(
+        self._latency = histogram(
             "e2e_request_latency_seconds",
             "Seconds from acceptance of a request to its end.",
             SECONDS,
         )
-        self.prompt = histogram(
+        self._prompt = histogram(
             "request_prompt_tokens", "Prompt tokens of an answered request.", tokens
         )
-        self.generation = histogram(
+        self._generation = histogram(
             "request_generation_tokens", "Output tokens of an answered request.", tokens
         )
-        self.n = histogram(
+        self._n = histogram(
             "request_params_n", "Requested number of answers; always 1.", (1, 2, 5, 10, 20)
         )
 
@@ -291,15 +285,15 @@ class EngineExporter(Exporter):
             total = output.timings.total
             if output.token_ids:
                 if last is None:
-                    self._observe(self.first_token, output.timings.first_token)
+                    self._observe(self._first_token, output.timings.first_token)
                 else:
-                    self._observe(self.per_token, (total - last) / len(output.token_ids))
+                    self._observe(self._per_token, (total - last) / len(output.token_ids))
                 last = total
             if output.finish_reason is not None:
-                self._observe(self.latency, total)
-                self._observe(self.prompt, output.num_input_tokens)
-                self._observe(self.generation, output.num_output_tokens)
-                self._observe(self.n, 1)
+                self._observe(self._latency, total)
+                self._observe(self._prompt, output.num_input_tokens)
+                self._observe(self._generation, output.num_output_tokens)
+                self._observe(self._n, 1)
             if output.finished:
                 self._safely(self._write_observed if self._stats_written else self._write_once)
 
@@ -321,22 +315,17 @@ class EngineExporter(Exporter):
 
     def _write(self) -> None:
         stats = self._stats()
-        for field, gauge in self._gauges.items():
-            gauge.set(getattr(stats, field))
-        for field, counter in self._counters.items():
-            counter.raise_to(getattr(stats, field))
-        for mode, levels in self._modes.items():
-            levels.write(mode, stats)
+        for levels in (self._levels, *self._blocks):
+            levels.write(stats)
+        for mode, of_mode in self._modes.items():
+            of_mode.write(mode, stats)
         self._lora.update(stats, self._clock())
         self._written = time.monotonic()
         self._write_observed()
 
     def _write_once(self) -> None:
-        """Write all metrics once per round of responses.
-
-        The first request that ends in a round calls this method. The written statistics already
-        include all other requests that end in the same round.
-        """
+        # The first request that ends in a round writes the statistics. They include already all
+        # other requests that end in the same round.
         self._write()
         self._stats_written = True
 
@@ -412,11 +401,26 @@ class _LoraInfo:
 
 
 def _named(adapters: Mapping[str, int]) -> str:
-    """Return the names of the adapters that have requests, separated by commas.
-
-    The base model is left out.
-    """
+    """Return the adapters that have requests, separated by commas, without the base model."""
     return ",".join(sorted(name for name, count in adapters.items() if name and count))
+
+
+class EncoderExporter(Exporter):
+    """Exports the metrics of the vision encoder and of its feature cache."""
+
+    def __init__(
+        self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], EncoderCounters]
+    ) -> None:
+        super().__init__()
+        self._read = counters
+        self._levels = Levels(registry, labels, exports_of(EncoderCounters))
+
+    def _write(self) -> None:
+        self._levels.write(self._read())
+
+
+ENGINE_PROGRESS = exported_stats()["steps"]
+ENCODER_PROGRESS = exports_of(EncoderCounters)["images"]
 
 
 class ProgressExporter(Exporter):
@@ -438,45 +442,3 @@ class ProgressExporter(Exporter):
 
     def _write(self) -> None:
         self._counter.raise_to(self._read())
-
-
-ENCODER_PROGRESS = Export(
-    "counter", "vlora:encoder_images_total", "Images and frames encoded, or found in the cache."
-)
-ENGINE_PROGRESS = exported_stats()["steps"]
-
-
-class EncoderExporter(Exporter):
-    """Exports the metrics of the vision encoder and of its feature cache."""
-
-    def __init__(
-        self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], EncoderCounters]
-    ) -> None:
-        super().__init__()
-        self._read = counters
-        families = {
-            ENCODER_PROGRESS.name: ("images", ENCODER_PROGRESS.help),
-            "vlora:encoder_requests_total": ("requests", "Requests with images."),
-            "vlora:encoder_groups_total": (
-                "groups",
-                "Groups of requests that were encoded together.",
-            ),
-            "vlora:encoder_batches_total": ("batches", "Calls of the vision tower."),
-            "vlora:feature_cache_hits_total": ("hits", "Images whose features were cached."),
-            "vlora:feature_cache_misses_total": ("misses", "Images encoded by the tower."),
-            "vlora:feature_cache_evictions_total": ("evictions", "Cache entries evicted."),
-        }
-        self._counters = {
-            field: Level(registry.counter(name, text, labels))
-            for name, (field, text) in families.items()
-        }
-
-        self._bytes = Level(
-            registry.gauge("vlora:feature_cache_bytes", "Bytes of cached image features.", labels)
-        )
-
-    def _write(self) -> None:
-        now = self._read()
-        self._bytes.set(now.bytes)
-        for field, counter in self._counters.items():
-            counter.raise_to(getattr(now, field))

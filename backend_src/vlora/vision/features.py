@@ -21,6 +21,7 @@ import numpy as np
 from cachetools import Cache, LRUCache
 
 from vlora.errors import Internal, VLoraError
+from vlora.metrics import EncoderCounters
 from vlora.request import FloatArray, IntArray
 from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage
@@ -55,26 +56,6 @@ class EncodedImages:
     size: IntArray
     digests: tuple[str, ...]
     adapter_version: str = ""
-
-
-@dataclass(frozen=True)
-class EncoderCounters:
-    """Counters since the start.
-
-    requests, groups: requests with images, and groups of them that were ready together.
-    images: images whose features were found (hits) or computed (misses).
-    batches: calls of the tower.
-    evictions, bytes: evicted cache entries, and bytes of features in the cache now.
-    """
-
-    requests: int = 0
-    groups: int = 0
-    images: int = 0
-    hits: int = 0
-    misses: int = 0
-    batches: int = 0
-    evictions: int = 0
-    bytes: int = 0
 
 
 PendingFeatures = Future[FloatArray]
