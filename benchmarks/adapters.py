@@ -32,15 +32,14 @@ from safetensors.torch import save_file
 from benchmarks import frame
 from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome
 from benchmarks.frame import Bar, DemoBenchmark, Row, at_least, at_most
+from vlora.adapters.files import read_adapter
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.sequence import scopes_of
-from vlora.lora.adapter import read_adapter
-from vlora.lora.slab import ATTENTION
-from vlora.memory.eviction import Evictor, evict_oldest
-from vlora.memory.pool import Owner, PagePool, Run
+from vlora.memory.pool import Evictor, Owner, PagePool, Run, evict_oldest
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder_config import DecoderConfig, load_config
+from vlora.weights.slab import ATTENTION
 
 BLOCK = 16
 CONCURRENT_REQUESTS = 16
@@ -133,8 +132,8 @@ class ManyAdapters:
         handle = engine.adapters.handle(self.names[0])
         # All adapters have the same rank and targets, hence the same sizes.
         self.host_bytes = handle.description.host_bytes
-        self.packed_bytes = engine.adapters.packed_bytes(handle)
-        self.pool_bytes = engine.adapters.pages_of(handle) * engine.memory.kv_cache.page_bytes
+        self.packed_bytes = engine.adapters.tiers.packed_bytes(handle)
+        self.pool_bytes = engine.adapters.tiers.pages_of(handle) * engine.memory.kv_cache.page_bytes
         """Bytes of the pages of one resident adapter."""
 
     def options(self, root: Path, **options: Any) -> Options:
@@ -319,7 +318,7 @@ def row_of(part: str, setting: str, outcome: Outcome, figures: Mapping[str, Any]
 
 def tier_figures(engine: Engine) -> Row:
     """Return the share of requests whose adapter was in each tier, and counts of events."""
-    counters = engine.adapters.counters
+    counters = engine.adapters.tiers.counters
     requests = max(1, counters.hits + counters.host_hits + counters.misses)
     return {
         "pool_hits": round(counters.hits / requests, 3),
@@ -353,7 +352,7 @@ def _load_seconds(engine: Engine, name: str) -> float:
     """Return the seconds an idle engine takes to read an adapter's files into host memory."""
     handle = engine.adapters.handle(name)
     started = perf_counter()
-    read_adapter(name, handle.folder, handle.description, engine.config.hidden)
+    read_adapter(handle.folder, handle.description)
     return perf_counter() - started
 
 
@@ -443,7 +442,7 @@ class SplitPool(PagePool):
 
     def _side(self, *, runs: bool) -> list[Evictor]:
         """Return the evictors of adapters if `runs`, otherwise those of keys and values."""
-        return [evictor for evictor in self.evictors if evictor.holds_runs == runs]
+        return [evictor for evictor in self.evictors if (evictor is self.run_evictor) == runs]
 
     def check_integrity(self) -> None:
         super().check_integrity()

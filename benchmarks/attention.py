@@ -24,7 +24,7 @@ from vlora.backends import Backend
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.model.rotary import Rotary
 
 READ_BYTES, MULTIPLY_ROUNDS = 64 << 20, 1_000_000
@@ -196,7 +196,7 @@ class SyntheticAttention:
         for (rows, start), count in zip(cell.chunks, page_counts, strict=True):
             tokens = (0,) * rows
             pages = tuple(itertools.islice(free_pages, count))
-            prompt = Prompt.of_text(tokens)
+            prompt = text_prompt(tokens)
             self.chunks.append(Chunk(str(row), 0, row, start, tokens, prompt, pages, True))
             row += rows
         self.heads, self.dim = cell.heads, cell.dim

@@ -34,6 +34,7 @@ class MergeOnly:
     """Policy that merges the oldest request's adapter and runs all requests of this adapter."""
 
     uses_costs = False
+    merges = True
     orders = (Order.ARRIVAL,)
 
     def __init__(self, max_batch: int, costs: Costs) -> None:
@@ -54,6 +55,7 @@ class DLora:
     """
 
     uses_costs = True
+    merges = True
     orders = (Order.ARRIVAL,)
 
     def __init__(self, max_batch: int, costs: Costs) -> None:

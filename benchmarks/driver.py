@@ -18,12 +18,12 @@ from unittest.mock import patch
 import numpy as np
 
 from benchmarks.frame import Row
+from vlora.adapters.tensors import WeightsFile
 from vlora.engine.engine import Engine
-from vlora.engine.request_state import RequestState
-from vlora.lora.weights_file import WeightsFile
-from vlora.lora.weights_reader import Layout
+from vlora.engine.requests import RequestState
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
+from vlora.weights.safetensors import ReadPlan
 
 WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
 """Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""
@@ -122,7 +122,7 @@ class Driver:
         self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
-        engine.adapters.on_change = self._news.set
+        engine.adapters.workers.on_post = self._news.set
 
     def close(self) -> None:
         self.engine.adapters.close()
@@ -134,7 +134,7 @@ class Driver:
         """
         if not watch:
             return self._run(requests)
-        self.engine.watch.start(self.engine.adapters.stamps)
+        self.engine.watch.start(self.engine.adapters.folders.stamps)
         try:
             return self._run(requests)
         finally:
@@ -210,6 +210,6 @@ def _counted_reads() -> Iterator[list[str]]:
 
     with (
         patch.object(WeightsFile, "__init__", counted(WeightsFile.__init__)),
-        patch.object(Layout, "read", counted(Layout.read)),
+        patch.object(ReadPlan, "read", counted(ReadPlan.read)),
     ):
         yield reads

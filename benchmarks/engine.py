@@ -41,7 +41,8 @@ from vlora import cores
 from vlora.config import Options
 from vlora.engine import parts
 from vlora.engine.loop import EngineLoop
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 from vlora.model.decoder_config import dtype_of
 from vlora.model.runner import Runner, StepResult
 from vlora.request import ImageFeatures, Output, Request

@@ -29,7 +29,7 @@ from rich.table import Table
 
 from vlora import paths
 from vlora.atomic_file import replace_text
-from vlora.cli.help import Command
+from vlora.cli.common import Command
 
 REGISTRY: Mapping[str, tuple[str, str]] = {
     "kernels": (

@@ -39,13 +39,12 @@ from benchmarks import frame, llava
 from benchmarks.frame import DEMO, Bar, Benchmark, Row, at_least, at_most
 from benchmarks.instant_server import InstantServer
 from benchmarks.loads import OUTPUT, Load, LoadTimes, png, sampling
-from benchmarks.timing import Timing
+from vlora.atmm.search.timing import Timing
 from vlora.gateway.backend import Backend, Question
-from vlora.launcher.direct import get
-from vlora.launcher.exposure import LOOPBACK
-from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import start_tied
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
+from vlora.net import LOOPBACK, choose_ports, get
 
 CUT_TOKENS = 400
 """Number of tokens of an answer whose connection is closed early."""

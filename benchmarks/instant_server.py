@@ -16,10 +16,8 @@ from typing import Any
 import grpc.aio
 
 from benchmarks.loads import OUTPUT
-from vlora.launcher.exposure import LOOPBACK
-from vlora.launcher.grpc_stubs import load_grpc_stubs
-from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import start_tied
+from vlora.net import LOOPBACK, choose_ports, load_grpc_stubs
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 

@@ -1,7 +1,6 @@
 """The kernels benchmark: ATMM against its baselines, over hot and cold adapters.
 
-The weights of hot adapters stay in the caches. The weights of cold adapters come from memory. The
-last cells repeat figure 18 of the paper: how stable the latency of single calls is.
+The weights of hot adapters stay in the caches. The weights of cold adapters come from memory.
 """
 
 from __future__ import annotations
@@ -39,8 +38,9 @@ from benchmarks.machine import (
     set_threads,
     timed_with_rates,
 )
-from benchmarks.timing import Timing, medians_in, noises, rounded_mean, single_calls
+from benchmarks.timing import medians_in, noises, rounded_mean
 from vlora import native
+from vlora.atmm.search.timing import Timing
 
 COLD_TOTAL_BYTES = COLD_BYTES
 """Size in bytes that the adapters of all layers of a cold cell should have together. The calls use
@@ -68,28 +68,24 @@ class Effort:
 
     rounds: number of rounds. In a round, each operator of a cell is measured once.
     budget: seconds per operator in a cell.
-    stability_rounds, stability_warm_ups: numbers of calls in the test of latency stability that are
-        measured and that precede them (100 and 10 in figure 18 of the paper).
     all_in_fp32: used for bf16 cells on a CPU without bf16 instructions. There, baselines are also
         measured with fp32 weights: all baselines if True, only those in POSSIBLY_FASTEST if False.
     """
 
     rounds: int
     budget: float
-    stability_rounds: int
-    stability_warm_ups: int
     all_in_fp32: bool
 
 
-QUICK = Effort(5, 0.01, stability_rounds=15, stability_warm_ups=2, all_in_fp32=False)
-FULL = Effort(9, 0.03, stability_rounds=100, stability_warm_ups=10, all_in_fp32=True)
+QUICK = Effort(5, 0.01, all_in_fp32=False)
+FULL = Effort(9, 0.03, all_in_fp32=True)
 
 
 @dataclass(kw_only=True)
 class Kernels(Benchmark):
     """Speed-up of ATMM over each baseline, and its share of the roofline.
 
-    A cell is a shape and a thread count; with None, the test of latency stability on that shape.
+    A cell is a shape and a thread count.
     """
 
     name = "kernels"
@@ -130,29 +126,19 @@ class Kernels(Benchmark):
         self._shapes = load_grid(self.grid, frame.parse_types(self.dtypes), quick=self.quick)
         self._effort = QUICK if self.quick else FULL
 
-    def cells(self) -> Sequence[tuple[KernelCell, int | None]]:
-        stable = stability_cells(self._shapes)[:: 2 if self.quick else 1]
-        return [
-            *((shape, count) for count in self._counts for shape in self._shapes),
-            *((shape, None) for shape in stable),
-        ]
+    def cells(self) -> Sequence[tuple[KernelCell, int]]:
+        return [(shape, count) for count in self._counts for shape in self._shapes]
 
-    def measure(self, cell: tuple[KernelCell, int | None]) -> Iterator[Row]:
+    def measure(self, cell: tuple[KernelCell, int]) -> Iterator[Row]:
         shape, threads = cell
-        set_threads(threads or self._counts[0])
+        set_threads(threads)
         self.status(shape.name)
-        if threads is None:
-            yield {"stability": measure_stability(shape, self._effort)}
-        else:
-            yield measure_cell(shape, threads, self.roofline(threads), self._effort)
+        yield measure_cell(shape, threads, self.roofline(threads), self._effort)
 
     def summarize(self) -> dict[str, Any]:
-        cells = [row for row in self.rows if "us" in row]
-        stability = [row["stability"] for row in self.rows if "stability" in row]
-        return summarize(cells) | summarize_stability(stability)
+        return summarize(self.rows)
 
     def tables(self) -> Iterable[RenderableType]:
-        cells = [row for row in self.rows if "us" in row]
         columns: dict[str, Any] = {
             "cell": "cell",
             "threads": "threads",
@@ -164,21 +150,17 @@ class Kernels(Benchmark):
         }
         columns |= {"fastest": _fastest, "noise": lambda row: f"±{row['noise']:.0%}"}
         yield frame.table(
-            "speed-up of ATMM over each baseline; limit/time: 1 is at the roofline", cells, columns
+            "speed-up of ATMM over each baseline; limit/time: 1 is at the roofline",
+            self.rows,
+            columns,
         )
-        for reason, count in left_out_counts(cells).items():
+        for reason, count in left_out_counts(self.rows).items():
             yield f"left out in {count} cells: {reason}"
-        title = f"coefficient of variation over {self._effort.stability_rounds} calls after warm-up"
-        stable = [row["stability"] for row in self.rows if "stability" in row]
-        columns = {"cell": "cell"}
-        for name in ("atmm", *NAMES):
-            columns[name.replace("_", " ")] = lambda row, name=name: row["variation"].get(name)
-        yield frame.table(title, stable, columns)
 
     def draw(self) -> Iterable[Path]:
         if self.plot is None:
             return []
-        draw_speed_ups([row for row in self.rows if "us" in row], self.plot)
+        draw_speed_ups(self.rows, self.plot)
         return [self.plot]
 
 
@@ -291,41 +273,6 @@ def row_of(
     }
 
 
-@torch.inference_mode()
-def measure_stability(cell: KernelCell, effort: Effort) -> Row:
-    """Return the coefficient of variation of each operator's single calls on one cell."""
-    generator = torch.Generator().manual_seed(1)
-    x, pairs = cell.draw_rows(generator), cell.draw_pairs(generator)
-    rotations = {}
-    for operator in (Atmm(), *BASELINES):
-        if operator.why_not(cell) is None:
-            rotations[operator.name] = Rotation(operator, x)
-            rotations[operator.name].layers.append(operator.prepare(pairs, cell))
-    timings = single_calls(
-        rotations, rounds=effort.stability_rounds, warm_ups=effort.stability_warm_ups
-    )
-    return {
-        **cell.as_row(),
-        "variation": {name: round(t.variation, 4) for name, t in timings.items()},
-        "mean_us": {
-            name: round(sum(t.samples) / len(t.samples) * 1e6, 2) for name, t in timings.items()
-        },
-    }
-
-
-def stability_cells(cells: Sequence[KernelCell]) -> list[KernelCell]:
-    """Return the cells of the latency stability test: one per type and number of rows.
-
-    They are hot cells of width 1024 with mixed ranks, from small to large batches, as in figure 18
-    of the paper.
-    """
-    distinct: dict[tuple[str, int], KernelCell] = {}
-    for cell in cells:
-        if not cell.cold and cell.width == 1024 and cell.rank == "mixed":
-            distinct.setdefault((cell.dtype, cell.total_rows), cell)
-    return [distinct[key] for key in sorted(distinct)]
-
-
 def summarize(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the figures of the summary by key. Keys of bf16 end in `_bf16`.
 
@@ -373,13 +320,6 @@ def _over_best_static(rows: Sequence[Row]) -> tuple[float | None, str | None]:
     means = [(rounded_mean(speed_up(row, name) for row in hot), name) for name in common]
     best, name = min(((mean, name) for mean, name in means if mean), default=(None, None))
     return best, name and name.removeprefix(StaticTile.prefix)
-
-
-def summarize_stability(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return each operator's mean coefficient of variation as `variation_<operator>`."""
-    names = dict.fromkeys(name for row in rows for name in row["variation"])
-    known = {n: [row["variation"][n] for row in rows if n in row["variation"]] for n in names}
-    return {f"variation_{name}": round(sum(v) / len(v), 4) for name, v in known.items()}
 
 
 def left_out_counts(rows: Sequence[Row]) -> Counter[str]:

@@ -25,13 +25,14 @@ from typing import Any
 import torch
 
 from benchmarks import gpu_timing
-from benchmarks.timing import Timing, interleaved
+from benchmarks.timing import interleaved
 from vlora import backends, native
 from vlora.atmm import tiles
 from vlora.atmm.cpu import Cpu
+from vlora.atmm.search.timing import Timing
 from vlora.config import Options
 from vlora.cores import split_threads
-from vlora.memory import hugepages
+from vlora.device import host_memory
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """Storage types by their names in grids and options."""
@@ -247,7 +248,7 @@ def status_bytes(name: str, pid: int | str = "self") -> int:
 @cache
 def _cold_memory() -> torch.Tensor:
     """Return memory of twice COLD_BYTES, which all cells of a run share."""
-    return hugepages.hugepage_zeros(COLD_BYTES // 2, dtype=torch.float32).fill_(1.0)
+    return host_memory.hugepage_zeros(COLD_BYTES // 2, dtype=torch.float32).fill_(1.0)
 
 
 def _torch_peak(dtype: str, seconds: float) -> float:

@@ -23,11 +23,12 @@ from benchmarks.frame import DEMO, Bar, Benchmark, Row, at_least, at_most, below
 from benchmarks.machine import server_threads, set_threads
 from benchmarks.published_operators import OPERATORS
 from benchmarks.replay import PolicyEngine, TracedRequest, Workload
-from benchmarks.timing import rotated, rounded_mean
+from benchmarks.timing import rounded_mean
+from vlora.atmm.search.timing import rotated
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.policies.registry import make_policy
-from vlora.engine.request_state import RequestState
+from vlora.engine.requests import RequestState
 from vlora.ids import BASE
 from vlora.request import Request
 from vlora.sampling import SamplingParams

@@ -1,6 +1,6 @@
 """The premerge benchmark: the same steps on the base model and on a premerged base.
 
-It repeats figure 3 of the paper that `vlora.generation.premerge` follows. Premerging folds the hot
+It repeats figure 3 of the paper that `vlora.offline.premerge` follows. Premerging folds the hot
 adapter into the base weights. The hot adapter's share of the requests goes from 0 to 1; the other
 requests are spread over the cold adapters. The model is the mid-size one.
 """
@@ -20,11 +20,11 @@ from benchmarks.llava import Checkpoint
 from benchmarks.machine import server_threads, set_threads
 from benchmarks.models import SyntheticModel
 from benchmarks.timing import interleaved
-from vlora.generation.premerge import premerge
+from vlora.adapters.files import load_adapter
 from vlora.ids import BASE
-from vlora.lora.adapter import load_adapter
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
+from vlora.offline.premerge import premerge
 
 BUDGET_SECONDS = 6.0
 

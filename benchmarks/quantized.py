@@ -17,9 +17,9 @@ from rich.console import RenderableType
 from benchmarks import frame
 from benchmarks.frame import Bar, Benchmark, Row, at_least
 from benchmarks.machine import DTYPES, server_threads, set_threads, timed_with_rates
+from vlora.device import host_memory
 from vlora.kernels.ops import Matrix
 from vlora.kernels.quantized import Format, QuantizedMatrix, allocate, arrange
-from vlora.memory import hugepages
 
 READ_BYTES, MULTIPLY_ROUNDS = 64 << 20, 300_000
 SUMMARY_ROWS = (1, 4, 16)
@@ -132,11 +132,11 @@ def _matrices(kind: str, width: int, depth: int, size: int) -> list[Matrix]:
     drawn = torch.randn(width, depth)
     for _ in range(max(2, size // matrix_bytes(kind, width, depth))):
         if form is None:
-            weight = hugepages.hugepage_zeros(width, depth, dtype=DTYPES[kind])
+            weight = host_memory.hugepage_zeros(width, depth, dtype=DTYPES[kind])
             made.append(Matrix(weight.copy_(drawn)))
             continue
         dtype = torch.bfloat16 if kind.endswith("bf16") else torch.float32
-        memory = hugepages.hugepage_zeros(form.matrix_bytes(width, depth), dtype=torch.uint8)
+        memory = host_memory.hugepage_zeros(form.matrix_bytes(width, depth), dtype=torch.uint8)
         stored = allocate(form, width, depth, dtype, memory)
         stored.values.random_(0, 256)
         stored.scales.uniform_(0.001, 0.002)

@@ -22,6 +22,8 @@ import numpy as np
 from benchmarks.llava import Checkpoint, prompt
 from benchmarks.models import ENGINE_NAMES
 from benchmarks.published_operators import OPERATORS, POLICY_OF_SYSTEM, use_operator
+from vlora.adapters.files import AdapterDescription, AdapterInfo
+from vlora.adapters.handle import AdapterHandle, AdapterState
 from vlora.config import Options
 from vlora.engine.cost import CostModel
 from vlora.engine.engine import Engine
@@ -31,11 +33,9 @@ from vlora.engine.policies.registry import make_policy
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.ids import BASE
-from vlora.lora.adapter import AdapterDescription, AdapterInfo
-from vlora.lora.handle import AdapterHandle, AdapterState
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -290,7 +290,7 @@ class _Simulation:
         params = SamplingParams(max_tokens=traced.limit)
         sequence = EngineSequence(
             Request(request_id, "", params),
-            Prompt.of_text([0] * traced.prompt),
+            text_prompt([0] * traced.prompt),
             resident_adapter(traced.adapter),
             traced.limit,
             BlockTable(self._pool, self._block),

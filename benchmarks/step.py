@@ -37,8 +37,9 @@ from benchmarks.machine import (
     timed_with_rates,
 )
 from benchmarks.models import MODEL_TYPES, ChunkWork, SyntheticModel, Work, step_work
-from benchmarks.timing import Timing, interleaved, rounded_mean
+from benchmarks.timing import interleaved, rounded_mean
 from vlora.atmm import op
+from vlora.atmm.search.timing import Timing
 from vlora.kernels import ops
 from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan

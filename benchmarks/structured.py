@@ -27,7 +27,7 @@ from benchmarks.frame import Bar, DemoBenchmark, Row, at_most
 from benchmarks.timing import median_or_nan
 from vlora.config import Limits, Options
 from vlora.engine.engine import Engine
-from vlora.model.vocabulary import Vocabulary
+from vlora.model.tokenizer import Vocabulary
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 from vlora.structured.grammar import Matcher

@@ -24,15 +24,15 @@ from benchmarks.gpu_timing import discard
 from benchmarks.machine import DTYPES, Roofline, set_threads, timed_with_rates
 from benchmarks.models import SyntheticModel
 from benchmarks.timing import medians_in, noises, rounded_mean
+from vlora.adapters.files import Adapter, AdapterInfo
 from vlora.atmm import op
 from vlora.atmm.groups import LoraGroup
+from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate, Segment, Segments
+from vlora.device import host_memory
 from vlora.ids import BASE, MatrixId, order_of
-from vlora.lora.adapter import Adapter, AdapterInfo
-from vlora.lora.segments import signed_segments
-from vlora.lora.slab import ATTENTION, GROUPS, TARGETS, WeightSlab
-from vlora.lora.switcher import Switcher
-from vlora.memory import hugepages
+from vlora.model.switcher import Switcher
+from vlora.weights.slab import ATTENTION, GROUPS, TARGETS, WeightSlab
 
 READ_BYTES, MULTIPLY_ROUNDS = 256 << 20, 5_000_000
 """Work of the microbenchmarks in each round."""
@@ -183,7 +183,6 @@ class Switch(Benchmark):
             "mixture ms": lambda row: row["ms"][MIXTURE],
             "ratio": "ratio",
             "predicted": "predicted_ratio",
-            "by peak": "predicted_ratio_by_peak",
         }
         title = "LoRA in one step: deLoRA's time over unmerged's"
         yield frame.table(title, _of(self.rows, "phase"), delora)
@@ -230,8 +229,8 @@ def measure_merge(model: MergeModel, threads: int, roofline: Roofline, rounds: i
     """Measure merging into a second slab, merging in place, torch.addmm per matrix, and a copy."""
     generator = torch.Generator().manual_seed(0)
     dtype = DTYPES[model.dtype]
-    base = hugepages.hugepage_zeros(model.elements, dtype=dtype).normal_(generator=generator)
-    merged = hugepages.hugepage_zeros(model.elements, dtype=dtype).copy_(base)
+    base = host_memory.hugepage_zeros(model.elements, dtype=dtype).normal_(generator=generator)
+    merged = host_memory.hugepage_zeros(model.elements, dtype=dtype).copy_(base)
     updates, copied = _updates(model, generator)
     merges = Merges(updates, copied)
     # addmm needs one type. As in dLoRA, A and B are rounded to that type once, at load.
@@ -323,7 +322,7 @@ def measure_changes(
     requests, context = grid["requests"], grid["context"]
     model.stage(requests, context + 1, context)
     # Only two adapters of the largest rank become live, so that all merges are equally large.
-    ranks = [model.engine.adapters.adapter(slot).info.ranks for slot in model.slots]
+    ranks = [model.engine.adapters.slots.adapter(slot).info.ranks for slot in model.slots]
     pair = [slot for slot, own in zip(model.slots, ranks, strict=True) if own == max(ranks)]
     pair *= 2  # The model may have only one such adapter.
     mixed = [model.slots[i % len(model.slots)] for i in range(requests)]
@@ -365,13 +364,13 @@ def measure_delora(
     """
     adapters = model.engine.adapters
     groups = [
-        adapters.group([(layer, target) for target in group])
+        adapters.slots.group([(layer, target) for target in group])
         for layer in range(model.sizes.layers)
         for group in GROUPS
         if group[0] in ATTENTION
     ]
     # Only adapters of the largest rank are used: all adapters of the paper have the same rank.
-    ranks = {slot: max(adapters.adapter(slot).info.ranks) for slot in model.slots}
+    ranks = {slot: max(adapters.slots.adapter(slot).info.ranks) for slot in model.slots}
     live, *others = [slot for slot in model.slots if ranks[slot] == max(ranks.values())]
     for phase in ("decode", "prefill"):
         rows = grid[f"{phase}_rows"]
@@ -393,10 +392,10 @@ def _delora_figures(
     roofline: Roofline,
     rounds: int,
 ) -> Row:
-    """Return measured times and two predictions of them from flops and bytes.
+    """Return measured times and predictions of them from flops and bytes.
 
-    The first prediction uses the speed at which the operator multiplies this many rows when the
-    adapter is in the caches. The second prediction uses the CPU's peak.
+    The predictions use the speed at which the operator multiplies this many rows when the adapter
+    is in the caches.
     """
     x = {group.d_in: torch.randn(rows, group.d_in) for group in groups}
     y = {group.width: torch.randn(rows, group.width) for group in groups}
@@ -417,35 +416,25 @@ def _delora_figures(
     overhead = timings["hot 0"].median / _call_count(0)
     hot = {n: max(0.0, timings[f"hot {n}"].median / _call_count(n) - overhead) for n in lengths}
 
-    def limit(flops: float, cold: int = 0, warm: int = 0) -> float:
-        moved = ((cold, True), (warm, False)) if cold else ()
-        return roofline.seconds(flops, moved, "fp32", rates.read, rates.peak)
+    narrow_elements = _elements(narrow, slot)
 
-    def predict(segments: Segments, multiplying: Callable[[int, int], float]) -> float:
+    def predict(segments: Segments) -> float:
         """Return the sum over the segments of the times of multiplying and of moving.
 
         An adapter's matrices come from memory; rows of x and y move within the caches. The times
         are added, since a core that waits for a panel multiplies nothing meanwhile (decision 40).
         """
-        total = 0.0
+        total = overhead * len(groups)
         for group in groups:
             for one in segments:
                 elements = _elements(group, one.slot)
                 row_bytes = one.length * (group.d_in + 2 * group.width) * 4
-                moving = limit(0, elements * group.dtype.itemsize, row_bytes)
-                total += multiplying(one.length, elements) + moving
+                moved = ((elements * group.dtype.itemsize, True), (row_bytes, False))
+                total += hot[one.length] * elements / narrow_elements
+                total += roofline.seconds(0, moved, "fp32", rates.read, rates.peak)
         return total
 
-    narrow_elements = _elements(narrow, slot)
-    predicted = {
-        name: overhead * len(groups)
-        + predict(segments, lambda rows, elements: hot[rows] * elements / narrow_elements)
-        for name, segments in modes.items()
-    }
-    by_peak = {
-        name: predict(segments, lambda rows, elements: limit(2 * rows * elements))
-        for name, segments in modes.items()
-    }
+    predicted = {name: predict(segments) for name, segments in modes.items()}
     timed = {name: timings[name] for name in modes}
     samples = zip(timed[MIXTURE].samples, timed[UNMERGED].samples, strict=True)
     return {
@@ -454,7 +443,6 @@ def _delora_figures(
         "noise": noises(timed),
         "ratio": round(median(mixture / unmerged for mixture, unmerged in samples), 3),
         "predicted_ratio": round(predicted[MIXTURE] / predicted[UNMERGED], 3),
-        "predicted_ratio_by_peak": round(by_peak[MIXTURE] / by_peak[UNMERGED], 3),
     }
 
 
@@ -575,8 +563,7 @@ def summarize_modes(rows: Sequence[Row]) -> dict[str, Any]:
 
     These are, by type, the gaps between two tokens with and without a merge, and the drift after
     the largest number of switches. For mixture mode, they are the measured ratios and, for each
-    phase, the largest error of the predicted ratios. The keys that end with `_by_peak` have the
-    errors of predictions from the CPU's peak; the others, from the operator's measured speed.
+    phase, the largest error of the predicted ratios.
     """
     summary: dict[str, Any] = {}
     gaps = {(row["dtype"], row["change"]): row["gaps_ms"] for row in _of(rows, "change")}
@@ -595,10 +582,12 @@ def summarize_modes(rows: Sequence[Row]) -> dict[str, Any]:
     for row in delora:
         summary[f"delora_{row['phase']}_{row['starved']}_of_{row['requests']}"] = row["ratio"]
     for phase in dict.fromkeys(row["phase"] for row in delora):
-        for suffix in ("", "_by_peak"):
-            key = f"predicted_ratio{suffix}"
-            errors = [abs(r["ratio"] / r[key] - 1) for r in delora if r["phase"] == phase]
-            summary[f"delora_error_{phase}{suffix}"] = round(max(errors), 3)
+        errors = [
+            abs(row["ratio"] / row["predicted_ratio"] - 1)
+            for row in delora
+            if row["phase"] == phase
+        ]
+        summary[f"delora_error_{phase}"] = round(max(errors), 3)
     return summary
 
 

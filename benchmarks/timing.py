@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+
+from vlora.atmm.search.timing import Timing, rotated
 
 MIN_SAMPLE_SECONDS = 4e-4
 """Minimum duration of a sample. Shorter samples would mostly measure the clock and the loop."""
@@ -19,30 +20,6 @@ WARM_CALLS = 3
 LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
 """Durations of a call. From LONG_SECONDS on, one warm call before a sample is enough. From
 VERY_LONG_SECONDS on, none is needed: such calls move many times the size of the caches."""
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds per call, one value per sample."""
-
-    samples: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.samples)
-
-    @property
-    def noise(self) -> float:
-        """Interquartile range divided by the median."""
-        if len(self.samples) < 2:
-            return 0.0
-        low, _, high = statistics.quantiles(self.samples, n=4, method="inclusive")
-        return (high - low) / self.median
-
-    @property
-    def variation(self) -> float:
-        """Coefficient of variation: standard deviation divided by mean (figure 18 of the paper)."""
-        return statistics.stdev(self.samples) / statistics.fmean(self.samples)
 
 
 def interleaved(
@@ -81,25 +58,6 @@ def interleaved(
                 candidates[name]()
             samples[name].append(_seconds(candidates[name], calls[name]))
     return {name: Timing(tuple(values)) for name, values in samples.items()}
-
-
-def single_calls(
-    candidates: Mapping[str, Callable[[], None]], *, rounds: int, warm_ups: int
-) -> dict[str, Timing]:
-    """Time `rounds` single calls of each candidate after `warm_ups` calls, interleaved."""
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(warm_ups + rounds):
-        for name, call in candidates.items():
-            seconds = _seconds(call, 1)
-            if number >= warm_ups:
-                samples[name].append(seconds)
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
-
-
-def rotated(names: Sequence[str], number: int) -> list[str]:
-    """Return the names rotated to start at index `number` modulo their count."""
-    first = number % len(names)
-    return [*names[first:], *names[:first]]
 
 
 def median_or_nan(values: Iterable[float]) -> float:

@@ -78,6 +78,10 @@ MAX_NAMES = 20
 """Maximum number of adapters that an error message lists."""
 
 
+class ServerError(Exception):
+    """Raised if the server cannot run. The message says why and how to correct it."""
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return a hint for an unknown name: `; did you mean 'x'?`, or "" if none is similar."""
     match = difflib.get_close_matches(word, list(known), n=1)

@@ -1,26 +1,22 @@
-"""Statistics of a running engine. The engine's thread counts, and any thread reads snapshots.
+"""The metrics of the engine and the encoder: one row each, with name, kind, help and reader.
 
-Each metric is a field of `EngineStats`, declared with the name and the help text under which the
-exporter publishes it. A new metric needs a field and a line that counts it.
+A field of `EngineStats` or `EncoderCounters` is such a row. A metric that the engine's parts do not
+hold needs, beside its row, only the line that counts it (`EngineStatistics.count`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
 class TierCounters:
-    """Totals of adapter loading since the start.
+    """Totals of adapter loading since the start. `EngineStats` says what they count.
 
-    hits: requests whose adapter was resident when they were queued.
-    host_hits: requests whose adapter was in host memory, but not resident, when they were queued.
-    misses: requests whose adapter was only on disk when they were queued.
-    loads: adapters read from disk.
     packs: adapters packed into the pool.
-    evictions: adapters evicted from the pool.
     host_evictions: adapters evicted from host memory.
     """
 
@@ -35,14 +31,9 @@ class TierCounters:
 
 @dataclass
 class GrammarCounters:
-    """Totals of structured answers since the start. Each total has only one writer at a time.
+    """Totals of structured answers since the start. Each has only one writer at a time.
 
-    compiled: structures that were compiled.
-    refused: structures that could not be compiled.
-    compile_seconds: processor seconds of the successful compilations.
-    masks: number of token masks.
-    mask_seconds: processor seconds of computing them.
-    failed: answers that ended with an error of their structure.
+    `EngineStats` says what they count. All times are processor seconds.
     """
 
     compiled: int = 0
@@ -57,8 +48,6 @@ class Export(NamedTuple):
     """Metric under which a statistic is published.
 
     kind: "counter" or "gauge".
-    name: name of the metric.
-    help: its help text.
     """
 
     kind: str
@@ -66,12 +55,39 @@ class Export(NamedTuple):
     help: str
 
 
-def _counter(name: str, text: str, default: float = 0) -> Any:
-    return field(default=default, metadata={"export": Export("counter", name, text)})
+Read = Callable[[Any], Any]
+"""Function that reads a present value from the parts of an engine (`engine.parts.EngineParts`)."""
 
 
-def _gauge(name: str, text: str, default: float = 0) -> Any:
-    return field(default=default, metadata={"export": Export("gauge", name, text)})
+def _row(export: Export | None, read: Read | None, **default: Any) -> Any:
+    return field(metadata={"export": export, "read": read}, **default)
+
+
+def _counter(name: str, text: str, read: Read | None = None) -> Any:
+    return _row(Export("counter", name, text), read, default=0)
+
+
+def _gauge(name: str, text: str, read: Read | None = None) -> Any:
+    return _row(Export("gauge", name, text), read, default=0)
+
+
+def _value(read: Read) -> Any:
+    """Return a field that no metric of its own publishes."""
+    return _row(None, read, default=0)
+
+
+def _requests_by_adapter(sequences: Iterable[Any]) -> Counter[str]:
+    # The copy is atomic, so that the engine's thread may change the list meanwhile.
+    return Counter(sequence.request.adapter or "" for sequence in list(sequences))
+
+
+def _ready_credits(engine: Any) -> list[float]:
+    """Return the credits of the last choice in ascending order; [0.0] under other policies."""
+    return sorted((engine.scheduler.choice.credits or {}).values()) or [0.0]
+
+
+def _middle(ordered: list[float]) -> float:
+    return ordered[len(ordered) // 2]
 
 
 @dataclass(frozen=True)
@@ -84,8 +100,6 @@ class EngineStats:
     aborted: cancelled requests, including superseded and expired ones.
     mode: mode of the last step.
     mode_steps, mode_seconds: number of steps, and seconds of forward passes, by mode.
-    prediction_error: median relative error of the latest step predictions.
-    paused: requests that hold pages and had no rows in the last step.
     highest_credit, median_credit: in seconds; 0 under a policy without credits.
     pages_used: pages with keys and values of running requests.
     pages_total: pages of the pool.
@@ -118,103 +132,171 @@ class EngineStats:
         "vlora:switches_total", "Changes of the adapter in the active weights."
     )
     merges: int = _counter("vlora:merges_total", "Switches that had to compute merged weights.")
-    switch_seconds: float = _counter(
-        "vlora:switch_seconds_total", "Seconds spent on switches.", 0.0
-    )
+    switch_seconds: float = _counter("vlora:switch_seconds_total", "Seconds spent on switches.")
     graphs_captured: int = _counter(
-        "vlora:graphs_captured_total", "Graphs of decoding steps that were captured on a GPU."
+        "vlora:graphs_captured_total",
+        "Graphs of decoding steps that were captured on a GPU.",
+        lambda engine: engine.runner.graphs.captured,
     )
     graphs_replayed: int = _counter(
-        "vlora:graphs_replayed_total", "Decoding steps that a captured graph has computed."
+        "vlora:graphs_replayed_total",
+        "Decoding steps that a captured graph has computed.",
+        lambda engine: engine.runner.graphs.replayed,
     )
     graph_seconds: float = _counter(
-        "vlora:graph_capture_seconds_total", "Seconds spent on capturing graphs.", 0.0
+        "vlora:graph_capture_seconds_total",
+        "Seconds spent on capturing graphs.",
+        lambda engine: engine.runner.graphs.seconds,
     )
     graph_bytes: int = _gauge(
-        "vlora:graph_bytes", "Bytes of a GPU's memory that captured graphs take."
+        "vlora:graph_bytes",
+        "Bytes of a GPU's memory that captured graphs take.",
+        lambda engine: engine.runner.graphs.nbytes,
     )
     mode: str = ""
     mode_steps: Mapping[str, int] = field(default_factory=dict)
     mode_seconds: Mapping[str, float] = field(default_factory=dict)
     step_seconds: float = _counter(
-        "vlora:step_seconds_total", "Seconds of all steps, without switches.", 0.0
+        "vlora:step_seconds_total", "Seconds of all steps, without switches."
     )
     predicted_seconds: float = _counter(
-        "vlora:predicted_step_seconds_total", "Seconds predicted for all steps.", 0.0
+        "vlora:predicted_step_seconds_total", "Seconds predicted for all steps."
     )
     prediction_error: float = _gauge(
-        "vlora:step_prediction_error", "Median relative error of predicted steps.", 0.0
+        "vlora:step_prediction_error",
+        "Median relative error of predicted steps.",
+        lambda engine: engine.costs.median_error,
     )
     paused: int = _gauge(
-        "vlora:requests_paused", "Requests that hold pages and were left out of the last step."
+        "vlora:requests_paused",
+        "Requests that hold pages and were left out of the last step.",
+        lambda engine: engine.scheduler.paused,
     )
     highest_credit: float = _gauge(
-        "vlora:credit_seconds_highest", "Highest credit of the requests that were ready.", 0.0
+        "vlora:credit_seconds_highest",
+        "Highest credit of the requests that were ready.",
+        lambda engine: _ready_credits(engine)[-1],
     )
     median_credit: float = _gauge(
-        "vlora:credit_seconds_median", "Median credit of the requests that were ready.", 0.0
+        "vlora:credit_seconds_median",
+        "Median credit of the requests that were ready.",
+        lambda engine: _middle(_ready_credits(engine)),
     )
-    running: int = _gauge("vllm:num_requests_running", "Requests being computed.")
-    waiting: int = _gauge("vllm:num_requests_waiting", "Requests waiting to be scheduled.")
-    pages_used: int = 0
-    pages_total: int = 0
-    page_tokens: int = 0
-    pages_cached: int = _gauge("vlora:pool_pages_cached", "Pages of cached prefixes.")
-    pages_adapter: int = _gauge("vlora:pool_pages_adapter", "Pages of packed adapters.")
+    running: int = _gauge(
+        "vllm:num_requests_running",
+        "Requests being computed.",
+        lambda engine: len(engine.scheduler.running),
+    )
+    waiting: int = _gauge(
+        "vllm:num_requests_waiting",
+        "Requests waiting to be scheduled.",
+        lambda engine: len(engine.scheduler.waiting),
+    )
+    pages_used: int = _value(lambda engine: engine.memory.pool.kv)
+    pages_total: int = _value(lambda engine: engine.memory.pool.total)
+    page_tokens: int = _value(lambda engine: engine.memory.block_size)
+    pages_cached: int = _gauge(
+        "vlora:pool_pages_cached",
+        "Pages of cached prefixes.",
+        lambda engine: engine.memory.pool.cached,
+    )
+    pages_adapter: int = _gauge(
+        "vlora:pool_pages_adapter",
+        "Pages of packed adapters.",
+        lambda engine: engine.memory.pool.adapter,
+    )
     pages_moved: int = _counter(
-        "vlora:pool_pages_moved_total", "Pages relocated to make space for adapters."
+        "vlora:pool_pages_moved_total",
+        "Pages relocated to make space for adapters.",
+        lambda engine: engine.memory.pool.pages_moved,
     )
     adapters_resident: int = _gauge(
-        "vlora:adapters_resident", "Adapters that steps can use without loading."
+        "vlora:adapters_resident",
+        "Adapters that steps can use without loading.",
+        lambda engine: len(engine.adapters.resident),
     )
-    adapters_known: int = _gauge("vlora:adapters_known", "Adapters that requests can ask for.")
+    adapters_known: int = _gauge(
+        "vlora:adapters_known",
+        "Adapters that requests can ask for.",
+        lambda engine: len(engine.adapters.table.current),
+    )
     adapter_host_bytes: int = _gauge(
-        "vlora:adapter_host_bytes", "Bytes of adapters in host memory."
+        "vlora:adapter_host_bytes",
+        "Bytes of adapters in host memory.",
+        lambda engine: engine.adapters.tiers.host.used_bytes,
     )
     cached_tokens: int = _counter(
         "vlora:prefix_cached_tokens_total", "Prompt tokens found in the prefix cache."
     )
     adapter_hits: int = _counter(
-        "vlora:adapter_hits_total", "Requests that found their adapter resident."
+        "vlora:adapter_hits_total",
+        "Requests that found their adapter resident.",
+        lambda engine: engine.adapters.tiers.counters.hits,
     )
     adapter_host_hits: int = _counter(
-        "vlora:adapter_host_hits_total", "Requests that found their adapter in host memory."
+        "vlora:adapter_host_hits_total",
+        "Requests that found their adapter in host memory.",
+        lambda engine: engine.adapters.tiers.counters.host_hits,
     )
     adapter_misses: int = _counter(
-        "vlora:adapter_misses_total", "Requests that found their adapter on disk only."
+        "vlora:adapter_misses_total",
+        "Requests that found their adapter on disk only.",
+        lambda engine: engine.adapters.tiers.counters.misses,
     )
     adapter_loads: int = _counter(
-        "vlora:adapter_loads_total", "Adapters read from disk for requests."
+        "vlora:adapter_loads_total",
+        "Adapters read from disk for requests.",
+        lambda engine: engine.adapters.tiers.counters.loads,
     )
     adapter_evictions: int = _counter(
-        "vlora:adapter_evictions_total", "Adapters evicted from the pool."
+        "vlora:adapter_evictions_total",
+        "Adapters evicted from the pool.",
+        lambda engine: engine.adapters.tiers.counters.evictions,
     )
     grammars: int = _gauge(
-        "vlora:grammars", "Structures of answers that have a process, idle ones included."
+        "vlora:grammars",
+        "Structures of answers that have a process, idle ones included.",
+        lambda engine: len(engine.admission.grammars),
     )
-    grammars_compiled: int = _counter("vlora:grammars_compiled_total", "Structures compiled.")
+    grammars_compiled: int = _counter(
+        "vlora:grammars_compiled_total",
+        "Structures compiled.",
+        lambda engine: engine.admission.grammars.counters.compiled,
+    )
     grammars_refused: int = _counter(
-        "vlora:grammars_refused_total", "Structures that could not be compiled."
+        "vlora:grammars_refused_total",
+        "Structures that could not be compiled.",
+        lambda engine: engine.admission.grammars.counters.refused,
     )
     grammar_seconds: float = _counter(
         "vlora:grammar_compile_seconds_total",
         "Processor seconds of compiling structures that were not refused.",
-        0.0,
+        lambda engine: engine.admission.grammars.counters.compile_seconds,
     )
     masks: int = _counter(
-        "vlora:structured_masks_total", "Token masks computed for structured answers."
+        "vlora:structured_masks_total",
+        "Token masks computed for structured answers.",
+        lambda engine: engine.admission.grammars.counters.masks,
     )
     mask_seconds: float = _counter(
-        "vlora:structured_mask_seconds_total", "Processor seconds of token masks.", 0.0
+        "vlora:structured_mask_seconds_total",
+        "Processor seconds of token masks.",
+        lambda engine: engine.admission.grammars.counters.mask_seconds,
     )
     rows_held: int = _counter(
         "vlora:structured_rows_held_total", "Rows of structured answers whose mask was late."
     )
     structured_failed: int = _counter(
-        "vlora:structured_failed_total", "Answers ended by an error of their structure."
+        "vlora:structured_failed_total",
+        "Answers ended by an error of their structure.",
+        lambda engine: engine.admission.grammars.counters.failed,
     )
-    running_adapters: Mapping[str, int] = field(default_factory=dict)
-    waiting_adapters: Mapping[str, int] = field(default_factory=dict)
+    running_adapters: Mapping[str, int] = _row(
+        None, lambda engine: _requests_by_adapter(engine.scheduler.running), default_factory=dict
+    )
+    waiting_adapters: Mapping[str, int] = _row(
+        None, lambda engine: _requests_by_adapter(engine.scheduler.waiting), default_factory=dict
+    )
 
     @property
     def kv_usage(self) -> float:
@@ -222,10 +304,40 @@ class EngineStats:
         return self.pages_used / self.pages_total if self.pages_total else 0.0
 
 
+def readers() -> dict[str, Read]:
+    """Return the functions that read the values that the engine's parts hold, by attribute."""
+    return {f.name: f.metadata["read"] for f in fields(EngineStats) if f.metadata.get("read")}
+
+
+def exports_of(stats: type) -> dict[str, Export]:
+    """Return the metric of each statistic that has one, by attribute of the class `stats`."""
+    return {f.name: f.metadata["export"] for f in fields(stats) if f.metadata.get("export")}
+
+
 def exported_stats() -> dict[str, Export]:
-    """Return the metric of each statistic that has one, by attribute of `EngineStats`."""
-    exports = {f.name: f.metadata["export"] for f in fields(EngineStats) if f.metadata}
-    exports["kv_usage"] = Export(
+    """Return the metric of each statistic of an engine that has one, by attribute."""
+    usage = Export(
         "gauge", "vllm:kv_cache_usage_perc", "Share of pages with KV of running requests, 0 to 1."
     )
-    return exports
+    return exports_of(EngineStats) | {"kv_usage": usage}
+
+
+@dataclass(frozen=True)
+class EncoderCounters:
+    """Statistics of the vision encoder and of its feature cache since the start.
+
+    images: images whose features were found or computed, the sum of hits and misses.
+    """
+
+    requests: int = _counter("vlora:encoder_requests_total", "Requests with images.")
+    groups: int = _counter(
+        "vlora:encoder_groups_total", "Groups of requests that were encoded together."
+    )
+    images: int = _counter(
+        "vlora:encoder_images_total", "Images and frames encoded, or found in the cache."
+    )
+    hits: int = _counter("vlora:feature_cache_hits_total", "Images whose features were cached.")
+    misses: int = _counter("vlora:feature_cache_misses_total", "Images encoded by the tower.")
+    batches: int = _counter("vlora:encoder_batches_total", "Calls of the vision tower.")
+    evictions: int = _counter("vlora:feature_cache_evictions_total", "Cache entries evicted.")
+    bytes: int = _gauge("vlora:feature_cache_bytes", "Bytes of cached image features.")

@@ -11,8 +11,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from vlora.errors import InvalidArgument, Unsupported, nearest, shown
-from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
-from vlora.value_readers import (
+from vlora.strict_json import (
     BOOLEANS,
     Range,
     Reader,
@@ -23,6 +22,7 @@ from vlora.value_readers import (
     read_texts,
     wrong_value,
 )
+from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16

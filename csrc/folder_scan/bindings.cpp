@@ -1,7 +1,7 @@
 // Scan of adapter folders: thousands of them in one call, without the interpreter's lock.
 //
 // It is not a kernel. It is compiled into the same extension, so that the package has only one. The
-// Python version in backend_src/vlora/lora/folders.py defines the bytes of a stamp.
+// Python version in backend_src/vlora/adapters/catalog.py defines the bytes of a stamp.
 #include <dirent.h>
 #include <fcntl.h>
 #include <pybind11/pybind11.h>
@@ -113,7 +113,7 @@ py::list adapter_names(const std::string& root) {
 }  // namespace
 
 void bind_folder_scan(py::module_& m) {
-  m.doc() = "Scan of adapter folders; vlora.lora.folders is its interface.";
+  m.doc() = "Scan of adapter folders; vlora.adapters.catalog is its interface.";
   m.def("folder_stamps", &folder_stamps, py::arg("paths"));
   m.def("adapter_names", &adapter_names, py::arg("root"));
 }

@@ -14,9 +14,9 @@ from tests.support.many_adapters import (
     engine_of,
     run_in_order,
 )
+from vlora.adapters.tensors import WeightsReader
 from vlora.engine import calibration, memory
 from vlora.errors import InvalidArgument
-from vlora.lora.weights_reader import WeightsReader
 
 
 @pytest.mark.parametrize("host_adapters", [2, 100])

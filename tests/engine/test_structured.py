@@ -21,8 +21,8 @@ from tests.support.engine_client import Collector, endless, request, run_togethe
 from tests.support.grammars import HOSTILE, draw_schema
 from vlora.config import Limits, Options
 from vlora.engine.engine import Engine
-from vlora.engine.held_rows import HeldRows
 from vlora.engine.loop import EngineLoop
+from vlora.engine.rows import HeldRows
 from vlora.errors import Unsupported, VLoraError
 from vlora.request import Output, Request, TokenLogprob
 from vlora.sampling import SamplingParams

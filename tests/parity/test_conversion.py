@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 
 from tests.support import adapter_kinds as kinds
 from tests.support.families import Family
+from vlora.adapters.files import load_adapter
+from vlora.adapters.peft import parse_key
 from vlora.errors import InvalidArgument
-from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import Conversion, ConversionLimits, convert
-from vlora.lora.adapter import load_adapter
-from vlora.lora.keys import parse_key
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
+from vlora.offline.base_weights import BaseWeights
+from vlora.offline.convert import Conversion, ConversionLimits, convert
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*changes the base weights", "ignore:Unsupported layer type"

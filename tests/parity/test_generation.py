@@ -22,6 +22,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.oracle import Oracle
 from tools.generation.served import question
 from tools.generation.variants import continue_packing
+from vlora.adapters.files import load_adapter
 from vlora.errors import InvalidArgument
 from vlora.generation.fusion import Packed, RunState
 from vlora.generation.learner import WEIGHTS, Learner
@@ -29,7 +30,6 @@ from vlora.generation.report import as_json, write_report
 from vlora.generation.run import Outcome, generate, load_splits
 from vlora.generation.spec import read_spec
 from vlora.generation.trainer import PeftTrainer
-from vlora.lora.adapter import load_adapter
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from tests.support.make_adapters import SPECS, AdapterSpec, make_adapters
 from tests.support.oracle import Oracle, Question
 from vlora.cli import app
-from vlora.generation.premerge import BASE_ADAPTER
+from vlora.offline.premerge import BASE_ADAPTER
 
 COLD = AdapterSpec(
     "some-layers-r5",

@@ -25,18 +25,18 @@ from tests.support.qwen_vl import (
     make_qwen_vl,
     slow_tokens,
 )
+from vlora.adapters.catalog import FolderFinder
+from vlora.adapters.files import load_adapter
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
-from vlora.generation.base_weights import BaseWeights
 from vlora.ids import BASE
 from vlora.kernels.quantized import Format, QuantizedWeight, dequantize
-from vlora.lora.adapter import load_adapter
-from vlora.lora.folders import FolderFinder
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.tokenizer import load_tokenizer
+from vlora.offline.base_weights import BaseWeights
 from vlora.request import ImageFeatures
 from vlora.vision.adapters import VisionAdapters
 from vlora.vision.encoder import VisionEncoder

@@ -23,7 +23,7 @@ from vlora.ids import BASE
 from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 
 STEPS_PER_ADAPTER = 5
 """Number of steps for which an adapter stays live."""
@@ -105,7 +105,7 @@ def test_repeated_steps_follow_changes_between_steps(
     """
     monkeypatch.setattr("vlora.model.rotary.INITIAL_POSITIONS", 16)
     adapters = Engine(Options(model=checkpoint, adapters=parity_adapters)).adapters
-    largest = max(adapters.packed_bytes(adapters.handle(name)) for name in adapters.names())
+    largest = max(adapters.tiers.packed_bytes(adapters.handle(name)) for name in adapters.names())
     options = Options(
         model=checkpoint,
         adapters=parity_adapters,
@@ -151,7 +151,7 @@ class OneStep:
         """Return the result of a step, with a plan of `planned_rows` rows instead of all."""
         rows = len(self.hidden) if planned_rows is None else planned_rows
         chunks = [
-            Chunk(str(row), BASE, row, 0, (0,), Prompt.of_text((0,)), (row,), True)
+            Chunk(str(row), BASE, row, 0, (0,), text_prompt((0,)), (row,), True)
             for row in range(rows)
         ]
         heads = self.decoder._config.heads

@@ -11,9 +11,9 @@ import pytest
 from tests.support.checkpoints import FAMILIES
 from tests.support.families import ADAPTERS, VISION_ADAPTERS, Family
 from tests.support.oracle import NEAR_TIE
+from vlora.adapters.catalog import FolderFinder
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.lora.folders import FolderFinder
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 from vlora.request import ImageFeatures, Request

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from vlora.lora.folders import find_folders, stamp_of
-from vlora.lora.handle import AdapterHandle
-from vlora.lora.model_shape import ModelShape
-from vlora.lora.store import AdapterStore
-from vlora.lora.weights_reader import WeightsReader
+from vlora.adapters.catalog import find_folders, stamp_of
+from vlora.adapters.handle import AdapterHandle
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.store import AdapterStore
+from vlora.adapters.tensors import WeightsReader
 from vlora.memory.pool import PagePool
 
 HIDDEN, RANK, PAGE = 32, 4, 4096
@@ -67,8 +67,8 @@ class Harness:
     def __init__(self, model: ModelShape, root: Path, pages: int, host: int | None) -> None:
         self.root = root
         self.store = AdapterStore(model, host_bytes=host)
-        self.group = self.store.group([MATRIX])
-        self.store.load(find_folders(root, {}), make_resident=False)
+        self.group = self.store.slots.group([MATRIX])
+        self.store.load(find_folders(root, {}))
         self.pool, self.memory = PagePool(pages), Memory(pages)
         self.store.attach(self.pool, self.memory, 0)
 
@@ -89,11 +89,19 @@ class Harness:
     def reread(self) -> None:
         """Read the folders that have changed, as the watching thread does, and apply the result."""
         root = self.root
-        self.store.update({path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())})
+        self.store.folders.update(
+            {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
+        )
         self.store.apply()
 
     def resident(self) -> set[str]:
         return {handle.name for handle in self.store.resident.values()}
+
+
+def load_and_pack(store: AdapterStore, folders: Mapping[str, Path], pages: int = 64) -> None:
+    """Load adapters and pack those that can be used. All groups must have been created."""
+    store.load(folders)
+    store.attach(PagePool(pages), Memory(pages), pages)
 
 
 class BlockedReads:

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from vlora.launcher.ports import choose_ports
+from vlora.net import choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKER = ROOT / "docker"

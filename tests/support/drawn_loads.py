@@ -15,7 +15,9 @@ from pathlib import Path
 
 import torch
 
+from vlora.adapters.catalog import stamp_of
 from vlora.config import Options
+from vlora.device.device import UploadedPart
 from vlora.engine import memory
 from vlora.engine.engine import Engine
 from vlora.engine.plan import StepPlan
@@ -23,9 +25,7 @@ from vlora.engine.policies.registry import make_policy
 from vlora.engine.sequence import Sequence as EngineSequence
 from vlora.errors import Cancelled, InvalidArgument, NotFound, VLoraError
 from vlora.ids import BASE
-from vlora.lora.folders import stamp_of
-from vlora.memory.block_table import pages_for
-from vlora.memory.uploads import UploadedPart
+from vlora.memory.kv_cache import pages_for
 from vlora.model.chunk import Chunk
 from vlora.model.runner import StepResult
 from vlora.request import Output, Request
@@ -247,7 +247,7 @@ class Load:
         """Replace, remove or add adapters, some of which have waiting or running requests."""
         names = [name for name in self.shape.adapters if name is not None] or ["a0"]
         kept = [name for name in names if self.draw.random() < 0.8]
-        self.engine.adapters.update(
+        self.engine.adapters.folders.update(
             {name: self._stamped[self.draw.choice(sorted(self._stamped))] for name in kept}
         )
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import torch
 
 from vlora.ids import NO_IMAGE
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool, Run
 from vlora.memory.prefix import BlockDigests, BlockKey
 
 
 class IdleAdapters:
     """Contiguous pages of unused adapters, which the pool may evict, the oldest first."""
-
-    holds_runs = True
 
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool

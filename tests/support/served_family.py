@@ -14,11 +14,11 @@ from tests.support import adapter_kinds as kinds
 from tests.support.families import CONNECTOR, DECODER, TOWER, Family, FirstQwenVL, gap_of
 from tests.support.oracle import NEAR_TIE
 from tests.support.triton_client import Asker, png
-from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import ConversionLimits, convert
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape
+from vlora.offline.base_weights import BaseWeights
+from vlora.offline.convert import ConversionLimits, convert
 from vlora.request import ImageFeatures
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import ChatTemplate, render

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vlora.lora.model_shape import ModelShape
+from vlora.adapters.model_shape import ModelShape
 
 LAYERS, HIDDEN, MIDDLE, VOCABULARY, RANK = 2, 12, 20, 30, 4
 SHAPES = {

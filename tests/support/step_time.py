@@ -20,8 +20,8 @@ from pathlib import Path
 import torch
 
 from vlora.config import POLICIES, Options
+from vlora.device.device import UploadedPart
 from vlora.engine.engine import Engine
-from vlora.memory.uploads import UploadedPart
 from vlora.model.chunk import Chunk
 from vlora.model.runner import StepResult
 from vlora.request import Request

@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tests.support.triton_client import Asker, asking
 from vlora.launcher.server import ServerOptions, TritonServer
-from vlora.serving.exporter import MAX_LORA_SERIES
+from vlora.serving.metrics import MAX_LORA_SERIES
 
 MODEL = """
 from vlora.metrics import EngineStats
-from vlora.serving.exporter import EngineExporter
-from vlora.serving.triton.metrics import TritonRegistry
+from vlora.serving.metrics import EngineExporter
+from vlora.serving.triton.process import TritonRegistry
 import triton_python_backend_utils as pb_utils
 
 class TritonPythonModel:

@@ -1,5 +1,4 @@
-"""Tests of the architecture: imports have levels and no cycles, files are short, and one package
-imports Triton."""
+"""Tests of the architecture: imports have levels and no cycles, and one package imports Triton."""
 
 from __future__ import annotations
 
@@ -18,34 +17,30 @@ MODELS = sorted(REPOSITORY.glob("*/1/model.py"))
 
 LAYERS = [
     {
-        "atmm",
         "atomic_file",
-        "backends",
-        "kernels",
-        "metrics",
         "errors",
         "fork_server",
         "ids",
+        "metrics",
         "native",
+        "openmp_env",
         "paths",
         "strict_json",
-        "value_readers",
     },
-    {"memory", "request", "sampling", "structured", "config", "cores", "openmp_env"},
-    {"lora"},
+    {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
+    {"atmm", "backends", "device", "kernels"},
+    {"memory", "weights"},
+    {"adapters"},
     {"model"},
-    {"engine", "vision", "capacity", "generation"},
-    {"launcher"},
-    {"serving"},
-    {"gateway"},
+    {"engine", "vision", "offline"},
+    {"generation", "launcher"},
+    {"gateway", "serving"},
     {"cli"},
 ]
 """Lowest first; a module may import from its own layer and those below."""
 
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 
-MAX_LINES = 350
-"""Maximum number of lines of a source file."""
 CPP_SUFFIXES = {".h", ".cpp", ".cu", ".cuh"}
 CPP_COLUMNS = 100
 """Maximum length of a line of C++. clang-format breaks longer lines, except for some text."""
@@ -132,17 +127,6 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert circles(module_graph()) == []
 
 
-def test_no_source_file_is_longer_than_the_limit() -> None:
-    folders = (TOP / "backend_src", TOP / "benchmarks", TOP / "csrc")
-    lengths = {
-        path.relative_to(TOP).as_posix(): len(path.read_text().splitlines())
-        for folder in folders
-        for path in folder.rglob("*")
-        if path.suffix in {".py", *CPP_SUFFIXES}
-    }
-    assert {name: lines for name, lines in lengths.items() if lines > MAX_LINES} == {}
-
-
 def test_no_line_of_cpp_is_longer_than_the_limit() -> None:
     sources = [path for path in (TOP / "csrc").rglob("*") if path.suffix in CPP_SUFFIXES]
     assert sources
@@ -193,7 +177,8 @@ def _has_timeout(node: ast.AST) -> bool:
 
 def test_the_scheduler_is_pure() -> None:
     for module in ("engine/scheduler", "engine/plan", "engine/sequence", "model/chunk"):
-        names = imports_of(ROOT / f"{module}.py")
+        body = ast.parse((ROOT / f"{module}.py").read_text()).body
+        names = {ast.unparse(node).split()[1] for node in runtime_imports(body)}
         assert not {"torch", "time", "numpy"} & names, module
 
 

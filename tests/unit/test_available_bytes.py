@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from vlora.memory.available import available_bytes
+from vlora.device.host_memory import available_bytes
 
 MACHINE = "MemTotal:  8000 kB\nMemAvailable:    5000 kB\n"
 

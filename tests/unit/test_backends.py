@@ -13,8 +13,8 @@ from vlora import backends, native
 from vlora.atmm.types import Segment
 from vlora.backends import Component, backend_of
 from vlora.config import Options
+from vlora.device.cuda import CudaDevice
 from vlora.engine.engine import Engine
-from vlora.memory.cuda_device import CudaDevice
 
 COMPONENTS: list[Component] = ["atmm", "kernels"]
 

@@ -26,7 +26,8 @@ from benchmarks.lora_operators import (
     static_tiles,
 )
 from benchmarks.machine import Roofline
-from benchmarks.timing import Timing, interleaved
+from benchmarks.timing import interleaved
+from vlora.atmm.search.timing import Timing
 
 TOLERANCE = {"fp32": 2e-6, "bf16": 2e-2}
 OPERATORS: list[LoraOperator] = [Atmm(), *BASELINES]

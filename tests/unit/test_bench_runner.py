@@ -31,7 +31,7 @@ from benchmarks.lora_operators import KernelCell
 from benchmarks.machine import Rates
 from benchmarks.prefix import Prefix
 from benchmarks.switch import MergeModel
-from benchmarks.timing import Timing
+from vlora.atmm.search.timing import Timing
 
 ROOT = Path(__file__).parents[2]
 KEYS = (
@@ -73,7 +73,7 @@ def test_the_kernels_benchmark_writes_all_summary_keys_for_both_types(
     assert set(written) == {"meta", "rows", "summary"}
     for suffix in ("", "_bf16"):
         assert {key + suffix for key in KEYS} <= set(written["summary"])
-    cells = [row for row in written["rows"] if "us" in row]
+    cells = written["rows"]
     assert len(cells) == 16
     assert all({"atmm", "peft_loop", "slice_loop"} <= set(row["us"]) for row in cells)
     assert written["meta"]["limits"]["1 threads"]["peak_gflops"]["fp32"] > 0
@@ -116,7 +116,6 @@ def test_the_switch_benchmark_writes_all_summary_keys(
         for starved in (2, 4, 6):
             assert summary[f"delora_{phase}_{starved}_of_16"] > 0
         assert summary[f"delora_error_{phase}"] >= 0
-        assert summary[f"delora_error_{phase}_by_peak"] >= 0
     assert (tmp_path / "figure-20-delora.png").is_file()
 
 

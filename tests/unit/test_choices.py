@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from vlora.errors import InvalidArgument
 from vlora.model.choices import MAX_CACHED_STATES, ChoiceMatcher, choice_set
-from vlora.model.vocabulary import Vocabulary
+from vlora.model.tokenizer import Vocabulary
 
 EOS = 0
 

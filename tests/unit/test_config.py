@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -251,3 +252,26 @@ def test_multi_lora_json_maps_names_to_folders(tmp_path: Path) -> None:
     path.write_text('{"a": 1}')
     with pytest.raises(InvalidArgument, match="adapter name → folder"):
         load_adapter_names(path)
+
+
+# -- the table of all keys in docs/operations.md --------------------------------------------------
+
+UNITS = {1024**3: "GiB", 1024**2: "MiB", 1024: "KiB"}
+
+
+def table_value(key: str, value: Any) -> str:
+    """Return a default as the table shows it; sizes in the largest unit that divides them."""
+    if key.endswith(("bytes", "memory")) and isinstance(value, int):
+        size = next(unit for unit in UNITS if value % unit == 0)
+        return f"{value // size} {UNITS[size]}"
+    return "–" if isinstance(value, Path) else f"`{json.dumps(value)}`"
+
+
+def test_the_page_on_operations_has_each_key_with_its_default() -> None:
+    defaults = {f.name: getattr(Options(), f.name) for f in fields(Options)}
+    del defaults["notes"], defaults["limits"]
+    limits = {f"limits.{f.name}": getattr(Limits(), f.name) for f in fields(Limits)}
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    table = page.partition("## Keys of model.json")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `([\w.]+)` \| (.*?) \|", table, re.MULTILINE))
+    assert rows == {key: table_value(key, value) for key, value in (defaults | limits).items()}

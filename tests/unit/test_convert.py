@@ -17,11 +17,17 @@ from typer.testing import CliRunner
 
 from vlora import cli
 from vlora.errors import InvalidArgument
-from vlora.generation.base_weights import BaseWeights
-from vlora.generation.convert import Conversion, ConversionLimits, convert
-from vlora.generation.low_rank import EXACT_SIDE, factorize, sufficient_rank
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
+from vlora.offline.base_weights import BaseWeights
+from vlora.offline.convert import (
+    EXACT_SIDE,
+    Conversion,
+    ConversionLimits,
+    convert,
+    factorize,
+    sufficient_rank,
+)
 
 CONFIG, WEIGHTS, PICKLED = (
     "adapter_config.json",
@@ -276,7 +282,7 @@ def test_random_projection_is_nearly_as_good_as_the_whole_decomposition(
     for rank in (1, 8, 64, 200):
         best = factorize(change, rank)
         with monkeypatch.context() as patch:
-            patch.setattr("vlora.generation.low_rank.EXACT_SIDE", 100)
+            patch.setattr("vlora.offline.convert.EXACT_SIDE", 100)
             random = factorize(change, rank)
         assert EXACT_SIDE > 200
         assert best.rank == random.rank == rank

@@ -13,13 +13,13 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from vlora.adapters.errors import as_adapter_error, is_transient
 from vlora.config import Options
+from vlora.device import cuda as devices
+from vlora.device.cuda import CudaDevice, open_device
+from vlora.device.device import HOST
 from vlora.engine.parts import engine_device
 from vlora.errors import InvalidArgument, OutOfMemory
-from vlora.lora.transient import as_adapter_error, is_transient
-from vlora.memory import cuda_device as devices
-from vlora.memory.cuda_device import CudaDevice, open_device
-from vlora.memory.device import HOST
 
 EMPTY = torch.empty
 

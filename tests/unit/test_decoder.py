@@ -28,7 +28,7 @@ from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.launcher.processes import is_alive
 from vlora.vision import decode_worker
-from vlora.vision.decoder import SLOW_NICENESS, ImageDecoder, PixelPool
+from vlora.vision.decoding import SLOW_NICENESS, ImageDecoder, PixelPool
 from vlora.vision.images import DecodedImage, check_images
 from vlora.vision.pictures import ByteArray
 
@@ -131,7 +131,7 @@ def test_a_long_request_leaves_its_regular_permit_before_its_priority_is_lowered
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A clip also takes long to decode, and should not get a lower priority at once."""
-    monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", math.inf)
+    monkeypatch.setattr("vlora.vision.decoding.SLOW_SECONDS", math.inf)
     decoder = ImageDecoder(LIMITS, permits=1)
     decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
     check_that_it_works(decoder)
@@ -141,7 +141,7 @@ def test_a_long_request_leaves_its_regular_permit_before_its_priority_is_lowered
 
 
 def test_a_slow_request_gets_a_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vlora.vision.decoder.SLOW_SECONDS", 0.2)
+    monkeypatch.setattr("vlora.vision.decoding.SLOW_SECONDS", 0.2)
     decoder = ImageDecoder(LIMITS, permits=1)
     decoder.submit(check_images([ENDLESS], [], None, LIMITS), lambda result: None)
     (server,) = fork_servers()
@@ -207,7 +207,7 @@ def test_the_processes_end_with_the_one_that_started_them() -> None:
 import sys, threading
 from tests.support.hostile_images import jpeg_with_scans
 from vlora.config import Limits
-from vlora.vision.decoder import ImageDecoder
+from vlora.vision.decoding import ImageDecoder
 from vlora.vision.images import check_images
 decoder = ImageDecoder(Limits())
 request = check_images([jpeg_with_scans(2000, 3000)], [], None, Limits())
@@ -283,7 +283,7 @@ def test_a_file_whose_pages_are_in_use_is_sealed_as_soon_as_they_are_free(
 def test_a_stopped_decoder_is_ended_and_replaced(
     decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlora.vision.decoder.MAX_IDLE_POLLS", 4)
+    monkeypatch.setattr("vlora.vision.decoding.MAX_IDLE_POLLS", 4)
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(decode, decoder, ENDLESS)
         (server,) = fork_servers()
@@ -297,7 +297,7 @@ def test_a_stopped_decoder_is_ended_and_replaced(
 def test_a_decoder_that_takes_no_data_is_ended_and_replaced(
     decoder: ImageDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("vlora.vision.decode_process.TRANSFER_SECONDS", 0.2)
+    monkeypatch.setattr("vlora.vision.decoding.TRANSFER_SECONDS", 0.2)
     (server,) = fork_servers()
     until(lambda: check_that_it_works(decoder) or server.children())
     for process in server.children():

@@ -15,12 +15,10 @@ from jsonschema import Draft7Validator
 from tests.support.dockerfile import read, settings
 from tests.support.fakes import FakeRegistry
 from vlora.cli import app
-from vlora.gateway.metrics import GatewayMetrics
+from vlora.gateway.door import GatewayMetrics
 from vlora.launcher.probe import ENSEMBLE, QUESTION, SAMPLING
-from vlora.metrics import EngineStats
-from vlora.serving.error_counts import ErrorCounts, ErrorExporter
-from vlora.serving.exporter import EncoderExporter, EngineExporter
-from vlora.vision.features import EncoderCounters
+from vlora.metrics import EncoderCounters, EngineStats
+from vlora.serving.metrics import EncoderExporter, EngineExporter, ErrorCounts, ErrorExporter
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"

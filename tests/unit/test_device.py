@@ -16,15 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.config import Options, load_options
-from vlora.engine.device_memory import merge_factor_bytes
+from vlora.device.cuda import CudaDevice
+from vlora.device.device import ALIGNMENT, HOST, upload
+from vlora.engine.capacity import merge_factor_bytes
 from vlora.engine.engine import Engine
 from vlora.engine.parts import engine_device
 from vlora.errors import InvalidArgument, OutOfMemory
-from vlora.lora.switcher import MAX_PREPARED
-from vlora.memory.cuda_device import CudaDevice
-from vlora.memory.device import HOST
 from vlora.memory.kv_cache import KVCache, page_bytes
-from vlora.memory.uploads import ALIGNMENT, upload
+from vlora.model.switcher import MAX_PREPARED
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.images import DecodedImage
 
@@ -108,7 +107,7 @@ def test_memory_for_the_factors_of_two_merges_is_kept(checkpoint: Path, adapters
         largest = sorted(
             sum(
                 pair.a.nbytes + pair.b.nbytes
-                for pair in engine.adapters.adapter(slot).pairs.values()
+                for pair in engine.adapters.slots.adapter(slot).pairs.values()
             )
             for slot in engine.adapters.resident
         )[-2:]

@@ -13,10 +13,9 @@ from transformers.models.auto import image_processing_auto as auto
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from vlora.errors import InvalidArgument, Unsupported
-from vlora.vision.encoder import VisionEncoder
+from vlora.vision.encoder import TextOnlyEncoder, VisionEncoder, open_encoder
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
-from vlora.vision.text_only import TextOnlyEncoder, open_encoder
 
 
 @pytest.fixture(scope="module")

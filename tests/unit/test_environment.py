@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vlora.launcher.environment import KNOWN, unknown_variables
+from vlora.launcher.assembly import KNOWN, unknown_variables
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = ("backend_src/**/*.py", "csrc/**/*.cpp", "csrc/**/*.h", "tools/**/*.py")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.support.fakes import FakeRegistry
 from vlora.errors import BY_CODE, Internal, NotFound
-from vlora.serving.error_counts import ErrorCounts, ErrorExporter
+from vlora.serving.metrics import ErrorCounts, ErrorExporter
 
 
 def test_each_code_is_exported_from_the_start() -> None:

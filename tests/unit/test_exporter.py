@@ -8,16 +8,15 @@ import math
 import pytest
 
 from tests.support.fakes import FakeRegistry
-from vlora.metrics import EngineStats
+from vlora.metrics import EncoderCounters, EngineStats
 from vlora.request import Output, Timings
-from vlora.serving.exporter import (
+from vlora.serving.metrics import (
     MAX_LORA_SERIES,
     MAX_LORA_TEXT,
     MAX_OBSERVED,
     EncoderExporter,
     EngineExporter,
 )
-from vlora.vision.features import EncoderCounters
 
 
 def test_engine_metrics_have_the_values_of_the_statistics() -> None:
@@ -64,7 +63,7 @@ def test_the_statistics_are_written_once_per_round_of_answers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each written value is a message to the server."""
-    monkeypatch.setattr("vlora.serving.exporter.CATCH_UP_SECONDS", math.inf)
+    monkeypatch.setattr("vlora.serving.metrics.CATCH_UP_SECONDS", math.inf)
     registry = FakeRegistry()
     steps = itertools.count(1)
     exporter = EngineExporter(registry, {}, lambda: EngineStats(steps=next(steps)), 1000)

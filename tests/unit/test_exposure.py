@@ -6,15 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from vlora.launcher.assembly import ServerError
-from vlora.launcher.exposure import (
-    check_host,
-    closing_arguments,
-    listen_arguments,
-    reachable_host,
-)
-from vlora.launcher.ports import choose_ports
+from vlora.errors import ServerError
 from vlora.launcher.run_folder import shared_memory_prefix
+from vlora.net import check_host, choose_ports, closing_arguments, listen_arguments, reachable_host
 
 ALL = "model-repository,trace,logging"
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from tests.support.polling import until
 from vlora.errors import Internal, InvalidArgument
+from vlora.metrics import EncoderCounters
 from vlora.vision import features
-from vlora.vision.features import EncoderCounters, EncoderService, FeatureCache
+from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
 
 ROWS, HIDDEN = 4, 3

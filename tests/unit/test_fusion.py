@@ -25,7 +25,8 @@ from vlora.generation.fusion import (
     merge_next,
     similar_order,
 )
-from vlora.generation.optimization import (
+from vlora.generation.spec import PAPER, Item, PackingOptions, Spec, Training
+from vlora.generation.trainer import (
     AVERAGE_DECAY,
     COOLING_SHARE,
     FINAL_RATE,
@@ -33,9 +34,8 @@ from vlora.generation.optimization import (
     WARMUP_STEPS,
     Schedule,
     WeightAverage,
+    row_shares,
 )
-from vlora.generation.spec import PAPER, Item, PackingOptions, Spec, Training
-from vlora.generation.trainer import row_shares
 
 BEST = PackingOptions(order="given", merge="none")
 

@@ -12,13 +12,21 @@ from typing import Any
 
 import pytest
 
+from vlora.errors import ServerError
 from vlora.gateway import bodies
-from vlora.gateway.door import Door, Message, Receive, Scope, Send
+from vlora.gateway.door import (
+    Door,
+    GatewayMetrics,
+    Keys,
+    Message,
+    RateLimit,
+    Receive,
+    Scope,
+    Send,
+    load_keys,
+)
 from vlora.gateway.errors import ApiError
-from vlora.gateway.keys import Keys, RateLimit, load_keys
-from vlora.gateway.metrics import GatewayMetrics
 from vlora.gateway.server import listen
-from vlora.launcher.assembly import ServerError
 
 KEY, OTHER = "k" * 16, "o" * 16
 

@@ -14,13 +14,10 @@ import grpc
 import pytest
 
 from vlora.gateway.app import Gateway
-from vlora.gateway.backend import Backend
-from vlora.gateway.channel import RECONNECT_SECONDS
+from vlora.gateway.backend import RECONNECT_SECONDS, Backend, wait_for_first_answer
 from vlora.gateway.errors import ApiError
-from vlora.gateway.first_answer import wait_for_first_answer
 from vlora.gateway.options import GatewayOptions
-from vlora.launcher.grpc_stubs import load_grpc_stubs
-from vlora.launcher.ports import choose_ports
+from vlora.net import choose_ports, load_grpc_stubs
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 

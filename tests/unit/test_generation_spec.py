@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from tests.support.knowledge import ITEM, write_images, write_spec
 from vlora.cli import app
 from vlora.errors import InvalidArgument
-from vlora.generation.optimization import make_accelerator
 from vlora.generation.spec import Training, read_spec
+from vlora.generation.trainer import make_accelerator
 
 
 @pytest.fixture

@@ -19,13 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.support.adapter_store import load_and_pack
 from vlora import cli
+from vlora.adapters import patterns
+from vlora.adapters.catalog import find_folders
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.peft import USED
+from vlora.adapters.store import AdapterStore
 from vlora.errors import InvalidArgument
-from vlora.lora import patterns
-from vlora.lora.folders import find_folders
-from vlora.lora.model_shape import ModelShape
-from vlora.lora.peft_options import USED
-from vlora.lora.store import AdapterStore
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 
@@ -296,13 +297,13 @@ def loaded(zoo: Path, shape: ModelShape) -> Iterator[AdapterStore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patterns, "SECONDS", 0.2)
         store = AdapterStore(shape)
-        store.load(find_folders(zoo, {}))
+        load_and_pack(store, find_folders(zoo, {}))
         yield store
 
 
 def test_healthy_adapters_are_served_in_spite_of_broken_ones(loaded: AdapterStore) -> None:
     assert loaded.names() == HEALTHY
-    pairs = loaded.group([(0, "q_proj")]).pairs[0]
+    pairs = loaded.slots.group([(0, "q_proj")]).pairs[0]
     assert len(pairs) == len(HEALTHY)
     assert pairs[0] is not None
     assert pairs[1] is not None
@@ -326,7 +327,7 @@ def test_each_broken_adapter_is_reported_with_its_file(loaded: AdapterStore, nam
 
 def test_the_maximum_size_of_an_adapter_is_configurable(zoo: Path, shape: ModelShape) -> None:
     store = AdapterStore(shape, max_bytes=1000)
-    store.load({"x": zoo / "a-healthy"})
+    load_and_pack(store, {"x": zoo / "a-healthy"})
     with pytest.raises(InvalidArgument, match=r"'max_adapter_bytes' allows 1000"):
         store.slot("x")
 
@@ -346,7 +347,10 @@ def test_any_value_of_any_key_loads_or_is_rejected(
             (tmp_path / "x" / CONFIG).write_text(json.dumps(changed))
             store = AdapterStore(shape)
             store.load({"x": tmp_path / "x"})
-            assert not store.broken or "failed to load" not in str(store.broken["x"]), (key, value)
+            assert not store.table.broken or "failed to load" not in str(store.table.broken["x"]), (
+                key,
+                value,
+            )
 
 
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
@@ -365,23 +369,23 @@ def test_flipped_bits_load_or_are_rejected(
         (tmp_path / "x" / file).write_bytes(flipped)
         store = AdapterStore(shape)
         store.load({"x": tmp_path / "x"})
-        assert not store.broken or "failed to load" not in str(store.broken["x"])
+        assert not store.table.broken or "failed to load" not in str(store.table.broken["x"])
 
 
 def test_an_unexpected_exception_is_an_error_of_that_adapter(
     zoo: Path, shape: ModelShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error names the adapter and its folder."""
-    from vlora.lora import folder_reader as module
+    from vlora.adapters import catalog as module
 
-    files = module.AdapterFiles
+    describe = module.describe_adapter
 
     def fails(name: str, *more: Any) -> Any:
         if name == "bad":
             raise MemoryError("\ud800")
-        return files(name, *more)
+        return describe(name, *more)
 
-    monkeypatch.setattr(module, "AdapterFiles", fails)
+    monkeypatch.setattr(module, "describe_adapter", fails)
     store = AdapterStore(shape)
     store.load({"bad": zoo / "a-healthy", "good": zoo / "a-healthy"})
     assert store.names() == ("good",)

@@ -17,7 +17,7 @@ from PIL import Image
 
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
-from vlora.vision.decoder import ImageDecoder
+from vlora.vision.decoding import ImageDecoder
 from vlora.vision.images import DecodedImage, check_images
 
 LIMITS = Limits()

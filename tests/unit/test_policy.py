@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 
@@ -12,7 +11,8 @@ from tests.support.policy_costs import STEP_SECONDS, SWITCH_SECONDS, FixedCosts
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.policies.base import Candidate, Choice, Policy
-from vlora.engine.policies.credit import CreditConfig, CreditPolicy, default_credit
+from vlora.engine.policies.credit import CreditPolicy
+from vlora.engine.policies.paper import PaperPolicy
 from vlora.engine.policies.predictive import CHUNK_ROWS, Predictive
 from vlora.engine.policies.registry import make_policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
@@ -32,13 +32,19 @@ def decision(choice: Choice) -> tuple[list[str], int]:
     return [r.id for r in choice.order], choice.live
 
 
-PAPER = CreditConfig(max_batch=4, theta_min=1.0)
 SHORT_WAIT, LONG_WAIT = 0.5, 2.0
 """Waits in seconds below and above θ = 1: only the second one starves."""
+PAPER = PaperPolicy(4, 1.0, FixedCosts())
 
 
-def choose(config: CreditConfig, ready: list[Candidate], live: int = BASE) -> tuple[list[str], int]:
-    return decision(CreditPolicy(config, FixedCosts()).choose(ready, live, 0.0))
+def credit(
+    theta_factor: float = 0.0, max_wait: float = math.inf, max_batch: int = 4
+) -> CreditPolicy:
+    return CreditPolicy(max_batch, 1.0, theta_factor, max_wait, FixedCosts())
+
+
+def choose(policy: Policy, ready: list[Candidate], live: int = BASE) -> tuple[list[str], int]:
+    return decision(policy.choose(ready, live, 0.0))
 
 
 def test_the_step_is_merged_if_no_request_starves_and_one_adapter_has_over_half() -> None:
@@ -70,7 +76,7 @@ def test_the_step_is_unmerged_if_no_adapter_has_over_half() -> None:
 
 def test_credit_is_the_sum_of_wait_next_step_and_switch() -> None:
     ready = requests((1, 0.25), (2, 0.5), (BASE, 0.0))
-    credits = CreditPolicy(PAPER, FixedCosts()).choose(ready, 1, 0.0).credits
+    credits = PAPER.choose(ready, 1, 0.0).credits
     assert credits == {
         "r0": 0.25 + STEP_SECONDS,
         "r1": 0.5 + STEP_SECONDS + SWITCH_SECONDS,
@@ -83,57 +89,59 @@ def test_starved_requests_are_cut_at_maxbs() -> None:
     assert order == ["r0", "r1", "r2", "r3"]
 
 
-# -- our departures, one by one ------------------------------------------------------------------
+# -- our departures, each on a case that it alone decides -----------------------------------------
 
 
 def test_theta_grows_with_the_median_wait() -> None:
     ready = requests((1, 3.0), (1, 3.0), (1, 3.0), (2, 4.0))
     assert choose(PAPER, ready)[1] == BASE
-    assert choose(replace(PAPER, theta_factor=2.0), ready) == (["r0", "r1", "r2"], 1)
+    assert choose(credit(), ready) == (["r3", "r0", "r1", "r2"], 1), "r3 is starved"
+    assert choose(credit(theta_factor=2.0), ready) == (["r0", "r1", "r2"], 1)
 
 
 def test_a_request_that_waited_max_wait_is_starved_whatever_theta_is() -> None:
     ready = requests((1, 3.0), (1, 3.0), (1, 3.0), (2, 4.0))
-    config = replace(PAPER, theta_factor=2.0, max_wait=3.9)
-    assert choose(config, ready) == (["r3", "r0", "r1", "r2"], 1)
+    policy = credit(theta_factor=2.0, max_wait=3.9)
+    assert choose(policy, ready) == (["r3", "r0", "r1", "r2"], 1)
 
 
 def test_comparing_with_the_ready_requests_lets_low_load_merge() -> None:
     ready = requests((1, 0.0), (1, 0.0))
     assert choose(PAPER, ready)[1] == BASE
-    assert choose(replace(PAPER, compare_to_ready=True), ready)[1] == 1
+    assert choose(credit(), ready)[1] == 1
 
 
-def test_the_candidates_own_starved_requests_can_be_excluded() -> None:
+def test_the_candidates_own_starved_requests_do_not_count_against_it() -> None:
     ready = requests((1, LONG_WAIT), (1, LONG_WAIT), (1, SHORT_WAIT), (2, SHORT_WAIT))
     assert choose(PAPER, ready)[1] == BASE
-    assert choose(replace(PAPER, exclude_own_starved=True), ready) == (["r0", "r1", "r2"], 1)
+    assert choose(credit(), ready) == (["r0", "r1", "r2"], 1)
 
 
 def test_ties_keep_the_live_adapter() -> None:
-    config = replace(PAPER, max_batch=2)
     ready = requests(*[(1, 0.0), (2, 0.0)] * 2)
-    assert choose(config, ready, live=2)[1] == 1
-    assert choose(replace(config, ties_keep_live=True), ready, live=2)[1] == 2
+    assert choose(PaperPolicy(2, 1.0, FixedCosts()), ready, live=2)[1] == 1
+    assert choose(credit(max_batch=2), ready, live=2)[1] == 2
+    assert choose(credit(max_batch=2), ready)[1] == 1
 
 
 def test_the_base_can_be_the_candidate() -> None:
     ready = requests((BASE, 0.0), (BASE, 0.0), (BASE, 0.0), (1, 0.0))
     assert choose(PAPER, ready)[0] == ["r0", "r1", "r2", "r3"]
-    assert choose(replace(PAPER, base_is_candidate=True), ready) == (["r0", "r1", "r2"], BASE)
+    assert choose(credit(), ready) == (["r0", "r1", "r2"], BASE)
 
 
-def test_starved_requests_can_be_sorted_by_credit() -> None:
+def test_starved_requests_are_sorted_by_credit() -> None:
     ready = requests((1, 2.0), (2, 4.0), (3, 3.0))
     assert choose(PAPER, ready)[0] == ["r0", "r1", "r2"]
-    assert choose(replace(PAPER, sort_by_credit=True), ready)[0] == ["r1", "r2", "r0"]
+    assert choose(credit(), ready)[0] == ["r1", "r2", "r0"]
 
 
 def test_an_adapter_that_cannot_be_merged_is_not_the_candidate() -> None:
     costs = FixedCosts()
     costs.unmergeable = frozenset({1})
-    choice = CreditPolicy(PAPER, costs).choose(requests(*[(1, 0.0)] * 4), BASE, 0.0)
-    assert choice.live == BASE
+    ready = requests(*[(1, 0.0)] * 4)
+    for policy in (PaperPolicy(4, 1.0, costs), CreditPolicy(4, 1.0, 0.0, math.inf, costs)):
+        assert policy.choose(ready, BASE, 0.0).live == BASE
 
 
 # -- other policies -------------------------------------------------------------------------------
@@ -316,7 +324,7 @@ def test_an_unregistered_policy_is_refused_with_the_valid_names(
     costs = CostModel(guess(10**8, 4, 10**7), lambda slot: AdapterSize(10**6, 10**9))
     monkeypatch.delitem(POLICIES, "merge_only", raising=False)
     with pytest.raises(
-        InvalidArgument, match=r"'merge_only' is unknown.* It must be predictive, credit"
+        InvalidArgument, match=r"'merge_only' is unknown.* It must be credit, paper, predictive"
     ):
         make_policy(Options(policy="merge_only"), costs)
     register()
@@ -338,7 +346,7 @@ def bound(ready: int) -> float:
 
 
 BOUNDED: dict[str, Policy] = {
-    "credit": CreditPolicy(default_credit(BATCH, 0.05, 4.0, MAX_WAIT), FixedCosts()),
+    "credit": CreditPolicy(BATCH, 0.05, 4.0, MAX_WAIT, FixedCosts()),
     "predictive": Predictive(BATCH, 1000, MAX_WAIT, FixedCosts()),
 }
 

@@ -14,12 +14,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from tests.support.calls import calls_of
 from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.ids import NO_IMAGE
-from vlora.memory.block_table import BlockTable
-from vlora.memory.eviction import UseOrder
-from vlora.memory.kv_cache import KVCache, page_bytes
-from vlora.memory.pool import Moves, Owner, PagePool, Run
+from vlora.memory.kv_cache import BlockTable, KVCache, page_bytes
+from vlora.memory.pool import Moves, Owner, PagePool, Run, UseOrder, cheapest_window, runs_to_evict
 from vlora.memory.prefix import BlockDigests, BlockKey, PrefixCache
-from vlora.memory.windows import cheapest_window, runs_to_evict
 
 
 @dataclass(eq=False)
@@ -115,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         self.prefix.check_integrity()
         assert {p for blocks in self.live for p in blocks.table.pages} == {
-            page for page in range(24) if self.pool.is_held(page)
+            page for page in range(24) if self.pool.owner(page) is Owner.KV
         }
         assert sum(run.count for run in (*self.busy, *self.idle.runs)) == self.pool.adapter
         for run in (*self.busy, *self.idle.runs):

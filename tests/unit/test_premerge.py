@@ -14,11 +14,17 @@ from typer.testing import CliRunner
 from vlora.atmm.types import LoraPair
 from vlora.cli import app
 from vlora.errors import InvalidArgument
-from vlora.generation.hot_adapter import choose_hot, read_request_log, work_after_merge
-from vlora.generation.peft_folder import write_adapter
-from vlora.generation.premerge import BASE_ADAPTER, REPORT, delta_pairs
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
+from vlora.offline.peft_folder import write_adapter
+from vlora.offline.premerge import (
+    BASE_ADAPTER,
+    REPORT,
+    choose_hot,
+    delta_pairs,
+    read_request_log,
+    work_after_merge,
+)
 
 WORK = {"small": 10, "large": 60}
 

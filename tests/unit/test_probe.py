@@ -21,10 +21,9 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from typer.testing import CliRunner
 
 from vlora.cli import app
-from vlora.launcher.direct import get, is_local
-from vlora.launcher.ports import choose_ports
 from vlora.launcher.probe import ENSEMBLE, PROGRESS, Health, probe
 from vlora.launcher.run_folder import run_folder, starting_file
+from vlora.net import choose_ports, get, is_local
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 

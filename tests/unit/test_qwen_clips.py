@@ -16,7 +16,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
 )
 
 from vlora.errors import InvalidArgument
-from vlora.vision.families.qwen_clips import (
+from vlora.vision.families.qwen_vl import (
     clip_settings,
     frame_size_of_qwen2,
     frame_size_of_qwen3,

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from vlora.adapters.errors import ErrorFactory
+from vlora.adapters.routing import MAX_WORDS, Router, Skill, read_skills, usual_words
 from vlora.errors import InvalidArgument
-from vlora.lora.peft_config import ErrorFactory
-from vlora.lora.routing import MAX_WORDS, Router, Skill, read_skills, usual_words
 
 FACES = Skill("faces", "vqa", 0.9, frozenset({"is", "there", "a", "face"}))
 SIGNS = Skill("signs", "vqa", 0.8, frozenset({"what", "is", "written", "on", "the", "sign"}))

@@ -22,7 +22,7 @@ from transformers.generation.logits_process import (
 from vlora import native
 from vlora.atmm import tiles
 from vlora.model.sampler import TokenSampler, Uniforms, draw, draw_rows, probabilities
-from vlora.model.vocabulary import Vocabulary
+from vlora.model.tokenizer import Vocabulary
 from vlora.request import FloatArray
 from vlora.sampling import SamplingParams
 

@@ -21,8 +21,8 @@ from vlora.sampling import (
     REFUSED,
     SamplingParams,
 )
+from vlora.strict_json import Range
 from vlora.structured.structure import STRUCTURE_KEYS, Structure
-from vlora.value_readers import Range
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "api.md"
 

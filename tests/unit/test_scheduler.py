@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from benchmarks.baseline_policies import register
 from benchmarks.replay import resident_adapter
 from tests.support.calls import calls_of
+from vlora.adapters.handle import AdapterState
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess
 from vlora.engine.plan import StepPlan
@@ -22,10 +23,9 @@ from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterState
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -45,7 +45,7 @@ def make_sequence(
     params = SamplingParams(priority=priority, deadline_ms=deadline_ms)
     request = Request(id=name, prompt="", sampling=params)
     table = BlockTable(pool, block)
-    sequence = Sequence(request, Prompt.of_text(range(prompt)), resident_adapter(slot), 100, table)
+    sequence = Sequence(request, text_prompt(range(prompt)), resident_adapter(slot), 100, table)
     sequence.arrival = arrival
     return sequence
 
@@ -162,6 +162,7 @@ class Only:
     """A policy that runs the named requests, in this order."""
 
     uses_costs = False
+    merges = True
     orders = (Order.ARRIVAL,)
     max_batch = 1
 
@@ -240,8 +241,6 @@ def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
 class IdleAdapter:
     """An adapter in the pool without requests; evictable unless it is protected."""
 
-    holds_runs = True
-
     def __init__(self, pool: PagePool, count: int, slot: int) -> None:
         self._pool, self._slot = pool, slot
         self._run = pool.allocate_run(count)
@@ -264,6 +263,7 @@ class AlwaysMerge:
     """A policy that always wants the adapter in slot 3 merged."""
 
     uses_costs = False
+    merges = True
     orders = (Order.ARRIVAL,)
     max_batch = 4
 

@@ -14,15 +14,15 @@ from benchmarks.replay import resident_adapter
 from tests.support.policy_costs import FixedCosts
 from vlora.engine.plan import StepPlan
 from vlora.engine.policies.base import Policy
-from vlora.engine.policies.credit import CreditPolicy, default_credit
+from vlora.engine.policies.credit import CreditPolicy
 from vlora.engine.policies.predictive import Predictive
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.engine.sequence import Sequence
 from vlora.ids import BASE
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -55,7 +55,7 @@ class Load:
         request = Request(name, "", SamplingParams(max_tokens=answer, **sampling))  # type: ignore[arg-type]
         table = BlockTable(self.pool, self.block)
         adapter = resident_adapter(slot)
-        sequence = Sequence(request, Prompt.of_text([0] * prompt), adapter, answer, table)
+        sequence = Sequence(request, text_prompt([0] * prompt), adapter, answer, table)
         sequence.arrival = self.now
         self.answers[name] = answer
         self.scheduler.add(sequence)
@@ -91,7 +91,7 @@ def policies(batch: int, rows: int, max_wait: float) -> dict[str, Policy]:
     """Return one policy of each kind that bounds waits."""
     return {
         "unmerge_only": UnmergeOnly(batch, max_wait),
-        "credit": CreditPolicy(default_credit(batch, 0.5, 4.0, max_wait), FixedCosts()),
+        "credit": CreditPolicy(batch, 0.5, 4.0, max_wait, FixedCosts()),
         "predictive": Predictive(batch, rows, max_wait, FixedCosts()),
     }
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segment
 from vlora.ids import BASE, order_of
-from vlora.lora.segments import signed_segments
 
 slots = st.integers(BASE, 4)
 

@@ -18,10 +18,10 @@ import psutil
 import pytest
 
 from tests.support.polling import until
-from vlora.launcher import draining, ports
-from vlora.launcher.assembly import ServerError
+from vlora import net
+from vlora.errors import ServerError
+from vlora.launcher import draining
 from vlora.launcher.guard import guarded
-from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import children, end, ended_with, how_it_ended, is_alive
 from vlora.launcher.run_folder import (
     RUN_VARIABLE,
@@ -30,6 +30,7 @@ from vlora.launcher.run_folder import (
     shared_memory_prefix,
 )
 from vlora.launcher.server import TritonServer
+from vlora.net import choose_ports
 
 SOURCE = Path(__file__).resolve().parents[2] / "backend_src"
 SLEEP = "import time; time.sleep(60)"
@@ -70,7 +71,7 @@ def test_free_ports_are_not_those_that_the_kernel_gives_to_other_sockets(
 ) -> None:
     """Another socket could get such a port before the server opens it."""
     file = tmp_path / "ip_local_port_range"
-    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
+    monkeypatch.setattr(net, "EPHEMERAL_RANGE", file)
     file.write_text("24000\t60999\n")
     for _ in range(20):
         assert choose_ports({"grpc_port": 0})["grpc_port"] < 24000
@@ -81,11 +82,11 @@ def test_free_ports_are_not_those_that_the_kernel_gives_to_other_sockets(
 def test_a_taken_port_is_not_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "ip_local_port_range"
     file.write_text("32768\t60999\n")
-    monkeypatch.setattr(ports, "EPHEMERAL_RANGE", file)
+    monkeypatch.setattr(net, "EPHEMERAL_RANGE", file)
     with socket.socket() as taken:
         taken.bind(("0.0.0.0", choose_ports({"grpc_port": 0})["grpc_port"]))
         port = taken.getsockname()[1]
-        monkeypatch.setattr(ports, "FREE_PORTS", range(port, port + 1))
+        monkeypatch.setattr(net, "FREE_PORTS", range(port, port + 1))
         assert choose_ports({"grpc_port": 0})["grpc_port"] not in (0, port)
 
 
@@ -173,7 +174,7 @@ model.wait()
 """
 MODEL = """
 import time
-from vlora.serving.lifeline import Lifeline
+from vlora.serving.model_process import Lifeline
 lifeline = Lifeline("lmm")
 lifeline.on_drain(lambda seconds: print(0 < seconds <= 50, lifeline.draining, flush=True))
 print(lifeline.draining, flush=True)

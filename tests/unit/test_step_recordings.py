@@ -16,10 +16,10 @@ from vlora.atmm.types import LoraPair, Segment, Segments
 from vlora.kernels import ops
 from vlora.kernels.quantize import quantize
 from vlora.kernels.quantized import Format, QuantizedMatrix, allocate
-from vlora.lora.switcher import Active
 from vlora.model.attention import AttentionPlan
 from vlora.model.rotary import Rotary
 from vlora.model.step_recordings import MAX_RECORDINGS, RecordingKey, StepRecordings
+from vlora.model.switcher import Active
 
 
 class FakePlan:

@@ -32,7 +32,7 @@ from tests.support.processes import children_that_run
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, Unavailable, Unsupported, VLoraError
 from vlora.metrics import GrammarCounters
-from vlora.model.vocabulary import Vocabulary
+from vlora.model.tokenizer import Vocabulary
 from vlora.structured import messages
 from vlora.structured.grammar import Grammar, Matcher, error_of
 from vlora.structured.grammars import MAX_IDLE, Grammars, tokenizer_data

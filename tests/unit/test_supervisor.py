@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vlora.launcher.assembly import ServerError
+from vlora.errors import ServerError
 from vlora.launcher.server import ServerOptions
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 

@@ -16,13 +16,13 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from vlora.adapters.files import Adapter, AdapterInfo
 from vlora.atmm import op
 from vlora.atmm.types import LoraPair
 from vlora.ids import BASE, MatrixId
 from vlora.kernels import ops
-from vlora.lora.adapter import Adapter, AdapterInfo
-from vlora.lora.slab import GROUPS, TARGETS, WeightSlab
-from vlora.lora.switcher import Switcher
+from vlora.model.switcher import Switcher
+from vlora.weights.slab import GROUPS, TARGETS, WeightSlab
 
 HIDDEN, INNER, LAYERS = 48, 80, 2
 SHAPES = {

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.knowledge import ITEM, write_images, write_spec
-from vlora.cli.generation_progress import GenerationProgress
+from vlora.cli.generate import GenerationProgress, TimeLeft
 from vlora.generation.fusion import Packed, RunState
 from vlora.generation.spec import read_spec
-from vlora.generation.time_left import TimeLeft
 from vlora.generation.trainer import Progress
 
 

@@ -18,8 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
-from vlora.model.token_length import NFC_SHRINKAGE, TokenLength
-from vlora.model.vocabulary import BYTE_ALPHABET
+from vlora.model.tokenizer import BYTE_ALPHABET, NFC_SHRINKAGE, TokenLength
 
 BYTE_FALLBACK = [f"<0x{byte:02X}>" for byte in range(256)]
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from vlora.model.vocabulary import TextStream, Vocabulary
+from vlora.model.tokenizer import TextStream, Vocabulary
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.replay import resident_adapter
+from vlora.adapters.handle import AdapterHandle
+from vlora.engine.scheduler import WaitingQueue
 from vlora.engine.sequence import Sequence
-from vlora.engine.waiting_queue import WaitingQueue
-from vlora.lora.handle import AdapterHandle
-from vlora.memory.block_table import BlockTable
+from vlora.memory.kv_cache import BlockTable
 from vlora.memory.pool import PagePool
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.request import Request
 from vlora.sampling import SamplingParams
 
@@ -21,7 +21,7 @@ ADAPTERS = 4
 def waiting_sequence(adapter: AdapterHandle | None, arrival: int) -> Sequence:
     table = BlockTable(PagePool(1), 4)
     request = Request(id=str(arrival), prompt="", sampling=SamplingParams())
-    sequence = Sequence(request, Prompt.of_text([1]), adapter, 1, table)
+    sequence = Sequence(request, text_prompt([1]), adapter, 1, table)
     sequence.arrival = float(arrival)
     return sequence
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from clients.common import ClientError, connect
 from tools.demo.show import SAMPLES, ask, is_right, load_samples
-from vlora.launcher.ports import choose_ports
+from vlora.net import choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "build" / "dist"

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from tools.demo.accuracy import HALF_A_POINT, ask_all
 from tools.demo.heldout import Item as Question
-from vlora.cli.help import run_command
+from vlora.cli.common import run_command
 from vlora.generation.examples import Example
 from vlora.generation.metrics import METRICS
 from vlora.generation.run import load_splits
@@ -37,15 +37,9 @@ def question(task: str, example: Example, adapter: str | None) -> Question:
 
 def main(
     spec: Annotated[Path, typer.Argument(help="Specification of the run.")],
-    out: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of the adapters and of report.json.")
-    ],
-    dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Server's type: float32 or bfloat16.")
-    ] = "float32",
-    routed: Annotated[
-        bool, typer.Option("--routed", help="Let the server choose the adapter.")
-    ] = False,
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Adapters and report.json.")],
+    dtype: Annotated[str, typer.Option(help="Server's type: float32 or bfloat16.")] = "float32",
+    routed: Annotated[bool, typer.Option(help="Let the server choose the adapter.")] = False,
 ) -> None:
     """Compare the accuracies of served adapters with the report of the run that made them."""
     wanted = read_spec(spec)

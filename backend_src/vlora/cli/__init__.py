@@ -7,13 +7,11 @@ probe` every few seconds, so this command must not import the modules of the oth
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 import typer
 
-from vlora import paths
-from vlora.cli.help import Command, Group
+from vlora.cli.common import Group
 
 COMMANDS = {
     "serve": "vlora.cli.serve",
@@ -23,19 +21,16 @@ COMMANDS = {
     "adapters": "vlora.cli.adapters",
     "capacity": "vlora.cli.capacity",
     "premerge": "vlora.cli.premerge",
+    "tile-search": "vlora.cli.tile_search",
 }
 """Module of each command, in the order of `vlora --help`. Its attribute `app` is the command."""
-
-TILE_SEARCH = "tile-search"
-"""Command that only a source tree has. An installed package does not contain its module."""
 
 
 class LazyGroup(Group):
     """Group of commands that imports a command's module when it is needed."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        source_tree = (paths.SOURCE_TREE / "tools" / "tile_search").is_dir()
-        return [*COMMANDS, TILE_SEARCH] if source_tree else [*COMMANDS]
+        return [*COMMANDS]
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # For an unknown command, typer suggests the nearest of these names.
@@ -51,15 +46,7 @@ class LazyGroup(Group):
 
 
 def _load(name: str) -> typer.Typer:
-    if name != TILE_SEARCH:
-        application: typer.Typer = importlib.import_module(COMMANDS[name]).app
-        return application
-    if str(paths.SOURCE_TREE) not in sys.path:
-        sys.path.append(str(paths.SOURCE_TREE))
-    application = typer.Typer(add_completion=False)
-    application.command(cls=Command)(
-        importlib.import_module("tools.tile_search.command").tile_search
-    )
+    application: typer.Typer = importlib.import_module(COMMANDS[name]).app
     return application
 
 

@@ -13,8 +13,10 @@ from rich.table import Table
 
 from vlora.cli.common import (
     AdaptersOption,
+    Command,
     Configuration,
     ConfiguredCommand,
+    Group,
     ModelOption,
     OptionsFileOption,
     RepositoryOption,
@@ -25,11 +27,10 @@ from vlora.cli.common import (
 )
 from vlora.cli.convert import convert
 from vlora.cli.generate import generate
-from vlora.cli.help import Command, Group
 
 if TYPE_CHECKING:
+    from vlora.adapters.files import AdapterInfo
     from vlora.errors import InvalidArgument
-    from vlora.lora.adapter import AdapterInfo
 
 app = typer.Typer(
     cls=Group,
@@ -129,8 +130,8 @@ def _read_all(
     configured: Configuration,
 ) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
     """Return (adapters that a server with this configuration would load, errors by name)."""
-    from vlora.lora.folder_reader import read_infos
-    from vlora.lora.folders import find_folders
+    from vlora.adapters.catalog import find_folders, read_each
+    from vlora.adapters.files import load_adapter
     from vlora.model.decoder_config import load_config
     from vlora.model.loader import adapter_shape
 
@@ -139,4 +140,9 @@ def _read_all(
     logging.getLogger("vlora").addHandler(logging.NullHandler())
     shape = adapter_shape(options.model, load_config(options.model))
     folders = find_folders(options.adapters, configured.names)
-    return read_infos(folders, shape, options.limits.max_adapter_bytes)
+    limit = options.limits.max_adapter_bytes
+    # The weights of one adapter at a time are in memory.
+    infos, errors = read_each(
+        folders, lambda name, folder: load_adapter(name, folder, shape, limit).info
+    )
+    return list(infos.values()), errors

@@ -21,7 +21,7 @@ from vlora.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from vlora.capacity import Capacity
+    from vlora.engine.capacity import Capacity
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -44,8 +44,8 @@ def capacity(
     The exit status is 1 if no memory is left for KV-cache pages.
     """
     # Imported here because they import torch.
-    from vlora.capacity import plan, process_bytes
-    from vlora.model.weight_files import check_files
+    from vlora.engine.capacity import plan, process_bytes
+    from vlora.model.checkpoint import check_files
 
     with report_errors():
         configured = load_configuration(model, adapters, repository, options_file)

@@ -11,7 +11,7 @@ from rich.markup import escape
 from vlora.cli.common import console, print_plain, report_errors
 
 if TYPE_CHECKING:
-    from vlora.generation.convert import Conversion
+    from vlora.offline.convert import Conversion
 
 
 def convert(
@@ -44,11 +44,11 @@ def convert(
     """
     with report_errors():
         # Imported here because they import torch.
-        from vlora.generation.base_weights import BaseWeights
-        from vlora.generation.convert import ConversionLimits
-        from vlora.generation.convert import convert as run
         from vlora.model.decoder_config import load_config
         from vlora.model.loader import adapter_shape
+        from vlora.offline.base_weights import BaseWeights
+        from vlora.offline.convert import ConversionLimits
+        from vlora.offline.convert import convert as run
 
         config = load_config(model)
         shape, base = adapter_shape(model, config), BaseWeights(model, config)

@@ -8,10 +8,9 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.common import report_errors
-from vlora.cli.help import Command
+from vlora.cli.common import Command, report_errors
+from vlora.errors import ServerError
 from vlora.gateway.options import MIB, GatewayOptions
-from vlora.launcher.assembly import ServerError
 
 app = typer.Typer(add_completion=False)
 

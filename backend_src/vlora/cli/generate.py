@@ -2,20 +2,189 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from types import TracebackType
+from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
+from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bars
 from rich.table import Table
 
 from vlora.cli.common import console, counted, print_plain, report_errors
-from vlora.cli.generation_progress import GenerationProgress
 from vlora.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
+    from vlora.generation.fusion import RunState
     from vlora.generation.run import Outcome
     from vlora.generation.spec import Spec
+    from vlora.generation.trainer import Progress
+
+
+# Progress of a generation run: two bars on a terminal, and lines of text elsewhere.
+
+
+STATUS_SECONDS = 5.0
+"""Minimum number of seconds between two status lines if the output is not a terminal."""
+
+
+@dataclass
+class TimeLeft:
+    """Estimates the remaining time from the time per step and the steps per item.
+
+    The estimate uses only steps that this process has trained, so it also holds for a run that was
+    killed and continued. Before the first item is packed, an item is assumed to take `max_steps`
+    steps.
+
+    items: number of items that are not packed yet.
+    max_steps: maximum number of steps of an attempt.
+    now: present time in seconds.
+    packed: number of items that this process has packed.
+    steps: number of steps that this process has trained.
+    seconds: time of these steps.
+    step, limit: number of steps of the present attempt so far, and maximum number.
+    steps_of_item: number of steps that the present item has taken in all of its attempts.
+    """
+
+    items: int
+    max_steps: int
+    now: float
+    packed: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    step: int = 0
+    limit: int = 0
+    steps_of_item: int = 0
+
+    def skip(self, now: float) -> None:
+        """Do not count the time since the last call of `skip`, `add` or `pack` as training."""
+        self.now = now
+
+    def add(self, step: int, limit: int, now: float) -> None:
+        """Count the training up to `step` of the present attempt, which has at most `limit` steps.
+
+        A step that is not higher than the last one belongs to a new attempt.
+        """
+        trained = step - self.step if step > self.step else step
+        self.step, self.limit = step, limit
+        self.steps += trained
+        self.steps_of_item += trained
+        self.seconds += now - self.now
+        self.now = now
+
+    def pack(self, items: int, now: float) -> None:
+        """Count the present item as packed, if it was trained.
+
+        items: number of items that are not packed yet.
+        """
+        if self.steps_of_item:
+            self.packed += 1
+        self.items, self.now = items, now
+        self.step = self.limit = self.steps_of_item = 0
+
+    @property
+    def estimate(self) -> float | None:
+        """Seconds until all items are packed and the present attempt ends; None if no step was
+        trained yet.
+        """
+        if not self.steps:
+            return None
+        finished = self.steps - self.steps_of_item
+        per_item = finished / self.packed if self.packed else self.max_steps
+        if self.items:
+            steps = self.items * per_item - min(self.steps_of_item, per_item)
+        else:  # Adapters are being merged.
+            steps = self.limit - self.step
+        return steps * self.seconds / self.steps
+
+    def __str__(self) -> str:
+        if (seconds := self.estimate) is None:
+            return "time left not known yet"
+        return f"about {seconds / 60:.0f} min left" if seconds >= 60 else "less than 1 min left"
+
+
+class GenerationProgress:
+    """Display of the number of items that are decided, the present attempt and the time left.
+
+    Its methods are the callbacks of `vlora.generation.run.generate`.
+    """
+
+    def __init__(self, spec: Spec, *, shown: bool) -> None:
+        """Create the progress display.
+
+        shown: whether to show anything. Of several processes, only the first does.
+        """
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.fields[note]}"),
+            TimeElapsedColumn(),
+        )
+        terminal = shown and console.is_terminal
+        self._lines = shown and not terminal
+        self._bars = Bars(*columns, console=console, disable=not terminal)
+        self._count = len(spec.items)
+        self._items = self._bars.add_task("items", total=self._count, note="")
+        self._steps = self._bars.add_task("starting", total=spec.training.max_steps, note="")
+        self._left = TimeLeft(self._count, spec.training.max_steps, time.monotonic())
+        self._adapters = 0
+        self._last_line = -STATUS_SECONDS
+
+    def __enter__(self) -> Self:
+        self._bars.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._bars.stop()
+
+    def report(self, progress: Progress) -> None:
+        """Show the accuracies of an evaluation, and the step of the attempt."""
+        onto = f"onto {progress.adapter}" if progress.adapter else "alone"
+        text = f"{progress.item} {onto}"
+        scores = " ".join(f"{name} {score:.2f}" for name, score in progress.scores.items())
+        self._bars.update(
+            self._steps,
+            description=escape(text),
+            completed=progress.step,
+            total=progress.max_steps,
+            note=scores,
+        )
+        self._left.add(progress.step, progress.max_steps, time.monotonic())
+        self._bars.update(self._items, note=self._note)
+        if self._lines:
+            step = f"step {progress.step}/{progress.max_steps}"
+            print_plain(f"{text}: {step}: {scores}; {self._left}")
+
+    def decided(self, state: RunState) -> None:
+        """Show the number of items that are decided, and the number of adapters."""
+        self._adapters = len(state.adapters)
+        self._left.pack(len(state.pending), time.monotonic())
+        done = self._count - len(state.pending)
+        self._bars.update(self._items, completed=done, note=self._note)
+        if self._lines:
+            print_plain(f"{done} of {self._count} items in {self._note}")
+
+    def status(self, text: str) -> None:
+        """Show what the run does between attempts."""
+        now = time.monotonic()
+        self._left.skip(now)
+        self._bars.update(self._steps, description=escape(text), completed=0, note="")
+        if self._lines and now - self._last_line >= STATUS_SECONDS:
+            self._last_line = now
+            print_plain(text)
+
+    @property
+    def _note(self) -> str:
+        return f"{counted(self._adapters, 'adapter')}, {self._left}"
 
 
 def generate(
@@ -47,10 +216,10 @@ def generate(
 
             wanted = read_spec(spec)
             # Imported after the check of the specification because they import torch and PEFT.
-            from vlora.generation.optimization import make_accelerator
             from vlora.generation.report import write_report
             from vlora.generation.run import generate as run
             from vlora.generation.run import load_splits
+            from vlora.generation.trainer import make_accelerator
         except ImportError as error:
             raise Unsupported(
                 f"generating adapters needs {error.name}: pip install 'vlora[train]'"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.help import Command
+from vlora.cli.common import Command
 
 app = typer.Typer(add_completion=False)
 
@@ -72,9 +72,9 @@ def probe(
     A server that is starting is recognized only if the probe runs on the
     server's machine.
     """
-    from vlora.launcher.ports import MAX_PORT
     from vlora.launcher.probe import ADDRESS, Health, Tls
     from vlora.launcher.probe import probe as probe_server
+    from vlora.net import MAX_PORT
 
     parts = ADDRESS.fullmatch(address)
     if parts is None or int(parts[1]) > MAX_PORT:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.help import Command
+from vlora.cli.common import Command
 
 app = typer.Typer(add_completion=False)
 

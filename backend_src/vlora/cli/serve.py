@@ -26,16 +26,14 @@ from vlora.cli.common import (
 )
 from vlora.cli.gateway import check_installed
 from vlora.config import Options
-from vlora.errors import MAX_NAMES
-from vlora.launcher.assembly import ServerError
-from vlora.launcher.environment import unknown_variables
-from vlora.launcher.exposure import LOOPBACK
+from vlora.errors import MAX_NAMES, ServerError
+from vlora.launcher.assembly import unknown_variables
 from vlora.launcher.gateway_process import GatewayProcess
-from vlora.launcher.options import GRACE_SECONDS, ServerOptions
-from vlora.launcher.ports import check_ports
+from vlora.launcher.repository import GRACE_SECONDS, ServerOptions
 from vlora.launcher.server import TritonServer
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 from vlora.model.multimodal import takes_images
+from vlora.net import LOOPBACK, check_ports
 
 app = typer.Typer(add_completion=False)
 
@@ -152,7 +150,7 @@ def serve(
             if gateway_port is not None:
                 check_installed()
                 if gateway_keys is not None:
-                    from vlora.gateway.keys import load_keys  # Needs the package grpc.
+                    from vlora.gateway.door import load_keys
 
                     load_keys(gateway_keys)
                 gateway = GatewayProcess(host, gateway_port, gateway_keys, print_plain)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from vlora.config.options import (
     ADAPTERS_VARIABLE,
@@ -30,7 +30,18 @@ from vlora.config.options import (
 )
 from vlora.config.vllm_keys import ACCEPTED, NO_EFFECT, REFUSED, RENAMED
 from vlora.errors import InvalidArgument, nearest
-from vlora.strict_json import load_object
+from vlora.strict_json import BOOLEANS, load_object
+
+EXPECTED: dict[Any, str] = {
+    int: "a positive whole number",
+    float: "a positive number",
+    str: "a string",
+    bool: "true or false",
+    Path: "a folder's path",
+    Limits: "an object",
+}
+"""Description of the valid values of an option, by its type."""
+_AUTO_HINT = get_args(IntOrAuto)[1]
 
 
 def load_options(
@@ -169,7 +180,7 @@ def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
             notes.append(f"{where}: '{key}' has no effect here: {NO_EFFECT[key]}")
             continue
         if key in ACCEPTED:
-            if _boolean(value) not in ACCEPTED[key]:
+            if _spelled(value) not in ACCEPTED[key]:
                 valid = " or ".join(json.dumps(v) for v in ACCEPTED[key])
                 raise InvalidArgument(
                     f"{where}: '{key}' = {json.dumps(value)} is not supported; it must be {valid}"
@@ -245,15 +256,6 @@ def _one_of(values: Iterable[str]) -> str:
     return f"{', '.join(others)} or {last}"
 
 
-def _boolean(value: Any) -> Any:
-    """Return the boolean that a text spells, and any other value unchanged.
-
-    vLLM's tutorials write booleans as strings.
-    """
-    spelled = {"true": True, "false": False}
-    return spelled.get(value.lower(), value) if isinstance(value, str) else value
-
-
 def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the values for the fields of a dataclass.
 
@@ -281,36 +283,28 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
 
     Raises InvalidArgument for another type. Numbers must be positive, but sizes in bytes may be 0.
     """
-    if hint in (Path, Path | None) and isinstance(value, str) and value:
-        return Path(value)
-    if hint == Limits and isinstance(value, Limits):
-        return value
-    if hint in (str, str | None) and isinstance(value, str):
-        return value
-    if hint is bool and isinstance(_boolean(value), bool):
-        return _boolean(value)
-    if hint == IntOrAuto and value == AUTO:
-        return AUTO
-    if (
-        hint in (int, int | None, IntOrAuto)
-        and isinstance(value, int)
-        and not isinstance(value, bool)
-    ):
-        minimum = 0 if what.endswith("bytes'") else 1
-        if value >= minimum:
-            return value
+    kinds = get_args(hint) or (hint,)
+    if bool in kinds:
+        value = _spelled(value)
+    least = 0 if what.endswith("bytes'") else 1
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if hint is float and is_number and value > 0:
-        return float(value)
-    if value is None and hint in (Path | None, int | None, str | None):
-        return None
-    names: dict[Any, str] = {
-        int: "a positive whole number",
-        float: "a positive number",
-        str: "a string",
-        bool: "true or false",
+    fits = {
+        Path: isinstance(value, str) and bool(value),
+        Limits: isinstance(value, Limits),
+        str: isinstance(value, str),
+        bool: isinstance(value, bool),
+        int: is_number and isinstance(value, int) and value >= least,
+        float: is_number and value > 0,
+        type(None): value is None,
+        _AUTO_HINT: value == AUTO,
     }
-    names |= {str | None: "a string"}
-    names |= {IntOrAuto: 'a positive whole number or "auto"'}
-    names |= {Path: "a folder's path", Limits: "an object", int | None: "a positive whole number"}
-    raise InvalidArgument(f"{what} must be {names.get(hint, str(hint))}, not {json.dumps(value)}")
+    found = next((kind for kind in kinds if fits[kind]), None)
+    if found is None:
+        auto = ' or "auto"' if _AUTO_HINT in kinds else ""
+        raise InvalidArgument(f"{what} must be {EXPECTED[kinds[0]]}{auto}, not {json.dumps(value)}")
+    return found(value) if found in (Path, float) else value
+
+
+def _spelled(value: Any) -> Any:
+    """Return the boolean that a text spells, as in vLLM's tutorials; other values unchanged."""
+    return BOOLEANS.get(value.lower(), value) if isinstance(value, str) else value

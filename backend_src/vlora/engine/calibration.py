@@ -19,17 +19,17 @@ from typing import Any
 import torch
 
 from vlora import backends, native
+from vlora.adapters.residency import Slots
 from vlora.atmm.cpu import Cpu
 from vlora.atmm.tiles import DTYPE_NAMES
 from vlora.atomic_file import replace_text
 from vlora.engine.cost import AdapterSize, CostModel, Profile
 from vlora.ids import BASE, order_of
-from vlora.lora.store import AdapterStore
-from vlora.lora.switcher import Switcher
-from vlora.memory.block_table import pages_for
+from vlora.memory.kv_cache import pages_for
 from vlora.model.chunk import Chunk
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.model.runner import Runner
+from vlora.model.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ def read_profile(value: Any) -> Profile:
 class AdapterSizes:
     """Callable that returns the size of the adapter in a slot. Each size is computed once."""
 
-    def __init__(self, adapters: AdapterStore) -> None:
+    def __init__(self, adapters: Slots) -> None:
         self._adapters = adapters
         self._by_digest: dict[str, AdapterSize] = {}
 
@@ -210,7 +210,7 @@ class SyntheticSteps:
                     row=i * rows,
                     start=context,
                     tokens=tuple(ids),
-                    prompt=Prompt.of_text(range(context + rows)),
+                    prompt=text_prompt(range(context + rows)),
                     pages=tuple(self._pages[first : first + pages_each]),
                     completes=True,
                 )

@@ -5,9 +5,9 @@ An error about a limit states the value and the limit.
 
 from __future__ import annotations
 
+from vlora.adapters.handle import AdapterHandle, version_of
 from vlora.config import Limits, Options
 from vlora.errors import InvalidArgument, Unavailable, prompt_too_long
-from vlora.lora.handle import AdapterHandle, version_of
 from vlora.request import Request
 
 
@@ -90,12 +90,8 @@ def _check_features(request: Request, adapter: AdapterHandle | None) -> None:
 
 
 def answer_limit(request: Request, prompt: int, context: int) -> int:
-    """Return the maximum number of tokens of the answer; 0 for a vision task head.
-
-    prompt: number of tokens of the prompt.
-    context: maximum number of tokens of prompt and answer together.
-
-    Raises InvalidArgument if the prompt or `max_tokens` exceeds the context.
+    """Return the maximum number of tokens of the answer; 0 for a vision task head. See
+    `admissible`.
     """
     if prompt < 1:
         raise InvalidArgument("the prompt is empty; give a text")

@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from vlora.adapters.handle import AdapterHandle
 from vlora.config import Options
 from vlora.engine.calibration import Calibration, SyntheticSteps
-from vlora.engine.held_rows import HeldRows
-from vlora.engine.in_flight import InFlightRequests
 from vlora.engine.parts import load_parts
 from vlora.engine.plan import StepPlan
-from vlora.engine.request_state import RequestState
+from vlora.engine.requests import InFlightRequests, RequestState
+from vlora.engine.rows import HeldRows, StepRows
 from vlora.engine.sequence import mode_of
 from vlora.engine.statistics import EngineStatistics
-from vlora.engine.step_rows import StepRows
 from vlora.errors import Cancelled, Internal, VLoraError
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterHandle
 from vlora.metrics import EngineStats
 from vlora.model.runner import StepResult
 from vlora.request import Freshness, Output, Request
@@ -65,12 +63,12 @@ class Engine:
         self._clock = clock
         self._requests = InFlightRequests()
         self._held_rows = HeldRows()
-        self._statistics = EngineStatistics(parts, options.block_size)
+        self._statistics = EngineStatistics(parts)
         self._busy_since: float | None = None
         """Time at which the last step ended, or None if the engine has been idle since."""
         self._stalled = False
         """True if the last step had nothing to compute."""
-        self.adapters.on_evict = self._on_evict
+        self.adapters.tiers.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:
         """Load or measure the profile of the cost model. Call this before the first request.
@@ -114,7 +112,7 @@ class Engine:
         self._requests.add(state)
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
-            self.adapters.count_request(sequence.adapter)
+            self.adapters.tiers.count_request(sequence.adapter)
         self._stalled = False
         return ended
 
@@ -313,7 +311,7 @@ class Engine:
         """True if all in-flight requests wait for adapters and no load ended since the
         last step.
         """
-        return self._stalled and not self.adapters.has_results
+        return self._stalled and not self.adapters.workers.pending
 
     @property
     def idle(self) -> bool:

@@ -1,8 +1,4 @@
-"""The engine's thread and the response thread.
-
-Any thread may submit requests. One thread runs the steps of the engine. Another calls the sinks, so
-that sending outputs slowly never delays a step.
-"""
+"""The engine's thread, which runs its steps, and the response thread, which sends their outputs."""
 
 from __future__ import annotations
 
@@ -17,12 +13,12 @@ from functools import partial
 import torch
 
 from vlora import cores
+from vlora.adapters.store import AdapterStore
 from vlora.config import Options
-from vlora.engine.clients import Clients
 from vlora.engine.engine import Engine
-from vlora.engine.request_state import RequestState
+from vlora.engine.requests import RequestState
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
-from vlora.lora.store import AdapterStore
+from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.metrics import EngineStats
 from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesce
 
@@ -42,9 +38,9 @@ class EngineLoop:
     """Owner of the engine and its two threads, from construction until `shutdown`.
 
     A request takes two calls: `admit` before any work is done on it, and `submit` when its images
-    are encoded. From `admit` on, it counts toward the limit of the queue and can be ended by
-    `abort` and `stop_client`. If it is never submitted, `withdraw` frees its position in the
-    queue.
+    are encoded. From `admit` on, it is in the table, counts toward the limit of the queue
+    until it runs, and can be ended by `abort` and `stop_client`. If it is never submitted, its
+    owner removes it from the table.
 
     **Invariant:** each submitted request gets exactly one last output, whatever fails. A fault in a
     row ends its request. A fault in a forward pass ends the requests of the step. After any other
@@ -57,19 +53,22 @@ class EngineLoop:
         self,
         engine: Engine,
         max_waiting: int,
+        table: RequestTable | None = None,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start the threads. `max_waiting` is the maximum number of admitted requests that do not
-        run yet.
+        """Start the threads.
+
+        max_waiting: maximum number of admitted requests that do not run yet.
+        table: table of the model's requests, new by default.
         """
         self._engine = engine
         self._max_waiting = max_waiting
         self._end_process = end_process
-        self._wake = threading.Condition()
+        self.table = RequestTable() if table is None else table
+        self._wake = self.table.changed
         self._inbox: deque[Callable[[], list[Output]]] = deque()
-        self._clients = Clients()
-        self._to_add = 0
-        """Number of submitted requests that are still in the inbox."""
+        self._in_engine = 0
+        """Number of requests of the table that were added to the engine."""
         self._accepting = True
         self._stopping = False
         self._failed = False
@@ -78,8 +77,8 @@ class EngineLoop:
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
         """Called on the response thread after each round of outputs."""
-        engine.adapters.on_change = self._on_adapters_changed
-        engine.watch.start(engine.adapters.stamps)
+        engine.adapters.workers.on_post = self._on_adapters_changed
+        engine.watch.start(engine.adapters.folders.stamps)
         self._responses.start()
         self._steps.start()
 
@@ -94,15 +93,12 @@ class EngineLoop:
         engine = Engine(options, adapter_names)
         if engine.scheduler.policy.uses_costs:
             engine.calibrate()
-        return cls(engine, options.max_num_waiting)
+        table = RequestTable(options.limits.max_in_flight_bytes)
+        return cls(engine, options.max_num_waiting, table)
 
     @property
     def adapters(self) -> AdapterStore:
         return self._engine.adapters
-
-    @property
-    def hidden_size(self) -> int:
-        return self._engine.config.hidden
 
     @property
     def max_model_len(self) -> int:
@@ -110,28 +106,19 @@ class EngineLoop:
 
     # -- on the callers' threads -------------------------------------------------------------
 
-    def admit(self, request_id: str, client_id: str = "") -> None:
-        """Reserve a position in the queue for a request before any work is done on it.
+    def admit(self, entry: LiveRequest) -> None:
+        """Add a request to the table before any work is done on it.
 
-        The request holds the position until it runs, is refused by `submit`, or is withdrawn.
-
-        Raises Unavailable if the queue is full or the server is shutting down, InvalidArgument if
-        an id is in use, and Cancelled if the client has cancelled the request already.
+        Raises Unavailable if the queue is full or the server is shutting down, and the errors of
+        `RequestTable.admit`.
         """
         with self._wake:
             if not self._accepting:
                 raise self._closed()
-            waiting = self._clients.preparing + self._to_add + len(self._engine.scheduler.waiting)
+            waiting = len(self.table) - self._in_engine + len(self._engine.scheduler.waiting)
             if waiting >= self._max_waiting:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-            self._clients.admit(request_id, client_id)
-
-    def withdraw(self, request_id: str) -> None:
-        """Free the queue position of an admitted request not submitted yet; ignore other ids."""
-        with self._wake:
-            client = self._clients.get(request_id)
-            if client is not None and client.sink is None:
-                self._remove(request_id)
+            self.table.admit(entry)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Check a request on the caller's thread and queue it; admit it first if necessary.
@@ -140,44 +127,56 @@ class EngineLoop:
         receives every output in order, on the response thread. The last output has a
         `finish_reason` or an `error`.
         """
-        if request.id not in self._clients:
-            self.admit(request.id, request.client_id)
+        entry = self.table.get(request.id)
+        if entry is None:
+            entry = LiveRequest(request.id, request.client_id)
+            self.admit(entry)
         state = None
         try:
-            self._check_not_ended(request.id)
+            self._check_not_ended(entry)
             state = self._engine.prepare(request)
             with self._wake:
-                self._check_not_ended(request.id)
-                self._clients.submit(request.id, sink)
-                self._to_add += 1
-                self._inbox.append(partial(self._add, state, request.arrival))
+                self._check_not_ended(entry)
+                entry.sink, entry.state = sink, State.SUBMITTED
+                self._inbox.append(partial(self._add, entry, state, request.arrival))
                 self._wake.notify_all()
-        except BaseException:
+        except BaseException as error:
             if state is not None:
                 self._engine.discard(state)
-            self.withdraw(request.id)
+            self.table.end(entry, error)
             raise
 
-    def _check_not_ended(self, request_id: str) -> None:
+    def _check_not_ended(self, entry: LiveRequest) -> None:
         if self._stopping:
             raise self._closed()
-        client = self._clients.get(request_id)
-        if client is None:
-            raise Cancelled("the request was withdrawn")
-        if client.ended is not None:
-            raise client.ended
+        if entry.cancelled is not None:
+            raise entry.cancelled
 
     def _closed(self) -> Unavailable:
         if self._failed:
             return Unavailable("the engine has failed, and its process ends")
         return Unavailable("the server is shutting down")
 
-    def abort(self, request_id: str) -> None:
-        """End a request with Cancelled. An unknown id is ignored."""
-        self._abort(request_id, Cancelled("the request was cancelled"))
+    def abort(self, request_id: str, reason: VLoraError | None = None) -> bool:
+        """End a request with `reason`, by default Cancelled. An unknown id is ignored.
 
-    def stop_client(self, client_id: str) -> None:
-        """End the requests with this client id with Cancelled.
+        Returns True if the request waited for a thread of its service, and has ended.
+        """
+        entry = self.table.get(request_id)
+        if entry is None:
+            return False
+        reason = reason or Cancelled("the request was cancelled")
+        if self.table.cancel(entry, reason):
+            return True
+        with self._wake:
+            if entry.state in (State.SUBMITTED, State.IN_ENGINE):
+                self._inbox.append(partial(self._engine.abort, request_id, reason))
+                self._wake.notify_all()
+        return False
+
+    def stop_client(self, client_id: str) -> list[str]:
+        """End the requests with this client id with Cancelled; return the ids of those that waited
+        for a thread of their service.
 
         If there are none, the cancellation is stored for a while, because the images of the request
         may still be in the encoder. Raises InvalidArgument for an id that is too short to be
@@ -188,21 +187,9 @@ class EngineLoop:
                 f"'cancel' = '{client_id}' is too short; the id must have at least"
                 f" {MIN_STOPPABLE_ID} characters, because load tools reuse shorter ids"
             )
-        with self._wake:
-            request_ids = self._clients.requests_to_cancel(client_id)
-        for request_id in request_ids:
-            self._abort(request_id, Cancelled(f"the request '{client_id}' was cancelled"))
-
-    def _abort(self, request_id: str, reason: VLoraError) -> None:
-        with self._wake:
-            client = self._clients.get(request_id)
-            if client is None:
-                return
-            if client.sink is None:
-                client.ended = reason
-                return
-            self._inbox.append(partial(self._engine.abort, request_id, reason))
-            self._wake.notify_all()
+        reason = Cancelled(f"the request '{client_id}' was cancelled")
+        found = self.table.requests_to_cancel(client_id)
+        return [entry.id for entry in found if self.abort(entry.id, reason)]
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -214,7 +201,7 @@ class EngineLoop:
         with self._wake:
             self._accepting = False
             self._wake.notify_all()
-            self._wake.wait_for(lambda: not self._clients, drain_seconds)
+            self._wake.wait_for(lambda: not self.table, drain_seconds)
             self._stopping = True
             self._wake.notify_all()
         self._steps.join()
@@ -245,7 +232,6 @@ class EngineLoop:
                 self._end_process(FATAL_EXIT)
 
     def _run_once(self) -> None:
-        """Wait for work, apply what has arrived, and compute one step."""
         with self._wake:
             self._wake.wait_for(self._has_work)
             if not self._inbox and not self._stopping and self._engine.stalled:
@@ -261,24 +247,23 @@ class EngineLoop:
 
     def _has_work(self) -> bool:
         busy = self._stopping or not self._engine.idle
-        return busy or bool(self._inbox) or self._engine.adapters.has_results
+        return busy or bool(self._inbox) or self._engine.adapters.workers.pending
 
     def _on_adapters_changed(self) -> None:
-        """Wake the engine's thread to apply results of adapter loading. Called from any thread."""
         with self._wake:
             self._wake.notify_all()
 
-    def _add(self, state: RequestState, arrival: float) -> list[Output]:
-        request_id = state.sequence.id
+    def _add(self, entry: LiveRequest, state: RequestState, arrival: float) -> list[Output]:
         try:
             return self._engine.add(state, arrival)
         except Exception:
-            log.exception("queueing request %s failed; it is ended", request_id)
+            log.exception("queueing request %s failed; it is ended", entry.id)
             self._engine.discard(state)
-            return [Output(request_id, error=Internal("the engine failed on this request"))]
+            return [Output(entry.id, error=Internal("the engine failed on this request"))]
         finally:
             with self._wake:
-                self._to_add -= 1
+                entry.state = State.IN_ENGINE
+                self._in_engine += 1
 
     def _fail(self, thread: str) -> None:
         """Stop accepting requests. The response thread then answers all requests that have not yet
@@ -291,7 +276,6 @@ class EngineLoop:
             self._wake.notify_all()
 
     def _shutdown_reason(self) -> VLoraError:
-        """Return the error that ends the remaining requests."""
         if self._failed:
             return Internal("the engine failed, and its process ends; see the server's log")
         return Cancelled("the server is shutting down")
@@ -309,17 +293,15 @@ class EngineLoop:
         except BaseException:
             self._fail("the response thread")
         reason = self._shutdown_reason()
-        for request_id in self._clients.request_ids:
-            self._answer(Output(request_id, error=reason))
+        for entry in self.table:
+            self._answer(Output(entry.id, error=reason))
         if self._failed:
             self._end_process(FATAL_EXIT)
 
     def _next_outputs(self) -> tuple[list[Output], bool]:
-        """Wait for outputs; return all that are queued, and whether more will come.
-
-        If sending takes longer than a step, the outputs of several steps are merged into one
-        response per request (decision 55). Separate responses would be delayed more with each step.
-        """
+        """Wait for outputs; return all that are queued, and whether more will come."""
+        # If sending takes longer than a step, separate responses would be delayed more with each
+        # step, so the outputs of several steps are merged (decision 55).
         outputs: list[Output] = []
         of_step = self._outbox.get()
         while of_step is not None:
@@ -331,20 +313,15 @@ class EngineLoop:
         return coalesce(outputs), False
 
     def _answer(self, output: Output) -> None:
-        client = self._clients.get(output.request_id)
-        if client is None or client.sink is None:
+        entry = self.table.get(output.request_id)
+        if entry is None or entry.sink is None:
             return
         if output.finished:
             with self._wake:
-                self._remove(output.request_id)
+                self._in_engine -= entry.state is State.IN_ENGINE
+                self.table.remove(entry)
         try:
-            client.sink(output)
+            entry.sink(output)
         except Exception:
             log.exception("answering request %s failed; it is ended", output.request_id)
             self.abort(output.request_id)
-
-    def _remove(self, request_id: str) -> None:
-        """Remove a request, and wake `shutdown` if it was the last. The caller holds the lock."""
-        self._clients.remove(request_id)
-        if not self._clients:
-            self._wake.notify_all()

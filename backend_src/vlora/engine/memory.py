@@ -12,21 +12,23 @@ from collections.abc import Iterable
 
 import torch
 
+from vlora.adapters.handle import AdapterHandle
+from vlora.adapters.store import AdapterStore
 from vlora.config import AUTO, Options
+from vlora.device.device import HOST, Device
 from vlora.engine.checks import admissible
+from vlora.engine.scheduler import WaitingQueue
 from vlora.engine.sequence import Sequence, scopes_of
-from vlora.engine.waiting_queue import WaitingQueue
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
-from vlora.lora.handle import AdapterHandle
-from vlora.lora.store import AdapterStore
-from vlora.memory.block_table import BlockTable
-from vlora.memory.device import HOST, Device
-from vlora.memory.kv_cache import KVCache, page_bytes
-from vlora.memory.pool import Moves, PagePool, Run
+from vlora.memory.kv_cache import BlockTable, KVCache, page_bytes
+from vlora.memory.pool import Moves, Owner, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
+
+# Check at the start that an engine fits the memory of its GPU.
+
 
 MAX_AUTO_BYTES = 1 << 30
 """Maximum size in bytes of the adapters' pages if `adapter_pool_bytes` is "auto"."""
@@ -76,7 +78,7 @@ class EngineMemory:
         self.arrival_cutoff = math.inf
         """Time of arrival; requests that arrived later may not begin."""
         for matrices in lora_groups(config.layers):
-            adapters.group(matrices)
+            adapters.slots.group(matrices)
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim
         self._page_bytes = page_bytes(*layout, dtype, device.page_layout)
         self._adapter_pages = self._pages_for_adapters(options)
@@ -95,7 +97,7 @@ class EngineMemory:
 
     def _run_length(self, handle: AdapterHandle) -> int:
         """Return the number of contiguous pages that an adapter needs."""
-        return Run.length(self._adapters.packed_bytes(handle), self._page_bytes)
+        return Run.length(self._adapters.tiers.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
         """Pack as many adapters as fit into the pages for adapters."""
@@ -133,7 +135,7 @@ class EngineMemory:
 
         Returns (request id, error) of the requests whose adapter was removed or cannot be loaded.
         """
-        self._adapters.protected_slot = BASE
+        self._adapters.tiers.residents.protected_slot = BASE
         self._adapters.apply()
         failed: list[tuple[str, VLoraError]] = []
         first_of = queue.first_of_each_adapter()
@@ -214,5 +216,5 @@ class EngineMemory:
         if self.prefix is not None:
             self.prefix.check_integrity()
         held = {page for sequence in running for page in sequence.table.pages}
-        assert all(self.pool.is_held(page) for page in held)
+        assert all(self.pool.owner(page) is Owner.KV for page in held)
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)

@@ -11,33 +11,30 @@ from functools import partial
 import torch
 
 from vlora import backends
+from vlora.adapters.catalog import FolderFinder, FolderWatch, find_folders
+from vlora.adapters.store import AdapterStore
 from vlora.atmm.cuda import operator
 from vlora.config import AUTO, Options
-from vlora.engine.admission import Admission
+from vlora.device.cuda import open_device
+from vlora.device.device import HOST, Device, require_dtype
 from vlora.engine.calibration import AdapterSizes
+from vlora.engine.capacity import merge_factor_bytes, require_engine_memory
 from vlora.engine.checks import served_context
 from vlora.engine.cost import CostModel, guess
-from vlora.engine.device_memory import merge_factor_bytes, require_engine_memory
 from vlora.engine.memory import EngineMemory
 from vlora.engine.policies.registry import make_policy
+from vlora.engine.requests import Admission
 from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.errors import InvalidArgument
-from vlora.lora.folders import FolderFinder, FolderWatch, find_folders
-from vlora.lora.quantized_slab import QuantizedSlab
-from vlora.lora.slab import WeightSlab
-from vlora.lora.store import AdapterStore
-from vlora.lora.switcher import Switcher
-from vlora.memory.cuda_device import open_device
-from vlora.memory.device import HOST, Device, require_dtype
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
 from vlora.model.inputs import PromptReader
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.runner import Runner, StepSizes
+from vlora.model.switcher import Switcher
+from vlora.weights.quantized_slab import QuantizedSlab
+from vlora.weights.slab import WeightSlab
 
 log = logging.getLogger(__name__)
-
-NEVER_MERGES = "unmerge_only"
-"""Policy that merges no adapter."""
 
 
 @dataclass(frozen=True)
@@ -94,19 +91,18 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         options.adapter_host_bytes,
         device,
     )
-    adapters.load(find_folders(options.adapters, adapter_names), make_resident=False)
+    adapters.load(find_folders(options.adapters, adapter_names))
     finder = FolderFinder(options.adapters, adapter_names)
-    watch = FolderWatch(finder, adapters.update, retry=adapters.retry)
+    watch = FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters, max_model_len, device)
-    switcher = Switcher(weights.slab, adapters, options.merging)
+    switcher = Switcher(weights.slab, adapters.slots, options.merging)
     sizes_of_steps = StepSizes(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
     graph_sizes = None if options.enforce_eager else sizes_of_steps
-    runner = Runner(config, weights, adapters, switcher, memory.kv_cache, graph_sizes)
+    runner = Runner(config, weights, adapters.slots, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
-    _limit_merging(options, switcher, memory, adapters, device)
-    sizes = AdapterSizes(adapters)
+    sizes = AdapterSizes(adapters.slots)
     costs = CostModel(
         guess(
             weights.slab.elements,
@@ -116,13 +112,21 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
         ),
         sizes,
         merged_slot=lambda: switcher.merged,
-        can_merge=lambda slot: not options.deterministic and switcher.can_merge(slot),
+        can_merge=lambda slot: options.may_merge and switcher.can_merge(slot),
         in_place=options.merging == "in_place",
     )
     scheduler = Scheduler(
         Budgets(options.max_num_seqs, options.max_num_batched_tokens),
         make_policy(options, costs),
-        protect=partial(setattr, adapters, "protected_slot"),
+        protect=partial(setattr, adapters.tiers.residents, "protected_slot"),
+    )
+    _limit_merging(
+        options,
+        switcher,
+        memory,
+        adapters,
+        device,
+        reserve=options.may_merge and scheduler.policy.merges,
     )
     memory.pool.movers.append(lambda moves: memory.move(scheduler.running, moves))
     reader = PromptReader(options.model, config)
@@ -170,11 +174,15 @@ def _limit_merging(
     memory: EngineMemory,
     adapters: AdapterStore,
     device: Device,
+    *,
+    reserve: bool,
 ) -> None:
     """Set the limit of memory for merged weights.
 
-    If no adapter can be merged, log the reason. Otherwise, if the device commits memory at once and
-    the policy may merge, allocate the merged weights now.
+    If no adapter can be merged, log the reason. Otherwise, if the device commits memory at once,
+    allocate the merged weights now.
+
+    reserve: whether the options and the policy allow merging.
     """
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:
@@ -188,5 +196,5 @@ def _limit_merging(
             log.info("no adapter is merged: %s", reason)
         else:
             log.warning("no adapter is merged: %s ('merged_weights_bytes')", reason)
-    elif not device.commits_lazily and options.policy != NEVER_MERGES:
+    elif reserve and not device.commits_lazily:
         switcher.reserve()

@@ -9,16 +9,210 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from vlora.engine.plan import StepPlan
-from vlora.engine.policies.base import Choice, Policy
+from vlora.engine.policies.base import Choice, Order, Policy
 from vlora.engine.policies.unmerge_only import UnmergeOnly
 from vlora.engine.sequence import Sequence
-from vlora.engine.step_builder import StepBuilder, chunks_of
-from vlora.engine.waiting_queue import WaitingQueue
-from vlora.ids import BASE
+from vlora.ids import BASE, order_of
+from vlora.model.chunk import Chunk
+
+if TYPE_CHECKING:
+    from vlora.adapters.handle import AdapterHandle
+
+
+# The waiting sequences of a scheduler, sorted in each order that a policy may read.
+
+
+class _SortedSequences:
+    """Sequences in ascending order of a key, which must not change while a sequence waits."""
+
+    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+        self._key = key
+        self._keys: list[Any] = []
+        self.items: list[Sequence] = []
+
+    def add(self, sequence: Sequence) -> None:
+        key = self._key(sequence)
+        index = bisect.bisect_right(self._keys, key)
+        self._keys.insert(index, key)
+        self.items.insert(index, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence; raise ValueError if it is missing."""
+        first = bisect.bisect_left(self._keys, self._key(sequence))
+        index = self.items.index(sequence, first)
+        del self._keys[index], self.items[index]
+
+    def first_ready(
+        self, count: int, arrival_cutoff: float, resident: dict[AdapterHandle, bool]
+    ) -> list[Sequence]:
+        """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
+
+        resident: cache of `AdapterHandle.resident`, which this call extends. The search may read
+            the whole queue if few adapters are resident.
+        """
+        found: list[Sequence] = []
+        for sequence in self.items:
+            adapter = sequence.adapter
+            if adapter is not None:
+                ready = resident.get(adapter)
+                if ready is None:
+                    ready = resident[adapter] = adapter.resident
+                if not ready:
+                    continue
+            if sequence.arrival <= arrival_cutoff:
+                found.append(sequence)
+                if len(found) == count:
+                    break
+        return found
+
+
+class WaitingQueue:
+    """Sequences without pages, sorted in each `Order`."""
+
+    def __init__(self) -> None:
+        self._orders = {
+            Order.ARRIVAL: _SortedSequences(_arrival),
+            Order.WAIT: _SortedSequences(lambda s: s.waiting_since),
+            Order.PRIORITY: _SortedSequences(lambda s: (s.priority, s.arrival)),
+            Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
+        }
+        self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}
+        """The sequences of each adapter, in order of arrival. Adapters without sequences are left
+        out.
+        """
+
+    @property
+    def by_arrival(self) -> list[Sequence]:
+        """All sequences in order of arrival. Do not modify the list."""
+        return self._orders[Order.ARRIVAL].items
+
+    def add(self, sequence: Sequence) -> None:
+        for order in self._orders_of(sequence):
+            order.add(sequence)
+        self._add_to_adapter(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Remove a sequence; raise ValueError if it is not waiting."""
+        for order in self._orders_of(sequence):
+            order.remove(sequence)
+        self._remove_from_adapter(sequence)
+
+    def use_adapter(self, sequence: Sequence, adapter: AdapterHandle | None) -> None:
+        """Set the adapter of a sequence in the queue; None for the base model."""
+        self._remove_from_adapter(sequence)
+        sequence.use_adapter(adapter)
+        self._add_to_adapter(sequence)
+
+    def first_of_each_adapter(self) -> dict[AdapterHandle, Sequence]:
+        """Return the first sequence of each adapter, in order of arrival."""
+        firsts = ((adapter, held.items[0]) for adapter, held in self._by_adapter.items())
+        return dict(sorted(firsts, key=lambda item: item[1].arrival))
+
+    def candidates(
+        self, orders: Iterable[Order], count: int, arrival_cutoff: float
+    ) -> Iterable[Sequence]:
+        """Return the union of the first `count` ready sequences in each of these orders.
+
+        arrival_cutoff: sequences that arrived later are left out.
+        """
+        found: dict[Sequence, None] = {}
+        resident: dict[AdapterHandle, bool] = {}
+        for order in orders:
+            first = self._orders[order].first_ready(count, arrival_cutoff, resident)
+            found.update(dict.fromkeys(first))
+        return found
+
+    def _add_to_adapter(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None:
+            held = self._by_adapter.setdefault(sequence.adapter, _SortedSequences(_arrival))
+            held.add(sequence)
+
+    def _remove_from_adapter(self, sequence: Sequence) -> None:
+        if sequence.adapter is not None:
+            held = self._by_adapter[sequence.adapter]
+            held.remove(sequence)
+            if not held.items:
+                del self._by_adapter[sequence.adapter]
+
+    def _orders_of(self, sequence: Sequence) -> list[_SortedSequences]:
+        """Return the sorted lists that contain this sequence."""
+        has_deadline = sequence.deadline < math.inf
+        orders = self._orders.items()
+        return [held for order, held in orders if has_deadline or order is not Order.DEADLINE]
+
+
+def _arrival(sequence: Sequence) -> float:
+    return sequence.arrival
+
+
+# A step while the scheduler fills it with rows.
+
+
+class StepBuilder:
+    """A step under construction.
+
+    rows: number of rows of each sequence.
+    paused: paused sequences, in the order in which they are preempted.
+    preempted: ids of the sequences that were preempted for this step.
+    cached: number of tokens taken from the prefix cache.
+    """
+
+    def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:
+        self.free_rows = max_rows
+        self.rows: dict[Sequence, int] = {}
+        self.paused = paused
+        self.preempted: list[str] = []
+        self.cached = 0
+        self._max_rows = choice.max_rows or {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Add rows of a sequence: as many as it needs, within the limits of the policy and the
+        step.
+        """
+        missing = sequence.next_rows
+        rows = min(missing, self._max_rows.get(sequence.id, missing), self.free_rows)
+        if rows:
+            self.rows[sequence] = rows
+            self.free_rows -= rows
+
+    def remove_preempted(self, sequence: Sequence) -> None:
+        """Remove the rows of a sequence that was preempted, and note its id."""
+        self.free_rows += self.rows.pop(sequence, 0)
+        self.preempted.append(sequence.id)
+
+
+def chunks_of(rows: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
+    """Return one chunk per sequence with its next positions, in the order of `ids.order_of`."""
+    chunks: list[Chunk] = []
+    row = 0
+    by_slot: defaultdict[int, list[Sequence]] = defaultdict(list)
+    for sequence in rows:
+        by_slot[sequence.next_slot].append(sequence)
+    for slot in sorted(by_slot, key=lambda slot: order_of(slot, live)):
+        for sequence in by_slot[slot]:
+            tokens, start = sequence.tokens, sequence.computed
+            end = start + rows[sequence]
+            chunks.append(
+                Chunk(
+                    sequence.id,
+                    slot,
+                    row,
+                    start,
+                    tuple(tokens[start:end]),
+                    sequence.prompt,
+                    tuple(sequence.table.pages),
+                    completes=end == len(tokens),
+                    use_head=sequence.request.use_head,
+                )
+            )
+            row += end - start
+    return tuple(chunks)
 
 
 @dataclass(frozen=True)
@@ -280,7 +474,3 @@ class Scheduler:
         sequence.leave()
         sequence.preemptions += 1
         self.queue.add(sequence)
-
-
-def _arrival(sequence: Sequence) -> float:
-    return sequence.arrival

@@ -17,10 +17,10 @@ from vlora.ids import BASE
 from vlora.memory.prefix import BlockKey
 
 if TYPE_CHECKING:
-    from vlora.lora.handle import AdapterHandle
-    from vlora.memory.block_table import BlockTable
+    from vlora.adapters.handle import AdapterHandle
+    from vlora.memory.kv_cache import BlockTable
     from vlora.memory.prefix import BlockDigests
-    from vlora.model.inputs import Prompt
+    from vlora.model.chunk import Prompt
     from vlora.request import Freshness, Request
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from vlora.engine.parts import EngineParts
 from vlora.engine.plan import StepPlan
-from vlora.metrics import EngineStats
+from vlora.metrics import EngineStats, readers
 from vlora.request import Output
 
 
@@ -18,9 +18,9 @@ class EngineStatistics:
     Readers need no lock, because each update and each copy of a dictionary is atomic under the GIL.
     """
 
-    def __init__(self, parts: EngineParts, page_tokens: int) -> None:
+    def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
-        self._constants = {"pages_total": parts.memory.pool.total, "page_tokens": page_tokens}
+        self._readers = readers()
         self._totals: defaultdict[str, Any] = defaultdict(int)
         self._mode = ""
         self._mode_steps: Counter[str] = Counter()
@@ -60,47 +60,10 @@ class EngineStatistics:
 
     def snapshot(self) -> EngineStats:
         """Return the totals together with the present values of the engine's parts."""
-        scheduler, adapters = self._parts.scheduler, self._parts.adapters
-        pool, grammars = self._parts.memory.pool, self._parts.admission.grammars
-        running, waiting = list(scheduler.running), list(scheduler.waiting)
-        credits = sorted((scheduler.choice.credits or {}).values())
-        tiers, structured = adapters.counters, grammars.counters
-        graphs = self._parts.runner.graphs
         return EngineStats(
-            **self._constants,
             **dict(self._totals),
+            **{name: read(self._parts) for name, read in self._readers.items()},
             mode=self._mode,
             mode_steps=dict(self._mode_steps),
             mode_seconds=dict(self._mode_seconds),
-            paused=scheduler.paused,
-            highest_credit=credits[-1] if credits else 0.0,
-            median_credit=credits[len(credits) // 2] if credits else 0.0,
-            graphs_captured=graphs.captured,
-            graphs_replayed=graphs.replayed,
-            graph_seconds=graphs.seconds,
-            graph_bytes=graphs.nbytes,
-            running=len(running),
-            waiting=len(waiting),
-            prediction_error=self._parts.costs.median_error,
-            pages_used=pool.kv,
-            pages_cached=pool.cached,
-            pages_adapter=pool.adapter,
-            pages_moved=pool.pages_moved,
-            adapters_resident=len(adapters.resident),
-            adapters_known=len(adapters),
-            adapter_host_bytes=adapters.host_bytes,
-            adapter_hits=tiers.hits,
-            adapter_host_hits=tiers.host_hits,
-            adapter_misses=tiers.misses,
-            adapter_loads=tiers.loads,
-            adapter_evictions=tiers.evictions,
-            grammars=len(grammars),
-            grammars_compiled=structured.compiled,
-            grammars_refused=structured.refused,
-            grammar_seconds=structured.compile_seconds,
-            masks=structured.masks,
-            mask_seconds=structured.mask_seconds,
-            structured_failed=structured.failed,
-            running_adapters=Counter(s.request.adapter or "" for s in running),
-            waiting_adapters=Counter(s.request.adapter or "" for s in waiting),
         )

@@ -6,33 +6,122 @@ import asyncio
 import gc
 import sys
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager, suppress
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
+from starlette.staticfiles import StaticFiles
 
-from vlora import __version__
+from vlora import __version__, paths
 from vlora.errors import nearest, shown
 from vlora.gateway.answers import CompletionWriter
-from vlora.gateway.backend import Backend, Piece, Question
+from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
 from vlora.gateway.bodies import Bodies
-from vlora.gateway.disconnects import Disconnected, connected
-from vlora.gateway.door import App, Door, Visit, send_error
+from vlora.gateway.door import (
+    App,
+    Door,
+    GatewayMetrics,
+    RateLimit,
+    Receive,
+    Visit,
+    load_keys,
+    send_error,
+)
 from vlora.gateway.errors import ApiError
-from vlora.gateway.first_answer import wait_for_first_answer
-from vlora.gateway.keys import RateLimit, load_keys
 from vlora.gateway.media import MediaLoader
-from vlora.gateway.metrics import GatewayMetrics
 from vlora.gateway.options import GatewayOptions
-from vlora.gateway.playground import EXAMPLES, PAGE, StaticPages
 from vlora.gateway.requests import Ask, read_body, read_chat, read_completion
-from vlora.launcher.direct import get, is_local
+from vlora.net import get, is_local
+
+# Work that ends when the client of a request disconnects.
+
+
+Result = TypeVar("Result")
+
+
+class Disconnected(Exception):
+    """Raised when the client has closed its connection."""
+
+
+async def connected(receive: Receive, work: Awaitable[Result]) -> Result:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise
+    Disconnected.
+
+    The request's body must have been received already.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise Disconnected
+        return task.result()
+    finally:
+        for waiting in (task, gone):
+            if not waiting.done():
+                waiting.cancel()
+                with suppress(asyncio.CancelledError):
+                    await waiting
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# The playground: static web pages that the gateway serves in addition to its API.
+
+
+PAGE = Path(__file__).parent / "static"
+EXAMPLES = paths.root() / "tools" / "demo" / "samples"
+"""Sample images of the demo, for the gallery."""
+
+POLICY = "; ".join(
+    (
+        "default-src 'none'",
+        "script-src 'self'",
+        "style-src 'self'",
+        "img-src 'self' data:",
+        "media-src 'self' blob:",
+        "connect-src 'self'",
+        "base-uri 'none'",
+        "form-action 'none'",
+        "frame-ancestors 'none'",
+        "require-trusted-types-for 'script'",
+        "trusted-types 'none'",
+    )
+)
+"""Content-Security-Policy. It allows only files of this gateway. Scripts cannot insert text as
+markup or run it as code.
+"""
+
+HEADERS = {
+    "content-security-policy": POLICY,
+    "permissions-policy": "camera=(self), microphone=(), geolocation=()",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "referrer-policy": "no-referrer",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",
+}
+
+
+class StaticPages(StaticFiles):
+    """Serves the files of a folder with `HEADERS`."""
+
+    async def get_response(self, path: str, scope: Any) -> Response:
+        """Return a file, or the response that says that the client's copy is up to date."""
+        response = await super().get_response(path, scope)
+        response.headers.update(HEADERS)
+        return response
+
 
 METRICS_SECONDS = 5.0
 """Time limit in seconds for reading the server's metrics."""
@@ -132,7 +221,7 @@ class Gateway:
             for adapter in description["adapters"]
             if adapter["name"] != base["id"]
         ]
-        return [base, *adapters]
+        return [{**base, "task_labels": description["task_labels"]}, *adapters]
 
     async def _complete(self, request: Request, read: Callable[[dict[str, Any]], Ask]) -> Response:
         visit: Visit = request.state.visit

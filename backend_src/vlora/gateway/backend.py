@@ -10,18 +10,96 @@ import asyncio
 import json
 import logging
 import struct
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
 import grpc.aio
 
-from vlora.gateway.channel import open_channel
 from vlora.gateway.errors import ApiError, from_grpc, from_server
-from vlora.gateway.timed_call import TimedCall
-from vlora.launcher.grpc_stubs import load_grpc_stubs
+from vlora.net import grpc_options, load_grpc_stubs
 from vlora.serving.responder import from_message
+
+# The gateway's gRPC connection to a V-LoRA server.
+
+
+RECONNECT_SECONDS = 2.0
+"""Maximum number of seconds between two attempts to connect. gRPC's default is two minutes, so a
+server that starts after the gateway would be noticed late.
+"""
+
+OPTIONS = (
+    # Other code limits the sizes of requests and answers.
+    ("grpc.max_send_message_length", -1),
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_reconnect_backoff_ms", int(1000 * RECONNECT_SECONDS)),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """Return a channel to a server, which connects when it is first used.
+
+    address: host:port of the gRPC endpoint.
+    """
+    host = address.rpartition(":")[0]
+    return grpc.aio.insecure_channel(address, [*OPTIONS, *grpc_options(host)])
+
+
+# A gRPC call whose operations have a time limit.
+
+
+class TimedCall:
+    """Sends the request of one gRPC call and reads its messages.
+
+    Each of these operations has a time limit. One timer serves all of them, because a new timer for
+    each would be expensive. When the timer fires, it either detects a timeout or restarts itself
+    for the current operation.
+    """
+
+    def __init__(self, call: Any, seconds: float) -> None:
+        self._call = call
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._waiting_since: float | None = None
+        self._late = False
+        self._timer = self._loop.call_later(seconds, self._check)
+
+    async def send(self, request: bytes) -> None:
+        """Send the only request. Raise TimeoutError if the server does not take it in time."""
+        await self._limited(self._call.write(request))
+        await self._limited(self._call.done_writing())
+
+    async def next(self) -> Any:
+        """Return the next message, or EOF. Raise TimeoutError if none arrives in time."""
+        return await self._limited(self._call.read())
+
+    async def _limited(self, operation: Awaitable[Any]) -> Any:
+        self._waiting_since = self._loop.time()
+        try:
+            return await operation
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._late and task is not None and not task.cancelling():
+                raise TimeoutError from None
+            raise
+        finally:
+            self._waiting_since = None
+
+    def close(self) -> None:
+        """Cancel the call and the timer."""
+        self._timer.cancel()
+        self._call.cancel()
+
+    def _check(self) -> None:
+        now = self._loop.time()
+        since = now if self._waiting_since is None else self._waiting_since
+        if now >= since + self._seconds:
+            self._late = True
+            self._call.cancel()
+        else:
+            self._timer = self._loop.call_at(since + self._seconds, self._check)
+
 
 log = logging.getLogger(__name__)
 
@@ -312,3 +390,42 @@ def _values(datatype: str, raw: bytes) -> list[Any]:
         return texts
     kind = {"UINT32": "I", "FP32": "f"}[datatype]
     return list(struct.unpack(f"<{len(raw) // 4}{kind}", raw))
+
+
+# Waits for the first answer of the V-LoRA server, and tells the operator if it does not answer.
+#
+# A gateway may start before its server, as in Kubernetes. Requests get status 503 in the meantime.
+
+
+async def wait_for_first_answer(
+    backend: Backend,
+    address: str,
+    say: Callable[[str], None],
+    retry_seconds: float = RECONNECT_SECONDS,
+) -> None:
+    """Return once the server at `address` answers.
+
+    If it does not answer at once, report the reason, and later that it answers.
+
+    say: function that prints a message for the operator.
+    retry_seconds: seconds between a failed attempt and the next one.
+    """
+    attempts = 0
+    while True:
+        attempts += 1
+        try:
+            await backend.describe()
+        except ApiError as error:
+            if attempts == 1:
+                say(
+                    f"warning: no answer from the server at {address} yet: {error.message}\n"
+                    "  Start it with `vlora serve`, or name the gRPC address of another one with"
+                    " --grpc HOST:PORT.\n"
+                    f"  The gateway tries again every {retry_seconds:g} s. Until the server"
+                    " answers, requests get status 503."
+                )
+            await asyncio.sleep(retry_seconds)
+        else:
+            if attempts > 1:
+                say(f"the server at {address} answers now")
+            return

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from vlora.launcher.exposure import LOOPBACK
+from vlora.net import LOOPBACK
 
 MIB = 1024 * 1024
 

@@ -15,9 +15,8 @@ from vlora.errors import InvalidArgument, nearest, shown
 from vlora.gateway.errors import ApiError, invalid, unsupported
 from vlora.gateway.messages import Conversation, read_messages
 from vlora.sampling import KNOWN_KEYS, REFUSED
-from vlora.strict_json import load_object
+from vlora.strict_json import is_text, load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
-from vlora.value_readers import is_text
 
 MAX_COMMAS = 1 << 18
 """Maximum number of commas in a body. It limits the number of values, which take time to check."""

@@ -11,13 +11,12 @@ import sys
 
 import uvicorn
 
+from vlora.errors import ServerError
 from vlora.gateway.app import make_app
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
-from vlora.launcher.assembly import ServerError
-from vlora.launcher.exposure import check_host, check_keys, reachable_host
-from vlora.launcher.ports import MAX_PORT, choose_ports
 from vlora.launcher.probe import ADDRESS
+from vlora.net import MAX_PORT, check_host, check_keys, choose_ports, reachable_host
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s."""

@@ -19,6 +19,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
+from vlora.adapters.routing import usual_words
 from vlora.atomic_file import apply_umask, replace_text
 from vlora.errors import InvalidArgument
 from vlora.generation.examples import Splits, read_examples, split
@@ -31,13 +32,10 @@ from vlora.generation.fusion import (
     similar_order,
 )
 from vlora.generation.learner import HEAD_STATE
-from vlora.generation.optimization import make_accelerator
-from vlora.generation.peft_folder import rename_base
-from vlora.generation.similarity import similarities
 from vlora.generation.spec import PackingOptions, Spec
 from vlora.generation.teachers import load_teacher, read_truth, remembered, teacher_score
-from vlora.generation.trainer import PeftTrainer, Progress
-from vlora.lora.routing import usual_words
+from vlora.generation.trainer import PeftTrainer, Progress, make_accelerator, similarities
+from vlora.offline.peft_folder import rename_base
 
 STATE = "state.json"
 

@@ -11,9 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from vlora.launcher.exposure import check_host, check_keys, reachable_host
-from vlora.launcher.ports import choose_ports
 from vlora.launcher.processes import ended_with, start_tied
+from vlora.net import check_host, check_keys, choose_ports, reachable_host
 
 FIRST_WAIT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 30.0

@@ -27,8 +27,7 @@ from typing import Any
 
 import grpc
 
-from vlora.launcher.direct import get, grpc_options, is_local
-from vlora.launcher.grpc_stubs import load_grpc_stubs
+from vlora.net import get, grpc_options, is_local, load_grpc_stubs
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vlora.config import load_adapter_names, read_keys, replace_keys, resolve_folders
-from vlora.errors import InvalidArgument
+from vlora.errors import InvalidArgument, ServerError
+from vlora.net import LOOPBACK
 from vlora.paths import model_repository
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
@@ -53,3 +55,62 @@ def copy_with_overrides(
     (version / "model.json").write_text(json.dumps(replace_keys(keys, model_json)))
     names = load_adapter_names(version / "multi_lora.json") | dict(multi_lora)
     (version / "multi_lora.json").write_text(json.dumps(names))
+
+
+# Options of a server, for the command line, tests and benchmarks.
+
+
+GRACE_SECONDS = 30.0
+"""Default number of seconds that running requests get to finish when the server stops."""
+
+STANDARD_OUTPUT = Path("-")
+"""Value of `ServerOptions.log` for standard output."""
+
+
+def default_repository() -> Path:
+    """Return the folder of the model repository.
+
+    It is in the source tree if the package runs from one, otherwise in the installed package.
+    Raises ServerError if it does not exist.
+    """
+    folder = model_repository()
+    if not folder.is_dir():
+        raise ServerError(f"no model repository at {folder}; reinstall vlora")
+    return folder
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """Options of a server. A port of 0 means any free port.
+
+    repository: folder of the model repository.
+    host: IP address that the server listens on.
+    allow_shared_memory: whether clients may register shared memory.
+    model, adapters: folders that override those in `model.json`. With `model` alone, there are no
+        adapters.
+    model_json: keys that replace those of `model.json`, in a copy of the repository.
+    multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
+    environment: variables that are added to the server's environment.
+    log: file for the log, or STANDARD_OUTPUT. None: a file that is removed at the end of the run.
+    keep_log: whether the file that `log` = None stands for is `kept_log(http_port)` and is kept.
+    start_seconds: maximum number of seconds until the server is ready; None for no limit.
+    grace_seconds: seconds that running requests get to finish when the server stops.
+    triton_arguments: additional arguments for tritonserver.
+    """
+
+    repository: Path = field(default_factory=default_repository)
+    host: str = LOOPBACK
+    allow_shared_memory: bool = False
+    http_port: int = 0
+    grpc_port: int = 0
+    metrics_port: int = 0
+    model: Path | None = None
+    adapters: Path | None = None
+    model_json: Mapping[str, Any] = field(default_factory=dict)
+    multi_lora: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    log: Path | None = None
+    keep_log: bool = False
+    start_seconds: float | None = None
+    grace_seconds: float = GRACE_SECONDS
+    triton_arguments: tuple[str, ...] = ()

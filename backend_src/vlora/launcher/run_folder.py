@@ -21,7 +21,7 @@ from typing import IO
 
 import psutil
 
-from vlora.launcher.assembly import ServerError
+from vlora.errors import ServerError
 from vlora.launcher.processes import end
 
 RUN_VARIABLE = "VLORA_RUN"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from vlora.launcher.assembly import ServerError
-from vlora.launcher.options import ServerOptions
+from vlora.errors import ServerError
+from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
 WATCH_SECONDS = 0.5

@@ -14,7 +14,7 @@ from functools import lru_cache
 import numpy as np
 
 from vlora.errors import InvalidArgument, shown
-from vlora.model.vocabulary import Vocabulary
+from vlora.model.tokenizer import Vocabulary
 from vlora.request import IndexArray
 
 MAX_CACHED_SETS = 64

@@ -1,14 +1,41 @@
-"""A chunk: the part of a step that belongs to one sequence.
+"""A prompt, and a chunk: the part of a step that belongs to one sequence.
 
 The scheduler makes chunks. The runner and attention read them without copying.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from vlora.model.inputs import Prompt
+    import torch
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens of a prompt and its image features.
+
+    ids: token ids. Each image placeholder is expanded to one token per feature row.
+    feature_row: [len(ids)] int64, row of `features` that replaces the token's embedding, or
+        NO_IMAGE.
+    features: [rows, hidden] fp32; None without images.
+    positions: [3, len(ids)] int64, rotary positions by time, height and width; None if the position
+        of each token is its index.
+    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers, or None.
+    """
+
+    ids: tuple[int, ...]
+    feature_row: torch.Tensor
+    features: torch.Tensor | None
+    positions: torch.Tensor | None = None
+    level_features: torch.Tensor | None = None
+
+    @cached_property
+    def position_shift(self) -> int:
+        """Rotary position of a generated token minus its index in the sequence."""
+        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.ids)
 
 
 class Chunk(NamedTuple):

@@ -2,60 +2,98 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 
 from vlora.errors import InvalidArgument, prompt_too_long
 from vlora.ids import NO_IMAGE
+from vlora.model.chunk import Chunk, Prompt
 from vlora.model.decoder_config import DecoderConfig
-from vlora.model.positions import image_grids, prompt_positions
-from vlora.model.token_length import TokenLength
-from vlora.model.tokenizer import load_tokenizer
+from vlora.model.tokenizer import TokenLength, load_tokenizer
 from vlora.request import ImageFeatures
 
+Grid = tuple[int, int, int]  # Size of an image in tokens: time, height and width.
 
-@dataclass(frozen=True)
-class Prompt:
-    """Tokens of a prompt and its image features.
 
-    ids: token ids. Each image placeholder is expanded to one token per feature row.
-    feature_row: [len(ids)] int64, row of `features` that replaces the embedding of the token at
-        this position, or NO_IMAGE.
-    features: [rows, hidden] fp32; None without images.
-    positions: [3, len(ids)] int64, rotary positions by time, height and width; None if the position
-        of each token is its index.
-    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers; None if
-        the model has no such levels or the prompt no images.
+def image_grids(images: ImageFeatures, merge: int) -> list[Grid]:
+    """Return the grid of each image. merge: patches on each side of the square of one token.
+
+    Raises InvalidArgument if the number of patches of an image does not fit its number of rows.
     """
+    grids = []
+    for index, (_, rows, t, h, w, _) in enumerate(images.layout.tolist()):
+        if t * h * w != rows * merge * merge or h % merge or w % merge:
+            raise InvalidArgument(
+                f"'image_layout' has t, h, w = {t}, {h}, {w} and {rows} rows for image {index};"
+                f" {merge} x {merge} patches must make one row"
+            )
+        grids.append((t, h // merge, w // merge))
+    return grids
 
-    ids: tuple[int, ...]
-    feature_row: torch.Tensor
-    features: torch.Tensor | None
-    positions: torch.Tensor | None = None
-    level_features: torch.Tensor | None = None
 
-    @cached_property
-    def position_shift(self) -> int:
-        """Rotary position of a generated token minus its index in the sequence."""
-        return 0 if self.positions is None else int(self.positions.max()) + 1 - len(self.ids)
+def prompt_positions(
+    feature_row: Sequence[int],
+    images: ImageFeatures,
+    grids: Sequence[Grid],
+    clip_interval: float = 1.0,
+) -> torch.Tensor:
+    """Return the positions of a prompt's tokens by time, height and width, [3, len(feature_row)].
 
-    @classmethod
-    def of_text(cls, ids: Iterable[int]) -> Prompt:
-        """Return a prompt without images."""
-        ids = tuple(ids)
-        return cls(ids, torch.full((len(ids),), NO_IMAGE), None)
+    The three positions of a text token are equal. An image starts at the position after the text
+    before it. The text after an image starts at the image's first position plus the height or the
+    width of its grid, whichever is larger.
+
+    feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
+    clip_interval: distance between successive time steps of a clip; time positions are rounded
+        down.
+    """
+    parts: list[torch.Tensor] = []
+    index = position = 0
+    for (first, rows, *_), (t, h, w) in zip(images.layout.tolist(), grids, strict=True):
+        text = list(feature_row).index(first, index) - index
+        parts.append(_text_positions(position, text))
+        position += text
+        times = (torch.arange(t) * clip_interval).long()
+        grid = torch.cartesian_prod(times, torch.arange(h), torch.arange(w))
+        parts.append(grid.view(-1, 3).T + position)
+        position += max(h, w)
+        index += text + rows
+    parts.append(_text_positions(position, len(feature_row) - index))
+    return torch.cat(parts, dim=1)
+
+
+def _text_positions(start: int, count: int) -> torch.Tensor:
+    return torch.arange(start, start + count).expand(3, -1)
+
+
+def row_positions(chunks: Sequence[Chunk]) -> torch.Tensor:
+    """Return the positions of a step's rows: [T], or [3, T] if any prompt has three axes."""
+    if all(chunk.prompt.positions is None for chunk in chunks):
+        return torch.tensor(
+            [position for chunk in chunks for position in range(chunk.start, chunk.end)]
+        )
+    return torch.cat([_chunk_positions(chunk) for chunk in chunks], dim=1)
+
+
+def _chunk_positions(chunk: Chunk) -> torch.Tensor:
+    prompt = chunk.prompt
+    if prompt.positions is None:
+        return _text_positions(chunk.start, chunk.length)
+    first = max(chunk.start, len(prompt.ids))
+    generated = _text_positions(first + prompt.position_shift, max(0, chunk.end - first))
+    return torch.cat([prompt.positions[:, chunk.start : chunk.end], generated], dim=1)
+
+
+def text_prompt(ids: Iterable[int]) -> Prompt:
+    """Return a prompt without images."""
+    ids = tuple(ids)
+    return Prompt(ids, torch.full((len(ids),), NO_IMAGE), None)
 
 
 class PromptReader:
-    """Tokenizes prompts and expands their image placeholders.
-
-    Any thread may use it: the tokenizer is not changed after construction and releases the GIL
-    while it works.
-    """
+    """Tokenizes prompts and expands their image placeholders. Thread-safe."""
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
@@ -68,14 +106,10 @@ class PromptReader:
     def check_length(self, text: str, context: int) -> None:
         """Raise InvalidArgument if `text` is certainly too long for a context of this many tokens.
 
-        The check compares numbers of bytes and takes almost no time. A text that passes may still
-        be too long, which is known only after it is tokenized.
+        The check compares numbers of bytes, and a text that passes may still be too long.
         """
-        size, limit = (
-            len(text.encode(errors="replace")),
-            self._token_length.max_bytes(text, context),
-        )
-        if size > limit:
+        size = len(text.encode(errors="replace"))
+        if size > (limit := self._token_length.max_bytes(text, context)):
             raise prompt_too_long(size, limit, "bytes", context)
 
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
@@ -97,7 +131,7 @@ class PromptReader:
             )
         self._check_embedded(tokens)
         if images is None or count == 0:
-            return Prompt.of_text(tokens)
+            return text_prompt(tokens)
         ids: list[int] = []
         feature_row: list[int] = []
         image = 0
@@ -118,9 +152,7 @@ class PromptReader:
         return Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
 
     def _by_level(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the columns of features for the embedding, and those for the levels (None without
-        levels).
-        """
+        """Return the columns of features for the embedding, and those for the levels, if any."""
         if not self._config.image_levels:
             return features, None
         parts = features.view(len(features), -1, self._config.hidden).transpose(0, 1).contiguous()
@@ -143,10 +175,7 @@ class PromptReader:
             )
 
     def _tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with at most one begin-of-text token.
-
-        The tokenizer adds this token only if the text does not begin with it already.
-        """
+        """Return the token ids, with a begin-of-text token unless the text begins with it."""
         bos = self.tokenizer.bos_token
         has_bos = bool(bos) and text.startswith(bos)
         # `encode` would hold the GIL. Calling the tokenizer itself would change its state and

@@ -11,32 +11,86 @@ from typing import NamedTuple
 
 import torch
 
+from vlora.adapters.residency import Slots
 from vlora.atmm import op
+from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segments
-from vlora.ids import BASE
-from vlora.lora.segments import signed_segments
-from vlora.lora.store import AdapterStore
-from vlora.lora.switcher import Switcher
+from vlora.device.device import Device, UploadedPart, upload_step
+from vlora.ids import BASE, NO_IMAGE
 from vlora.memory.kv_cache import KVCache
-from vlora.memory.uploads import UploadedPart, upload_step
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder, LevelFeatures
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import DecoderWeights
 from vlora.model.step_graphs import GraphCounters, StepGraphs, padded_rows
-from vlora.model.step_images import StepImages, level_features
+from vlora.model.switcher import Switcher
+
+
+class StepImages:
+    """Ranges of a step's rows that have image features.
+
+    A CPU reads the features of whole images in place. For a GPU, only the features of the step's
+    rows are gathered, and are uploaded with the step's other inputs.
+
+    ranges: the ranges in the form that `ops.embed` takes.
+    inputs: tensors to upload: the index of each row's feature, and the features; [] on a CPU.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], device: Device) -> None:
+        self.ranges = [
+            (chunk.row, chunk.prompt.feature_row[chunk.start : chunk.end], chunk.prompt.features)
+            for chunk in chunks
+            if chunk.prompt.features is not None and not chunk.decodes
+        ]
+        self.inputs: list[torch.Tensor] = []
+        if self.ranges and not device.in_host_memory:
+            self.inputs = _gathered(self.ranges, sum(chunk.length for chunk in chunks))
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Store the copies of `inputs` that were made on the device."""
+        if uploaded:
+            feature_rows, features = uploaded
+            self.ranges = [(0, feature_rows, features)]
+
+
+def _gathered(
+    ranges: Sequence[tuple[int, torch.Tensor, torch.Tensor]], rows: int
+) -> list[torch.Tensor]:
+    """Return the index of each row's feature, or NO_IMAGE, and the features that the rows need.
+
+    The shapes are [rows] int32 and [features, hidden] fp32.
+    """
+    numbers, parts, count = torch.full((rows,), NO_IMAGE, dtype=torch.int32), [], 0
+    for first_row, feature_rows, features in ranges:
+        shown = torch.nonzero(feature_rows >= 0).flatten()
+        numbers[first_row + shown] = torch.arange(count, count + len(shown), dtype=torch.int32)
+        parts.append(features[feature_rows[shown]])
+        count += len(shown)
+    return [numbers, torch.cat(parts)]
+
+
+def level_features(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+    """Return the `rows` and `features` of the step's `LevelFeatures`; [] if there are none."""
+    rows, features = [], []
+    for chunk in chunks:
+        levels = chunk.prompt.level_features
+        if levels is None or chunk.decodes:
+            continue
+        of_rows = chunk.prompt.feature_row[chunk.start : chunk.end]
+        shown = torch.nonzero(of_rows >= 0).flatten()
+        rows.append(chunk.row + shown)
+        features.append(levels[:, of_rows[shown]])
+    return [torch.cat(rows), torch.cat(features, dim=1)] if rows else []
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outputs of the chunks that complete all known tokens of their sequence, in the order of the
-    chunks.
+    """Outputs of the chunks that complete their sequence, in the order of the chunks.
 
     logits: [rows, vocabulary] fp32, one row per chunk that does not use a head.
     heads: one [classes] fp32 tensor per chunk that uses a vision task head, before softmax.
-    captured: whether a graph was captured during the step. Capturing takes longer than the step
-        itself.
+    captured: whether a graph was captured, which takes longer than the step itself.
     """
 
     logits: torch.Tensor
@@ -47,9 +101,7 @@ class StepResult:
 class StepSizes(NamedTuple):
     """Maximum sizes of steps, for which a GPU's memory is allocated once.
 
-    rows: maximum number of rows.
-    requests: maximum number of requests, which is also the maximum number of rows of a decoding
-        step.
+    requests: maximum number of requests, and of rows of a decoding step.
     positions: maximum number of positions of a request.
     """
 
@@ -59,22 +111,20 @@ class StepSizes(NamedTuple):
 
 
 class Runner:
-    """Computes forward passes with the decoder, the adapters and the KV pages."""
+    """Computes forward passes with the decoder, the adapters and the KV pages of the engine.
+
+    graph_sizes: sizes of the steps for which graphs are captured; None for no graphs.
+    """
 
     def __init__(
         self,
         config: DecoderConfig,
         weights: DecoderWeights,
-        adapters: AdapterStore,
+        adapters: Slots,
         switcher: Switcher,
         kv_cache: KVCache,
         graph_sizes: StepSizes | None = None,
     ) -> None:
-        """Create the decoder.
-
-        kv_cache: the KV pages, which the engine owns.
-        graph_sizes: sizes of the steps for which graphs are captured; None for no graphs.
-        """
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
@@ -98,10 +148,9 @@ class Runner:
     def forward(self, chunks: Sequence[Chunk], *parts: UploadedPart) -> StepResult:
         """Compute the step's chunks with the switcher's active weights.
 
-        chunks: chunks in the order of their rows. If they are sorted by `ids.order_of`, the number
-            of segments is the smallest possible, which is fastest.
-        parts: other parts of the step, such as sampling. Their inputs are uploaded to the device in
-            the same transfer as those of the forward pass.
+        chunks: in the order of their rows, fastest if sorted by `ids.order_of`.
+        parts: other parts of the step, such as sampling, whose inputs are uploaded in the same
+            transfer.
         """
         if self._graphs is not None:
             before = self._graphs.counters.captured
@@ -164,11 +213,7 @@ class Runner:
         self._device.read_back([self.forward(chunks).logits[:1, :1]]).get()
 
     def _head_scores(self, hidden: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of the adapters' heads, computed in one call.
-
-        hidden: [rows, hidden].
-        segments: segments of these rows, in row order.
-        """
+        """Return the scores by the adapters' heads for `hidden`, [rows, hidden]."""
         if not segments:
             return ()
         heads = self._adapters.heads

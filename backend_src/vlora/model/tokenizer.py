@@ -1,13 +1,19 @@
 """Tokenizer of a checkpoint folder.
 
 Qwen and Qwen-VL were published with `qwen.tiktoken`, a list of tokens by rank, and with code that
-reads it. This module reads the list with transformers' converter instead, and never runs that code.
+reads it. transformers' converter reads the list instead, and that code is never run.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import codecs
+import json
+import math
+import re
+from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +23,212 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from vlora.errors import InvalidArgument
 
+_BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """Return the byte that each of GPT-2's printable characters stands for."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = (byte for byte in range(256) if byte not in printable)
+    return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
+
+
+# Byte of each character in the tokens of a byte-level tokenizer.
+BYTE_ALPHABET = _byte_level_alphabet()
+
+
+class Vocabulary:
+    """Bytes of every token that the model can generate.
+
+    size: number of tokens of the model, if the tokenizer may have more.
+    bytes_of: bytes by token id; b"" for special tokens, which never appear in text.
+    """
+
+    def __init__(self, tokenizer: Any, size: int | None = None) -> None:
+        added = tokenizer.added_tokens_decoder
+        # Byte-level tokenizers write bytes as printable characters. Tokenizers like SentencePiece
+        # write a space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind
+        # the tokenizer is.
+        self._byte_level = "ByteLevel" in str(tokenizer.backend_tokenizer.decoder)
+        special = set(tokenizer.all_special_ids)
+        size = len(tokenizer) if size is None else size
+        self.bytes_of: list[bytes] = [b""] * min(len(tokenizer), size)
+        for text, token in tokenizer.get_vocab().items():
+            if token >= size or token in special or (token in added and added[token].special):
+                continue
+            self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
+
+    def _to_bytes(self, text: str) -> bytes:
+        if self._byte_level:
+            return bytes(BYTE_ALPHABET[character] for character in text)
+        if match := _BYTE_TOKEN.match(text):
+            return bytes([int(match[1], 16)])
+        return text.replace("▁", " ").encode()
+
+    @cached_property
+    def tokens_of(self) -> dict[bytes, list[int]]:
+        """Ids of all tokens with bytes, by their bytes."""
+        index: dict[bytes, list[int]] = {}
+        for token, token_bytes in enumerate(self.bytes_of):
+            if token_bytes:
+                index.setdefault(token_bytes, []).append(token)
+        return index
+
+    def token_lengths(self, prefix: bytes) -> tuple[int, ...]:
+        """Return the lengths in bytes that a token at the start of a text can have, ascending, with
+        1.
+
+        prefix: first two bytes of the text, or its only byte.
+        """
+        return self._lengths_by_prefix.get(prefix, (1,))
+
+    @cached_property
+    def _lengths_by_prefix(self) -> dict[bytes, tuple[int, ...]]:
+        lengths: dict[bytes, set[int]] = {}
+        for token_bytes in self.tokens_of:
+            if len(token_bytes) > 1:
+                lengths.setdefault(token_bytes[:2], {1}).add(len(token_bytes))
+        return {prefix: tuple(sorted(values)) for prefix, values in lengths.items()}
+
+    def text(self, token: int) -> str:
+        """Return a token's text on its own, with U+FFFD for incomplete characters."""
+        return self.bytes_of[token].decode(errors="replace") if token < len(self.bytes_of) else ""
+
+
+class TextStream:
+    """Converts tokens to text deltas without splitting characters, and stops at stop strings.
+
+    Text that may be the start of a stop string is held back. All deltas together equal the text of
+    the tokenizer's `decode`, with U+FFFD for an incomplete character at the end, which the
+    `DecodeStream` of the package tokenizers would omit.
+    """
+
+    def __init__(
+        self, vocabulary: Vocabulary, stop: tuple[str, ...] = (), include_stop: bool = False
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._stop = stop
+        self._include_stop = include_stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held = ""
+
+    def push(self, token: int, check_stop: bool = True) -> tuple[str, bool]:
+        """Add a token; return the text to send now, and whether a stop string ended the answer.
+
+        check_stop: if False, stop strings are ignored and nothing is held back.
+        """
+        bytes_of = self._vocabulary.bytes_of
+        text = self._decoder.decode(bytes_of[token] if token < len(bytes_of) else b"")
+        if not self._stop:
+            return text, False
+        self._held += text
+        if not check_stop:
+            return self._release(len(self._held)), False
+        matches = [(self._held.find(stop), stop) for stop in self._stop if stop in self._held]
+        if matches:
+            position, stop = min(matches)
+            return self._release(position + len(stop) * self._include_stop), True
+        return self._release(len(self._held) - self._undecided_length()), False
+
+    def flush(self) -> str:
+        """Return the text that was held back, after an answer has ended without a stop string."""
+        self._held += self._decoder.decode(b"", final=True)
+        return self._release(len(self._held))
+
+    def _release(self, count: int) -> str:
+        text, self._held = self._held[:count], self._held[count:]
+        return text
+
+    def _undecided_length(self) -> int:
+        longest = 0
+        for stop in self._stop:
+            for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:size]):
+                    longest = size
+                    break
+        return longest
+
+
+Spec = Mapping[str, Any]  # Part of the content of a `tokenizer.json`.
+# Maximum ratio of the bytes of a text to the bytes of its NFC form. ASCII text keeps its length.
+NFC_SHRINKAGE = 4
+# Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".
+LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
+
+
+class TokenLength:
+    """Upper bound of the bytes of text that a token covers. Tokenizing takes seconds per MB.
+
+    longest: bytes of the longest token; infinite if a token may cover text of any length, such as
+        stripped white space or an unknown word.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        spec = json.loads(tokenizer.backend_tokenizer.to_str())
+        model, added = spec["model"], spec["added_tokens"]
+        splits = _flat(spec["pre_tokenizer"], "pretokenizers")
+        byte_level = any(split["type"] == "ByteLevel" for split in splits)
+        self._shrinkage = _shrinkage(spec["normalizer"])
+        self.longest = math.inf
+        if (
+            self._shrinkage < math.inf
+            and _has_all_bytes(model, byte_level)
+            and not any(map(_drops_text, splits))
+            and not any(token["lstrip"] or token["rstrip"] for token in added)
+        ):
+            # A character of a byte-level token stands for one byte.
+            sizes = (len(token) if byte_level else len(token.encode()) for token in model["vocab"])
+            self.longest = max(*sizes, *(len(token["content"].encode()) for token in added))
+
+    def max_bytes(self, text: str, tokens: int) -> float:
+        """Return an upper bound of the bytes of a text that consists of this many tokens.
+
+        text: the text itself; the bound is larger if it is not ASCII.
+        """
+        return tokens * self.longest * (1 if text.isascii() else self._shrinkage)
+
+
+def _has_all_bytes(model: Spec, byte_level: bool) -> bool:
+    if model["type"] != "BPE":
+        return False
+    if byte_level:
+        return all(character in model["vocab"] for character in BYTE_ALPHABET)
+    fallbacks = (f"<0x{byte:02X}>" for byte in range(256))
+    return bool(model["byte_fallback"]) and all(token in model["vocab"] for token in fallbacks)
+
+
+def _drops_text(split: Spec) -> bool:
+    return split["type"] not in LOSSLESS_SPLITS or split.get("behavior") == "Removed"
+
+
+def _shrinkage(normalizer: Spec | None) -> float:
+    """Return the most bytes of text per byte of its normalized form; infinite if unknown."""
+    ratio = 1.0
+    for step in _flat(normalizer, "normalizers"):
+        if step["type"] == "NFC":
+            ratio *= NFC_SHRINKAGE
+        elif step["type"] == "Replace":
+            replaced = step["pattern"].get("String")
+            if replaced is None or len(step["content"].encode()) < len(replaced.encode()):
+                return math.inf
+        elif step["type"] != "Prepend":
+            return math.inf
+    return ratio
+
+
+def _flat(part: Spec | None, key: str) -> list[Spec]:
+    """Return the steps of a normalizer or pre-tokenizer, which a "Sequence" lists under `key`."""
+    if part is None:
+        return []
+    if part["type"] != "Sequence":
+        return [part]
+    return [step for inner in part[key] for step in _flat(inner, key)]
+
+
 RANKS = "qwen.tiktoken"
 EXTRA_TOKENS = 205
+# Special tokens of Qwen-VL, whose ids follow the ranks.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -34,7 +244,6 @@ SPECIAL_TOKENS = (
     "</img>",
     "<imgpad>",
 )
-"""Special tokens of Qwen-VL, whose ids follow the ranks."""
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -27,36 +27,13 @@ not ASCII takes three bytes there.
 
 
 class Responder(Protocol):
-    """Answers one request. The service owns it until it has sent the final response.
-
-    All methods may be called from any thread. Responses are sent in the order of the calls. After a
-    final response, nothing more is sent.
-    """
+    """Answers one request. Thread-safe. After a final response, nothing more is sent."""
 
     def send(self, tensors: Tensors, final: bool) -> None: ...
 
     def fail(self, error: VLoraError) -> None: ...
 
     def is_cancelled(self) -> bool: ...
-
-
-def answer(responder: Responder, content: Tensors | VLoraError) -> None:
-    """Send the only response of a request, or an error if it cannot be sent; never raises."""
-    try:
-        if isinstance(content, VLoraError):
-            responder.fail(content)
-        else:
-            responder.send(content, final=True)
-    except Exception as error:
-        fail(responder, as_vlora_error(error, "sending the answer"))
-
-
-def fail(responder: Responder, error: VLoraError) -> None:
-    """Send an error as the final response; never raises."""
-    try:
-        responder.fail(error)
-    except Exception:
-        log.exception("could not send an error to its client")
 
 
 def to_message(error: VLoraError) -> str:
@@ -95,9 +72,8 @@ def from_message(message: str) -> VLoraError:
 
 
 def as_vlora_error(error: BaseException, what: str) -> VLoraError:
-    """Return `error` itself if it is a VLoraError, else an Internal error without details.
-
-    An exception of any other type is a bug, so it is logged with its traceback.
+    """Return `error` itself if it is a VLoraError. Else log it, because it is a bug, and return an
+    Internal error without details.
 
     what: the action that failed, for the log and the message.
     """

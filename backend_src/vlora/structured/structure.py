@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from vlora.errors import InvalidArgument, Unsupported, nearest, shown
-from vlora.strict_json import load_object
-from vlora.value_readers import BOOLEANS, is_text, read_texts, wrong_value
+from vlora.strict_json import BOOLEANS, is_text, load_object, read_texts, wrong_value
 
 STRUCTURE_KEYS: Mapping[str, str | None] = {
     "structured_outputs": None,

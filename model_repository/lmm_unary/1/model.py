@@ -5,10 +5,11 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from vlora.live_requests import RequestTable
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService
+from vlora.serving.service import WaitingExporter
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.waiting import WaitingExporter, WaitingRequests
 
 MAX_CALLS = 128
 """Maximum number of simultaneous calls of `lmm`. Further requests wait for a thread."""
@@ -19,16 +20,16 @@ class TritonPythonModel:
         self._process = TritonProcess(args)
         options = self._process.options
         self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="relay")
-        waiting = WaitingRequests()
+        table = RequestTable(options.limits.max_in_flight_bytes)
         self._process.export(
-            lambda registry: WaitingExporter(registry, self._process.labels, waiting)
+            lambda registry: WaitingExporter(registry, self._process.labels, table)
         )
         self._service = LmmUnaryService(
             self._process.calls.ask_lmm,
             self._pool,
             options.limits,
             ArrivalStamps.of_this_server(),
-            waiting,
+            table,
             max_requests=options.max_num_seqs + options.max_num_waiting,
             max_running=options.max_num_seqs,
         )

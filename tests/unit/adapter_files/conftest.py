@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.small_adapter import small_shape, write_small_adapter
-from vlora.lora.model_shape import ModelShape
+from vlora.adapters.model_shape import ModelShape
 
 
 @pytest.fixture

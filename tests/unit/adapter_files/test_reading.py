@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.adapter_store import load_and_pack
 from tests.support.device_tensors import DEVICE, separate_devices
 from tests.support.memory import peak_growth
 from tests.support.small_adapter import (
@@ -23,12 +24,12 @@ from tests.support.small_adapter import (
     edit_tensors,
     key,
 )
+from vlora.adapters.catalog import find_folders
+from vlora.adapters.files import load_adapter
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.store import AdapterStore
 from vlora.errors import InvalidArgument, NotFound
-from vlora.lora.adapter import load_adapter
-from vlora.lora.folders import find_folders
-from vlora.lora.model_shape import ModelShape
-from vlora.lora.store import AdapterStore
-from vlora.model.stored_tensors import StoredRows
+from vlora.model.checkpoint import StoredRows
 
 
 def test_the_scale_is_folded_into_b(folder: Path, model: ModelShape) -> None:
@@ -193,9 +194,9 @@ def test_a_broken_adapter_does_not_affect_others(
     shutil.copytree(folder, tmp_path / "root" / "bad")
     edit_config(tmp_path / "root" / "bad", use_dora=True)
     store = AdapterStore(model)
-    store.load(find_folders(tmp_path / "root", {}))
+    load_and_pack(store, find_folders(tmp_path / "root", {}))
     assert store.names() == ("good",)
-    q_pairs, k_pairs = store.group([(0, "q_proj"), (0, "k_proj")]).pairs
+    q_pairs, k_pairs = store.slots.group([(0, "q_proj"), (0, "k_proj")]).pairs
     assert q_pairs[store.slot("good")] is not None
     assert k_pairs[store.slot("good")] is None
     with pytest.raises(InvalidArgument, match=r"adapter 'bad'.*DoRA"):

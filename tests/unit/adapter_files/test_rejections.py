@@ -20,9 +20,9 @@ from tests.support.small_adapter import (
     edit_tensors,
     key,
 )
+from vlora.adapters.files import load_adapter
+from vlora.adapters.model_shape import ModelShape
 from vlora.errors import InvalidArgument
-from vlora.lora.adapter import load_adapter
-from vlora.lora.model_shape import ModelShape
 
 
 @pytest.mark.parametrize(

@@ -19,14 +19,14 @@ from tests.support import engine_client as questions
 from tests.support.engine_client import answers, run_together
 from tests.support.fake_device import FakeDevice, fake_gpu
 from tests.support.gpu_engines import small_options
+from vlora.adapters import store
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.groups import PendingCopies
 from vlora.atmm.types import LoraPair
 from vlora.config import Options
+from vlora.device.device import Graph, Load
 from vlora.engine.engine import Engine
 from vlora.errors import OutOfMemory
-from vlora.lora import loads
-from vlora.memory.device import Graph, Load
 from vlora.request import Request
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
@@ -247,7 +247,7 @@ Fault = Callable[[], Exception]
     ("fault", "attempts", "is_served"),
     [
         (lambda: RuntimeError("CUDA error: an illegal value"), 1, False),
-        (lambda: OutOfMemory("80 bytes do not fit device 'fake'"), loads.MAX_ATTEMPTS, True),
+        (lambda: OutOfMemory("80 bytes do not fit device 'fake'"), store.MAX_ATTEMPTS, True),
         (lambda: OutOfMemory("80 bytes do not fit device 'fake'"), 1, False),
     ],
 )
@@ -270,7 +270,7 @@ def test_a_load_that_fails_is_an_error_of_its_adapter_only(
         return load(device, tensors)
 
     monkeypatch.setattr(FakeDevice, "load", failing)
-    monkeypatch.setattr(loads, "MAX_ATTEMPTS", attempts)
+    monkeypatch.setattr(store, "MAX_ATTEMPTS", attempts)
     with fake_gpu():
         engine = Engine(options)
         assert answers(engine, _ask("attention-r4")) == expected["attention-r4"]

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from benchmarks import engine, gpu_timing, llava, loads
 from benchmarks.frame import command_line
 from tests.support.fake_device import FakeDevice, fake_gpu
-from vlora.memory.device import Device
+from vlora.device.device import Device
 from vlora.vision.encoder import VisionEncoder
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.

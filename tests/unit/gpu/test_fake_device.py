@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.fake_device import fake_gpu
-from vlora.memory.device import HOST
+from vlora.device.device import HOST
 
 pytestmark = pytest.mark.usefixtures("launch")
 

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from vlora.backends import Backend
+from vlora.device.device import HOST
 from vlora.kernels import on_gpu, reference
-from vlora.kernels.norms import HeadNorms
-from vlora.memory.device import HOST
+from vlora.kernels.ops import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.attention_gpu import GpuPlan
 from vlora.model.chunk import Chunk
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.model.rotary import Rotary
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
@@ -96,7 +96,7 @@ def _cache(block: int, backend: Backend) -> KVCache:
 
 def _chunk(row: int, start: int, end: int, pages: Sequence[int]) -> Chunk:
     tokens = (0,) * (end - start)
-    return Chunk(str(row), 0, row, start, tokens, Prompt.of_text(tokens), tuple(pages), True)
+    return Chunk(str(row), 0, row, start, tokens, text_prompt(tokens), tuple(pages), True)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -18,9 +18,9 @@ from tests.support.gpu_engines import (
 )
 from vlora.atmm import op
 from vlora.config import Options
+from vlora.device.cuda import MAX_LOADS, CudaDevice
+from vlora.device.device import Load
 from vlora.engine.engine import Engine
-from vlora.memory.cuda_device import MAX_LOADS, CudaDevice
-from vlora.memory.device import Load
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.images import DecodedImage
 

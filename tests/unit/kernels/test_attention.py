@@ -15,7 +15,7 @@ from vlora.kernels import reference
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
-from vlora.model.inputs import Prompt
+from vlora.model.inputs import text_prompt
 from vlora.model.rotary import Rotary
 
 LAYERS = 2
@@ -30,7 +30,7 @@ def _threads(request: pytest.FixtureRequest, _restore_threads: None) -> None:
 
 def _chunk(index: int, row: int, start: int, end: int, pages: tuple[int, ...]) -> Chunk:
     tokens = (0,) * (end - start)
-    return Chunk(str(index), 0, row, start, tokens, Prompt.of_text(tokens), pages, True)
+    return Chunk(str(index), 0, row, start, tokens, text_prompt(tokens), pages, True)
 
 
 @dataclass

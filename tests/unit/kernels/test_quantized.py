@@ -11,7 +11,7 @@ import torch
 from benchmarks.machine import is_compiled
 from vlora import native
 from vlora.backends import Backend
-from vlora.kernels import panels, quantized
+from vlora.kernels import quantized
 from vlora.kernels.quantized import (
     ZERO_STEPS,
     Format,
@@ -142,7 +142,7 @@ def test_any_few_rows_are_multiplied_in_either_layout(
         weight = random_weight(form, width, depth, dtype)
         check(weight, (*range(1, 18), 33, 49), backend, torch.randn(width))
         matrix = arranged(weight, backend)
-        panel_rows = 0 if backend == "reference" else panels.preferred_rows()
+        panel_rows = 0 if backend == "reference" else quantized.preferred_rows()
         assert matrix.panel_rows == (panel_rows if panel_rows and width % panel_rows == 0 else 0)
 
 
@@ -247,7 +247,7 @@ def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(
     for width, depth in ((panel_rows, 1), (5 * panel_rows, 130), (400, 6000)):
         weight = random_weight(form, width, depth)
         copy = arranged(weight, "reference")
-        panels.interleave(copy.values, copy.scales, copy.zeros, panel_rows)
+        quantized.interleave(copy.values, copy.scales, copy.zeros, panel_rows)
         copy = replace(copy, panel_rows=panel_rows)
         assert not torch.equal(copy.values, weight.values)
         assert torch.equal(unpack(copy), unpack(weight))
@@ -259,7 +259,7 @@ def test_a_matrix_keeps_its_weights_when_it_is_put_into_panels(
 def test_other_instruction_sets_refuse_panels(backend: Backend, panel_rows: int, isa: str) -> None:
     weight = replace(random_weight(Format(4, 32), 16, 64), panel_rows=panel_rows)
     x = torch.zeros(3, 64)
-    if backend == "reference" or panels.preferred_rows() == panel_rows:
+    if backend == "reference" or quantized.preferred_rows() == panel_rows:
         assert QuantizedMatrix(weight)(x, backend=backend).isfinite().all()
         return
     with pytest.raises(ValueError, match=rf"panels of {panel_rows} rows, .* only {isa} can"):
@@ -312,4 +312,4 @@ def test_the_layout_has_the_same_constants_in_python_and_in_the_kernels() -> Non
     assert (module.BLOCK, module.WHOLE_ROW) == (quantized.BLOCK, quantized.WHOLE_ROW)
     assert module.MIDDLE == quantized.SYMMETRIC_ZERO
     assert module.ZERO_STEP == 1 / ZERO_STEPS
-    assert module.preferred_panel_rows() in (0, 8, panels.TILE_PANEL_ROWS)
+    assert module.preferred_panel_rows() in (0, 8, quantized.TILE_PANEL_ROWS)

@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from vlora.backends import Backend
-from vlora.kernels.quantized import (
-    Format,
-    QuantizedMatrix,
-    QuantizedWeight,
-    allocate,
-    dequantize,
-)
+from vlora.kernels.quantized import Format, QuantizedMatrix, QuantizedWeight, allocate, dequantize
 
 SHAPES = ((3, 40), (40, 608), (131, 257), (66, 1100))
 

@@ -99,6 +99,8 @@ class Policy(Protocol):
     """True if the policy uses predicted times; the engine then calibrates its cost model at the
     start.
     """
+    merges: bool
+    """False if the policy merges no adapter, so that no memory is set aside for merged weights."""
     orders: tuple[Order, ...]
     """Orders of the waiting requests. The policy sees the first requests in each of them."""
 

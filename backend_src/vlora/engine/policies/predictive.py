@@ -90,6 +90,7 @@ class Predictive:
     """
 
     uses_costs = True
+    merges = True
     orders = (Order.WAIT, Order.PRIORITY, Order.DEADLINE)
 
     def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: StepCosts) -> None:

@@ -1,8 +1,8 @@
 """Policies by name, as in the option `policy`.
 
-To add a policy, write a module with a factory function, and name the function in
-`vlora.config.POLICIES`. Code outside the package, such as the baselines of the benchmarks, calls
-`register_policy` instead.
+To add a policy, write a module in this folder, whose name is the policy's, with a function `make`
+that takes (options, costs). Code outside the package, such as the baselines of the benchmarks,
+calls `register_policy` instead.
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ class UnmergeOnly:
     """
 
     uses_costs = False
+    merges = False
     orders = (Order.WAIT, Order.PRIORITY)
 
     def __init__(self, max_batch: int, max_wait: float = math.inf) -> None:

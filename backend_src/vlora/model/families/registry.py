@@ -2,19 +2,52 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vlora.errors import shown
-from vlora.model.families.base import DecoderFamily
-from vlora.model.families.llama import LLAMA
-from vlora.model.families.mistral import MISTRAL
+from vlora.model.families.base import BiasedFamily, DecoderFamily, WeightNames
 from vlora.model.families.qwen import QWEN
-from vlora.model.families.qwen2 import QWEN2
-from vlora.model.families.qwen2_vl import QWEN2_5_VL, QWEN2_VL
-from vlora.model.families.qwen3 import QWEN3, QWEN3_VL
 from vlora.model.multimodal import MULTIMODAL, takes_images
+
+_HEAD_NORMS = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
+
+
+class _Mistral(DecoderFamily):
+    def sliding_window(self, text: Any) -> bool:
+        # `sliding_window` in the configuration applies to every layer.
+        return super().sliding_window(text) or bool(getattr(text, "sliding_window", None))
+
+
+class _Qwen2VL(BiasedFamily):
+    def rope_axes(self, text: Any) -> tuple[int, ...]:
+        # The first section of frequencies is for time, then height, then width (M-RoPE).
+        sections = text.rope_parameters["mrope_section"]
+        return tuple(axis % 3 for axis, size in enumerate(sections) for _ in range(size))
+
+
+class _Qwen3VL(DecoderFamily):
+    def rope_axes(self, text: Any) -> tuple[int, ...]:
+        # Height and width each get every third frequency, up to the number of frequencies in their
+        # section. All other frequencies are for time.
+        time, height, width = text.rope_parameters["mrope_section"]
+        axes = [0] * (time + height + width)
+        axes[1 : 3 * height : 3] = [1] * len(axes[1 : 3 * height : 3])
+        axes[2 : 3 * width : 3] = [2] * len(axes[2 : 3 * width : 3])
+        return tuple(axes)
+
 
 FAMILIES: dict[str, DecoderFamily] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
+    for family in (
+        DecoderFamily("llama"),
+        _Mistral("mistral"),
+        QWEN,
+        BiasedFamily("qwen2"),
+        DecoderFamily("qwen3", _HEAD_NORMS),
+        _Qwen2VL("qwen2_vl_text"),
+        _Qwen2VL("qwen2_5_vl_text"),
+        _Qwen3VL("qwen3_vl_text", _HEAD_NORMS),
+    )
 }
 
 

@@ -12,18 +12,88 @@ import triton_python_backend_utils as pb_utils
 
 from vlora.config import load_adapter_names, load_options
 from vlora.errors import VLoraError
-from vlora.serving.error_counts import ErrorCounts, ErrorExporter
-from vlora.serving.lifeline import Lifeline
-from vlora.serving.registry import Exporter, Refresher, Registry
+from vlora.serving.metrics import ErrorCounts, ErrorExporter, Exporter, Metric, Refresher, Registry
+from vlora.serving.model_process import Lifeline
 from vlora.serving.responder import as_vlora_error
+from vlora.serving.service import Service
 from vlora.serving.tensors import Tensors
-from vlora.serving.triton.bls import LMM, ModelCalls
-from vlora.serving.triton.logs import log_to_triton
-from vlora.serving.triton.metrics import TritonRegistry
-from vlora.serving.triton.responder import Service, TritonResponder, hand_over
-from vlora.serving.triton.tensors import make_error_response, make_response
+from vlora.serving.triton.requests import (
+    LMM,
+    ModelCalls,
+    TritonResponder,
+    id_of,
+    inputs_of,
+    make_error_response,
+    parameters_of,
+    to_triton,
+)
 
 log = logging.getLogger(__name__)
+
+
+class TritonHandler(logging.Handler):
+    """Writes log records to Triton's log with the same severity; never raises."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = pb_utils.Logger
+        try:
+            # Triton takes only text that can be encoded.
+            text = self.format(record).encode(errors="backslashreplace").decode()
+            if record.levelno >= logging.ERROR:
+                logger.log_error(text)
+            elif record.levelno >= logging.WARNING:
+                logger.log_warn(text)
+            else:
+                logger.log_info(text)
+        except Exception:
+            self.handleError(record)
+
+
+def log_to_triton(model: str) -> None:
+    """Send the log of `vlora` to Triton's, with the model's name at the start of each line."""
+    handler = TritonHandler()
+    handler.setFormatter(logging.Formatter(f"[{model}] %(message)s"))
+    logger = logging.getLogger("vlora")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+
+
+class TritonRegistry:
+    """Makes Triton's custom metrics, with one family per name.
+
+    The registry must live as long as its metrics, because Triton removes a family's metrics
+    together with the family.
+    """
+
+    def __init__(self) -> None:
+        self._families: dict[str, Any] = {}
+
+    def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.GAUGE, labels)
+
+    def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric:
+        return self._metric(name, help, pb_utils.MetricFamily.COUNTER, labels)
+
+    def histogram(
+        self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> Metric:
+        kind = pb_utils.MetricFamily.HISTOGRAM
+        return self._metric(name, help, kind, labels, buckets=list(buckets))
+
+    def drop(self, name: str) -> None:
+        # Triton keeps a metric until its family is deleted; deleting the metric alone does nothing.
+        del self._families[name]
+
+    def _metric(
+        self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
+    ) -> Metric:
+        if name not in self._families:
+            family = pb_utils.MetricFamily(name=name, description=help, kind=kind)
+            self._families[name] = family
+        metric: Metric = self._families[name].Metric(labels=dict(labels), **options)
+        return metric
+
 
 AnyExporter = TypeVar("AnyExporter", bound=Exporter)
 
@@ -34,18 +104,12 @@ class TritonProcess:
     Construction redirects the log to Triton's, starts the lifeline, reads the options that all
     models of the repository share, and starts to export the errors that this process sends.
 
-    Attributes:
-        options: the options in `lmm/1/model.json`.
-        lifeline: watches the server.
-        calls: calls other models.
-        labels: the labels of the vLLM backend's metrics.
+    args: the argument that Triton passes to `initialize`.
+    options: the options in `lmm/1/model.json`.
+    labels: the labels of the vLLM backend's metrics.
     """
 
     def __init__(self, args: Mapping[str, str]) -> None:
-        """Start the process.
-
-        args: the argument that Triton passes to `initialize`.
-        """
         log_to_triton(args["model_name"])
         self.lifeline = Lifeline(args["model_name"])
         self._lmm_version = Path(args["model_repository"]).parent / LMM / "1"
@@ -79,7 +143,6 @@ class TritonProcess:
         return None
 
     def _start(self, make: Callable[[Registry], AnyExporter]) -> AnyExporter | None:
-        """Start an exporter and return it; return None if the server exports no metrics."""
         registry = TritonRegistry()
         self._registries.append(registry)
         try:
@@ -92,21 +155,25 @@ class TritonProcess:
         return exporter
 
     def hand_over(self, requests: Sequence[Any], service: Service) -> None:
-        """Pass the requests of a decoupled model to the service that answers them."""
-        hand_over(requests, service, self._errors, self.options.limits)
-
-    def responder(self, request: Any) -> TritonResponder:
-        return TritonResponder(request, self._errors)
+        """Pass requests to the service, which may answer them later. Refuse those that cannot be
+        read.
+        """
+        for request in requests:
+            responder = TritonResponder(request, self._errors)
+            try:
+                parameters = parameters_of(request, self.options.limits)
+                arguments = inputs_of(request), parameters, id_of(request)
+            except Exception as error:
+                responder.fail(as_vlora_error(error, "reading the request"))
+            else:
+                service.handle(*arguments, responder)
 
     def response(self, answer: Tensors | VLoraError) -> Any:
-        """Return the response that `execute` returns for a request.
-
-        If the response cannot be made, an error response is returned.
-        """
+        """Return the response that `execute` returns; an error response if it cannot be made."""
         try:
             if isinstance(answer, VLoraError):
                 raise answer
-            return make_response(answer)
+            return pb_utils.InferenceResponse(output_tensors=to_triton(answer))
         except Exception as error:
             return make_error_response(as_vlora_error(error, "making the answer"), self._errors)
 

@@ -7,75 +7,183 @@ Four neighboring patches make one token. The processor cannot scale images whose
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen2_5_VLModel,
-    Qwen2_5_VLPreTrainedModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VisionTransformerPretrainedModel,
     Qwen2VLModel,
-    Qwen2VLPreTrainedModel,
 )
-from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLModel,
-    Qwen3VLPreTrainedModel,
-    Qwen3VLVisionModel,
-)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLVisionModel
 
-from vlora.vision.families.base import Pixels, VisionFamily
-from vlora.vision.families.qwen_clips import (
-    clip_settings,
-    frame_size_of_qwen2,
-    frame_size_of_qwen3,
-    preprocess,
-    timed_text,
-    with_pairs,
-)
+from vlora.errors import InvalidArgument
+from vlora.model.decoder_config import FRAMES_PER_SECOND
+from vlora.strict_json import load_object
+from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
+
+# Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
+# Frames have the size that the checkpoint's video processor gives them. Qwen2-VL and Qwen2.5-VL
+# have one sequence of tokens for a whole clip. In Qwen3-VL, each pair of frames has its own
+# sequence, after a text with its time.
+
+FRAMES_PER_PAIR = 2
+Settings = Mapping[str, Any]
+# (settings, frames of the clip, height, width) → (height, width) to which each frame is scaled.
+FrameSize = Callable[[Settings, int, int, int], tuple[int, int]]
+
+
+def clip_settings(folder: Path, processor: Any) -> Settings:
+    """Return the settings of a checkpoint's video processor, as transformers finds them.
+
+    Missing ones are those of the image processor. transformers' video classes need torchvision.
+    """
+    nested = _read(folder / "processor_config.json").get("video_processor")
+    own = nested or _read(folder / "video_preprocessor_config.json")
+    stills = processor.to_dict()
+    size = {**stills["size"], **(own.get("size") or {})}
+    for edge, limit in (("shortest_edge", "min_pixels"), ("longest_edge", "max_pixels")):
+        if own.get(limit) is not None:
+            size[edge] = own[limit]
+    return {**stills, **own, "size": size}
+
+
+def _read(file: Path) -> Settings:
+    if not file.is_file():
+        return {}
+    try:
+        return load_object(file.read_text(), str(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidArgument(f"{file} cannot be read: {error}") from error
+
+
+def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) of frames, to each of which the limits of pixels apply."""
+    smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
+    if clips.get("cap_pixels_per_frame"):
+        tokens = clips.get("max_video_tokens", 128_000)
+        share = int(tokens * _factor(clips) ** 2 * 0.9) * FRAMES_PER_PAIR // frames
+        largest = max(min(largest, share), int(smallest * 1.05))
+    size: tuple[int, int] = smart_resize(height, width, _factor(clips), smallest, largest)
+    return size
+
+
+def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
+    """Return the (height, width) of frames, to all of which the limits of pixels apply."""
+    smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
+    factor = _factor(clips)
+    frames = max(frames, FRAMES_PER_PAIR)
+    if clips.get("cap_pixels_per_frame"):
+        share = min(clips.get("max_video_tokens", 768) * factor**2, largest // frames)
+        largest = max(share, int(smallest * 1.05)) * frames
+    if min(height, width) < factor:
+        enlarged = max(factor / height, factor / width)
+        height, width = int(height * enlarged), int(width * enlarged)
+    sides = [round(side / factor) * factor for side in (height, width)]
+    volume = round(frames / FRAMES_PER_PAIR) * FRAMES_PER_PAIR * sides[0] * sides[1]
+    if volume > largest:
+        scale = math.sqrt(frames * height * width / largest)
+        sides = [max(1, math.floor(side / scale / factor)) * factor for side in (height, width)]
+    elif volume < smallest:
+        scale = math.sqrt(smallest / (frames * height * width))
+        sides = [math.ceil(side * scale / factor) * factor for side in (height, width)]
+    return sides[0], sides[1]
+
+
+def _factor(clips: Settings) -> int:
+    """Return the length in pixels of each side of the square that one token covers."""
+    return int(clips["patch_size"]) * int(clips["merge_size"])
+
+
+def with_pairs(
+    size: FrameSize, one_row: bool, clips: Settings, images: Sequence[DecodedImage]
+) -> Sequence[DecodedImage]:
+    """Return a request's images, with each two successive frames joined into one `DecodedImage`.
+
+    Frames are resized to the size of the first. A last frame without a partner is encoded like an
+    image: the image processor repeats it to make a pair.
+
+    one_row: whether the layout has one row for the clip instead of one row for each pair.
+    clips: settings of the checkpoint's video processor.
+    """
+    stills = [image for image in images if not image.is_video]
+    frames = [_resized(image, images[len(stills)]) for image in images[len(stills) :]]
+    pairs = []
+    for first in range(0, len(frames), FRAMES_PER_PAIR):
+        pair = frames[first : first + FRAMES_PER_PAIR]
+        pairs.append(
+            replace(
+                pair[0],
+                rgb=np.concatenate([frame.rgb for frame in pair]),
+                frames=len(pair),
+                continues=one_row and first > 0,
+                view="pair" if len(pair) == FRAMES_PER_PAIR else "",
+                scaled=size(clips, len(frames), pair[0].height, pair[0].width),
+            )
+        )
+    return [*stills, *pairs]
+
+
+def _resized(frame: DecodedImage, like: DecodedImage) -> DecodedImage:
+    if frame.rgb.shape == like.rgb.shape:
+        return frame
+    size = (like.width, like.height)
+    scaled = Image.fromarray(frame.rgb).resize(size, Image.Resampling.BICUBIC)
+    return replace(frame, rgb=np.asarray(scaled))
+
+
+def preprocess(processor: Any, image: DecodedImage) -> Pixels:
+    """Return the pixels of an image, or of two frames as the time steps of each patch."""
+    frames = [Image.fromarray(rgb) for rgb in np.split(image.rgb, image.frames)]
+    if image.scaled is not None:
+        size = image.scaled[::-1]
+        frames = [frame.resize(size, Image.Resampling(processor.resample)) for frame in frames]
+    pixels: Pixels = processor(images=frames, do_resize=image.scaled is None, return_tensors="pt")
+    if image.frames == 1:
+        return pixels
+    # The processor repeats each image along the time axis: [frames, patches, colors, times,
+    # pixels].
+    halves = pixels["pixel_values"].view(2, -1, 3, 2, processor.patch_size**2)
+    joined = torch.stack([halves[0, :, :, 0], halves[1, :, :, 0]], dim=2)
+    return {"pixel_values": joined.flatten(1), "image_grid_thw": pixels["image_grid_thw"][:1]}
+
+
+def timed_text(image_text: str, frames: int) -> str:
+    """Return the text of a clip in Qwen3-VL: the time of each pair of frames, then its tokens.
+
+    As in transformers' processor, the start and end tokens of an image are also around the whole
+    clip. The time of a pair is the mean of its frames' times, in seconds.
+    """
+    start, _, end = image_text.partition("<|image_pad|>")
+    pairs = ""
+    for first in range(0, frames, FRAMES_PER_PAIR):
+        last = min(first + FRAMES_PER_PAIR, frames) - 1
+        seconds = (first / FRAMES_PER_SECOND + last / FRAMES_PER_SECOND) / 2
+        pairs += f"<{seconds:.1f} seconds>{image_text}"
+    return f"{start}{pairs}{end}"
+
 
 _IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 _DECODER_KEYS = (r"language_model", r"lm_head", r"^model\.(layers|norm|embed_tokens)")
 
 
-class _Qwen2Vision(Qwen2VLModel):  # type: ignore[misc]
-    """The Qwen2-VL model of transformers without its decoder."""
+def _part(model: type[Any], tower: type[Any]) -> type[Any]:
+    def build(part: Any, config: Any) -> None:
+        part.visual = tower._from_config(config.vision_config)
 
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen2VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen2VisionTransformerPretrainedModel._from_config(config.vision_config)
-        self.post_init()
-
-
-class _Qwen25Vision(Qwen2_5_VLModel):  # type: ignore[misc]
-    """The Qwen2.5-VL model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen2_5_VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config)
-        self.post_init()
-
-
-class _Qwen3Vision(Qwen3VLModel):  # type: ignore[misc]
-    """The Qwen3-VL model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen3VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen3VLVisionModel._from_config(config.vision_config)
-        self.post_init()
+    return without_decoder(model, _DECODER_KEYS, build)
 
 
 def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
@@ -103,11 +211,7 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
 
 
 def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return the features of each image.
-
-    The columns for the input embeddings come first. They are followed by the columns for the output
-    of the decoder's first layer, then those for the second layer, and so on.
-    """
+    """Return the columns for the embedding, then those for each of the first layers' outputs."""
     output = _encode(model, images)
     parts = zip(output.pooler_output, *output.deepstack_features, strict=True)
     return [torch.cat(part, dim=1) for part in parts]
@@ -116,7 +220,7 @@ def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.T
 QWEN2_VL = VisionFamily(
     "qwen2_vl",
     _IMAGE_TEXT,
-    _Qwen2Vision,
+    _part(Qwen2VLModel, Qwen2VisionTransformerPretrainedModel),
     ("vision_config",),
     _grid,
     _features,
@@ -125,12 +229,17 @@ QWEN2_VL = VisionFamily(
     clip_settings=clip_settings,
     clip_text=lambda frames: _IMAGE_TEXT,
 )
-QWEN2_5_VL = replace(QWEN2_VL, model_type="qwen2_5_vl", part=_Qwen25Vision)
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    model_type="qwen2_5_vl",
+    part=_part(Qwen2_5_VLModel, Qwen2_5_VisionTransformerPretrainedModel),
+)
 QWEN3_VL = replace(
     QWEN2_VL,
     model_type="qwen3_vl",
-    part=_Qwen3Vision,
+    part=_part(Qwen3VLModel, Qwen3VLVisionModel),
     features=_features_by_level,
     with_views=partial(with_pairs, frame_size_of_qwen3, False),
     clip_text=partial(timed_text, _IMAGE_TEXT),
 )
+FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}

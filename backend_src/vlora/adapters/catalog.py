@@ -1,0 +1,584 @@
+"""Catalogue of adapters: their folders, the watch over them, and the table of their names.
+
+`FolderWatch` scans the folders, and `FolderReader` reads those that have changed; both run on the
+thread that watches them. The engine's thread applies what the reader reports and maps names to
+handles. It publishes each state as an immutable table, which other threads read without a lock.
+
+Symbolic links are followed, because hub caches consist of them. A link that points to another file
+counts as a change.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import struct
+import threading
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from queue import SimpleQueue
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from vlora import native
+from vlora.adapters.errors import Backoff, ErrorFactory, as_adapter_error, as_text, is_transient
+from vlora.adapters.files import (
+    Adapter,
+    AdapterDescription,
+    describe_adapter,
+    read_adapter,
+)
+from vlora.adapters.handle import AdapterHandle, Stamp
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.routing import Router
+from vlora.errors import InvalidArgument, NotFound, known_names
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+SETTLED_SECONDS = 1.0
+"""Time without changes after which a folder is read."""
+
+LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
+"""Minimum seconds between two scans of the folders, and maximum share of a core that scanning
+takes. If scans take so long that MAX_LOOK_SECONDS limits the pause between them, the share is
+larger.
+"""
+
+MAX_LOOK_SECONDS = 1.5
+"""Maximum seconds between two scans.
+
+A change takes effect after two scans and a load. The documentation promises five seconds for this.
+"""
+
+MAX_HINT_LENGTH = 256
+"""Maximum length of an unknown name for which similar names are suggested."""
+
+HINT_NEIGHBOURS = 16
+"""Number of names before and after an unknown name that are compared with it, in each of two
+orders.
+
+Comparing two names takes about 70 µs.
+"""
+
+
+# -- folders and their stamps ----------------------------------------------------------------------
+
+
+def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
+    """Return name → folder of all adapters.
+
+    root: folder whose subfolders are adapters under their own names; None for no such folder.
+    names: name → folder of further adapters, which take precedence over subfolders with the same
+        name. The folders are relative to the root, as in the vLLM backend's `multi_lora.json`, or
+        absolute if there is no root.
+    """
+    own = {} if root is None else {name: root / name for name in folders_in(root)}
+    named = _paths(root, names)
+    for name in named:
+        if name in own and not _same_file(own[name], named[name]):
+            texts = map(as_text, (name, str(named[name]), str(own[name])))
+            log.warning("adapter '%s' is defined twice: %s is used, and %s is not", *texts)
+    return own | named
+
+
+def _paths(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
+    return {name: Path(at) if root is None else root / at for name, at in names.items()}
+
+
+class FolderFinder:
+    """Callable that returns the result of `find_folders`: the same object until the result
+    changes.
+    """
+
+    def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
+        self._root = root
+        self._named = _paths(root, names)
+        self._present: Sequence[str] | None = None
+        self._folders = self._named
+
+    def __call__(self) -> Mapping[str, Path]:
+        """Return name → folder. Raise InvalidArgument if the root cannot be read."""
+        if self._root is not None and (present := folders_in(self._root)) != self._present:
+            self._present = present
+            self._folders = {name: self._root / name for name in present} | self._named
+        return self._folders
+
+
+def folders_in(root: Path) -> Sequence[str]:
+    """Return the names of all entries of the root that may be adapters, sorted.
+
+    Raises InvalidArgument if the root cannot be read.
+    """
+    if not root.is_dir():
+        raise InvalidArgument(f"the adapter root {root} is not a folder")
+    core = _native()
+    try:
+        if core is not None:
+            return list(map(os.fsdecode, core.adapter_names(os.fsencode(root))))
+        return _folders_in(root)
+    except OSError as error:
+        raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
+
+
+def _folders_in(root: Path) -> list[str]:
+    entries = sorted(root.iterdir(), key=os.fsencode)
+    return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
+
+
+def _may_be_adapter(entry: Path) -> bool:
+    try:
+        # A broken link is reported as an adapter that cannot be loaded.
+        return entry.is_dir() or (entry.is_symlink() and not entry.exists())
+    except OSError:
+        return True
+
+
+def _same_file(first: Path, second: Path) -> bool:
+    try:
+        return first.samefile(second)
+    except (OSError, ValueError):
+        return False
+
+
+def stamp_of(folder: Path) -> Stamp:
+    """Return the stamp of a folder, which changes whenever one of its files changes. Never raises.
+
+    The stamp of an unreadable folder contains the error (see `error_of`).
+    """
+    return stamps_of([os.fsencode(folder)])[0]
+
+
+def error_of(stamp: Stamp) -> OSError | None:
+    """Return the error in the stamp of an unreadable folder; None for a readable one."""
+    if not stamp.startswith(b"!") or b"\0" in stamp:
+        return None
+    number = int(stamp[1:])
+    return OSError(number, os.strerror(number))
+
+
+def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
+    """Return the stamps (see `stamp_of`) of these folders."""
+    core = _native()
+    if core is None:
+        return list(map(_stamp_of, folders))
+    stamps: list[Stamp] = core.folder_stamps(folders)
+    return stamps
+
+
+def _stamp_of(folder: bytes) -> Stamp:
+    """Return the stamp of a folder, without the compiled core.
+
+    It contains the name of each entry and, after following links, its device, inode, size
+    and time of modification. If the folder cannot be read, the stamp contains the number of the
+    error.
+    """
+    try:
+        with os.scandir(folder) as entries:
+            return b"".join(_entry_stamp(e) for e in sorted(entries, key=lambda e: e.name))
+    except ValueError:
+        return b"!%d" % errno.EINVAL
+    except OSError as error:
+        return b"!%d" % (error.errno or 0)
+
+
+def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
+    values = (0, 0, 0, 0)
+    try:
+        status = entry.stat()
+        values = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    except OSError:
+        pass
+    return entry.name + b"\0" + struct.pack("<QQQq", *values)
+
+
+@cache
+def _native() -> Any:
+    try:
+        # One call scans thousands of folders without holding the GIL.
+        return native.kernels().folder_scan
+    except ImportError:
+        return None
+
+
+@dataclass(eq=False)
+class FolderWatch:
+    """Thread that scans the adapters' folders repeatedly, from `start` until it is closed.
+
+    It reports a change once the files have been unchanged for SETTLED_SECONDS.
+
+    find: returns the present folders by name.
+    changed: called when a folder was added or removed, or has changed and then settled. Its
+        argument has the folder and the stamp of every present name. A folder that is still changing
+        keeps the stamp that was last reported, and is missing if there is none.
+    retry: called after each scan, to retry folders that could not be read.
+    """
+
+    find: Callable[[], Mapping[str, Path]]
+    changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None]
+    retry: Callable[[], None] = lambda: None
+    _reported: dict[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    _seen: dict[str, tuple[Path, Stamp, float]] = field(default_factory=dict)
+    """Folder and stamp of each name at the last scan, and when it was first seen like this."""
+    _folders: Mapping[str, Path] = field(default_factory=dict)
+    _paths: list[bytes] = field(default_factory=list)
+    _stamps: list[Stamp] = field(default_factory=list)
+    _settled: bool = False
+    """True if no folder was still changing at the last scan."""
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _pause: float = field(default_factory=lambda: LOOK_SECONDS)
+    _thread: threading.Thread | None = None
+
+    def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
+        """Start the thread.
+
+        known: folder and stamp of each name that has been read already.
+        """
+        self._reported = dict(known)
+        self._closed.clear()
+        self._thread = threading.Thread(target=self._run, name="adapter-folders", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed_before_next():
+            began = time.monotonic()
+            try:
+                self.look(began)
+                self.retry()
+            except Exception:
+                log.exception("looking at the adapters' folders failed; trying again")
+            took = time.monotonic() - began
+            self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
+
+    def _closed_before_next(self) -> bool:
+        """Wait until the next scan is due or the watch is closed; return whether it is closed."""
+        # If the watch is closed during the wait and started again, the rest of the time is waited.
+        began = time.monotonic()
+        closed = self._closed.wait(self._pause)
+        self._pause = max(0.0, self._pause - (time.monotonic() - began))
+        return closed
+
+    def look(self, now: float) -> None:
+        """Scan the folders once, and call `changed` if a folder has changed and then settled.
+
+        now: seconds on a clock that never goes back.
+        """
+        try:
+            folders = self.find()
+        except InvalidArgument:
+            return  # The root cannot be read. Known adapters stay available.
+        if folders is not self._folders:
+            self._folders = folders
+            self._paths = [os.fsencode(folder) for folder in folders.values()]
+            self._settled = False
+        stamps = stamps_of(self._paths)
+        if self._settled and stamps == self._stamps:
+            return
+        self._stamps = stamps
+        self._settled = True
+        seen, self._seen = self._seen, {}
+        settled = {}
+        for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
+            version = self._version_of(name, folder, stamp, seen.get(name), now)
+            if version is not None:
+                settled[name] = version
+        if settled != self._reported:
+            self._reported = settled
+            self.changed(settled)
+
+    def _version_of(
+        self,
+        name: str,
+        folder: Path,
+        stamp: Stamp,
+        before: tuple[Path, Stamp, float] | None,
+        now: float,
+    ) -> tuple[Path, Stamp] | None:
+        """Return the folder and stamp to report for a name, or None if it must not be used yet.
+
+        before: entry of the name in `_seen` at the scan before.
+        """
+        reported, error = self._reported.get(name), error_of(stamp)
+        if reported is not None and error is not None and is_transient(error):
+            stamp = reported[1]
+            self._settled = False
+        unchanged = before is not None and before[:2] == (folder, stamp)
+        self._seen[name] = before if before is not None and unchanged else (folder, stamp, now)
+        if reported == (folder, stamp) or now - self._seen[name][2] >= SETTLED_SECONDS:
+            return folder, stamp
+        self._settled = False
+        return reported  # The old version serves until the new one has settled.
+
+
+# -- reading folders -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FolderRead:
+    """A new version of an adapter.
+
+    adapter: its weights; None if only the declarations were read.
+    """
+
+    handle: AdapterHandle
+    adapter: Adapter | None
+
+
+@dataclass(frozen=True)
+class FolderFailed:
+    """A folder that cannot be read.
+
+    transient: whether the cause lies outside its files, so that a later attempt may succeed.
+    """
+
+    name: str
+    error: InvalidArgument
+    transient: bool
+
+
+@dataclass(frozen=True)
+class FolderRemoved:
+    """A folder that no longer exists."""
+
+    name: str
+
+
+FolderResult = FolderRead | FolderFailed | FolderRemoved
+
+
+@dataclass(eq=False)
+class FolderReader:
+    """Reads adapter folders and reports each result, on the thread that watches the folders.
+
+    max_bytes: maximum size of one adapter's weights in fp32.
+    allowed_bytes: returns the maximum size in bytes of all weights that this reader has read and
+        will read. If an adapter's weights would exceed it, only the declarations are read.
+    report: called with each result.
+    clock: returns seconds.
+    stamps: folder and stamp of each name when it was last read. The mapping is replaced, not
+        changed.
+    """
+
+    model: ModelShape
+    max_bytes: int
+    allowed_bytes: Callable[[], float]
+    report: Callable[[FolderResult], None]
+    clock: Callable[[], float] = time.monotonic
+    stamps: Mapping[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    _read_bytes: int = 0
+    _retries: dict[str, Backoff] = field(default_factory=dict)
+    _to_retry: SimpleQueue[tuple[str, float]] = field(default_factory=SimpleQueue)
+
+    def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
+        """Read the folders that are new or changed, in order of name, and report removed ones.
+
+        folders: folder and stamp of every present name. A name that is missing here was removed.
+
+        Never raises: any failure is reported as an error of its adapter.
+        """
+        before = self.stamps
+        for name in before.keys() - folders.keys():
+            log.info("adapter '%s' was removed", as_text(name))
+            self._retries.pop(name, None)
+            self.report(FolderRemoved(name))
+        for name, (folder, stamp) in sorted(folders.items()):
+            if before.get(name) != (folder, stamp):
+                self._read(name, folder, stamp)
+        self.stamps = dict(folders)
+
+    def read_again(self, name: str) -> None:
+        """Mark a folder so that `retry` reads it again. Safe to call from any thread.
+
+        Call this if the folder could not be loaded for a cause outside its files.
+        """
+        self._to_retry.put((name, self.clock()))
+
+    def retry(self) -> None:
+        """Retry the folders that could not be read for a cause outside their files.
+
+        A folder is left out while its backoff lasts. If its files have changed, `update` reads it
+        instead.
+        """
+        now = self.clock()
+        while not self._to_retry.empty():
+            name, failed_at = self._to_retry.get()
+            self._retries.setdefault(name, Backoff()).failed(failed_at)
+        for name in sorted(name for name, wait in self._retries.items() if wait.due <= now):
+            folder, stamp = self.stamps.get(name, (None, b""))
+            if folder is None:
+                del self._retries[name]
+            elif stamp_of(folder) == stamp:
+                self._read(name, folder, stamp)
+
+    def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
+        try:
+            description, adapter = self._read_files(name, folder, stamp)
+        except BaseException as error:  # A panic of a Rust library is not an Exception.
+            transient = is_transient(error)
+            if transient:
+                self._retries.setdefault(name, Backoff()).failed(self.clock())
+            else:
+                self._retries.pop(name, None)
+            self.report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
+            return
+        self._retries.pop(name, None)
+        self._read_bytes += 0 if adapter is None else description.host_bytes
+        self.report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
+
+    def _read_files(
+        self, name: str, folder: Path, stamp: Stamp
+    ) -> tuple[AdapterDescription, Adapter | None]:
+        """Return the description of an adapter, and its weights if they fit into `allowed_bytes`.
+
+        Raises a transient error if the files are no longer those of the stamp. Without this check,
+        engine and encoder could apply different weights as one version of the adapter.
+        """
+        try:
+            description = describe_adapter(name, folder, self.model, self.max_bytes)
+            fits = self._read_bytes + description.host_bytes <= self.allowed_bytes()
+            adapter = read_adapter(folder, description) if fits else None
+        except BaseException as error:
+            if not is_transient(error):
+                _require_unchanged(name, folder, stamp)
+            raise
+        _require_unchanged(name, folder, stamp)
+        return description, adapter
+
+
+def _require_unchanged(name: str, folder: Path, stamp: Stamp) -> None:
+    if stamp_of(folder) != stamp:
+        reason = "its files are being changed"
+        error = ErrorFactory(name, str(folder))(f"cannot be read: {reason}")
+        raise error from OSError(errno.EBUSY, reason)
+
+
+def read_each(
+    folders: Mapping[str, Path], read: Callable[[str, Path], T]
+) -> tuple[dict[str, T], dict[str, InvalidArgument]]:
+    """Call `read` for each name and folder, in order of name.
+
+    Returns (results by name, errors by name of the calls that raised).
+    """
+    found, errors = {}, {}
+    for name, folder in sorted(folders.items()):
+        try:
+            found[name] = read(name, folder)
+        except Exception as error:
+            errors[as_text(name)] = as_adapter_error(name, folder, error)
+    return found, errors
+
+
+# -- names -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class NameTable:
+    """Adapters by name at one moment. Immutable, so any thread may read it.
+
+    current: adapters that requests can use.
+    broken: errors of adapters that exist but cannot be loaded.
+    """
+
+    current: Mapping[str, AdapterHandle]
+    broken: Mapping[str, InvalidArgument]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Sorted names of the adapters that requests can use."""
+        return tuple(sorted(self.current))
+
+    @cached_property
+    def _backwards(self) -> Sequence[str]:
+        return sorted(name[::-1] for name in self.names)
+
+    @cached_property
+    def router(self) -> Router:
+        """Chooses one of these adapters for a request that names none."""
+        return Router({name: handle.info.skills for name, handle in self.current.items()})
+
+    def handle(self, name: str) -> AdapterHandle:
+        """Return the present version of an adapter.
+
+        Raises NotFound, which lists known names, or InvalidArgument if the adapter cannot be
+        loaded.
+        """
+        if name in self.broken:
+            raise self.broken[name]
+        if name not in self.current:
+            hint = known_names(name, self.names, self.similar(name))
+            raise NotFound(f"unknown adapter '{name}'{hint}")
+        return self.current[name]
+
+    def similar(self, name: str) -> Sequence[str]:
+        """Return names that may be similar to an unknown one, at most 4 · HINT_NEIGHBOURS.
+
+        They are the neighbors of the unknown name in two sorted lists: the names, and the names
+        spelled backwards. A single typing error leaves the first or the last half of a name
+        correct. So the intended name is near the unknown name in one of the two lists.
+        """
+        if len(name) > MAX_HINT_LENGTH:
+            return ()
+        backwards = _neighbours(self._backwards, name[::-1])
+        both = [*_neighbours(self.names, name), *(found[::-1] for found in backwards)]
+        return tuple(dict.fromkeys(both))
+
+
+def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
+    position = bisect_left(words, word)
+    return words[max(0, position - HINT_NEIGHBOURS) : position + HINT_NEIGHBOURS]
+
+
+class AdapterNames:
+    """Mapping from names to handles, or to the errors of adapters that cannot be loaded.
+
+    Only the engine's thread may use it, but any thread may read `table`.
+
+    table: the table that was published last. The object itself never changes; `publish` replaces
+        it.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, AdapterHandle | InvalidArgument] = {}
+        self._changed = False
+        self.table = NameTable({}, {})
+
+    def set(self, name: str, entry: AdapterHandle | InvalidArgument | None) -> AdapterHandle | None:
+        """Map a name to a version or an error, or to nothing for None. Return the version that it
+        referred to before, or None.
+        """
+        previous = self.current(name)
+        self._entries.pop(as_text(name), None)
+        if entry is not None:
+            self._entries[as_text(name)] = entry
+        self._changed = True
+        return previous
+
+    def current(self, name: str) -> AdapterHandle | None:
+        """Return the version that the name refers to, or None."""
+        entry = self._entries.get(as_text(name))
+        return entry if isinstance(entry, AdapterHandle) else None
+
+    def publish(self) -> None:
+        """Make all changes visible to other threads."""
+        if not self._changed:
+            return
+        current: dict[str, AdapterHandle] = {}
+        broken: dict[str, InvalidArgument] = {}
+        for name, entry in self._entries.items():
+            if isinstance(entry, AdapterHandle):
+                current[name] = entry
+            else:
+                broken[name] = entry
+        self.table = NameTable(MappingProxyType(current), MappingProxyType(broken))
+        self._changed = False

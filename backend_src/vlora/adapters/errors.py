@@ -1,0 +1,171 @@
+"""Errors of adapters: their text, the files that cause them, and failures that are tried again.
+
+A failure is *transient* if the adapter's files did not cause it: for example, the process had no
+free file descriptor or memory, or a disk reported an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+
+from vlora.errors import InvalidArgument, OutOfMemory
+
+log = logging.getLogger(__name__)
+
+MAX_JSON_BYTES = 1024 * 1024
+MAX_REASON_CHARACTERS = 500
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot."""
+
+
+def as_text(name: str) -> str:
+    """Return `name` as valid UTF-8, in which invalid parts are escaped.
+
+    The name of a folder may contain any bytes, and JSON may contain surrogates.
+    """
+    return name.encode(errors="backslashreplace").decode()
+
+
+class ErrorFactory:
+    """Makes errors that name the adapter and the file. Their text is always valid UTF-8."""
+
+    def __init__(self, name: str, file: str = "") -> None:
+        self.name = name
+        self._file = file
+
+    def in_file(self, file: str) -> ErrorFactory:
+        """Return a factory of errors in another file of the same adapter."""
+        return ErrorFactory(self.name, file)
+
+    def __call__(self, reason: str) -> InvalidArgument:
+        if len(reason) > MAX_REASON_CHARACTERS:
+            reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
+        return InvalidArgument(as_text(f"adapter '{self.name}': {self._file} {reason}"))
+
+
+def is_names(value: Any) -> bool:
+    """Return whether `value` is a list of non-empty names that are valid UTF-8."""
+    return isinstance(value, list) and all(
+        isinstance(name, str) and name and not _SURROGATE.search(name) for name in value
+    )
+
+
+def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
+    """Return the JSON object in a file of the adapter's folder. Raises InvalidArgument."""
+    invalid = invalid.in_file(path.name)
+    require_file(path, invalid)
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise invalid(f"has more than {MAX_JSON_BYTES} bytes")
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"is not valid JSON: {error}") from error
+    except OSError as error:
+        raise invalid(f"cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid("must hold a JSON object")
+    return value
+
+
+def require_file(path: Path, invalid: ErrorFactory) -> None:
+    """Raise InvalidArgument unless the file exists and is a regular file.
+
+    Other kinds of files are refused because reading a pipe or a device might never end.
+    """
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        raise invalid("is missing") from None
+    except OSError as error:
+        raise invalid(f"cannot be read: {error}") from error
+    if not stat.S_ISREG(kind):
+        raise invalid("is not a regular file")
+
+
+CONTENT_ERRNOS = frozenset(
+    {
+        errno.ENOENT,
+        errno.ENOTDIR,
+        errno.EISDIR,
+        errno.ELOOP,
+        errno.ENAMETOOLONG,
+        errno.EINVAL,
+        errno.ENXIO,
+        errno.ENODEV,
+    }
+)
+"""Error numbers whose cause lies in the files, such as a missing file or a loop of links."""
+
+FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 30.0
+"""Wait before the second attempt, and its maximum. The wait doubles with each attempt."""
+
+MAX_ATTEMPTS = 5
+"""Number of attempts to load an adapter before its requests fail. The waits between the attempts
+take about four seconds in total.
+"""
+
+_NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
+"""Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them."""
+
+
+def is_transient_errno(number: int) -> bool:
+    return number not in CONTENT_ERRNOS
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the cause of a failure lies outside the adapter's files.
+
+    The first error number in the chain of causes decides. A lack of memory is transient. So is an
+    OSError without a number, because nothing shows that it will happen again.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (MemoryError, OutOfMemory)):
+            return True
+        if isinstance(cause, OSError):
+            return cause.errno is None or is_transient_errno(cause.errno)
+        if isinstance(cause, (RuntimeError, SafetensorError)):
+            number = _NUMBER.search(str(cause))
+            return number is not None and is_transient_errno(int(number[1]))
+        cause = cause.__cause__
+    return False
+
+
+def as_adapter_error(name: str, folder: Path, error: BaseException) -> InvalidArgument:
+    """Return `error` as an InvalidArgument that names the adapter.
+
+    An OutOfMemory, and any error that is not an InvalidArgument, is logged with its traceback.
+    """
+    if isinstance(error, InvalidArgument) and not isinstance(error, OutOfMemory):
+        return error
+    log.error("adapter '%s' failed to load", as_text(name), exc_info=error)
+    return ErrorFactory(name, str(folder))(f"failed to load: {error!r}")
+
+
+@dataclass
+class Backoff:
+    """Record of failed attempts, which says when the next one may begin.
+
+    attempts: number of failed attempts.
+    due: earliest time of the next attempt in seconds.
+    """
+
+    attempts: int = 0
+    due: float = 0.0
+
+    def failed(self, now: float) -> None:
+        """Count a failed attempt at the time `now`, in seconds."""
+        self.due = now + min(FIRST_WAIT_SECONDS * 2**self.attempts, MAX_WAIT_SECONDS)
+        self.attempts = min(self.attempts + 1, 32)

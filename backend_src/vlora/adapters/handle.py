@@ -1,0 +1,188 @@
+"""Handle of one version of one adapter.
+
+A handle records where the weights of its version are: in the folder, in host memory, or in a slot
+of the LoRA operator. A request holds the handle from its first step until it ends. So the request
+finishes with the version that it started with, even if the folder changes meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from vlora.adapters.errors import Backoff
+from vlora.adapters.files import Adapter, AdapterDescription, AdapterInfo
+from vlora.errors import InvalidArgument
+from vlora.memory.pool import EVICT_FIRST, Run
+
+Stamp = bytes
+"""Fingerprint of a folder's files (link targets, sizes, times). Any change of the files
+changes it.
+"""
+
+
+def version_of(stamp: Stamp) -> str:
+    """Return a name for a version of a folder. All processes of a server derive the same name."""
+    return hashlib.sha256(stamp).hexdigest()
+
+
+class AdapterState(Enum):
+    """Location of a version's weights, or the operation that is moving them."""
+
+    ON_DISK = "on disk"
+    LOADING = "loading"
+    IN_MEMORY = "in memory"
+    PACKING = "packing"
+    RESIDENT = "resident"
+    FAILED = "failed"
+
+
+TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
+    # The weights may have been read together with the description.
+    AdapterState.ON_DISK: frozenset({AdapterState.LOADING, AdapterState.IN_MEMORY}),
+    # ON_DISK follows if reading failed and is tried again, or if the weights are no longer needed.
+    AdapterState.LOADING: frozenset(
+        {AdapterState.IN_MEMORY, AdapterState.ON_DISK, AdapterState.FAILED}
+    ),
+    # ON_DISK follows if the host copy is evicted.
+    AdapterState.IN_MEMORY: frozenset({AdapterState.PACKING, AdapterState.ON_DISK}),
+    # IN_MEMORY follows if packing failed and is tried again.
+    AdapterState.PACKING: frozenset(
+        {AdapterState.RESIDENT, AdapterState.IN_MEMORY, AdapterState.FAILED}
+    ),
+    # IN_MEMORY follows if the adapter is evicted from the pool.
+    AdapterState.RESIDENT: frozenset({AdapterState.IN_MEMORY}),
+    # Only another version of the adapter can be loaded.
+    AdapterState.FAILED: frozenset(),
+}
+"""States that may follow each state. No other transitions happen."""
+
+COPIED = (AdapterState.IN_MEMORY, AdapterState.PACKING, AdapterState.RESIDENT)
+"""States in which a version has a host copy: its weights in fp32 in host memory."""
+
+IN_SLOT = (AdapterState.PACKING, AdapterState.RESIDENT)
+"""States in which a version has a slot of the operator."""
+
+
+@dataclass(eq=False)
+class AdapterHandle:
+    """State of one version of an adapter.
+
+    Only the engine's thread changes a handle. Other threads may read `info` and `description` and
+    compute `packed_bytes`, whose value does not depend on the thread.
+
+    info: description of the adapter. After the first load it includes the digest and never changes.
+    adapter: the host copy; set only in the states of COPIED.
+    slot: slot of the operator; set only in the states of IN_SLOT.
+    run: pages of the packed copy; set only in the states of IN_SLOT.
+    error: reason why the version cannot be loaded; set only in FAILED.
+    retired: True once the adapter's name refers to another version. New requests cannot use this
+        version.
+    backoff: delay before the next attempt after failures that the adapter's files did not cause.
+    packed_bytes: size of the packed copy in bytes; 0 until computed.
+    """
+
+    name: str
+    folder: Path
+    stamp: Stamp = field(repr=False)
+    description: AdapterDescription = field(repr=False)
+    state: AdapterState = AdapterState.ON_DISK
+    adapter: Adapter | None = field(default=None, repr=False)
+    slot: int | None = None
+    run: Run | None = None
+    error: InvalidArgument | None = None
+    retired: bool = False
+    backoff: Backoff = field(default_factory=Backoff, repr=False)
+    packed_bytes: int = 0
+    _last_used: int = field(default=0, repr=False)
+    _pins: int = field(default=0, repr=False)
+    _holders: int = field(default=0, repr=False)
+
+    def __post_init__(self) -> None:
+        self.info: AdapterInfo = self.description.info
+
+    def enter(self, state: AdapterState) -> None:
+        """Change the state, and drop what a version in the new state does not have.
+
+        The caller sets the fields that the new state needs (see `check_integrity`).
+        """
+        assert state in TRANSITIONS[self.state], f"{self.name!r}: {self.state} → {state}"
+        self.state = state
+        if state not in COPIED:
+            self.adapter = None
+        if state not in IN_SLOT:
+            self.slot = self.run = None
+
+    @property
+    def resident(self) -> bool:
+        """True if steps can use the version."""
+        return self.state is AdapterState.RESIDENT
+
+    def may_begin(self, now: float) -> bool:
+        """Return whether a load or packing of the version may begin: it is not resident, and no
+        failure forbids it at the time `now`, in seconds.
+        """
+        settled = self.state in (AdapterState.RESIDENT, AdapterState.FAILED)
+        return not settled and self.backoff.due <= now
+
+    @property
+    def digest(self) -> str:
+        """Digest of the weights, which must have been read."""
+        assert self.info.digest, f"adapter {self.name!r} has not been read"
+        return self.info.digest
+
+    @property
+    def pinned(self) -> bool:
+        """True if a request that holds pages needs the version to stay in the pool."""
+        return self._pins > 0
+
+    @property
+    def held(self) -> bool:
+        """True if a request that has started uses this version. Its host copy must then be kept."""
+        return self._holders > 0
+
+    @property
+    def obsolete(self) -> bool:
+        """True if no request can use this version again."""
+        return self.retired and not self.held
+
+    @property
+    def last_used(self) -> int:
+        """Time of the last use on the pool's clock (see `memory/pool.py`)."""
+        return EVICT_FIRST if self.obsolete else self._last_used
+
+    @last_used.setter
+    def last_used(self, now: int) -> None:
+        self._last_used = now
+
+    @property
+    def needs_host_copy(self) -> bool:
+        """True if the host copy may not be evicted."""
+        return self.state in IN_SLOT or self.held
+
+    def pin(self) -> None:
+        self._pins += 1
+
+    def unpin(self) -> None:
+        assert self._pins > 0, f"adapter {self.name!r} is not pinned"
+        self._pins -= 1
+
+    def hold(self) -> None:
+        self._holders += 1
+
+    def release(self) -> None:
+        assert self._holders > 0, f"adapter {self.name!r} is not held"
+        self._holders -= 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if a field is set that must not be set in the present state, or is
+        not set although it must be.
+        """
+        assert (self.adapter is not None) == (self.state in COPIED)
+        assert (self.slot is not None) == (self.state in IN_SLOT)
+        assert (self.run is not None) == (self.state in IN_SLOT)
+        assert (self.error is not None) == (self.state is AdapterState.FAILED)
+        assert self.adapter is None or self.info is self.adapter.info, "not its own digest"

@@ -1,0 +1,501 @@
+"""Memory of adapters: host copies, slots of the operator, and pages of the pool.
+
+`AdapterTiers` moves adapters between these tiers; the other classes do the bookkeeping of one tier
+each. This module handles neither names nor folders nor waiting requests. It belongs to the engine's
+thread, except for `AdapterTiers.write` and `Residents.by_slot`. `memory/pool.py` describes the
+order of eviction.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from vlora.adapters.files import Adapter
+from vlora.adapters.handle import COPIED, AdapterHandle, AdapterState
+from vlora.adapters.model_shape import ModelShape
+from vlora.atmm.cuda.tables import padded
+from vlora.atmm.groups import HeadGroup, LoraGroup
+from vlora.atmm.types import HeadMatrix, LoraPair
+from vlora.device.device import HOST, Device
+from vlora.errors import InvalidArgument
+from vlora.ids import BASE, MatrixId
+from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
+from vlora.metrics import TierCounters
+
+
+class HostTier:
+    """Host copies of adapters: their weights in fp32, within a byte budget.
+
+    A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
+    exceeded. This property is true while the adapter is resident or being packed. It is also true
+    while a started request uses this version, since the folder may no longer contain it.
+
+    budget: maximum number of bytes; None for no limit.
+    """
+
+    def __init__(self, budget: int | None) -> None:
+        self._budget = math.inf if budget is None else budget
+        self._order: UseOrder[AdapterHandle] = UseOrder()
+        self._in_use: set[AdapterHandle] = set()
+        """Handles whose copies were packed. All copies that may not be evicted are among them."""
+        self.used_bytes = 0
+
+    @property
+    def free_bytes(self) -> float:
+        """Bytes that are free without eviction; negative if the budget is exceeded."""
+        return self._budget - self.used_bytes
+
+    @property
+    def available_bytes(self) -> float:
+        """Bytes that are free or can be freed by eviction.
+
+        Negative if the copies that may not be evicted exceed the budget.
+        """
+        self._in_use = {handle for handle in self._in_use if handle.needs_host_copy}
+        return self._budget - sum(handle.description.host_bytes for handle in self._in_use)
+
+    def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
+        """Store the copy of an adapter that was just read. If the version was read before, its
+        digest must be the same.
+        """
+        assert adapter.info.digest, "weights have a digest"
+        assert handle.info.digest in ("", adapter.info.digest), "a version has one digest"
+        handle.enter(AdapterState.IN_MEMORY)
+        handle.adapter, handle.info = adapter, adapter.info
+        self._order.add(handle)
+        self.used_bytes += handle.description.host_bytes
+
+    def use(self, handle: AdapterHandle) -> None:
+        """Count a copy that is about to be packed among those that may not be evicted."""
+        self._in_use.add(handle)
+
+    def remove(self, handle: AdapterHandle) -> None:
+        """Stop counting a copy. The caller drops it."""
+        self._order.remove(handle)
+        self._in_use.discard(handle)
+        self.used_bytes -= handle.description.host_bytes
+
+    def drop(self, handle: AdapterHandle) -> None:
+        """Drop a copy that is not needed."""
+        self.remove(handle)
+        handle.enter(AdapterState.ON_DISK)
+
+    def evict_until_fits(self, size: int) -> int:
+        """Evict copies until `size` more bytes fit or no copy can be evicted.
+
+        Returns the number of evicted copies.
+        """
+        evicted = 0
+        while self.free_bytes < size:
+            idle = (handle for handle in self._order.oldest_first() if not handle.needs_host_copy)
+            oldest = next(idle, None)
+            if oldest is None:
+                break
+            self.drop(oldest)
+            evicted += 1
+        return evicted
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if the byte count or a copy is wrong."""
+        handles = set(self._order.oldest_first())
+        assert self.used_bytes == sum(handle.description.host_bytes for handle in handles)
+        assert all(handle.state in COPIED for handle in handles)
+        assert {handle for handle in handles if handle.needs_host_copy} <= self._in_use
+        for handle in handles:
+            handle.check_integrity()
+
+
+class Slots:
+    """Slots of the LoRA operator: owner of the groups of projections and of the heads.
+
+    A slot is an index into every group and into the heads. An adapter first gets a slot from
+    `take`. `pack` then writes its weights, after which steps may use the slot. The slot of an
+    evicted adapter is reused.
+
+    dtype: dtype of the packed copies; host copies are fp32.
+    device: device whose steps use the adapters.
+    heads: vision task heads by slot.
+    matrices: matrices that any adapter seen so far changes. The set is replaced when it grows.
+    """
+
+    def __init__(self, model: ModelShape, dtype: torch.dtype, device: Device = HOST) -> None:
+        self._model = model
+        self._dtype = dtype
+        self._device = device
+        self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
+        self.matrices: frozenset[MatrixId] = frozenset()
+        self.heads = HeadGroup(model.hidden, device.torch_device.type)
+        self._adapters: list[Adapter | None] = []
+        self._released: set[int] = set()
+
+    def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
+        """Return the group of these matrices, which share their input.
+
+        The group holds A and B of each matrix by slot.
+        """
+        key = tuple(matrices)
+        if key not in self._groups:
+            shapes = [self._model.shape_of(matrix) for matrix in key]
+            d_outs = [d_out for d_out, _ in shapes]
+            device_type = self._device.torch_device.type
+            group = LoraGroup(shapes[0][1], d_outs, self._dtype, device_type)
+            for adapter in self._adapters:
+                pairs = {} if adapter is None else adapter.pairs
+                group.append([pairs.get(matrix) for matrix in key])
+            self._groups[key] = group
+        return self._groups[key]
+
+    def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
+        """Return the size in bytes of an adapter's packed copies in all groups.
+
+        The copy of its vision task head is not counted, since the compiled core allocates it
+        outside the pool.
+
+        ranks: rank of each matrix that the adapter changes.
+        """
+        return sum(
+            group.slot_bytes([ranks.get(matrix, 0) for matrix in matrices])
+            for matrices, group in self._groups.items()
+        )
+
+    def take(self, adapter: Adapter) -> int:
+        """Assign a slot to the adapter, and return the slot."""
+        if self._released:
+            slot = self._released.pop()
+        elif None in self._adapters:
+            slot = self._adapters.index(None)
+        else:
+            slot = len(self._adapters)
+            for group in self._groups.values():
+                group.append([None] * len(group.d_outs))
+            self.heads.append(None)
+            self._adapters.append(None)
+        self._adapters[slot] = adapter
+        return slot
+
+    def pack(self, slot: int, address: int | None = None, size: int = 0) -> None:
+        """Pack the slot's adapter into all groups, one after another in the order in which steps
+        use them.
+
+        Any thread may call this, because no step uses the slot yet. If the CPU cannot write to the
+        device's memory, the call only starts the copies, and a step waits for those that it uses.
+
+        address: address of the memory to write to. If None, the compiled core allocates memory.
+        size: number of bytes at `address`.
+        """
+        adapter = self._adapters[slot]
+        assert adapter is not None, f"slot {slot} is empty"
+        for matrices, group in list(self._groups.items()):
+            row = [adapter.pairs.get(matrix) for matrix in matrices]
+            if address is None:
+                self._put(group, slot, row)
+                continue
+            used = group.slot_bytes([0 if pair is None else pair.rank for pair in row])
+            group.put(slot, row, (address, size))
+            address, size = address + used, size - used
+        head = adapter.head.linear if adapter.head else None
+        if head is None or self._device.in_host_memory:
+            self.heads.put(slot, head)
+        else:
+            load = self._device.load(head)
+            self.heads.put(slot, HeadMatrix(*load.tensors), load.wait)
+
+    def _put(self, group: LoraGroup, slot: int, row: Sequence[LoraPair | None]) -> None:
+        device, pairs = self._device, [pair for pair in row if pair is not None]
+        if device.in_host_memory or not pairs or pairs[0].a.device == device.torch_device:
+            group.put(slot, row)
+            return
+        rounded = [padded(LoraPair(*(f.to(group.dtype) for f in pair))) for pair in pairs]
+        load = device.load([factor for pair in rounded for factor in pair])
+        copies = iter(load.tensors)
+        placed = [pair and LoraPair(next(copies), next(copies)) for pair in row]
+        group.put(slot, placed, wait=load.wait)
+
+    def clear(self, slot: int) -> None:
+        """Free the memory of a slot at once. The slot can be assigned again."""
+        for group in self._groups.values():
+            group.clear(slot)
+        self.heads.put(slot, None)
+        self._adapters[slot] = None
+
+    def release(self, slot: int) -> None:
+        """Release a slot that nothing uses any more. The slot can be assigned again.
+
+        Unlike with `clear`, the slot's weights stay in memory. `sweep` frees them, or `pack`
+        replaces them by those of another adapter.
+        """
+        self._adapters[slot] = None
+        self._released.add(slot)
+
+    def sweep(self) -> None:
+        """Free the memory of all released slots."""
+        while self._released:
+            self.clear(self._released.pop())
+
+    def adapter(self, slot: int) -> Adapter:
+        adapter = self._adapters[slot]
+        if adapter is None:
+            raise KeyError(f"slot {slot} is empty")
+        return adapter
+
+
+class Residents:
+    """Resident adapters by slot, and the order in which the page pool evicts unused ones.
+
+    evict: function that releases the slot and the pages of an adapter, and calls `remove`.
+    protected_slot: slot whose adapter is never evicted because it is live in the next step; BASE
+        for none.
+    needed: adapters that older waiting requests need. They are not evicted.
+    """
+
+    def __init__(self, evict: Callable[[AdapterHandle], None]) -> None:
+        self._evict = evict
+        self._handles: dict[int, AdapterHandle] = {}
+        self._order: UseOrder[AdapterHandle] = UseOrder()
+        self._retired: set[AdapterHandle] = set()
+        self.protected_slot = BASE
+        self.needed: set[AdapterHandle] = set()
+
+    def add(self, handle: AdapterHandle) -> None:
+        assert handle.slot is not None
+        self._handles[handle.slot] = handle
+        self._order.add(handle)
+        if handle.retired:
+            self._retired.add(handle)
+
+    def remove(self, handle: AdapterHandle) -> None:
+        assert handle.slot is not None
+        del self._handles[handle.slot]
+        self._order.remove(handle)
+        self._retired.discard(handle)
+
+    def retire(self, handle: AdapterHandle) -> None:
+        """Record that the adapter's name refers to another version than this one."""
+        self._retired.add(handle)
+
+    @property
+    def by_slot(self) -> dict[int, AdapterHandle]:
+        """Copy of the adapters by slot; safe from any thread."""
+        return dict(self._handles)
+
+    # -- called by the pool ----------------------------------------------------------------------
+
+    def _idle(self) -> Iterator[AdapterHandle]:
+        """Yield the adapters that may be evicted, the next one to evict first."""
+        # Adapters in use are skipped, so the time to the first result grows with their number.
+        yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
+        for handle in self._order.oldest_first():
+            if not handle.obsolete and self._unused(handle):
+                yield handle
+
+    def _unused(self, handle: AdapterHandle) -> bool:
+        return (
+            not handle.pinned and handle.slot != self.protected_slot and handle not in self.needed
+        )
+
+    def evictable_pages(self, enough: int) -> int:
+        pages = 0
+        for handle in self._idle():
+            assert handle.run is not None
+            pages += handle.run.count
+            if pages >= enough:
+                break
+        return pages
+
+    def oldest_use(self) -> int | None:
+        oldest = next(self._idle(), None)
+        return None if oldest is None else oldest.last_used
+
+    def evict_oldest(self) -> None:
+        self._evict(next(self._idle()))
+
+    def idle_runs(self) -> list[range]:
+        return [handle.run.pages for handle in self._idle() if handle.run is not None]
+
+    def evict_run(self, first: int) -> None:
+        (handle,) = (h for h in self._idle() if h.run is not None and h.run.first == first)
+        self._evict(handle)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if slots and handles are inconsistent."""
+        for slot, handle in self._handles.items():
+            handle.check_integrity()
+            assert handle.resident
+            assert handle.slot == slot
+        assert set(self._order.oldest_first()) == set(self._handles.values())
+        assert self._retired == {h for h in self._handles.values() if h.retired}
+
+
+class AdapterTiers:
+    """Owner of the host copies and packed copies. Its methods move adapters between the tiers.
+
+    counters: counts of all transitions. The object itself never changes; `count` replaces it.
+    on_evict: called with slot and handle before a resident adapter is evicted.
+    pool, memory: pages of the packed copies, set by `attach`.
+    """
+
+    def __init__(
+        self, model: ModelShape, dtype: torch.dtype, host_bytes: int | None, device: Device
+    ) -> None:
+        """Create empty tiers, which need `attach` before an adapter is packed.
+
+        The arguments are those of `AdapterStore`.
+        """
+        self.host = HostTier(host_bytes)
+        self.slots = Slots(model, dtype, device)
+        self.residents = Residents(self.evict)
+        self.counters = TierCounters()
+        self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
+        self.pool: PagePool
+        self.memory: PageMemory
+        self._obsolete: set[AdapterHandle] = set()
+        """Retired versions that may still have weights in host memory or in the pool."""
+
+    def attach(self, pool: PagePool, memory: PageMemory) -> None:
+        """Store packed copies in the pool's pages from now on."""
+        self.pool, self.memory = pool, memory
+        pool.evictors.append(self.residents)
+        pool.run_evictor = self.residents
+
+    def pages_of(self, handle: AdapterHandle) -> int:
+        """Return the number of contiguous pages that the adapter needs."""
+        return Run.length(self.packed_bytes(handle), self.memory.page_bytes)
+
+    def packed_bytes(self, handle: AdapterHandle) -> int:
+        """Return the size in bytes of the adapter's packed copies."""
+        if not handle.packed_bytes:
+            handle.packed_bytes = self.slots.bytes_of(handle.description.ranks)
+        return handle.packed_bytes
+
+    def count(self, **increments: int) -> None:
+        """Add to counts. The keyword of each increment is a field of `TierCounters`."""
+        counts: dict[str, Any] = {n: getattr(self.counters, n) + i for n, i in increments.items()}
+        self.counters = replace(self.counters, **counts)
+
+    def count_request(self, handle: AdapterHandle) -> None:
+        """Count a queued request by the tier that its adapter is in."""
+        if handle.resident:
+            self.count(hits=1)
+        elif handle.adapter is not None:
+            self.count(host_hits=1)
+        else:
+            self.count(misses=1)
+
+    # -- transitions -----------------------------------------------------------------------------
+
+    def keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
+        """Store weights that have been read. If they do not fit, evict other host copies."""
+        evicted = self.host.evict_until_fits(handle.description.host_bytes)
+        self.host.add(handle, adapter)
+        self.count(host_evictions=evicted)
+
+    def reserve(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
+        """Assign a slot and pages to an adapter in memory, so that it can be packed.
+
+        Returns False if the pool has too few pages for it and for `kv_pages` pages of keys and
+        values.
+        """
+        assert handle.adapter is not None
+        pages = self.pages_of(handle)
+        if not self.pool.can_allocate_run(pages, kv_pages):
+            return False
+        self.host.use(handle)
+        # If the run evicts an adapter, the host copy that is to be packed must not be dropped.
+        handle.hold()
+        run = self.pool.allocate_run(pages)
+        handle.release()
+        if run is None:
+            return False
+        handle.enter(AdapterState.PACKING)
+        handle.slot, handle.run = self.slots.take(handle.adapter), run
+        return True
+
+    def write(self, slot: int, run: Run) -> None:
+        """Write the packed copies of a slot's adapter.
+
+        Any thread may call this, since nothing else uses the slot and the pages meanwhile.
+        """
+        size = run.count * self.memory.page_bytes
+        self.slots.pack(slot, self.memory.address(run.first), size)
+
+    def packed(self, handle: AdapterHandle) -> None:
+        """Make an adapter resident whose packed copies have been written."""
+        handle.enter(AdapterState.RESIDENT)
+        self.residents.add(handle)
+        self.count(packs=1)
+
+    def undo(self, handle: AdapterHandle) -> None:
+        """Reset an adapter to its state before a load or a packing that failed."""
+        if handle.state is AdapterState.LOADING:
+            handle.enter(AdapterState.ON_DISK)
+        else:
+            self._clear_slot(handle)
+            handle.enter(AdapterState.IN_MEMORY)
+
+    def fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
+        """Record why an adapter could not be loaded or packed, and release its slot and pages."""
+        if handle.state is AdapterState.PACKING:
+            self._clear_slot(handle)
+            self.host.remove(handle)
+        handle.enter(AdapterState.FAILED)
+        handle.error = error
+
+    def _clear_slot(self, handle: AdapterHandle) -> None:
+        assert handle.slot is not None
+        self.slots.clear(handle.slot)
+        self._release_run(handle)
+
+    def evict(self, handle: AdapterHandle) -> None:
+        """Release slot and pages of a resident adapter."""
+        assert handle.slot is not None, f"adapter {handle.name!r} is not resident"
+        self.on_evict(handle.slot, handle)
+        self.slots.release(handle.slot)
+        self.residents.remove(handle)
+        self._release_run(handle)
+        handle.enter(AdapterState.IN_MEMORY)
+        self.drop_obsolete()
+        self.count(evictions=1, host_evictions=self.host.evict_until_fits(0))
+
+    def _release_run(self, handle: AdapterHandle) -> None:
+        assert handle.run is not None
+        self.memory.clear(handle.run.pages)
+        self.pool.release_run(handle.run)
+
+    def retire(self, handle: AdapterHandle | None) -> None:
+        """Record that no name refers to a version any more, so that no new request can use it.
+
+        As soon as no started request uses the version, it is the first to be evicted.
+
+        handle: the version. With None, the method does nothing.
+        """
+        if handle is not None:
+            handle.retired = True
+            self._obsolete.add(handle)
+            if handle.resident:
+                self.residents.retire(handle)
+
+    def drop_obsolete(self) -> None:
+        """Drop the host copies of versions that no request can use again."""
+        for handle in [handle for handle in self._obsolete if not handle.held]:
+            if handle.state is AdapterState.IN_MEMORY:
+                self.host.drop(handle)
+            if handle.state in (AdapterState.ON_DISK, AdapterState.FAILED):
+                self._obsolete.remove(handle)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if slots, host copies or runs are inconsistent.
+
+        Call it only while nothing is being packed.
+        """
+        self.host.check_integrity()
+        self.residents.check_integrity()
+        resident = self.residents.by_slot
+        for slot, handle in resident.items():
+            assert handle.adapter is self.slots.adapter(slot), "not the weights that are packed"
+        runs = [handle.run for handle in resident.values() if handle.run is not None]
+        assert sum(run.count for run in runs) == self.pool.adapter, "a run has no resident adapter"

@@ -1,0 +1,431 @@
+"""Adapter store: the adapters of a server in three tiers, folders → host memory → page pool.
+
+The files of every known adapter are checked and described. The host tier holds the weights of as
+many adapters as its byte budget allows. The page pool holds packed copies of as many as fit. An
+adapter in the pool is *resident*: it has a slot of the LoRA operator, so steps can use it. A
+request whose adapter is not resident waits in the scheduler. An adapter that cannot be loaded is an
+error for its own requests only.
+
+All state belongs to the engine's thread. Other threads read folders, read weights and pack them;
+they return results, which `apply` turns into transitions of handles (decision 74).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+import torch
+
+from vlora.adapters.catalog import (
+    AdapterNames,
+    FolderFailed,
+    FolderRead,
+    FolderReader,
+    FolderRemoved,
+    FolderResult,
+    NameTable,
+    error_of,
+    stamp_of,
+)
+from vlora.adapters.errors import (
+    MAX_ATTEMPTS,
+    ErrorFactory,
+    as_adapter_error,
+    as_text,
+    is_transient,
+)
+from vlora.adapters.files import MAX_ADAPTER_BYTES, Adapter, AdapterInfo, read_adapter
+from vlora.adapters.handle import AdapterHandle, AdapterState
+from vlora.adapters.model_shape import ModelShape
+from vlora.adapters.residency import AdapterTiers
+from vlora.device.device import HOST, Device
+from vlora.ids import BASE
+from vlora.memory.pool import PageMemory, PagePool
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_PREFETCHED = 8
+"""Maximum number of adapters that are loaded or packed at the same time.
+
+The adapters of older requests go first.
+"""
+
+INLINE_PACK_BYTES = 4 << 20
+"""Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread.
+
+On the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
+this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all adapters
+are packed on the packer's thread, because packing may wait for earlier copies to the GPU.
+"""
+
+
+class Workers:
+    """Two threads, and the queue of the results of these and other threads.
+
+    The loader reads files and the packer packs weights into pages, so that adapters in memory do
+    not wait for the disk. Each runs its jobs in the order of submission. Any thread may call `post`
+    and read `pending`. Everything else belongs to the engine's thread.
+
+    on_post: called after each `post`, on the thread that posts.
+    """
+
+    def __init__(self) -> None:
+        self.on_post: Callable[[], None] = lambda: None
+        self._results: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._unfinished = 0
+        self.loader = ThreadPoolExecutor(1, "adapter-loader")
+        self.packer = ThreadPoolExecutor(1, "adapter-packer")
+        for thread in (self.loader, self.packer):
+            # This starts the thread, which may fail later, when the process has too many.
+            thread.submit(lambda: None)
+
+    def submit(
+        self,
+        thread: Executor,
+        job: Callable[[], T],
+        done: Callable[[T], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """Run a job on the loader or the packer. When it ends, the engine's thread calls `done`
+        with its result, or `failed` with its exception.
+        """
+
+        def run() -> None:
+            try:
+                apply = partial(done, job())
+            except BaseException as error:  # A panic of a Rust library is not an Exception.
+                apply = partial(failed, error)
+            self.post(partial(self._finish_job, apply))
+
+        self._unfinished += 1
+        thread.submit(run)
+
+    def _finish_job(self, apply: Callable[[], None]) -> None:
+        self._unfinished -= 1
+        apply()
+
+    def post(self, apply: Callable[[], None]) -> None:
+        """Queue a function that applies a result."""
+        self._results.put(apply)
+        self.on_post()
+
+    @property
+    def pending(self) -> bool:
+        """True if there are results to apply."""
+        return not self._results.empty()
+
+    @property
+    def busy(self) -> bool:
+        """True if there are jobs whose results have not been applied."""
+        return self._unfinished > 0
+
+    def apply(self) -> None:
+        """Apply all results that are queued, in the order in which they arrived."""
+        while self.pending:
+            self._results.get()()
+
+    def finish(self) -> None:
+        """Wait for the results of all jobs submitted so far, and apply them."""
+        while self.busy:
+            self._results.get()()
+
+    def close(self) -> None:
+        """Wait until the jobs end. Their results are not applied."""
+        self.loader.shutdown()
+        self.packer.shutdown()
+
+
+class AdapterStore:
+    """Adapters by name, and the tier that holds the weights of each.
+
+    `names`, `table`, `handle`, `info`, `route` and `resident` may be called from any thread.
+    Everything else belongs to the engine's thread.
+
+    folders: reads the folders, on the thread that watches them.
+    workers: load and pack; `apply` applies the results.
+    tiers, slots: memory of the adapters.
+    """
+
+    def __init__(
+        self,
+        model: ModelShape,
+        max_bytes: int = MAX_ADAPTER_BYTES,
+        dtype: torch.dtype = torch.float32,
+        host_bytes: int | None = None,
+        device: Device = HOST,
+    ) -> None:
+        """Create a store without adapters.
+
+        max_bytes: maximum size of one adapter's weights in fp32.
+        dtype: dtype of the packed copies.
+        host_bytes: maximum size of the host copies that may be evicted; None for no limit.
+        device: device whose steps use the adapters.
+        """
+        self._names = AdapterNames()
+        self.tiers = AdapterTiers(model, dtype, host_bytes, device)
+        self.slots = self.tiers.slots
+        self.workers = Workers()
+        self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folder)
+        self._packs_inline = device.in_host_memory
+        self._inline_bytes_left = 0
+        self._taken_bytes = 0
+        """Size of all weights that the engine's thread has received from `folders` so far."""
+
+    def load(self, folders: Mapping[str, Path]) -> None:
+        """Read each named folder, in order of name. A failure is an error of that adapter only.
+
+        Weights are read as long as they fit into the host budget. Of the other adapters, only the
+        declarations are read.
+        """
+        self.folders.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
+        self.apply()
+
+    def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
+        """Store packed copies in the pool's pages from now on, and pack adapters that are in
+        memory.
+
+        All groups must have been created.
+
+        pages: maximum number of pages to pack into now.
+        """
+        self.tiers.attach(pool, memory)
+        for handle in self.table.current.values():
+            if handle.state is AdapterState.IN_MEMORY:
+                needed = self.tiers.pages_of(handle)
+                if needed <= min(pages, pool.free) and self.tiers.reserve(handle):
+                    pages -= needed
+                    self._pack(handle, between_steps=False)
+        self.finish()
+
+    # -- names, for any thread -------------------------------------------------------------------
+
+    @property
+    def table(self) -> NameTable:
+        """Table that maps each name to its handle or its error. It is immutable."""
+        return self._names.table
+
+    def names(self) -> tuple[str, ...]:
+        """Return the sorted names of the adapters that requests can use."""
+        return self.table.names
+
+    def handle(self, name: str) -> AdapterHandle:
+        """Return the present version of an adapter. Raises the errors of `NameTable.handle`."""
+        return self.table.handle(name)
+
+    def info(self, name: str) -> AdapterInfo:
+        """Return the description of an adapter. Raises the errors of `handle`."""
+        return self.handle(name).info
+
+    def route(self, task: str, question: str) -> str | None:
+        """Return the adapter whose skills fit a request best, or None if no skill fits.
+
+        task, question: task and text of the request.
+        """
+        table = self.table
+        return table.router.choose(task, question, lambda name: table.current[name].resident)
+
+    def slot(self, name: str | None) -> int:
+        """Return the slot of a resident adapter; BASE if `name` is None.
+
+        Raises the errors of `handle`, and ValueError if the adapter is not resident.
+        """
+        if name is None:
+            return BASE
+        handle = self.handle(name)
+        if not handle.resident or handle.slot is None:
+            raise ValueError(f"adapter '{name}' is not resident")
+        return handle.slot
+
+    @property
+    def resident(self) -> Mapping[int, AdapterHandle]:
+        """Resident adapters by slot."""
+        return self.tiers.residents.by_slot
+
+    # -- results of other threads ----------------------------------------------------------------
+
+    def apply(self) -> None:
+        """Apply the results of reading, loading and packing that other threads have posted."""
+        self.workers.apply()
+        self.tiers.drop_obsolete()
+        self._names.publish()
+
+    def finish(self) -> None:
+        """Wait until all requested adapters are loaded and packed, and apply all results."""
+        self.workers.finish()
+        self.apply()
+
+    @property
+    def loading(self) -> bool:
+        """True if an adapter is being loaded or packed."""
+        return self.workers.busy
+
+    def close(self) -> None:
+        """Wait for the workers, without applying their results."""
+        self.workers.close()
+
+    def _allowed_bytes(self) -> float:
+        # The engine's thread first lowers `free_bytes` and then raises `_taken_bytes`. The folder
+        # reader reads them in the opposite order, so its sum is never too large.
+        return self._taken_bytes + self.tiers.host.free_bytes
+
+    def _post_folder(self, result: FolderResult) -> None:
+        self.workers.post(partial(self._apply_folder, result))
+
+    def _apply_folder(self, result: FolderResult) -> None:
+        match result:
+            case FolderRead(handle, adapter):
+                self.tiers.retire(self._names.set(handle.name, handle))
+                if not handle.description.ranks.keys() <= self.slots.matrices:
+                    self.slots.matrices |= handle.description.ranks.keys()
+                if adapter is not None:
+                    size = handle.description.host_bytes
+                    if self.tiers.host.free_bytes >= size:
+                        self.tiers.host.add(handle, adapter)
+                    self._taken_bytes += size
+            case FolderFailed(name, error, transient):
+                log.warning("%s", error)
+                # If the new version cannot be read for the moment, the old one continues to serve.
+                if not transient or self._names.current(name) is None:
+                    self.tiers.retire(self._names.set(name, error))
+            case FolderRemoved(name):
+                self.tiers.retire(self._names.set(name, None))
+
+    # -- loading and packing ---------------------------------------------------------------------
+
+    def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
+        """Apply all results. Then begin to load and pack the adapters that waiting requests need,
+        as far as memory and pages allow.
+
+        The adapter of an older request is never evicted for that of a newer request.
+
+        wanted: adapters of waiting requests, in order of arrival.
+        running: number of running requests, each of which will need another page.
+
+        Returns the first adapter that is in memory but lacks pages, or None.
+        """
+        self.apply()
+        blocked = self._begin(wanted, running)
+        self.slots.sweep()
+        for handle in reversed(wanted):
+            handle.last_used = self.tiers.pool.tick()
+        self._names.publish()
+        return blocked
+
+    def _begin(self, wanted: Sequence[AdapterHandle], running: int) -> AdapterHandle | None:
+        tiers, now = self.tiers, self.folders.clock()
+        self._inline_bytes_left = INLINE_PACK_BYTES
+        blocked: AdapterHandle | None = None
+        missing, host_bytes_left = 0, 0.0
+        for handle in wanted:
+            if handle.may_begin(now):
+                if not missing:
+                    host_bytes_left = tiers.host.available_bytes
+                missing += 1
+                host_bytes_left -= handle.description.host_bytes
+                # More copies than fit the host's budget would evict each other before packing.
+                prefetch = missing == 1 or (missing <= MAX_PREFETCHED and host_bytes_left >= 0)
+                if handle.state is AdapterState.ON_DISK and prefetch:
+                    self._load(handle)
+                # A newer adapter must not take the pages that an older one waits for.
+                elif handle.state is AdapterState.IN_MEMORY and blocked is None:
+                    blocked = self._reserve_and_pack(handle, running)
+            tiers.residents.needed.add(handle)
+        tiers.residents.needed.clear()
+        return blocked
+
+    def _load(self, handle: AdapterHandle) -> None:
+        handle.enter(AdapterState.LOADING)
+        self.workers.submit(
+            self.workers.loader,
+            partial(_read_weights, handle),
+            partial(self._keep, handle),
+            partial(self._fail, handle),
+        )
+
+    def _keep(self, handle: AdapterHandle, adapter: Adapter) -> None:
+        self.tiers.count(loads=1)
+        if handle.obsolete:
+            handle.enter(AdapterState.ON_DISK)
+        elif handle.info.digest not in ("", adapter.info.digest):
+            invalid = ErrorFactory(handle.name, str(handle.folder))
+            self._fail(handle, invalid("holds other weights than when it was first read"))
+        else:
+            self.tiers.keep(handle, adapter)
+
+    def _reserve_and_pack(self, handle: AdapterHandle, running: int) -> AdapterHandle | None:
+        """Pack an adapter that is in memory. Return it if it lacks pages, else None."""
+        if not self.tiers.reserve(handle, running):
+            return handle
+        is_small = self.tiers.packed_bytes(handle) <= self._inline_bytes_left
+        self._pack(handle, between_steps=is_small and self._packs_inline)
+        return None
+
+    def _pack(self, handle: AdapterHandle, *, between_steps: bool) -> None:
+        """Pack an adapter that has its slot and pages.
+
+        between_steps: whether to pack it now, on the engine's thread. Otherwise, the packer's
+            thread packs it.
+        """
+        assert handle.slot is not None
+        assert handle.run is not None
+        job = partial(self.tiers.write, handle.slot, handle.run)
+        if not between_steps:
+            packer, failed = self.workers.packer, partial(self._fail, handle)
+            self.workers.submit(packer, job, lambda _: self.tiers.packed(handle), failed)
+            return
+        self._inline_bytes_left -= self.tiers.packed_bytes(handle)
+        try:
+            job()
+        except Exception as error:
+            self._fail(handle, error)
+        else:
+            self.tiers.packed(handle)
+
+    def _fail(self, handle: AdapterHandle, error: BaseException) -> None:
+        """Try a failed load or packing again later if the cause lies outside the adapter's files.
+
+        Any other failure, or the last allowed attempt, becomes the error of the handle. The name
+        becomes broken, unless it refers to a newer version by now.
+        """
+        transient = is_transient(error)
+        if transient:
+            handle.backoff.failed(self.folders.clock())
+            if handle.backoff.attempts < MAX_ATTEMPTS:
+                log.warning("loading adapter '%s' is tried again: %s", as_text(handle.name), error)
+                self.tiers.undo(handle)
+                return
+        reason = as_adapter_error(handle.name, handle.folder, error)
+        self.tiers.fail(handle, reason)
+        if self._names.current(handle.name) is handle:
+            log.warning("%s", reason)
+            self.tiers.retire(self._names.set(handle.name, reason))
+            if transient:
+                self.folders.read_again(handle.name)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if slots, host copies or runs are inconsistent.
+
+        Call it only while the workers are idle.
+        """
+        self.tiers.check_integrity()
+
+
+def _read_weights(handle: AdapterHandle) -> Adapter:
+    """Return the weights of a version, on the loader's thread.
+
+    Raises the errors of `read_adapter`, and InvalidArgument if the folder has changed.
+    """
+    adapter = read_adapter(handle.folder, handle.description)
+    stamp = stamp_of(handle.folder)
+    if stamp != handle.stamp:
+        invalid = ErrorFactory(handle.name, str(handle.folder))
+        raise invalid("has changed while it was being loaded") from error_of(stamp)
+    return adapter

@@ -1,0 +1,333 @@
+"""Requests of the engine: their checks on arrival, and their state until their last output."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+
+from vlora.adapters.files import AdapterInfo
+from vlora.adapters.store import AdapterStore
+from vlora.config import Limits
+from vlora.engine.checks import admissible, check_choices
+from vlora.engine.memory import EngineMemory
+from vlora.engine.sequence import Sequence
+from vlora.errors import Internal, InvalidArgument, VLoraError
+from vlora.memory.prefix import BlockDigests
+from vlora.model.decoder_config import DecoderConfig
+from vlora.model.inputs import PromptReader
+from vlora.model.sampler import TokenSampler
+from vlora.model.tokenizer import TextStream, Vocabulary
+from vlora.request import NO_MODES, HeadScores, Output, Request, Timings, TokenLogprob
+from vlora.structured.grammar import Grammar, Matcher
+from vlora.structured.grammars import Grammars, tokenizer_data
+
+
+class LogitsRow(NamedTuple):
+    """Logits of one row of a step.
+
+    finite: whether all logits are finite.
+    token: token drawn from the logits; None if the request's own sampler must draw it.
+    logits: [vocabulary] float32 if `token` is None, else None.
+    """
+
+    finite: bool
+    token: int | None = None
+    logits: torch.Tensor | None = None
+
+
+class RequestState:
+    """Everything about one in-flight request that has passed all checks.
+
+    It owns the sequence that the scheduler sees. It also holds the text and the sampling state,
+    which preemption does not change.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        sampler: TokenSampler,
+        vocabulary: Vocabulary,
+        grammar: Grammar | None = None,
+    ) -> None:
+        """Make the state of a request that is not queued yet.
+
+        grammar: grammar that the answer must follow, or None. The engine releases it.
+        """
+        params = sequence.request.sampling
+        self.grammar = grammar
+        self.matcher: Matcher | None = None
+        """State of the grammar after the answer's tokens so far; None before the first step."""
+        self.sequence = sequence
+        self.sampler = sampler
+        self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
+        self._first_scheduled: float | None = None
+        self._first_token: float | None = None
+        self._modes: Counter[str] = Counter()
+
+    @property
+    def _adapter(self) -> AdapterInfo | None:
+        handle = self.sequence.adapter
+        return None if handle is None else handle.info
+
+    def scheduled(self, mode: str, now: float) -> None:
+        """Count a step of the request, which begins at `now` in this mode."""
+        self._modes[mode] += 1
+        if self._first_scheduled is None:
+            self._first_scheduled = now
+
+    def drawn(self, row: LogitsRow, now: float) -> Output:
+        """Append the next token and return its output.
+
+        If a structured answer is complete already, no token is drawn, and the output ends the
+        request. Otherwise the mask of a structured request must be ready.
+
+        Raises InvalidArgument or Internal if the logits are not finite.
+        """
+        matcher = self.matcher
+        if matcher is not None and matcher.stopped:
+            return self._output(now, text=self._stream.flush(), finish_reason="stop")
+        if not row.finite:
+            raise self._not_finite()
+        if self._first_token is None:
+            self._first_token = now
+        token, logprobs = (row.token, None) if row.token is not None else self._draw(row)
+        self.sequence.tokens.append(token)
+        text, finish_reason = self._read(token)
+        if matcher is not None and finish_reason is None:
+            matcher.advance(token)
+        return self._output(now, text, (token,), logprobs, finish_reason)
+
+    def _draw(self, row: LogitsRow) -> tuple[int, tuple[tuple[TokenLogprob, ...], ...] | None]:
+        """Draw a token with the request's own sampler; return it with its log probabilities."""
+        assert row.logits is not None
+        sequence = self.sequence
+        draw = self.sampler.draw(
+            row.logits.numpy(),
+            sequence.tokens[: sequence.prompt_length],
+            sequence.output,
+            budget=sequence.max_tokens - sequence.output_length,
+            mask=None if self.matcher is None else self.matcher.mask,
+        )
+        return draw.token, None if draw.logprobs is None else (draw.logprobs,)
+
+    def _read(self, token: int) -> tuple[str, str | None]:
+        """Return (new text, finish reason or None) after `token` was drawn."""
+        choices = self.sampler.choices
+        if choices is not None:
+            if token not in self.sampler.ends:
+                choices.advance(token)
+                return (choices.finished, "stop") if choices.finished else ("", None)
+            return choices.complete or "", "stop"
+        if token in self.sampler.ends:
+            return self._stream.flush(), "stop"
+        length = self.sequence.output_length
+        text, stopped = self._stream.push(
+            token, check_stop=length > self.sequence.request.sampling.min_tokens
+        )
+        if stopped:
+            return text, "stop"
+        if length >= self.sequence.max_tokens:
+            return text + self._stream.flush(), "length"
+        return text, None
+
+    def scored(self, values: torch.Tensor, now: float) -> Output:
+        """Return the final output of a request that the adapter's vision task head answers.
+
+        values: [classes] float32, the head's outputs before softmax.
+        now: seconds on the engine's clock.
+
+        Raises InvalidArgument if the values are not finite.
+        """
+        if not bool(torch.isfinite(values).all()):
+            raise self._not_finite()
+        self._first_token = now
+        assert self._adapter is not None, "a head belongs to an adapter"
+        scores = torch.softmax(values, dim=0)
+        head = HeadScores(self._adapter.head_labels, tuple(scores.tolist()))
+        return self._output(now, text=head.best, head=head, finish_reason="stop")
+
+    def _not_finite(self) -> VLoraError:
+        """Return the error for a row whose logits are not finite, which names the cause."""
+        # Other requests must not compute with these keys and values.
+        self.sequence.table.discard_shared()
+        if self._adapter is not None:
+            return InvalidArgument(
+                f"adapter '{self._adapter.name}' produces values that are not finite for this"
+                " prompt; its weights are too large"
+            )
+        if self.sequence.prompt.features is not None:
+            return InvalidArgument("the image features lead to values that are not finite")
+        return Internal("the model produces values that are not finite for this prompt")
+
+    def ended(self, error: VLoraError, now: float) -> Output:
+        return self._output(now, error=error)
+
+    def _output(
+        self,
+        now: float,
+        text: str = "",
+        token_ids: tuple[int, ...] = (),
+        logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None,
+        finish_reason: str | None = None,
+        error: VLoraError | None = None,
+        head: HeadScores | None = None,
+    ) -> Output:
+        sequence, adapter = self.sequence, self._adapter
+        arrival = sequence.arrival
+        finished = finish_reason is not None or error is not None
+        return Output(
+            sequence.id,
+            text,
+            token_ids,
+            logprobs,
+            finish_reason,
+            error,
+            num_input_tokens=sequence.prompt_length,
+            num_output_tokens=sequence.output_length,
+            num_cached_tokens=min(sequence.cached, sequence.prompt_length),
+            head=head,
+            adapter=None if adapter is None else adapter.name,
+            adapter_digest=None if adapter is None else adapter.digest,
+            timings=Timings(
+                queued=(now if self._first_scheduled is None else self._first_scheduled) - arrival,
+                first_token=0.0 if self._first_token is None else self._first_token - arrival,
+                total=now - arrival,
+            ),
+            modes=dict(self._modes) if finished else NO_MODES,
+        )
+
+
+class Admission:
+    """Checks requests and creates the `RequestState` objects that the engine queues. Thread-safe.
+
+    merge_is_lossy: whether merged weights are rounded to a type of 16 bits (see
+        `engine.sequence.mode_of`).
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        reader: PromptReader,
+        adapters: AdapterStore,
+        memory: EngineMemory,
+        limits: Limits,
+        max_model_len: int,
+        merge_is_lossy: bool,
+    ) -> None:
+        self.reader = reader
+        self._config = config
+        self._adapters = adapters
+        self._memory = memory
+        self._limits = limits
+        self._max_model_len = max_model_len
+        self._merge_is_lossy = merge_is_lossy
+        self._vocabulary = Vocabulary(reader.tokenizer, config.vocabulary)
+        tokens = self._vocabulary.bytes_of
+        self.grammars = Grammars(
+            lambda: tokenizer_data(reader.tokenizer, tokens, config.vocabulary, config.eos_tokens),
+            config.vocabulary,
+            limits,
+        )
+
+    def prepare(self, request: Request) -> RequestState:
+        """Check a request, tokenize its prompt and return its state, which holds no pages yet.
+
+        Compiling the grammar of a structured request may take some seconds. Raises a VLoraError if
+        the request is refused.
+        """
+        handle = None if request.adapter is None else self._adapters.handle(request.adapter)
+        self._check(request)
+        prompt = self.reader.read(request.prompt, request.images)
+        params = request.sampling
+        sampler = TokenSampler(params, request.id, self._config.eos_tokens, self._vocabulary)
+        longest_choice = 0 if sampler.choices is None else sampler.choices.required_tokens
+        context = self._memory.context(handle)
+        max_tokens = admissible(request, handle, context, len(prompt.ids), longest_choice)
+        digests = None
+        if self._memory.prefix is not None:
+            digests = BlockDigests(self._memory.block_size, prompt.feature_row, prompt.features)
+            # Hash the prompt on this thread instead of the engine's.
+            digests.up_to(prompt.ids, len(prompt.ids))
+        structure = params.structured_outputs
+        grammar = None if structure is None else self.grammars.acquire(structure)
+        sequence = Sequence(
+            request,
+            prompt,
+            handle,
+            max_tokens,
+            self._memory.table(),
+            digests,
+            longest_choice=longest_choice,
+            merge_is_lossy=self._merge_is_lossy,
+        )
+        return RequestState(sequence, sampler, self._vocabulary, grammar)
+
+    def _check(self, request: Request) -> None:
+        params, vocabulary = request.sampling, self._config.vocabulary
+        invalid = [t for t in params.stop_token_ids if not 0 <= t < vocabulary]
+        if invalid:
+            raise InvalidArgument(
+                f"'stop_token_ids' holds {invalid[0]}; ids run from 0 to {vocabulary - 1}"
+            )
+        check_choices(params.choices, self._limits)
+        if params.structured_outputs is not None:
+            if request.use_head:
+                raise InvalidArgument(
+                    "'structured_outputs' cannot be combined with a vision task head, which answers"
+                    " with a label"
+                )
+            self.grammars.check(params.structured_outputs)
+        if not request.prompt:
+            raise InvalidArgument("the prompt is empty; give a text")
+        self.reader.check_length(request.prompt, self._max_model_len)
+
+
+class InFlightRequests:
+    """The requests that were added to an engine and have not ended: their states by id."""
+
+    def __init__(self) -> None:
+        self._states: dict[str, RequestState] = {}
+        self._next_deadline = math.inf
+        """Time before which no deadline of these requests passes."""
+
+    def __getitem__(self, request_id: str) -> RequestState:
+        return self._states[request_id]
+
+    def get(self, request_id: str) -> RequestState | None:
+        return self._states.get(request_id)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        return tuple(self._states)
+
+    def add(self, state: RequestState) -> None:
+        """Add a request; raise ValueError if its id is in use."""
+        sequence = state.sequence
+        if sequence.id in self._states:
+            raise ValueError(f"request id {sequence.id!r} is in use already")
+        self._states[sequence.id] = state
+        self._next_deadline = min(self._next_deadline, sequence.deadline)
+
+    def remove(self, state: RequestState) -> None:
+        # `_next_deadline` may then be too early, which costs one search.
+        del self._states[state.sequence.id]
+
+    def expired(self, now: float) -> list[RequestState]:
+        """Return the requests whose deadline has passed, earliest deadline first."""
+        if now < self._next_deadline:
+            return []
+        by_deadline = sorted(self._states.values(), key=lambda state: state.sequence.deadline)
+        late = [state for state in by_deadline if state.sequence.deadline <= now]
+        following = by_deadline[len(late) :]
+        # The caller ends the late requests.
+        self._next_deadline = following[0].sequence.deadline if following else math.inf
+        return late
+
+    def check_integrity(self, scheduled_ids: set[str]) -> None:
+        """Raise AssertionError unless the ids equal `scheduled_ids` and no deadline is missed."""
+        assert scheduled_ids == set(self._states), scheduled_ids ^ set(self._states)
+        deadlines = (state.sequence.deadline for state in self._states.values())
+        assert self._next_deadline <= min(deadlines, default=math.inf)

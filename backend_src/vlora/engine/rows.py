@@ -1,0 +1,275 @@
+"""Sampling of a step's tokens. On a GPU, sampling runs while the engine's thread continues."""
+
+from __future__ import annotations
+
+import logging
+import select
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vlora import backends
+from vlora.device.device import Device
+from vlora.engine.requests import LogitsRow, RequestState
+from vlora.errors import Unavailable
+from vlora.kernels import ops
+from vlora.model.sampler import MASKED, draw_parameters, draw_placed, draw_rows
+from vlora.structured.grammar import SLOW_NICENESS, VERY_SLOW_SECONDS, Grammar
+
+# Rows that wait for a token mask. Only structured requests have such rows.
+#
+# The answer of a structured request must follow a grammar. The grammar has a process, which
+# computes the mask of the allowed next tokens during the forward pass. The mask is nearly always
+# ready when the pass ends. If the mask is late, the row is held with its logits, and its token is
+# drawn as soon as the mask arrives. Other requests continue meanwhile.
+
+
+GRACE_SECONDS = 0.001
+"""Maximum seconds that a step waits for masks. The step does not wait for a grammar whose last mask
+was late.
+"""
+
+IDLE_SECONDS = 0.005
+"""Maximum seconds that the engine sleeps at a time while held rows are its only work."""
+
+MAX_WAIT_SECONDS = 10.0
+"""Maximum seconds that a row waits for its mask. Then the grammar's process is ended."""
+
+COMPLETE = LogitsRow(finite=True)
+"""Row without logits, for a request whose grammar allows no further token."""
+
+
+class _Held(NamedTuple):
+    """A row that waits for its mask.
+
+    since: time at which the wait began, in seconds of `time.monotonic`.
+    processor_seconds: processor time that the grammar's process had used when the wait began.
+    """
+
+    state: RequestState
+    row: LogitsRow
+    since: float
+    processor_seconds: float
+
+
+class HeldRows:
+    """The matchers of structured requests, and the rows that wait for a mask.
+
+    A matcher is the state of a grammar after the tokens of one request.
+    """
+
+    def __init__(self) -> None:
+        self._states: dict[str, RequestState] = {}
+        """Requests with an open matcher, by id."""
+        self._held: dict[str, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def begin(self, state: RequestState) -> None:
+        """Open the matcher of a structured request before its first step, and request its first
+        mask.
+        """
+        if state.grammar is not None and state.matcher is None:
+            state.matcher = state.grammar.open()
+            self._states[state.sequence.id] = state
+
+    def end(self, state: RequestState) -> None:
+        """Close the matcher of a request and discard its held row."""
+        if self._states.pop(state.sequence.id, None) is not None:
+            self._held.pop(state.sequence.id, None)
+            assert state.matcher is not None
+            state.matcher.close()
+
+    def wait_for(self, states: Iterable[RequestState]) -> None:
+        """Wait up to GRACE_SECONDS for the masks of these requests."""
+        if not self._states:
+            return
+        expected = [state for state in states if state.matcher is not None]
+        _receive(expected)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while True:
+            grammars = {
+                state.grammar
+                for state in expected
+                if not _ready(state) and state.grammar and not state.grammar.late
+            }
+            left = deadline - time.monotonic()
+            if not grammars or left <= 0:
+                return
+            _wait(grammars, left)
+            _receive(expected)
+
+    def hold(self, state: RequestState, row: LogitsRow) -> bool:
+        """Hold the row of a request if its mask is late; return whether it is held."""
+        grammar, request_id = state.grammar, state.sequence.id
+        if grammar is None:
+            return False
+        grammar.late = not _ready(state)
+        earlier = self._held.pop(request_id, None)
+        if grammar.late:
+            # The step's logits are overwritten by the next step.
+            logits = None if row.logits is None else row.logits.clone()
+            since, seconds = time.monotonic(), grammar.processor_seconds
+            if earlier is not None:
+                since, seconds = earlier.since, earlier.processor_seconds
+            self._held[request_id] = _Held(state, row._replace(logits=logits), since, seconds)
+        return grammar.late
+
+    def answerable(self) -> list[tuple[RequestState, LogitsRow]]:
+        """Return the requests that can be answered without a forward pass, each with its row.
+
+        Either the mask of the request's held row has arrived, or the request's answer is complete.
+        """
+        if not self._states:
+            return []
+        _receive(self._states.values())
+        answers = []
+        for request_id, state in self._states.items():
+            held = self._held.get(request_id)
+            if state.matcher is not None and state.matcher.stopped:
+                answers.append((state, COMPLETE))
+            elif held is not None and _ready(state):
+                answers.append((state, held.row))
+            elif held is not None:
+                _check_speed(held)
+        for state, _ in answers:
+            self._held.pop(state.sequence.id, None)
+        return answers
+
+    def sleep(self) -> None:
+        """Wait up to IDLE_SECONDS for the mask of a held row."""
+        _wait({h.state.grammar for h in self._held.values() if h.state.grammar}, IDLE_SECONDS)
+
+
+def _check_speed(held: _Held) -> None:
+    """Lower the priority of a grammar's process that computes for long; end it after
+    MAX_WAIT_SECONDS.
+    """
+    grammar = held.state.grammar
+    assert grammar is not None
+    if grammar.processor_seconds - held.processor_seconds > VERY_SLOW_SECONDS:
+        grammar.lower_priority(SLOW_NICENESS)
+    if time.monotonic() - held.since > MAX_WAIT_SECONDS:
+        grammar.end(
+            Unavailable(
+                "a token mask of 'structured_outputs' took more than"
+                f" {MAX_WAIT_SECONDS:g} s; simplify the structure, or try again"
+            )
+        )
+
+
+def _ready(state: RequestState) -> bool:
+    return state.matcher is None or state.matcher.ready
+
+
+def _receive(states: Iterable[RequestState]) -> None:
+    """Receive the replies that the grammars of these requests have sent."""
+    for grammar in {state.grammar for state in states if state.grammar is not None}:
+        grammar.receive()
+
+
+def _wait(grammars: Iterable[Grammar], seconds: float) -> None:
+    """Wait until one of these grammars has sent a reply, but at most `seconds`."""
+    poll = select.poll()
+    for grammar in grammars:
+        if (file := grammar.file) is not None:
+            poll.register(file, select.POLLIN)
+    poll.poll(seconds * 1e3)
+
+
+log = logging.getLogger(__name__)
+
+
+class StepRows:
+    """The rows of logits of a step, and the tokens drawn from them.
+
+    The tokens of all requests with a batchable sampler (see `TokenSampler.batchable`) are drawn
+    together. On a GPU, the tokens of requests without a structure are drawn and copied to host
+    memory asynchronously, before the masks of structured requests are known. The parameters of
+    these draws are uploaded together with the inputs of the forward pass.
+    """
+
+    def __init__(self, states: Sequence[RequestState], vocabulary: int, device: Device) -> None:
+        """Collect the parameters of the draws, before the forward pass.
+
+        states: request of each row, in the order of the rows of logits.
+        vocabulary: number of logits of a row.
+        """
+        self.states, self._device = states, device
+        self._early: list[int] = []
+        """Rows whose tokens are drawn before it is known whether their logits are finite."""
+        self.inputs: list[torch.Tensor] = []
+        """Parameters of the draws, in host memory."""
+        if backends.backend_of("kernels", device.torch_device.type) == "gpu":
+            early = [
+                (row, *state.sampler.parameters(state.sequence.known, vocabulary))
+                for row, state in enumerate(states)
+                if state.sampler.batchable and not state.sampler.greedy and state.matcher is None
+            ]
+            self._early = [row for row, *_ in early]
+            self.inputs = draw_parameters(early)
+        self._parameters: Sequence[torch.Tensor] = ()
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Store the copies of `inputs` that were made on the device."""
+        self._parameters = uploaded
+
+    def draw(self, logits: torch.Tensor) -> None:
+        """Start to draw the tokens of all rows.
+
+        logits: [rows, vocabulary] float32. Rows of structured requests whose mask is ready are
+            masked in place by `get`.
+        """
+        self._logits = logits
+        columns = list(ops.argmax(logits))
+        if self._early:
+            columns.append(draw_placed(logits, self._parameters))
+        self._readback = self._device.read_back(columns)
+
+    @property
+    def waited(self) -> float:
+        """Seconds that `get` has waited for the device."""
+        return self._readback.waited
+
+    def get(self) -> list[LogitsRow]:
+        """Return the rows with their tokens, in the order of the requests.
+
+        A row has logits instead of a token if its request's own sampler must draw the token later.
+        This is the case if the sampler is not batchable, if the mask of a structured request is not
+        ready, or if drawing the rows together failed.
+        """
+        largest, all_finite, *early = (column.tolist() for column in self._readback.get())
+        drawn = dict(zip(self._early, *early, strict=True)) if early else {}
+        logits = self._logits
+        tokens: list[int | None] = [None] * len(self.states)
+        together = []
+        for row, (state, token) in enumerate(zip(self.states, largest, strict=True)):
+            sampler, matcher = state.sampler, state.matcher
+            if not (all_finite[row] and sampler.batchable):
+                continue
+            if matcher is not None:
+                if not matcher.has_mask:
+                    continue
+                barred = torch.from_numpy(~matcher.mask).to(logits.device)
+                with torch.inference_mode():
+                    logits[row].masked_fill_(barred, float(MASKED))
+                token = int(logits[row].argmax()) if sampler.greedy else token
+            if sampler.greedy:
+                tokens[row] = token
+            elif row in drawn:
+                tokens[row] = drawn[row]
+            else:
+                together.append((row, sampler, state.sequence.known))
+        if together:
+            try:
+                for (row, _, _), token in zip(together, draw_rows(logits, together), strict=True):
+                    tokens[row] = token
+            except Exception:
+                log.exception("drawing %d rows together failed; each is drawn alone", len(together))
+        return [
+            LogitsRow(finite, token, logits[row].cpu() if token is None else None)
+            for row, (finite, token) in enumerate(zip(all_finite, tokens, strict=True))
+        ]

@@ -1,0 +1,282 @@
+"""Choice of a server's ports, before anything is started."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import importlib.util
+import ipaddress
+import random
+import secrets
+import socket
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from http.client import HTTPException
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+from vlora.errors import ServerError
+
+# HTTP and gRPC requests to this machine, without a proxy.
+#
+# `http_proxy` and similar variables name proxies for other machines. But urllib and gRPC use them
+# for local addresses as well, unless `no_proxy` lists these.
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+_BY_ENVIRONMENT = urllib.request.build_opener()
+
+
+def is_local(host: str) -> bool:
+    """Return whether a host is this machine: `localhost` or a loopback address.
+
+    host: as in a URL, so an IPv6 address is in brackets.
+    """
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def grpc_options(host: str) -> tuple[tuple[str, int], ...]:
+    """Return the options of a gRPC channel to `host`: no proxy if it is this machine."""
+    return (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
+
+
+def get(url: str, seconds: float, direct: bool) -> bytes:
+    """Return the body of the response to an HTTP GET.
+
+    seconds: time limit of each blocking operation.
+    direct: whether to use no proxy.
+
+    Raises OSError, also for HTTP errors.
+    """
+    opener = _DIRECT if direct else _BY_ENVIRONMENT
+    try:
+        with opener.open(url, timeout=seconds) as answer:
+            return bytes(answer.read())
+    except HTTPException as error:
+        raise OSError(f"the answer of {url} is not valid HTTP: {error!r}") from error
+
+
+# Triton's gRPC messages and stub, imported without numpy.
+#
+# `tritonclient.grpc` imports numpy and ml_dtypes for its client, which takes more processor time
+# than the rest of `vlora probe`. Its generated modules need neither.
+
+
+PACKAGE = "tritonclient.grpc"
+
+
+def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
+    """Return the modules `service_pb2` and `service_pb2_grpc` of tritonclient.
+
+    While they are imported, an empty package takes the place of tritonclient.grpc, so that its
+    `__init__` does not run. Later imports of the package are not affected.
+
+    Raises ModuleNotFoundError, with the command that installs tritonclient, if it is missing.
+    """
+    stand_in = None
+    if PACKAGE not in sys.modules:
+        spec = importlib.util.find_spec(PACKAGE)
+        if spec is None or spec.submodule_search_locations is None:
+            raise ModuleNotFoundError(
+                f"{PACKAGE} is not installed; install it with: pip install 'vlora[server]'"
+            )
+        stand_in = ModuleType(PACKAGE)
+        stand_in.__path__ = list(spec.submodule_search_locations)
+        sys.modules[PACKAGE] = stand_in
+    try:
+        return (
+            importlib.import_module(f"{PACKAGE}.service_pb2"),
+            importlib.import_module(f"{PACKAGE}.service_pb2_grpc"),
+        )
+    finally:
+        if stand_in is not None:
+            del sys.modules[PACKAGE]
+
+
+# Exposure of a server: the address it listens on, and the protocols that are closed to clients.
+
+
+LOOPBACK = "127.0.0.1"
+
+CLOSED = ("model-repository", "trace", "logging")
+"""Protocols of Triton that let any client load models, write files or change the log."""
+
+SHARED_MEMORY = "shared-memory"
+"""Triton's protocol by which clients register shared memory on the server's machine.
+
+It is closed unless an option opens it. Through a registered region, a client can read and write
+everything that the server can open, including other clients' requests.
+"""
+
+RESTRICTIONS = ("--http-restricted-api", "--grpc-restricted-protocol")
+HEADER = "vlora-closed"
+
+
+def check_host(host: str) -> None:
+    """Raise ServerError unless `host` is an IP address.
+
+    With a host name, Triton 2.51 opens only the gRPC port on that host's address, and the other
+    ports on 255.255.255.255.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ServerError(
+            f"--host {host} is not an IP address; use {LOOPBACK} for clients on this machine,"
+            " 0.0.0.0 for all networks, or the address of one interface"
+        ) from None
+
+
+def check_keys(host: str, keys: Path | None, option: str) -> None:
+    """Raise ServerError if a gateway is open to a network and has no file of API keys.
+
+    host: IP address that the gateway listens on.
+    keys: file of API keys, or None.
+    option: name of the option for the file, for the message.
+    """
+    if keys is None and not ipaddress.ip_address(host).is_loopback:
+        raise ServerError(
+            f"--host {host} opens the gateway to a network, which needs API keys; name a file with"
+            f" {option} (a line 'TENANT KEY' for each key)"
+        )
+
+
+def reachable_host(host: str) -> str:
+    """Return the host part of a local URL of a server that listens on `host`."""
+    address = ipaddress.ip_address(host)
+    if address.version == 4:
+        return LOOPBACK if address.is_unspecified else host
+    return "[::1]" if address.is_unspecified else f"[{host}]"
+
+
+def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
+    """Return Triton's arguments for its listeners.
+
+    host: an IP address.
+    ports: port of each of the listeners `http`, `grpc` and `metrics`.
+    """
+    is_v6 = ":" in host
+    addresses = dict.fromkeys(ports, f"ipv6:{host}" if is_v6 else host)
+    addresses["grpc"] = f"[{host}]" if is_v6 else host
+    return [
+        argument
+        for name, port in ports.items()
+        for argument in (f"--{name}-address={addresses[name]}", f"--{name}-port={port}")
+    ]
+
+
+def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[str]:
+    """Return the arguments with which Triton closes protocols over HTTP and gRPC.
+
+    A closed protocol requires a header with a random value that is stored nowhere.
+
+    allow_shared_memory: whether to leave the protocol SHARED_MEMORY open.
+    given: the operator's own arguments for Triton. A protocol that they restrict is not closed
+        here.
+    """
+    closed = CLOSED if allow_shared_memory else (SHARED_MEMORY, *CLOSED)
+    arguments = []
+    for option in RESTRICTIONS:
+        restricted = _restricted_by(option, given)
+        if names := [name for name in closed if name not in restricted]:
+            arguments.append(f"{option}={','.join(names)}:{HEADER}={secrets.token_hex(32)}")
+    return arguments
+
+
+def _restricted_by(option: str, given: Sequence[str]) -> set[str]:
+    """Return the protocols that the operator's arguments restrict.
+
+    The arguments have the form `OPTION=NAME,…:KEY=VALUE` or `OPTION NAME,…:KEY=VALUE`.
+    """
+    values = [word.removeprefix(f"{option}=") for word in given if word.startswith(f"{option}=")]
+    values += [value for word, value in pairwise(given) if word == option]
+    return {name.strip() for value in values for name in value.partition(":")[0].split(",")}
+
+
+MAX_PORT = 65535
+EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+"""File with the first and the last of the kernel's ephemeral ports."""
+FREE_PORTS = range(20000, 30000)
+"""Ports from which a free one is chosen. Only those below the ephemeral ports are used."""
+TRIES = 100
+"""Maximum number of ports in FREE_PORTS that are tried."""
+
+
+def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
+    """Return different ports by name (such as `http_port`), all of which are free at this moment.
+
+    requested: port by name; 0 chooses a free one.
+    host: IP address to listen on.
+
+    Raises ServerError, which names the address or the port, what is wrong with it, and the option
+    that changes it.
+    """
+    check_ports(requested)
+    with ExitStack() as stack:
+        # All sockets are open at the same time, so that no free port is chosen twice.
+        return {name: _bind(stack, host, name, port) for name, port in requested.items()}
+
+
+def check_ports(requested: Mapping[str, int]) -> None:
+    """Raise ServerError if a number is not a port, or if two ports are equal.
+
+    requested: port by name; 0 stands for any free one.
+    """
+    for name, port in requested.items():
+        if not 0 <= port <= MAX_PORT:
+            raise ServerError(
+                f"{_flag(name)} {port} is not a port; choose one from 1 to {MAX_PORT}, or 0 for a"
+                " free one"
+            )
+    for port in requested.values():
+        equal = [_flag(other) for other in requested if requested[other] == port]
+        if port and len(equal) > 1:
+            raise ServerError(f"{' and '.join(equal)} are both {port}; choose different ports")
+
+
+def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
+    """Bind a socket to the port, or to a free one for 0. Return the port."""
+    probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
+    if port:
+        # Otherwise, the port of a listener that was closed recently would count as taken.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    candidates = [port] if port else [*_free_candidates(), 0]
+    for candidate in candidates:
+        try:
+            probe.bind((host, candidate))
+        except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ServerError(f"--host {host} is not an address of this machine") from None
+            if error.errno == errno.EADDRINUSE and candidate != candidates[-1]:
+                continue
+            why = {errno.EADDRINUSE: "is already in use", errno.EACCES: "is reserved for root"}
+            reason = why.get(error.errno or 0, f"cannot be opened ({error.strerror})")
+            raise ServerError(
+                f"port {port} {reason}; choose another with {_flag(name)} N, or 0 for a free one"
+            ) from None
+        break
+    return int(probe.getsockname()[1])
+
+
+def _free_candidates() -> list[int]:
+    """Return random ports below the kernel's ephemeral ports.
+
+    The server opens its ports seconds after they were chosen. Until then, the kernel could assign
+    an ephemeral port to any other socket of this machine.
+    """
+    try:
+        first = int(EPHEMERAL_RANGE.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        return []
+    ports = range(FREE_PORTS.start, min(FREE_PORTS.stop, first))
+    return random.SystemRandom().sample(ports, min(TRIES, len(ports)))
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

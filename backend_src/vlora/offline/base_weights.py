@@ -1,0 +1,51 @@
+"""Reader of individual weights of a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from vlora.adapters.model_shape import LM_HEAD, vision_path
+from vlora.errors import InvalidArgument
+from vlora.ids import VISION, MatrixId
+from vlora.model.checkpoint import open_weights, weight_files
+from vlora.model.decoder_config import DecoderConfig
+from vlora.model.loader import find_weights, read_weight
+
+
+class BaseWeights:
+    """Weights of a checkpoint, each of which is read when it is requested.
+
+    folder: folder of the checkpoint.
+    """
+
+    def __init__(self, folder: Path, config: DecoderConfig) -> None:
+        """Find the language model's weights. Raise InvalidArgument if one is missing."""
+        self.folder = folder
+        self.config = config
+        self._places = find_weights(folder, config)
+
+    def matrix(self, matrix: MatrixId | None) -> torch.Tensor:
+        """Return a matrix that an adapter may change, [d_out, d_in] fp32.
+
+        matrix: id of the matrix; None for the input embeddings.
+        """
+        if matrix is not None and matrix[0] == VISION:
+            return self._of_vision(matrix[1])
+        names = self.config.names
+        if matrix is None or (matrix[1] == LM_HEAD and self.config.tied):
+            name = names.embedding
+        elif matrix[1] == LM_HEAD:
+            name = names.lm_head
+        else:
+            name = names.matrix(*matrix)
+        return read_weight(*self._places[name])
+
+    def _of_vision(self, path: str) -> torch.Tensor:
+        """Return the matrix of a linear layer of the vision tower or the connector."""
+        for file in weight_files(self.folder):
+            for key in open_weights(file).keys():  # noqa: SIM118
+                if key.endswith(".weight") and vision_path(key.removesuffix(".weight")) == path:
+                    return read_weight(file, key)
+        raise InvalidArgument(f"{self.folder} has no weight of '{path}'")

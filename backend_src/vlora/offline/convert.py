@@ -1,0 +1,628 @@
+"""Conversion to a plain LoRA, for adapters that the server cannot load.
+
+- A pickle becomes safetensors, and copies of the base model's own weights are dropped. This is
+  exact.
+- PiSSA and OLoRA change the base model by a product that can be computed from its weights. The
+  negative product becomes further rows of A and columns of B, so that the adapter fits the
+  unchanged base model. This is exact.
+- DoRA scales each row of W + B A to a trained norm m. Its change m (W + B A) / |W + B A| - W has
+  full rank. So the change is approximated: A and B are its truncated singular value decomposition,
+  whose error is stated.
+- A method that PEFT can express as a change of the weights is approximated in the same way.
+
+The result is then loaded with the server's own loader, so it must pass all checks of adapters.
+"""
+
+from __future__ import annotations
+
+import math
+import pickle
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors.torch import save_file
+
+from vlora.adapters.errors import ErrorFactory, read_json, require_file
+from vlora.adapters.files import (
+    MAX_ADAPTER_BYTES,
+    OUTSIDE_LORA,
+    PICKLED,
+    WEIGHTS,
+    AdapterDescription,
+    describe_adapter,
+    load_adapter,
+    read_adapter,
+)
+from vlora.adapters.model_shape import LM_HEAD, ModelShape
+from vlora.adapters.peft import KNOWN_CHANGES, UnknownKey, parse_key
+from vlora.adapters.tensors import WeightsFile
+from vlora.atmm.types import LoraPair
+from vlora.atomic_file import new_folder
+from vlora.errors import InvalidArgument, Unsupported
+from vlora.ids import VISION, MatrixId
+from vlora.offline.base_weights import BaseWeights
+from vlora.offline.peft_folder import CONFIG, copy_head, write_adapter, write_config
+from vlora.weights.safetensors import FLOATS
+
+# Tensors of a PEFT folder that is to be converted, from safetensors or from a pickle.
+#
+# A pickle is read by torch's restricted reader, which makes tensors and runs no code.
+
+
+_GLOBAL = re.compile(r"GLOBAL (\S+)")
+"""Pattern that finds, in torch's error, the name of the code that a pickle would run."""
+
+
+class Tensors(Protocol):
+    """Tensors by key, from a safetensors file or a pickle.
+
+    shapes: shape of each tensor, available without reading the tensor.
+    """
+
+    shapes: dict[str, tuple[int, ...]]
+
+    def stored(self, key: str) -> torch.Tensor:
+        """Return the tensor as it is stored. Raise InvalidArgument if it cannot be read."""
+
+
+class PickledTensors:
+    """Tensors of an `adapter_model.bin`, all in memory."""
+
+    def __init__(self, path: Path, invalid: ErrorFactory) -> None:
+        """Read the file.
+
+        Raises InvalidArgument if it contains anything but dense float tensors, or if they are too
+        large.
+        """
+        require_file(path, invalid)
+        self._tensors = _unpickle(path, invalid)
+        self.shapes = {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
+        # With strides of 0, a small file can declare a large tensor.
+        declared = sum(4 * tensor.numel() for tensor in self._tensors.values())
+        if declared > max(MAX_ADAPTER_BYTES, 4 * path.stat().st_size):
+            raise invalid(
+                f"declares tensors of {declared} bytes in fp32; the limit is {MAX_ADAPTER_BYTES}"
+            )
+
+    def stored(self, key: str) -> torch.Tensor:
+        return self._tensors[key]
+
+
+def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
+    """Return the folder's tensors and the name of their file.
+
+    The file is `adapter_model.safetensors` or, if that is missing, the pickled `adapter_model.bin`.
+    Raises InvalidArgument if this file cannot be read, or if both are missing.
+    """
+    if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
+        return PickledTensors(folder / PICKLED, invalid.in_file(PICKLED)), PICKLED
+    return WeightsFile(folder / WEIGHTS, invalid.in_file(WEIGHTS)), WEIGHTS
+
+
+def _unpickle(path: Path, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
+    try:
+        content: Any = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        found = _GLOBAL.search(str(error))
+        what = f"the code '{found[1]}'" if found else "objects other than tensors"
+        raise invalid(f"holds {what}, which is never run; only tensors are read") from None
+    except Exception as error:
+        # If the file is not a pickle, the reader may raise any type of exception.
+        raise invalid(f"cannot be read as tensors: {type(error).__name__}: {error}") from error
+    if not isinstance(content, Mapping):
+        raise invalid(f"holds a {type(content).__name__}; it must hold tensors by key")
+    for key, value in content.items():
+        if not isinstance(key, str) or not isinstance(value, torch.Tensor):
+            raise invalid(f"holds {key!r}, which is not a named tensor")
+        if value.layout != torch.strided or value.dtype not in FLOATS.values():
+            raise invalid(
+                f"holds '{key}' as {value.dtype}, {value.layout}; it must be dense and one of"
+                f" {', '.join(FLOATS)}"
+            )
+    return {key: value.detach() for key, value in content.items()}
+
+
+def base_of(config: Mapping[str, Any]) -> str:
+    """Return the name of the base model in an adapter's config; "" if the config has none."""
+    name = config.get("base_model_name_or_path")
+    return name if isinstance(name, str) else ""
+
+
+# Truncated singular value decomposition, which turns the change of a matrix into A and B of a
+# LoRA.
+
+
+EXACT_SIDE = 1024
+"""Maximum length of the smaller side of a matrix that is decomposed fully, in about a second.
+
+Larger matrices are decomposed by random projection, which takes as long as a few products.
+"""
+OVERSAMPLING, POWER_ITERATIONS = 16, 4
+"""Parameters of the random projection: additional dimensions, and number of power iterations.
+
+With these, the error is within 1 % of the minimum even if the singular values decrease slowly.
+"""
+ROUNDING = 1e-5
+"""Singular values below this share of the largest one are treated as rounding errors."""
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A and B that approximate the change of a matrix.
+
+    error: Frobenius norm of the error, relative to that of the change.
+    change: Frobenius norm of the change.
+    """
+
+    pair: LoraPair
+    error: float
+    change: float
+
+    @property
+    def rank(self) -> int:
+        return self.pair.a.shape[0]
+
+
+def factorize(change: torch.Tensor, max_rank: int) -> LowRank:
+    """Return A and B, of rank `max_rank` at most, whose product B·A approximates a change.
+
+    change: [d_out, d_in] fp32. If its rank is below `max_rank`, the result has this lower rank.
+    """
+    norm = float(torch.linalg.norm(change))
+    u, s, vt = _decompose(change, min(max_rank, *change.shape))
+    rank = max(1, int((s > ROUNDING * s[0]).sum()))
+    root = s[:rank].sqrt()
+    pair = LoraPair((root[:, None] * vt[:rank]).contiguous(), (u[:, :rank] * root).contiguous())
+    error = float(torch.linalg.norm(change - pair.b @ pair.a)) / norm if norm else 0.0
+    return LowRank(pair, error, norm)
+
+
+def sufficient_rank(change: torch.Tensor, max_error: float) -> int:
+    """Return the smallest rank at which the error of `factorize` is at most `max_error`.
+
+    All singular values are computed, which takes a minute for a matrix of 8192 rows.
+    """
+    values = change if change.shape[0] <= change.shape[1] else change.T
+    squares = torch.linalg.eigvalsh(values.double() @ values.double().T).flip(0).clamp(min=0)
+    left = (squares.sum() - squares.cumsum(0)).clamp(min=0).sqrt()
+    kept = torch.nonzero(left <= max_error * squares.sum().sqrt())
+    return int(kept[0]) + 1 if len(kept) else len(squares)
+
+
+def _decompose(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the truncated SVD: U [d_out, rank], S [rank] in descending order, and Vᵀ [rank,
+    d_in].
+    """
+    if min(change.shape) <= EXACT_SIDE:
+        u, s, vt = torch.linalg.svd(change, full_matrices=False)
+    else:
+        wanted = min(rank + OVERSAMPLING, *change.shape)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            u, s, v = torch.svd_lowrank(change, wanted, POWER_ITERATIONS)
+        vt = v.T
+    return u[:, :rank], s[:rank], vt[:rank]
+
+
+# Changes of a weight that differ from a plain product B·A.
+
+
+def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -> torch.Tensor:
+    """Return the change that a DoRA makes to a matrix, m (W + B A) / |W + B A| - W, [d_out, d_in].
+
+    weight: W [d_out, d_in].
+    pair: A and B.
+    magnitude: m [d_out].
+
+    |·| is the norm of each row. All tensors are fp32.
+    """
+    changed = weight + pair.b @ pair.a
+    factor: torch.Tensor = magnitude / torch.linalg.norm(changed, dim=1)
+    return factor[:, None] * changed - weight
+
+
+def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: float) -> LoraPair:
+    """Return A and B that fit the unchanged base, for a LoRA whose initialization changed the base.
+
+    pair: A and B of that LoRA, for the changed base.
+    weight: W [d_out, d_in] fp32 of the unchanged base.
+    kind: `pissa`, which subtracts the part of W with the largest singular values, or `olora`, which
+        subtracts `scale` times the product of the first columns of Q and the first rows of R, where
+        W = Q R.
+    scale: scale of the LoRA, which is folded into the resulting B.
+    """
+    rank = pair.a.shape[0]
+    if kind == "pissa":
+        u, s, vt = torch.linalg.svd(weight, full_matrices=False)
+        initial = LoraPair(vt[:rank], u[:, :rank] * s[:rank])
+    else:
+        q, r = torch.linalg.qr(weight)
+        initial = LoraPair(r[:rank], scale * q[:, :rank])
+    return LoraPair(torch.cat([pair.a, initial.a]), torch.cat([pair.b, -initial.b], dim=1))
+
+
+# Conversion of PEFT's methods other than LoRA to changes of the base model's weights.
+
+
+ADAPTER = "default"
+
+
+def changes_of(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    checkpoint: Path,
+    shape: ModelShape,
+    invalid: ErrorFactory,
+) -> dict[MatrixId, Callable[[], torch.Tensor]]:
+    """Return functions that compute the change of each matrix, [d_out, d_in] fp32.
+
+    The whole model is loaded in fp32.
+
+    config, tensors: config and tensors of an adapter in PEFT's format.
+    checkpoint: folder of the base model.
+    invalid: function that creates the InvalidArgument for a message.
+
+    Raises InvalidArgument if PEFT cannot load the adapter or cannot express its type as a change,
+    or if it changes anything but matrices of the language model. Raises Unsupported if PEFT is not
+    installed.
+    """
+    try:
+        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError as error:
+        raise Unsupported(
+            f"converting this adapter needs {error.name}: pip install 'vlora[train]'"
+        ) from error
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise invalid(f"has NaN or Inf in '{name}'")
+    if config.get("bias", "none") != "none":
+        raise invalid(f"has bias {config['bias']!r}, which no LoRA can express")
+    try:
+        parsed = PeftConfig.from_peft_type(**config)
+        model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
+        loaded = set_peft_model_state_dict(model, dict(tensors), ADAPTER)
+    except Exception as error:
+        # PEFT raises exceptions of any type for an invalid adapter.
+        raise invalid(
+            f"of type {config.get('peft_type')!r} cannot be loaded by PEFT:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    missing = [key for key in loaded.missing_keys if model.base_model.prefix in key]
+    if missing or loaded.unexpected_keys:
+        strange = (missing or loaded.unexpected_keys)[0]
+        raise invalid(
+            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
+            f" {'expects' if missing else 'does not know'} for this checkpoint"
+        )
+    changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if not module.supports_lora_conversion(ADAPTER):
+            raise invalid(
+                f"is of type {config.get('peft_type')!r}, which PEFT cannot convert to LoRA"
+            )
+        try:
+            matrix = parse_key(f"{path}.weight", shape).matrix
+        except UnknownKey as reason:
+            raise invalid(f"changes '{path}', {reason}") from None
+        if matrix is None:
+            raise invalid(f"changes '{path}', the embeddings, which no LoRA can express")
+        changes[matrix] = partial(_change, module)
+    return changes
+
+
+def _change(module: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        change: torch.Tensor = module.get_delta_weight(ADAPTER).to(torch.float32)
+    return change
+
+
+def _stock_model(checkpoint: Path) -> Any:
+    """Return transformers' model of a checkpoint in fp32."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    multimodal = type(AutoConfig.from_pretrained(checkpoint)) in (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return model.from_pretrained(checkpoint, dtype=torch.float32)
+
+
+DEFAULT_RANK = 64
+DEFAULT_MAX_ERROR = 0.05
+"""Default maximum error of each matrix's change, relative to the change."""
+MAGNITUDE = "lora_magnitude_vector"
+
+
+@dataclass(frozen=True)
+class ConversionLimits:
+    """Limits of a conversion that is not exact.
+
+    rank: maximum rank of the result.
+    error: maximum Frobenius norm of the error of a matrix's change, relative to the norm of the
+        change.
+    """
+
+    rank: int = DEFAULT_RANK
+    error: float = DEFAULT_MAX_ERROR
+
+
+@dataclass
+class Conversion:
+    """Result of a conversion.
+
+    method: method of the source, such as "DoRA".
+    dropped: keys of tensors that were left out because they equal the base model's weights.
+    errors: Frobenius norm of the error of each matrix's change, relative to the norm of the change.
+    changes: Frobenius norm of the change of each matrix.
+    ranks: ranks of the result.
+    """
+
+    method: str
+    dropped: list[str] = field(default_factory=list)
+    errors: dict[MatrixId, float] = field(default_factory=dict)
+    changes: dict[MatrixId, float] = field(default_factory=dict)
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def error(self) -> float:
+        """Frobenius norm of the errors of all matrices together, relative to the norm of all
+        changes.
+        """
+        left = math.hypot(*(self.errors[m] * self.changes[m] for m in self.errors))
+        change = math.hypot(*self.changes.values())
+        return left / change if change else 0.0
+
+    @property
+    def worst(self) -> float:
+        """Largest relative error of any matrix."""
+        return max(self.errors.values(), default=0.0)
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Adapter to convert, and the checkpoint that it was trained for."""
+
+    config: Mapping[str, Any]
+    tensors: Tensors
+    shape: ModelShape
+    base: BaseWeights
+    invalid: ErrorFactory
+
+    @property
+    def method(self) -> str:
+        """Name of the adapter's training method."""
+        if self.config.get("peft_type") != "LORA":
+            return str(self.config.get("peft_type"))
+        if self.config.get("use_dora"):
+            return "DoRA"
+        kind = self.config.get("init_lora_weights")
+        return next((known for known in KNOWN_CHANGES if known == kind), "LoRA")
+
+    def config_without(self, *keys: str) -> dict[str, Any]:
+        return {key: value for key, value in self.config.items() if key not in keys}
+
+    def is_copy(self, key: str) -> bool:
+        """Return whether a tensor is a copy of one of the base model's weights.
+
+        Raises InvalidArgument if the tensor is a whole weight that differs from the base model's.
+        """
+        try:
+            parsed = parse_key(key, self.shape)
+        except UnknownKey:
+            return False
+        if parsed.part != "weight":
+            return False
+        own, stored = self.base.matrix(parsed.matrix), self.tensors.stored(key)
+        if own.shape != stored.shape or not torch.equal(own, stored.to(torch.float32)):
+            raise self.invalid(
+                f"holds '{key}' {tuple(stored.shape)}, which differs from the base model's own"
+                f" {tuple(own.shape)}: no LoRA can express it, train it as a LoRA target"
+            )
+        return True
+
+    def magnitudes(self, matrices: Iterable[MatrixId]) -> dict[MatrixId, torch.Tensor]:
+        """Return DoRA's magnitudes, [d_out] fp32 by matrix.
+
+        Raises InvalidArgument unless there is exactly one for each of `matrices`.
+        """
+        wanted, found = set(matrices), {}
+        for key, declared in self.tensors.shapes.items():
+            if MAGNITUDE not in key:
+                continue
+            try:
+                matrix = parse_key(key, self.shape).matrix
+            except UnknownKey as reason:
+                raise self.invalid(f"holds '{key}', {reason}") from None
+            if matrix is None or matrix not in wanted or matrix in found:
+                raise self.invalid(
+                    f"holds '{key}', whose module has no LoRA, or already has a magnitude"
+                )
+            d_out = self.shape.shape_of(matrix)[0]
+            if declared != (d_out,):
+                raise self.invalid(f"has '{key}' {declared}; it must be ({d_out},)")
+            found[matrix] = self.tensors.stored(key).to(torch.float32)
+            if not bool(torch.isfinite(found[matrix]).all()):
+                raise self.invalid(f"has NaN or Inf in '{key}'")
+        if missing := wanted - found.keys():
+            raise self.invalid(f"has no {MAGNITUDE} for {name_of(min(missing))}")
+        return found
+
+
+def convert(
+    source: Path,
+    out: Path,
+    shape: ModelShape,
+    base: BaseWeights,
+    limits: ConversionLimits,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Conversion:
+    """Write the adapter in `source` to the new folder `out` as a plain LoRA; return how it was
+    converted.
+
+    shape, base: shape and weights of the checkpoint that the adapter was trained for.
+    limits: limits of the approximation, if the conversion is not exact.
+    progress: called with the name of each matrix before it is decomposed.
+
+    Raises InvalidArgument, and writes nothing, if the adapter cannot be converted within the
+    limits.
+    """
+    name = source.absolute().name
+    invalid = ErrorFactory(name)
+    if not source.is_dir():
+        raise InvalidArgument(f"no adapter folder at {source}")
+    if (source / OUTSIDE_LORA).exists():
+        raise invalid.in_file(OUTSIDE_LORA)("holds weights that no LoRA can express")
+    config = read_json(source / CONFIG, invalid)
+    tensors, file = open_tensors(source, invalid)
+    adapter = _Source(config, tensors, shape, base, invalid.in_file(file))
+    result = Conversion(adapter.method)
+    if config.get("alora_invocation_tokens") and adapter.method != "LoRA":
+        raise invalid.in_file(CONFIG)(
+            f"asks for {adapter.method} as an activated LoRA, which cannot be converted"
+        )
+    with new_folder(out) as part:
+        copy_head(source, part)
+        if config.get("peft_type") == "LORA":
+            plain = _write_plain(adapter, part, name, result)
+            pairs = _pairs_of_lora(adapter, part, plain, limits, result, progress)
+        else:
+            pairs = _pairs_by_peft(adapter, limits, result, progress)
+        if pairs:
+            write_adapter(part, pairs, shape, base_of(config))
+        result.ranks = load_adapter(name, part, shape).info.ranks
+    return result
+
+
+def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> AdapterDescription:
+    """Write A and B of the source unchanged to the folder `part`, with the config of a plain LoRA.
+
+    Returns the description of the written files, which have passed the checks of adapters.
+    """
+    factors = {}
+    for key in source.tensors.shapes:
+        if source.is_copy(key):
+            result.dropped.append(key)
+        elif MAGNITUDE not in key:
+            factors[key] = source.tensors.stored(key).clone().contiguous()
+        elif source.method != "DoRA":
+            raise source.invalid(f"holds '{key}', but adapter_config.json does not set use_dora")
+    save_file(factors, part / WEIGHTS, metadata={"format": "pt"})
+    plain = source.config_without("use_dora", "modules_to_save")
+    if source.method in KNOWN_CHANGES:
+        plain["init_lora_weights"] = True
+    write_config(part / CONFIG, plain)
+    return describe_adapter(name, part, source.shape)
+
+
+def _pairs_of_lora(
+    source: _Source,
+    part: Path,
+    plain: AdapterDescription,
+    limits: ConversionLimits,
+    result: Conversion,
+    progress: Callable[[str], None],
+) -> Mapping[MatrixId, LoraPair]:
+    """Return new A and B for an adapter of PEFT's type LORA; {} for a plain LoRA, which keeps its A
+    and B.
+    """
+    if source.method == "LoRA":
+        return {}
+    if plain.vision is not None:
+        raise source.invalid(_vision_stays(source))
+    pairs, reader = read_adapter(part, plain).pairs, plain.reader
+    assert reader is not None
+    if source.method == "DoRA":
+        magnitudes = source.magnitudes(pairs)
+
+        def change_of(matrix: MatrixId) -> torch.Tensor:
+            return dora_change(source.base.matrix(matrix), pairs[matrix], magnitudes[matrix])
+
+        return _factorize(source, pairs, change_of, limits, result, progress)
+    if source.base.config.tied and (-1, LM_HEAD) in pairs:
+        raise source.invalid(
+            f"was initialised with '{source.method}', which changes the lm_head and so the"
+            " embeddings that this checkpoint ties to it: no LoRA can express it"
+        )
+    return {
+        matrix: with_initial_change(pair, source.base.matrix(matrix), source.method, scale)
+        for (matrix, pair), scale in zip(pairs.items(), reader.scales, strict=True)
+    }
+
+
+def _pairs_by_peft(
+    source: _Source, limits: ConversionLimits, result: Conversion, progress: Callable[[str], None]
+) -> Mapping[MatrixId, LoraPair]:
+    """Return A and B for an adapter of another type, from the changes of weights that PEFT
+    computes.
+    """
+    kept = {}
+    for key in source.tensors.shapes:
+        if source.is_copy(key):
+            result.dropped.append(key)
+        else:
+            kept[key] = source.tensors.stored(key)
+    config = source.config_without("modules_to_save")
+    changes = changes_of(config, kept, source.base.folder, source.shape, source.invalid)
+    return _factorize(source, changes, lambda m: changes[m](), limits, result, progress)
+
+
+def _factorize(
+    source: _Source,
+    matrices: Collection[MatrixId],
+    change_of: Callable[[MatrixId], torch.Tensor],
+    limits: ConversionLimits,
+    result: Conversion,
+    progress: Callable[[str], None],
+) -> Mapping[MatrixId, LoraPair]:
+    """Return A and B for the changes of all matrices, and store their errors in `result`.
+
+    change_of: returns the change of a matrix.
+
+    Raises InvalidArgument if an error exceeds the limits.
+    """
+    pairs = {}
+    if any(layer == VISION for layer, _ in matrices):
+        raise source.invalid(_vision_stays(source))
+    for matrix in sorted(matrices):
+        progress(name_of(matrix))
+        change = change_of(matrix)
+        if not bool(torch.isfinite(change).all()):
+            raise source.invalid(f"changes {name_of(matrix)} to values that are not finite")
+        low = factorize(change, limits.rank)
+        pairs[matrix] = low.pair
+        result.errors[matrix], result.changes[matrix] = low.error, low.change
+    if not pairs:
+        raise source.invalid("changes no matrix of the language model")
+    worst = max(result.errors, key=lambda matrix: result.errors[matrix])
+    if result.errors[worst] > limits.error:
+        rank = sufficient_rank(change_of(worst), limits.error)
+        raise source.invalid(
+            f"cannot be converted within the error: rank {limits.rank} loses"
+            f" {result.errors[worst]:.3g} of the change of {name_of(worst)} and {result.error:.3g}"
+            f" of all changes; the limit is {limits.error:g}. This matrix needs --rank {rank};"
+            " --max-error sets the limit"
+        )
+    return pairs
+
+
+def _vision_stays(source: _Source) -> str:
+    return (
+        f"changes the vision tower or connector by {source.method}, which is converted for the"
+        " language model only; merge it into a checkpoint with PEFT's merge_and_unload, or train"
+        " it again with target_modules of the language model"
+    )
+
+
+def name_of(matrix: MatrixId) -> str:
+    """Return the name of a matrix for messages."""
+    layer, target = matrix
+    return target if layer < 0 else f"layers.{layer}.{target}"

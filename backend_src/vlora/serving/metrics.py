@@ -1,0 +1,444 @@
+"""Prometheus metrics of a model, refreshed once a second.
+
+Metrics that other tools read have the names that those tools expect: the names of the vLLM backend,
+of TRT-LLM's cache blocks (for the ORCA header), and of the Gateway API's LoRA metric. All other
+names start with `vlora:`. The engine's thread calls nothing in this module. The module does not
+depend on Triton; `triton/process.py` implements `Registry` with Triton's metrics.
+
+**Invariant:** the number of label sets is bounded, because the server keeps each one until its
+metric family is removed.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from vlora.engine.plan import Mode
+from vlora.errors import BY_CODE, VLoraError
+from vlora.metrics import EncoderCounters, EngineStats, Export, exported_stats, exports_of
+from vlora.request import Output
+
+log = logging.getLogger(__name__)
+
+REFRESH_SECONDS = 1.0
+
+CATCH_UP_SECONDS = 0.1
+"""Age in seconds of the written statistics above which `catch_up` writes them again."""
+
+MAX_LORA_SERIES = 128
+"""Maximum number of series of `vllm:lora_requests_info`."""
+
+MAX_LORA_TEXT = 256 * 1024
+"""Number of characters in the labels of these series above which all of them are removed."""
+
+MAX_OBSERVED = 65536
+"""Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
+
+SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds in seconds of the histogram buckets for the latencies of a request."""
+
+TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
+"""Upper bounds in seconds of the histogram buckets for the time per output token."""
+
+CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
+"""Fields of `EngineStats` by value of the label `kv_cache_block_type`."""
+
+
+class Metric(Protocol):
+    """One time series: a gauge has `set`, a counter `increment`, and a histogram `observe`."""
+
+    def set(self, value: float) -> None: ...
+    def increment(self, value: float) -> None: ...
+    def observe(self, value: float) -> None: ...
+
+
+class Registry(Protocol):
+    """Factory of metrics.
+
+    A metric family has a name. Each set of labels in a family is one metric.
+    """
+
+    def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
+    def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
+    def histogram(
+        self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
+    ) -> Metric: ...
+    def drop(self, name: str) -> None:
+        """Remove a family. Its metrics must not be used any more."""
+
+
+class Level:
+    """A gauge or counter that is set to absolute values.
+
+    Only changes are sent, because each is a message to the server.
+    """
+
+    def __init__(self, metric: Metric) -> None:
+        self._metric = metric
+        self._value = 0.0
+
+    def set(self, value: float) -> None:
+        if value != self._value:
+            self._metric.set(value)
+            self._value = value
+
+    def raise_to(self, total: float) -> None:
+        """Increment a counter so that it has this total."""
+        if total > self._value:
+            self._metric.increment(total - self._value)
+            self._value = total
+
+
+class Levels:
+    """Gauges and counters of one object of statistics.
+
+    exports: metric of each attribute that is written.
+    """
+
+    def __init__(
+        self, registry: Registry, labels: Mapping[str, str], exports: Mapping[str, Export]
+    ) -> None:
+        self._gauges, self._counters = (
+            {
+                attribute: Level(create(export.name, export.help, labels))
+                for attribute, export in exports.items()
+                if export.kind == kind
+            }
+            for kind, create in (("gauge", registry.gauge), ("counter", registry.counter))
+        )
+
+    def write(self, stats: object) -> None:
+        for attribute, gauge in self._gauges.items():
+            gauge.set(getattr(stats, attribute))
+        for attribute, counter in self._counters.items():
+            counter.raise_to(getattr(stats, attribute))
+
+
+class Exporter(ABC):
+    """Exports the metrics of one model. `flush` may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._failing = False
+
+    def flush(self) -> None:
+        """Write the present values to the server; never raises."""
+        self._safely(self._write)
+
+    def _safely(self, write: Callable[[], None]) -> None:
+        """Call a function that writes metrics; log the first of several failures in a row."""
+        try:
+            with self._lock:
+                write()
+        except Exception:
+            if not self._failing:
+                log.exception("could not write metrics; retrying every second")
+            self._failing = True
+        else:
+            self._failing = False
+
+    @abstractmethod
+    def _write(self) -> None: ...
+
+
+class Refresher:
+    """Flushes an exporter once a second on its own thread, until it is closed."""
+
+    def __init__(self, exporter: Exporter) -> None:
+        self._exporter = exporter
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closed.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._closed.wait(REFRESH_SECONDS):
+            self._exporter.flush()
+
+
+class ErrorCounts:
+    """Number of errors that a process has sent, by code. Thread-safe.
+
+    An error may pass through several models on its way to the client (encoder → `lmm` →
+    `lmm_unary`). Only the model that raised it counts it. So the sum over all models is the number
+    of failed requests.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._counts: Counter[str] = Counter()
+
+    def add(self, error: VLoraError) -> None:
+        """Count `error`, unless another model has counted it."""
+        if not error.counted_elsewhere:
+            with self._lock:
+                self._counts[error.code] += 1
+
+    def __getitem__(self, code: str) -> int:
+        with self._lock:
+            return self._counts[code]
+
+
+class ErrorExporter(Exporter):
+    """Exports one counter per error code.
+
+    All counters exist from the start, because monitoring sees an error only as an increase of a
+    counter.
+    """
+
+    NAME = "vlora:request_errors_total"
+    HELP = "Requests ended by an error that this model raised, by the error's code."
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str], counts: ErrorCounts) -> None:
+        super().__init__()
+        self._counts = counts
+        self._counters = {
+            code: Level(registry.counter(self.NAME, self.HELP, {**labels, "code": code}))
+            for code in BY_CODE
+        }
+
+    def _write(self) -> None:
+        for code, counter in self._counters.items():
+            counter.raise_to(self._counts[code])
+
+
+class EngineExporter(Exporter):
+    """Exports the metrics of the engine.
+
+    The response thread sends the outputs of one or more engine steps in a round. Metrics are
+    written once a second, after each round, and before the last response of a request is sent. So
+    when a client has received its answer, the metrics already count it.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        labels: Mapping[str, str],
+        stats: Callable[[], EngineStats],
+        max_tokens: int,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """Create all metrics.
+
+        stats: returns the present statistics of the engine.
+        max_tokens: maximum number of tokens of a request. The buckets of the histograms of tokens
+            end there.
+        """
+        super().__init__()
+        self._stats = stats
+        self._clock = clock
+        self._observed: deque[tuple[Metric, float]] = deque(maxlen=MAX_OBSERVED)
+        self._written = -math.inf
+        self._stats_written = False
+        self._lora = _LoraInfo(registry)
+        self._levels = Levels(registry, labels, exported_stats())
+        blocks = Export("gauge", "nv_trt_llm_kv_cache_block_metrics", "KV cache blocks.")
+        self._blocks = [
+            Levels(registry, {**labels, "kv_cache_block_type": kind}, {attribute: blocks})
+            for kind, attribute in CACHE_BLOCKS.items()
+        ]
+        self._modes = {mode: _ModeLevels(registry, {**labels, "mode": mode.value}) for mode in Mode}
+
+        def histogram(name: str, text: str, buckets: Sequence[float]) -> Metric:
+            return registry.histogram(f"vllm:{name}", text, labels, buckets)
+
+        tokens = _one_two_five(max_tokens)
+        self._first_token = histogram(
+            "time_to_first_token_seconds",
+            "Seconds from acceptance of a request to its first token.",
+            SECONDS,
+        )
+        self._per_token = histogram(
+            "time_per_output_token_seconds", "Seconds between output tokens.", TOKEN_SECONDS
+        )
+        self._latency = histogram(
+            "e2e_request_latency_seconds",
+            "Seconds from acceptance of a request to its end.",
+            SECONDS,
+        )
+        self._prompt = histogram(
+            "request_prompt_tokens", "Prompt tokens of an answered request.", tokens
+        )
+        self._generation = histogram(
+            "request_generation_tokens", "Output tokens of an answered request.", tokens
+        )
+        self._n = histogram(
+            "request_params_n", "Requested number of answers; always 1.", (1, 2, 5, 10, 20)
+        )
+
+    def request(self) -> Callable[[Output], None]:
+        """Return a function to call with each output of one request, in order. It never raises."""
+        last: float | None = None
+
+        def observe(output: Output) -> None:
+            nonlocal last
+            total = output.timings.total
+            if output.token_ids:
+                if last is None:
+                    self._observe(self._first_token, output.timings.first_token)
+                else:
+                    self._observe(self._per_token, (total - last) / len(output.token_ids))
+                last = total
+            if output.finish_reason is not None:
+                self._observe(self._latency, total)
+                self._observe(self._prompt, output.num_input_tokens)
+                self._observe(self._generation, output.num_output_tokens)
+                self._observe(self._n, 1)
+            if output.finished:
+                self._safely(self._write_observed if self._stats_written else self._write_once)
+
+        return observe
+
+    def catch_up(self) -> None:
+        """Write metrics after a round of responses.
+
+        Observations are always written, so that they do not accumulate. Statistics are written only
+        if they were last written more than `CATCH_UP_SECONDS` ago, because each value is a message
+        to the server.
+        """
+        fresh = time.monotonic() < self._written + CATCH_UP_SECONDS
+        self._safely(self._write_observed if fresh else self._write)
+        self._stats_written = False
+
+    def _observe(self, metric: Metric, value: float) -> None:
+        self._observed.append((metric, value))
+
+    def _write(self) -> None:
+        stats = self._stats()
+        for levels in (self._levels, *self._blocks):
+            levels.write(stats)
+        for mode, of_mode in self._modes.items():
+            of_mode.write(mode, stats)
+        self._lora.update(stats, self._clock())
+        self._written = time.monotonic()
+        self._write_observed()
+
+    def _write_once(self) -> None:
+        # The first request that ends in a round writes the statistics. They include already all
+        # other requests that end in the same round.
+        self._write()
+        self._stats_written = True
+
+    def _write_observed(self) -> None:
+        while self._observed:
+            metric, value = self._observed.popleft()
+            metric.observe(value)
+
+
+class _ModeLevels:
+    """The metrics of one inference mode."""
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
+        self._now = Level(
+            registry.gauge(
+                "vlora:mode", "1 for the mode of the last step, 0 for the others.", labels
+            )
+        )
+        self._steps = Level(
+            registry.counter("vlora:mode_steps_total", "Forward passes by mode.", labels)
+        )
+        self._seconds = Level(
+            registry.counter(
+                "vlora:mode_seconds_total", "Seconds of forward passes by mode.", labels
+            )
+        )
+
+    def write(self, mode: Mode, stats: EngineStats) -> None:
+        self._now.set(stats.mode == mode)
+        self._steps.raise_to(stats.mode_steps.get(mode, 0))
+        self._seconds.raise_to(stats.mode_seconds.get(mode, 0.0))
+
+
+def _one_two_five(limit: int) -> list[float]:
+    """Return 1, 2, 5, 10, … up to `limit`."""
+    steps = (digit * 10**power for power in range(len(str(limit))) for digit in (1, 2, 5))
+    return [float(step) for step in steps if step <= limit]
+
+
+class _LoraInfo:
+    """The metric `vllm:lora_requests_info`, whose labels name the adapters of the present requests.
+
+    The value of a series is the time of its last update. Readers use the series with the latest
+    time. Every combination of adapters is a new label set, and the server removes label sets only
+    together with their family. So the family is replaced when it has MAX_LORA_SERIES series, or
+    more than MAX_LORA_TEXT characters in their labels.
+    """
+
+    NAME = "vllm:lora_requests_info"
+    HELP = "Adapters of running and waiting requests; the value is the time of the last update."
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._series: dict[tuple[str, ...], Metric] = {}
+        self._text = 0
+        """Number of characters in the labels of all series."""
+
+    def update(self, stats: EngineStats, now: float) -> None:
+        labels = {
+            "max_lora": str(stats.adapters_known),
+            "running_lora_adapters": _named(stats.running_adapters),
+            "waiting_lora_adapters": _named(stats.waiting_adapters),
+        }
+        key = tuple(labels.values())
+        if key not in self._series:
+            if len(self._series) >= MAX_LORA_SERIES or self._text > MAX_LORA_TEXT:
+                self._series.clear()
+                self._text = 0
+                self._registry.drop(self.NAME)
+            self._series[key] = self._registry.gauge(self.NAME, self.HELP, labels)
+            self._text += sum(map(len, key))
+        self._series[key].set(now)
+
+
+def _named(adapters: Mapping[str, int]) -> str:
+    """Return the adapters that have requests, separated by commas, without the base model."""
+    return ",".join(sorted(name for name, count in adapters.items() if name and count))
+
+
+class EncoderExporter(Exporter):
+    """Exports the metrics of the vision encoder and of its feature cache."""
+
+    def __init__(
+        self, registry: Registry, labels: Mapping[str, str], counters: Callable[[], EncoderCounters]
+    ) -> None:
+        super().__init__()
+        self._read = counters
+        self._levels = Levels(registry, labels, exports_of(EncoderCounters))
+
+    def _write(self) -> None:
+        self._levels.write(self._read())
+
+
+ENGINE_PROGRESS = exported_stats()["steps"]
+ENCODER_PROGRESS = exports_of(EncoderCounters)["images"]
+
+
+class ProgressExporter(Exporter):
+    """Exports one counter, by which `vlora probe` distinguishes a busy server from a hung one.
+
+    It is the only metric of a model if the option `disable_log_stats` turns the others off.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        labels: Mapping[str, str],
+        export: Export,
+        read: Callable[[], float],
+    ) -> None:
+        super().__init__()
+        self._read = read
+        self._counter = Level(registry.counter(export.name, export.help, labels))
+
+    def _write(self) -> None:
+        self._counter.raise_to(self._read())

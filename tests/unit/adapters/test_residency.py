@@ -1,0 +1,225 @@
+"""Tests of adapters between folders, host memory and pages: residency and eviction."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.adapter_store import (
+    ADAPTER_BYTES,
+    HIDDEN,
+    MATRIX,
+    BlockedReads,
+    Harness,
+    load_and_pack,
+    small_model,
+    write_adapter,
+)
+from tests.support.calls import calls_of
+from vlora.adapters import store
+from vlora.adapters.catalog import find_folders
+from vlora.adapters.files import load_adapter
+from vlora.adapters.store import AdapterStore
+from vlora.atmm import op
+from vlora.atmm.types import Segment
+
+
+def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
+    make_harness: Any,
+) -> None:
+    harness = make_harness(2)
+    for indices in ((0, 1), (2,), (3, 0), (1, 5)):
+        harness.request(*indices)
+        for index in indices:
+            handle = harness.handle(index)
+            assert handle.slot is not None
+            pair = load_adapter(handle.name, handle.folder, small_model()).pairs[MATRIX]
+            x = torch.randn(3, HIDDEN)
+            y = torch.zeros(3, HIDDEN)
+            op.apply(y, x, [Segment(0, 3, handle.slot)], harness.group)
+            torch.testing.assert_close(y, x @ pair.a.T @ pair.b.T, rtol=1e-4, atol=1e-4)
+    assert len(harness.group) <= 2, "slots are used again"
+
+
+def test_pinned_adapters_stay_and_the_least_recently_used_is_evicted(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0)
+    harness.request(1)
+    harness.request(2)
+    assert harness.resident() == {"a1", "a2"}
+    harness.handle(1).pin()
+    harness.request(0)
+    assert harness.resident() == {"a0", "a1"}
+    harness.handle(0).pin()
+    assert harness.request(3) is harness.handle(3), "the blocked adapter is returned"
+    harness.handle(1).unpin()
+    harness.request(3)
+    assert harness.resident() == {"a0", "a3"}
+
+
+def test_the_merged_adapter_is_not_evicted(make_harness: Any) -> None:
+    harness = make_harness(1)
+    harness.request(0)
+    harness.store.tiers.residents.protected_slot = harness.handle(0).slot
+    assert harness.request(1) is harness.handle(1)
+    harness.store.tiers.residents.protected_slot = -1
+    assert harness.request(1) is None
+    assert harness.resident() == {"a1"}
+
+
+def test_a_newer_request_does_not_evict_an_older_ones_adapter(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0, 1)
+    assert harness.request(0, 1, 2, 3) is harness.handle(2)
+    assert harness.resident() == {"a0", "a1"}
+    assert harness.request(4, 0, 1) is harness.handle(1), "the newest of three is evicted"
+    assert harness.resident() == {"a0", "a4"}
+
+
+def test_the_work_of_an_eviction_does_not_grow_with_the_number_of_residents(
+    tmp_path: Path,
+) -> None:
+    calls = []
+    for count in (30, 120):
+        for index in range(count):
+            write_adapter(tmp_path / str(count) / f"a{index}", index)
+        harness = Harness(small_model(), tmp_path / str(count), count, None)
+        for index in range(count):
+            harness.request(index)
+        assert len(harness.resident()) == count
+        calls.append(calls_of(lambda pool=harness.pool: pool.allocate(16)).total())
+        assert len(harness.resident()) == count - 16
+        harness.store.close()
+    assert calls[1] <= 1.1 * calls[0]
+
+
+def test_host_copies_stay_within_the_budget_unless_they_are_in_use(make_harness: Any) -> None:
+    harness = make_harness(2, 3 * ADAPTER_BYTES)
+    assert harness.store.tiers.host.used_bytes == 3 * ADAPTER_BYTES
+    harness.request(3, 4)
+    assert harness.resident() == {"a3", "a4"}
+    for index in (0, 1, 2, 5):
+        harness.request(index)
+        assert harness.store.tiers.host.used_bytes <= 3 * ADAPTER_BYTES
+    counted = harness.store.tiers.counters
+    assert counted.loads >= 3
+    assert counted.host_evictions >= counted.loads
+    held = harness.handle(5)
+    held.hold()
+    harness.request(0, 1)
+    harness.request(2, 3)
+    assert held.adapter is not None
+    held.release()
+
+
+def test_one_load_serves_all_waiting_requests(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(4, 0)
+    blocked = BlockedReads(monkeypatch)
+    for _ in range(5):
+        assert harness.store.advance([harness.handle(0)] * 3) is None, (
+            "no adapter found too few pages"
+        )
+    blocked.allow.set()
+    harness.request(0)
+    assert harness.resident() == {"a0"}
+    assert blocked.reads == ["a0"]
+
+
+def test_prefetch_stays_within_the_host_budget_and_loads_nothing_twice(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(1, 3 * ADAPTER_BYTES)  # The host tier holds a0 to a2.
+    harness.request(0)
+    blocked = BlockedReads(monkeypatch)
+    harness.handle(0).pin()
+    for _ in range(4):
+        harness.store.advance([harness.handle(i) for i in (3, 4, 5, 1)])
+    blocked.allow.set()
+    harness.store.finish()
+    assert blocked.reads == ["a3", "a4"], "a0 is in use"
+    harness.handle(0).unpin()
+    for index in (3, 4):
+        assert harness.request(index) is None
+    assert blocked.reads == ["a3", "a4"]
+
+
+def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(2, 2 * ADAPTER_BYTES)
+    blocked = BlockedReads(monkeypatch)
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
+    packed = threading.Event()
+    harness.store.workers.on_post = packed.set
+    harness.store.advance([harness.handle(5), harness.handle(0)])
+    assert packed.wait(10)
+    harness.store.apply()
+    assert harness.resident() == {"a0"}
+    blocked.allow.set()
+    harness.request(5)
+    assert harness.resident() == {"a0", "a5"}
+
+
+def test_a_waiting_adapter_takes_no_page_that_a_running_request_will_need(
+    make_harness: Any,
+) -> None:
+    harness = make_harness(3)
+    harness.request(0)
+    harness.pool.allocate(1)
+    assert harness.store.advance([harness.handle(0), harness.handle(1)], 1) is harness.handle(1)
+    assert harness.request(0, 1) is None, "no request is running any more"
+
+
+def test_a_small_adapter_is_packed_between_two_steps(make_harness: Any) -> None:
+    harness = make_harness(2)
+    harness.request(0, 1)
+    assert harness.store.advance([harness.handle(2), harness.handle(1)]) is None
+    assert harness.resident() == {"a1", "a2"}, "already, without the packer"
+    harness.store.check_integrity()
+
+
+def test_a_large_adapter_is_packed_by_the_packer_thread(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(1)
+    monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
+    packed: list[str] = []
+    put = harness.group.put
+
+    def record_and_put(slot: int, pairs: Any, *more: Any) -> None:
+        if any(pairs):
+            packed.append(threading.current_thread().name)
+        put(slot, pairs, *more)
+
+    monkeypatch.setattr(harness.group, "put", record_and_put)
+    assert harness.request(3) is None
+    assert harness.resident() == {"a3"}
+    assert [name.partition("_")[0] for name in packed] == ["adapter-packer"]
+
+
+def test_an_adapter_in_bf16_has_no_copy_besides_the_host_copy_and_the_packed_one(
+    root: Path,
+) -> None:
+    store = AdapterStore(small_model(), dtype=torch.bfloat16)
+    group = store.slots.group([MATRIX])
+    load_and_pack(store, find_folders(root, {}))
+    handle = store.handle("a0")
+    assert handle.adapter is not None
+    assert handle.slot is not None
+    kept, pair = group.pairs[0][handle.slot], handle.adapter.pairs[MATRIX]
+    assert kept is not None
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in pair]
+    rounded = [factor.bfloat16().float() for factor in pair]
+    x, segments = torch.randn(3, HIDDEN), [Segment(0, 3, handle.slot)]
+    reference, compiled = torch.zeros(2, 3, HIDDEN)
+    op.apply(reference, x, segments, group, backend="reference")
+    torch.testing.assert_close(reference, x @ rounded[0].T @ rounded[1].T)
+    op.apply(compiled, x, segments, group)
+    torch.testing.assert_close(compiled, reference, rtol=0.02, atol=0.1)
+    store.close()
