@@ -184,8 +184,6 @@ class Benchmark(ABC):
     ] = None
     rows: list[Row] = field(init=False, default_factory=list)
     """All rows so far. The frame appends those that `measure` yields."""
-    status: Callable[[str], None] = field(init=False, default=lambda text: None)
-    """Function that shows what is being measured."""
     rooflines: dict[int, Any] = field(init=False, default_factory=dict)
 
     def prepare(self) -> None:
@@ -193,6 +191,9 @@ class Benchmark(ABC):
         self.grid = self.grid or GRIDS / f"{self.name.replace('-', '_')}.json"
         self.values: dict[str, Any] = json.loads(self.grid.read_text())
         self.values |= self.values.get("quick", {}) if self.quick else {}
+
+    def status(self, text: str) -> None:  # noqa: B027
+        """Show what is being measured. The frame replaces this method."""
 
     @abstractmethod
     def cells(self) -> Sequence[Any]:
@@ -409,7 +410,7 @@ def _measure_cells(benchmark: Benchmark, machine: Row, console: Console) -> bool
             if not console.is_terminal:
                 console.print(f"{time.monotonic() - started:5.0f} s  {text}")
 
-        benchmark.status = show_status
+        benchmark.status = show_status  # type: ignore[method-assign]
         try:
             cells = benchmark.cells()
             progress.update(task, total=len(cells))

@@ -416,25 +416,15 @@ def _delora_figures(
     overhead = timings["hot 0"].median / _call_count(0)
     hot = {n: max(0.0, timings[f"hot {n}"].median / _call_count(n) - overhead) for n in lengths}
 
-    narrow_elements = _elements(narrow, slot)
+    per_element = {n: seconds / _elements(narrow, slot) for n, seconds in hot.items()}
 
-    def predict(segments: Segments) -> float:
-        """Return the sum over the segments of the times of multiplying and of moving.
+    def moving(cold: int, warm: int) -> float:
+        return roofline.seconds(0, ((cold, True), (warm, False)), "fp32", rates.read, rates.peak)
 
-        An adapter's matrices come from memory; rows of x and y move within the caches. The times
-        are added, since a core that waits for a panel multiplies nothing meanwhile (decision 40).
-        """
-        total = overhead * len(groups)
-        for group in groups:
-            for one in segments:
-                elements = _elements(group, one.slot)
-                row_bytes = one.length * (group.d_in + 2 * group.width) * 4
-                moved = ((elements * group.dtype.itemsize, True), (row_bytes, False))
-                total += hot[one.length] * elements / narrow_elements
-                total += roofline.seconds(0, moved, "fp32", rates.read, rates.peak)
-        return total
-
-    predicted = {name: predict(segments) for name, segments in modes.items()}
+    predicted = {
+        name: overhead * len(groups) + _predict(segments, groups, per_element, moving)
+        for name, segments in modes.items()
+    }
     timed = {name: timings[name] for name in modes}
     samples = zip(timed[MIXTURE].samples, timed[UNMERGED].samples, strict=True)
     return {
@@ -444,6 +434,30 @@ def _delora_figures(
         "ratio": round(median(mixture / unmerged for mixture, unmerged in samples), 3),
         "predicted_ratio": round(predicted[MIXTURE] / predicted[UNMERGED], 3),
     }
+
+
+def _predict(
+    segments: Segments,
+    groups: Sequence[LoraGroup],
+    per_element: Mapping[int, float],
+    moving: Callable[[int, int], float],
+) -> float:
+    """Return the sum over groups and segments of the seconds of multiplying and of moving.
+
+    An adapter's matrices come from memory; rows of x and y move within the caches. The times are
+    added, since a core that waits for a panel multiplies nothing meanwhile (decision 40).
+
+    per_element: seconds of multiplying per element of an adapter, by number of rows.
+    moving: function of (bytes from memory, bytes in the caches) that returns seconds.
+    """
+    total = 0.0
+    for group in groups:
+        for one in segments:
+            elements = _elements(group, one.slot)
+            row_bytes = one.length * (group.d_in + 2 * group.width) * 4
+            total += elements * per_element[one.length]
+            total += moving(elements * group.dtype.itemsize, row_bytes)
+    return total
 
 
 def _elements(group: LoraGroup, slot: int) -> int:
