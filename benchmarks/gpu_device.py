@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from vlora.atmm.search.gpu_timing import GpuLimits, measure_limits
+from benchmarks.gpu_timing import GpuLimits, measure_limits
 
 SIDE, COPY_BYTES = 8192, 2 << 30
 """Side of the products and size of the copy with which the device's rates are measured."""

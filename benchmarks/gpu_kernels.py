@@ -26,13 +26,14 @@ import torch
 from benchmarks.dtypes import DTYPES
 from benchmarks.gpu_device import device_limits, write_json
 from benchmarks.gpu_peers import PEERS
+from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import KernelCell, load_grid
 from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
 from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
 from vlora.atmm.cuda.operator import Operator, current, table_path
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.search.gpu_timing import Call as Pass
-from vlora.atmm.search.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
+from vlora.atmm.search.gpu_timing import GpuTiming, GpuWork, interleaved
 from vlora.atmm.types import LoraPair
 
 GRID = Path(__file__).parent / "grids" / "kernels.json"

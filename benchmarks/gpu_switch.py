@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from benchmarks.gpu_device import device_limits, write_json
+from benchmarks.gpu_timing import GpuLimits, discard
 from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
-from vlora.atmm.search.gpu_timing import GpuLimits, GpuWork, discard, interleaved
+from vlora.atmm.search.gpu_timing import GpuWork, interleaved
 from vlora.atmm.types import LoraPair, MergeUpdate
 
 ROUNDS = 5

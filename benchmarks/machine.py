@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 
+from benchmarks import gpu_timing
 from benchmarks.dtypes import DTYPES
 from benchmarks.roofline import Roofline
 from vlora import backends, native
 from vlora.atmm.cpu import Cpu
-from vlora.atmm.search import gpu_timing
 from vlora.atmm.search.timing import Timing
 from vlora.device import host_memory
 

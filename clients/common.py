@@ -29,7 +29,6 @@ NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
 """Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 NO_PROXY = "no_grpc_proxy"
 """Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`."""
-TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
 
 
 class ClientError(Exception):
@@ -68,8 +67,9 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--task",
-        choices=TASKS,
-        help="prompt template (default: the adapter's own task if it has just one, else vqa)",
+        metavar="NAME",
+        help="kind of answer, such as vqa or detect; the server names all of them if it does not"
+        " know this one (default: the adapter's own task if it has just one, else vqa)",
     )
 
 

@@ -56,9 +56,7 @@ def configuration(layers: int) -> LlavaConfig:
 
 
 def write_checkpoint(folder: Path, config: LlavaConfig, report: Callable[[str], None]) -> None:
-    """Write a checkpoint of bfloat16 weights with the demo's tokenizer into a folder.
-
-    Shards are written one after another, so that only one is in memory.
+    """Write a checkpoint of bfloat16 weights with the demo's tokenizer, one shard at a time.
 
     report: called with a line after each shard.
     """

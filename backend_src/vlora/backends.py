@@ -17,34 +17,27 @@ from vlora.atmm import tiles
 log = logging.getLogger(__name__)
 
 Component = Literal["atmm", "kernels"]
+# Name of an implementation: "cpu" is the compiled kernels, "cuda" the CUDA library of the LoRA
+# operator, "gpu" the GPU kernels of a step, and "reference" plain torch.
 Backend = Literal["cpu", "cuda", "gpu", "reference"]
-"""Name of an implementation: "cpu" is the compiled kernels, "cuda" the CUDA library of the LoRA
-operator, "gpu" the GPU kernels of a step, and "reference" plain torch.
-"""
-
+# Environment variables that set a component's backend to "cpu" or "reference". They are for tests,
+# and for machines on which the compiled code is suspected of faults.
 VARIABLES: dict[Component, str] = {"atmm": "VLORA_ATMM", "kernels": "VLORA_KERNELS"}
-"""Environment variables that set a component's backend to "cpu" or "reference". They are for tests,
-and for machines on which the compiled code is suspected of faults.
-"""
-
+# Names of the components in the log.
 LABELS: dict[Component, str] = {"atmm": "ATMM", "kernels": "kernels"}
-"""Names of the components in the log."""
-
 _chosen: dict[tuple[Component, str], Backend] = {}
 
 
 def backend_of(
     component: Component, device: str = "cpu", start_cuda: Callable[[], object] | None = None
 ) -> Backend:
-    """Return the backend of `component` for tensors on `device`.
+    """Return the backend of `component` for tensors on a torch device type.
 
-    On the CPU, the backend is "cpu" if the kernels were compiled. On a GPU, it is "gpu" for the
-    kernels of a step, and "cuda" for the LoRA operator if its library can be used. In all other
-    cases, the backend is "reference", and a warning is logged once. If the environment variable of
-    the component is set, its value is the backend instead, except for the kernels of a step on a
-    GPU, which are always "gpu". On a GPU, it must not be "cpu".
+    The backend is "cpu" if the kernels were compiled; on a GPU, "gpu" for the kernels of a step,
+    and "cuda" for the LoRA operator if its library can be used; else "reference", with a warning.
+    The environment variable of the component may set "cpu" (not on a GPU) or "reference", except
+    for the kernels of a step on a GPU.
 
-    device: a torch device type.
     start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
         reason, if the library cannot be used.
 
@@ -59,10 +52,9 @@ def backend_of(
 
 @contextmanager
 def override(component: Component, backend: Backend | None) -> Iterator[None]:
-    """Use `backend` for `component` on the CPU within the context. It is meant for tests.
+    """Use `backend` for `component` on the CPU within the context, in tests.
 
-    If `backend` is None, the first use within the context chooses the backend again. After the
-    context, the previous choice is valid again.
+    If `backend` is None, the first use within the context chooses the backend again.
     """
     key = (component, "cpu")
     before = _chosen.pop(key, None)
@@ -107,9 +99,6 @@ def _choose(component: Component, device: str, start_cuda: Callable[[], object] 
 
 
 def _start_cpu(component: Component, core: Any) -> None:
-    """Log the instruction sets of the compiled kernels, and load the LoRA operator's
-    tile tables.
-    """
     if component == "kernels":
         log.info("kernels: compiled for the CPU, instruction set %s", core.runtime.isa())
         return
@@ -123,10 +112,6 @@ def _start_cpu(component: Component, core: Any) -> None:
 
 
 def _peaks(runtime: Any, dtype: str) -> str:
-    """Return a text with the instruction set in use and the peak speed of each available
-    instruction set.
-
-    Its form is "avx2 (GFLOP/s per core: avx2 103, …)".
-    """
+    """Return the instruction set and the speeds: "avx2 (GFLOP/s per core: avx2 103, …)"."""
     peaks = (f"{isa} {runtime.core_peak(isa, dtype) / 1e9:.0f}" for isa in runtime.isas(dtype))
     return f"{runtime.isa(dtype)} (GFLOP/s per core: {', '.join(peaks)})"

@@ -1,7 +1,7 @@
 """The cores that this process may use, and how the engine and the vision encoder share them.
 
-The affinity mask and a container's CPU quota limit the cores. `usable_cores` and `split_cores`
-compute the numbers of threads and are pure. The other functions read the limits from the kernel.
+`usable_cores` and `split_cores` are pure. The other functions read the affinity mask and the CPU
+quota of a container from the kernel.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
@@ -17,9 +17,8 @@ from vlora.config import AUTO, IntOrAuto, Options
 
 log = logging.getLogger(__name__)
 
+# Number of cores per thread of the encoder, which has less than a quarter of the work.
 CORES_PER_ENCODER_THREAD = 4
-"""Number of cores per thread of the encoder, which has less than a quarter of the work."""
-
 CGROUPS = Path("/sys/fs/cgroup")
 PROCESS = Path("/proc/self/cgroup")
 
@@ -32,13 +31,10 @@ class Split(NamedTuple):
 
 
 def usable_cores(affinity: int, quota: float | None) -> int:
-    """Return the number of threads to use.
+    """Return the number of threads to use, given the cores of the affinity mask and of the quota.
 
-    affinity: number of cores in the affinity mask.
-    quota: number of cores that a container's quota allows, or None.
-
-    The quota is rounded to the nearest whole number, at least 1. With more threads than that, the
-    process would use up its quota before the end of a period, and then stop until the next one.
+    The quota is rounded to the nearest whole number, at least 1. With more threads, the process
+    would use up its quota before the end of a period, and then stop.
     """
     if quota is None:
         return max(1, affinity)
@@ -50,16 +46,12 @@ def split_cores(
 ) -> Split:
     """Return the number of threads of engine and encoder on `cores` cores.
 
-    engine, encoder: "auto", or a number of threads from the options, which is returned unchanged.
+    engine, encoder: "auto", or a number of threads, which is returned unchanged.
     by_quota: whether a quota limits `cores`.
 
-    With "auto", the encoder gets one thread per CORES_PER_ENCODER_THREAD cores, at least one. The
-    engine gets as many threads as there are cores. Its threads take work in small pieces, so a core
-    that the encoder uses costs the engine only that core's share of the speed (decision 33).
-
-    With a quota, the engine gets one thread for each core that the encoder leaves, at least one.
-    With more threads, the two processes would use up the quota before the end of its period, and
-    then stop until the next period.
+    The encoder gets one thread per CORES_PER_ENCODER_THREAD cores. The engine gets one for each
+    core, because its threads take work in small pieces (decision 33); with a quota, one for each
+    core that the encoder leaves, or the two would use up the quota early and stop.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -83,16 +75,12 @@ def split_threads(options: Options) -> Split:
 
 
 def cpu_quota(process: Path = PROCESS, root: Path = CGROUPS) -> float | None:
-    """Return the smallest CPU quota of this process's control groups, in cores; None without a
-    quota.
-    """
+    """Return the smallest CPU quota of this process's control groups, in cores, if there is one."""
     return tightest_limit(_version_2, "cpu", _version_1, process, root)
 
 
+# Function that reads a limit from the folder of a control group; None if the group has no limit.
 Reader = Callable[[Path], float | None]
-"""Function that reads a limit from the folder of a control group; None if the group has
-no limit.
-"""
 
 
 def tightest_limit(
@@ -104,8 +92,7 @@ def tightest_limit(
 ) -> float | None:
     """Return the smallest limit that this process's control groups set; None if they set none.
 
-    version_2, version_1: functions that read the limit of a group, one for each version of control
-        groups.
+    version_2, version_1: read the limit of a group of each version.
     controller: name of the controller in version 1.
     """
     try:
@@ -127,25 +114,17 @@ def tightest_limit(
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
     """Yield the limits of a control group and of all groups that contain it.
 
-    In a container, `path` may be a path of the host, which does not exist in the container. `root`
-    is then the container's own group.
+    In a container, `path` may not exist. `root` is then the container's own group.
     """
-    for folder in _with_parents(path):
+    relative = PurePosixPath(path.lstrip("/") or ".")
+    for folder in (relative, *relative.parents):
         limit = read(root / folder)
         if limit is not None and limit > 0:
             yield limit
 
 
-def _with_parents(path: str) -> Iterable[str]:
-    relative = PurePosixPath(path.lstrip("/") or ".")
-    return [str(folder) for folder in (relative, *relative.parents)]
-
-
 def _version_2(folder: Path) -> float | None:
-    """Return the CPU quota of a control group of version 2, in cores; None without a quota.
-
-    The file `cpu.max` contains "quota period" or "max period", in µs.
-    """
+    """Return the quota in `cpu.max`, "quota period" or "max period" in µs, as cores."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -154,11 +133,7 @@ def _version_2(folder: Path) -> float | None:
 
 
 def _version_1(folder: Path) -> float | None:
-    """Return the CPU quota of a control group of version 1, in cores; None without a quota.
-
-    The quota is `cpu.cfs_quota_us` / `cpu.cfs_period_us`. Without a quota, the first file contains
-    -1.
-    """
+    """Return `cpu.cfs_quota_us` / `cpu.cfs_period_us`, where -1 stands for no quota."""
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

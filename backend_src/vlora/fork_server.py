@@ -1,8 +1,5 @@
 """A fork server: a process that has done the slow imports and forks others within milliseconds.
 
-`ForkServer` starts a fork server and asks it for processes. `serve` is the main loop of the fork
-server itself. Each forked process has its own socket to the process that uses it.
-
 **Invariant:** the fork server ends when the process that started it has ended, and the forked
 processes end with the fork server, whatever they are doing. Ctrl-C in a terminal ends none of them.
 """
@@ -24,30 +21,20 @@ from contextlib import suppress
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-
 FORK, STOP = b"F", b"K"
+# Command to the fork server: kind (FORK or STOP), and id of the process to stop. The socket of the
+# new process is sent along with FORK.
 COMMAND = struct.Struct("<ci")
-"""Command to the fork server: kind (FORK or STOP), and id of the process to stop. The socket of the
-new process is sent along with FORK.
-"""
-
+# Answer of the fork server: an exit code as in `subprocess`, or the id of the new process, or
+# NO_PROCESS if the system refuses to fork.
 ANSWER = struct.Struct("<i")
-"""Answer of the fork server: an exit code as in `subprocess`, or the id of the new process, or
-NO_PROCESS if the system refuses to fork.
-"""
-
 NO_PROCESS = 0
-
+# Maximum time of an answer, including the start of the fork server. Ordinary answers take
+# milliseconds, and a start takes a second.
 ANSWER_SECONDS = 60.0
-"""Maximum time of an answer, including the start of the fork server. Ordinary answers take
-milliseconds, and a start takes a second.
-"""
-
-OUT_OF_MEMORY = 3
-"""Exit code of a forked process that exceeds its limit of memory."""
-
+OUT_OF_MEMORY = 3  # Exit code of a forked process that exceeds its limit of memory.
+# Exit code of a forked process that exceeds its limit of processor time.
 OUT_OF_TIME = -signal.SIGPROF
-"""Exit code of a forked process that exceeds its limit of processor time."""
 
 
 class ForkServer:
@@ -63,7 +50,7 @@ class ForkServer:
         """Start the fork server, without waiting until it is ready.
 
         module: module that the fork server runs; it must call `serve`.
-        settings: environment variables that are added to those of this process.
+        settings: additional environment variables.
         data: bytes that `given_data` returns in the fork server.
         kind: kind of the forked processes' sockets.
         """
@@ -78,7 +65,7 @@ class ForkServer:
         self._start()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Fork a process, and return its process id and the caller's end of its socket.
+        """Fork a process. Return its id and the caller's end of its socket.
 
         Raises ConnectionError if this object is closed, or no process can be started at present.
         """
@@ -91,10 +78,7 @@ class ForkServer:
             raise
 
     def stop(self, process: int) -> int | None:
-        """End a process. Return its exit code as in `subprocess`; None if the code is unknown.
-
-        If the process had ended before, the result is the exit code with which it ended.
-        """
+        """End a process. Return the exit code with which it ended, if known, as in `subprocess`."""
         try:
             with self._lock:
                 return self._ask(STOP, process, [])
@@ -113,9 +97,7 @@ class ForkServer:
                 self._end()
 
     def _fork(self, theirs: socket.socket) -> int:
-        """Fork a process. If the fork server has ended, start it again. The caller holds the lock,
-        so that no other thread replaces the new fork server.
-        """
+        """Fork a process, by a new fork server if this one has ended. The caller holds the lock."""
         files = [theirs.fileno()]
         try:
             process = self._ask(FORK, 0, files)
@@ -132,9 +114,7 @@ class ForkServer:
         return process
 
     def _ask(self, kind: bytes, process: int, files: list[int]) -> int:
-        """Return the answer to a command. If there is none, end the fork server and raise
-        ConnectionError. The caller holds the lock.
-        """
+        """Return the answer to a command, or end the fork server and raise ConnectionError."""
         if self._closed:
             raise ConnectionError("the fork server is closed")
         command = COMMAND.pack(kind, process)
@@ -182,7 +162,7 @@ def given_data() -> bytes:
 def serve(run: Callable[[socket.socket], object]) -> None:
     """Fork or stop a process for each command, until the other side closes the socket.
 
-    run: called in each forked process with its socket. The process ends when `run` returns.
+    run: called in each forked process with its socket.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with suppress(OSError):
@@ -222,8 +202,7 @@ def serve(run: Callable[[socket.socket], object]) -> None:
 def _stop(process: int, children: set[int]) -> int:
     """End a child process, and return its exit code.
 
-    Any other process belonged to an earlier fork server and was killed with it. Its id may be that
-    of a stranger by now.
+    Any other id belonged to a child of an earlier fork server, and may be that of a stranger now.
     """
     if process not in children:
         return -signal.SIGKILL
@@ -259,10 +238,7 @@ def send(connection: socket.socket, data: bytes) -> None:
 
 
 def receive_with_file(connection: socket.socket, count: int) -> tuple[bytes, list[int]]:
-    """Return the next `count` bytes and the file descriptors sent with them, at most one.
-
-    Raises EOFError if the other side has closed.
-    """
+    """Return `count` bytes and at most one file descriptor. Raises EOFError at the end."""
     data, files, _, _ = socket.recv_fds(connection, count, 1)
     if not data:
         raise EOFError

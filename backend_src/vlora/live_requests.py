@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 from typing import Any
@@ -81,6 +81,7 @@ class RequestTable:
 
     changed: lock of the table and of the states in it. It is notified when the table becomes empty.
     max_bytes: maximum number of bytes that all requests may hold.
+    bytes: number of bytes that they hold.
     superseded: number of requests that were ended because a newer one superseded them.
     expired: number of requests that were ended because their deadline passed.
     """
@@ -89,11 +90,13 @@ class RequestTable:
         self, max_bytes: float = math.inf, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.changed = threading.Condition()
+        self.bytes = 0
         self.superseded = 0
         self.expired = 0
         self._max_bytes = max_bytes
         self._clock = clock
         self._requests: dict[str, LiveRequest] = {}
+        self._by_client_id: defaultdict[str, set[LiveRequest]] = defaultdict(set)
         self._early_cancels = EarlyCancels(clock)
 
     def __len__(self) -> int:
@@ -106,18 +109,15 @@ class RequestTable:
     def get(self, request_id: str) -> LiveRequest | None:
         return self._requests.get(request_id)
 
-    def count(self, first: State, last: State) -> int:
-        """Return the number of requests in the states from `first` to `last`."""
-        return sum(first <= request.state <= last for request in self)
-
     @property
-    def bytes(self) -> int:
-        """Bytes that all requests hold."""
-        return sum(request.size for request in self)
+    def waiting(self) -> int:
+        """Number of requests that wait."""
+        return sum(request.state is State.WAITING for request in self)
 
     def add(self, request: LiveRequest) -> None:
         with self.changed:
             self._requests[request.id] = request
+            self._by_client_id[request.client_id].add(request)
 
     def admit(self, request: LiveRequest) -> None:
         """Add a request whose ids must be unique and which must not be cancelled already.
@@ -129,7 +129,7 @@ class RequestTable:
             if request.id in self._requests:
                 raise InvalidArgument(f"the id '{request.id}' is in use by another request")
             if request.has_own_id:
-                if self._of_client(request.client_id):
+                if self._by_client_id.get(request.client_id):
                     raise InvalidArgument(
                         f"the id '{request.client_id}' is in use by another request"
                     )
@@ -144,8 +144,13 @@ class RequestTable:
             if self._requests.get(request.id) is not request:
                 return
             del self._requests[request.id]
-            if request.has_own_id and not self._of_client(request.client_id):
-                self._early_cancels.ended(request.client_id)
+            self.bytes -= request.size
+            same_client = self._by_client_id[request.client_id]
+            same_client.remove(request)
+            if not same_client:
+                del self._by_client_id[request.client_id]
+                if request.has_own_id:
+                    self._early_cancels.ended(request.client_id)
             if not self._requests:
                 self.changed.notify_all()
 
@@ -167,6 +172,7 @@ class RequestTable:
                     f"the requests in flight hold {others} bytes of images and features, and this"
                     f" one has {size}; the limit is {self._max_bytes} ('max_in_flight_bytes')"
                 )
+            self.bytes = others + size
             request.size = size
 
     # -- waiting -----------------------------------------------------------------------------
@@ -183,7 +189,7 @@ class RequestTable:
                 raise request.cancelled
             older = [
                 one
-                for one in self
+                for one in (self if freshness.supersede else ())
                 if one.state is State.WAITING and one.freshness.is_superseded_by(freshness)
             ]
             request.freshness, request.pinned = freshness, pinned
@@ -245,7 +251,7 @@ class RequestTable:
     def cancel_client(self, client_id: str, reason: VLoraError) -> None:
         """Cancel the requests with a client's id, unless it is too short to be unique."""
         if len(client_id) >= MIN_STOPPABLE_ID:
-            for request in self._of_client(client_id):
+            for request in list(self._by_client_id.get(client_id, ())):
                 self.cancel(request, reason)
 
     def requests_to_cancel(self, client_id: str) -> list[LiveRequest]:
@@ -255,13 +261,10 @@ class RequestTable:
         request that is admitted with this id meanwhile is cancelled.
         """
         with self.changed:
-            found = self._of_client(client_id)
+            found = list(self._by_client_id.get(client_id, ()))
             if not found:
                 self._early_cancels.add(client_id)
             return found
-
-    def _of_client(self, client_id: str) -> list[LiveRequest]:
-        return [request for request in self if request.client_id == client_id]
 
 
 class EarlyCancels:

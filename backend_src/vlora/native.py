@@ -1,9 +1,4 @@
-"""Access to the compiled kernels, the module `vlora._kernels`, which has a submodule per folder in
-csrc/.
-
-The submodule `runtime` contains what the other submodules share: instruction sets, threads and
-microbenchmarks.
-"""
+"""Access to the compiled kernels: `vlora._kernels`, with a submodule per folder in csrc/."""
 
 from __future__ import annotations
 
@@ -24,10 +19,9 @@ def kernels() -> Any:
 
 
 def spoil_recording() -> None:
-    """Mark the recording that this thread makes, if any, as one that must not be repeated.
+    """Mark this thread's recording, if any, as one that must not be repeated.
 
-    A function must call this before it passes kernels the address of memory that is freed after the
-    step.
+    Call this before kernels get the address of memory that is freed after the step.
     """
     if kernels.cache_info().currsize:
         kernels().steps.spoil_recording()

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 
 from benchmarks.dtypes import DTYPES
+from benchmarks.gpu_timing import discard
 from benchmarks.machine import ConcurrentRates, without_rates
 from benchmarks.roofline import Roofline
 from benchmarks.timing import interleaved, rounded_mean
 from vlora.atmm import op
-from vlora.atmm.search.gpu_timing import discard
 from vlora.atmm.search.timing import Timing
 from vlora.atmm.types import CopiedPart, LoraPair, Merges, MergeUpdate
 from vlora.device import host_memory

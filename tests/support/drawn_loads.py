@@ -17,7 +17,7 @@ import torch
 
 from vlora.adapters.catalog import stamp_of
 from vlora.config import Options
-from vlora.device.uploads import UploadedPart
+from vlora.device.device import UploadedPart
 from vlora.engine import memory
 from vlora.engine.engine import Engine
 from vlora.engine.plan import StepPlan

@@ -18,8 +18,7 @@ import torch
 from tests.support.device_tensors import DEVICE, OnDevice, separate_devices, unseparated
 from tests.support.recorded_work import POISON, Record
 from vlora import backends
-from vlora.device.device import Device, Graph, Load, PageLayout, Readback
-from vlora.device.uploads import packed_bytes, upload
+from vlora.device.device import Device, Graph, Load, PageLayout, Readback, packed_bytes, upload
 
 GRAPH_BYTES = 1000
 """Memory that a graph of the fake device claims to take."""

@@ -86,7 +86,7 @@ class FakeEngine:
     @property
     def admitted(self) -> int:
         """Number of requests that were admitted and not submitted."""
-        return self.table.count(State.READING, State.TAKEN)
+        return sum(entry.state <= State.TAKEN for entry in self.table)
 
     def admit(self, entry: LiveRequest) -> None:
         """Admit a request. Raise Unavailable if the queue is full."""

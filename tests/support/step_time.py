@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 
 from vlora.config import POLICIES, Options
-from vlora.device.uploads import UploadedPart
+from vlora.device.device import UploadedPart
 from vlora.engine.engine import Engine
 from vlora.model.chunk import Chunk
 from vlora.model.runner import StepResult

@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from benchmarks import gpu_kernels, gpu_switch
+from benchmarks.gpu_timing import GpuLimits
 from benchmarks.kernels.cells import KernelCell
 from tests.support.atmm_problems import emulation
 from tools.gpu.__main__ import environment
 from vlora.atmm.cuda.choice import KernelChoice
 from vlora.atmm.cuda.operator import Operator
-from vlora.atmm.search.gpu_timing import GpuLimits
 
 LIMITS = GpuLimits(1e9, 1e11, 1e10)
 

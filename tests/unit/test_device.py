@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.config import Options, load_options
 from vlora.device.cuda import CudaDevice
-from vlora.device.device import HOST
-from vlora.device.uploads import ALIGNMENT, upload
+from vlora.device.device import ALIGNMENT, HOST, upload
 from vlora.engine.capacity import merge_factor_bytes
 from vlora.engine.engine import Engine
 from vlora.engine.parts import engine_device

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vlora.errors import InvalidArgument
+from vlora.vision.prompts import TASKS
 from vlora.vision.results import TextBox, build_result, parse_boxes, result_schema
 
 DETAILS = {"task": "detect", "adapter": None, "timings": {"queued": 0.0, "total": 0.25}}
@@ -39,6 +40,17 @@ def result_of(text="", details=DETAILS, pictures=ONE_IMAGE, **options):
 
 def test_the_schema_is_valid():
     jsonschema.Draft202012Validator.check_schema(result_schema())
+
+
+@pytest.mark.parametrize("task", [*TASKS])
+def test_the_result_of_each_task_follows_the_schema(task):
+    assert "chat" in TASKS
+    assert result_of("two birds", DETAILS | {"task": task})["task"] == task
+
+
+def test_the_schema_refuses_an_unknown_task():
+    with pytest.raises(jsonschema.ValidationError, match="'dance' is not one of"):
+        result_of(details=DETAILS | {"task": "dance"})
 
 
 def test_the_example_of_the_paper_is_parsed():

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 
 from vlora.atmm import tiles
-from vlora.atmm.search import table
-from vlora.atmm.search.models import sides_of
+from vlora.atmm.cpu import Cpu
 from vlora.atmm.search.search import (
     ROW_STEP,
     Profile,
     Shape,
     Space,
+    State,
     choose,
     duel,
     filled,
     profile,
     search,
+    sides_of,
     wins,
 )
-from vlora.atmm.search.state import State
 
 
 def rows_bucket(shape: Shape) -> str:
@@ -189,8 +189,8 @@ def state(folder: Path) -> State:
 
 
 def test_a_table_is_written_atomically_and_names_its_device(tmp_path: Path) -> None:
-    device = table.Cpu("AuthenticAMD", 26, 2, 48, 1024, 32768)
-    path = table.path_for(device, "avx512", "fp32", tmp_path)
+    device = Cpu("AuthenticAMD", 26, 2, 48, 1024, 32768)
+    path = tiles.table_path(device, "avx512", "fp32", tmp_path)
     assert path.name == "amd-f26-m2-48-1024-32768-avx512-fp32.json"
     shape = Shape("apply", 64, 32, 16, 4, 8)
     key = f"{(32 << 96) + (64 << 64) + (1 << 40) + (2 << 32) + (4 << 24) + (3 << 16):032x}"
@@ -198,7 +198,7 @@ def test_a_table_is_written_atomically_and_names_its_device(tmp_path: Path) -> N
         {"key": key, "shape": vars(shape), "config": "small", "hot_us": 1.5, "cold_us": 2.0},
         {"key": "0" * 32, "config": "large"},
     ]
-    table.write(path, device, "avx512", "fp32", found, threads=1)
+    tiles.write_table(path, device, "avx512", "fp32", found, threads=1)
     written = json.loads(path.read_text())
     assert written["version"] == 2
     assert written["entries"] == {key: ["small", 1.5, 2.0], "0" * 32: ["large", None, None]}
@@ -232,7 +232,7 @@ def test_the_device_is_read_from_linux(tmp_path: Path) -> None:
         folder.mkdir(parents=True)
         for name, value in (("level", level), ("type", kind), ("size", size)):
             (folder / name).write_text(f"{value}\n")
-    assert table.Cpu.here(tmp_path) == table.Cpu("GenuineIntel", 6, 85, 32, 1024, 0)
+    assert Cpu.here(tmp_path) == Cpu("GenuineIntel", 6, 85, 32, 1024, 0)
 
 
 def test_sides_of_a_checkpoint_combine_targets_that_share_an_input(tmp_path: Path) -> None:

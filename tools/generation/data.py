@@ -43,10 +43,9 @@ Rng = np.random.Generator
 class Source:
     """One item: how its pictures are exported, and its part of the specification.
 
-    export: function that writes pictures into a folder, up to a given number.
-    examples: maximum number of pictures.
+    export: function that writes at most a number of pictures into a folder.
     needs: name of the required package, as users install it.
-    modules: modules of the required package that the teacher imports.
+    modules: modules of this package that the teacher imports.
     real: whether the pictures are real data.
     conversations: whether the pictures come with LLaVA conversations.
     """
@@ -130,10 +129,7 @@ def _signs(folder: Path, count: int) -> None:
 
 
 def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, str]]) -> None:
-    """Write pictures and their LLaVA conversations.
-
-    records: name, PNG files of the picture or the frames, question and answer.
-    """
+    """Write LLaVA conversations: name, PNG files of picture or frames, question and answer."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for name, contents, question, answer in records:

@@ -1,11 +1,10 @@
 """Compile ATMM for CUDA: generate one source per tile instance, run nvcc, and link a library.
 
 `python -m tools.tile_search.cuda_build [--limit N]` (`make cuda`) needs nvcc and the CUTLASS
-headers (PyPI `nvidia-cutlass`, downloaded into the build directory), but no GPU. On a CPU, vlora
-does not need the library. The file RESOURCES next to the library holds the registers and shared
-memory of each kernel as reported by ptxas. With `--emulate` a C++ compiler builds the emulation
-instead: the same kernels on the host (csrc/atmm/cuda/host). The script uses only the standard
-library.
+headers (PyPI `nvidia-cutlass`, downloaded into the build directory), but no GPU. RESOURCES next to
+the library holds the registers and shared memory of each kernel as reported by ptxas. With
+`--emulate` a C++ compiler builds the same kernels for the host (csrc/atmm/cuda/host). The script
+uses only the standard library.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ RESOURCES = "resources.json"
 EMULATED = ROOT / "build" / "cuda-host" / "libvlora_atmm_emulated.so"
 CUTLASS = "nvidia-cutlass==4.2.0.0"
 HEADERS = Path("cutlass_library") / "source" / "include"
+# Folder into which `--headers` copies CUTLASS headers, for a machine without a network.
 CARRIED = ROOT / "build" / "cutlass"
-"""Folder into which `--headers` copies CUTLASS headers, for a machine without a network."""
 ARCHITECTURES = (80, 90)
 TYPES = {"fp16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 FLAGS = (
@@ -191,9 +190,7 @@ _SHARED = re.compile(r"(\d+) bytes smem")
 
 
 def resources(unit: str, text: str) -> list[dict[str, int | str]]:
-    """Return the registers and memory of every kernel of a translation unit, from ptxas's
-    report.
-    """
+    """Return the registers and memory of every kernel of a translation unit, by ptxas's report."""
     found: list[dict[str, int | str]] = []
     for line in text.splitlines():
         if match := _KERNEL.search(line):
@@ -247,7 +244,6 @@ def carry_headers(folder: Path) -> int:
 
 
 def _stale(target: Path, sources: list[Path]) -> bool:
-    """Return whether a source, or any header of the operator, is newer than the target."""
     if not target.exists():
         return True
     headers = [*SOURCES.rglob("*.*h"), *(CSRC / "atmm" / "include").rglob("*.h")]
@@ -257,8 +253,7 @@ def _stale(target: Path, sources: list[Path]) -> bool:
 def _link(command: list[str], objects: list[Path], library: Path) -> None:
     """Link the objects if one is newer than the library.
 
-    The library is linked under a temporary name and then renamed, because a process may have it
-    open.
+    A process may have the library open, so it is linked under a temporary name and then renamed.
     """
     draft = library.with_suffix(f".{os.getpid()}")
     if not library.exists() or any(o.stat().st_mtime > library.stat().st_mtime for o in objects):
@@ -267,9 +262,7 @@ def _link(command: list[str], objects: list[Path], library: Path) -> None:
 
 
 def _write(path: Path, text: str) -> Path:
-    """Write a file, unless it already has this text and need not be compiled again. Return its
-    path.
-    """
+    """Write a file, unless it has this text already and need not be compiled again."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists() or path.read_text() != text:
         path.write_text(text)

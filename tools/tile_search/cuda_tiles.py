@@ -11,49 +11,35 @@ from dataclasses import dataclass
 
 # Paper, §4.3.2: every dimension of a tile is a power of two and at least 16.
 SIDES = (16, 32, 64, 128, 256)
-
 WARP = 32
+# Maximum number of warps of a block. A thread of a larger block has fewer than 255 registers.
 MAX_WARPS = 8
-"""Maximum number of warps of a block. A thread of a larger block has fewer than 255 registers."""
-
+# Shared memory in bytes that a block may use on sm_80; sm_90 has more (227 KiB).
 SHARED_BYTES = 163 * 1024
-"""Shared memory in bytes that a block may use on sm_80; sm_90 has more (227 KiB)."""
-
+# Maximum number of a thread's 255 registers that are accumulators. The others hold double-buffered
+# fragments and addresses (appendix A).
 ACCUMULATORS_PER_THREAD = 128
-"""Maximum number of a thread's 255 registers that are accumulators. The others hold double-buffered
-fragments and addresses (appendix A)."""
-
+# Maximum number of accumulators of a tile of depth 64. Its loop over the depth is unrolled twice as
+# far as that of depth 32. With 128 accumulators, nvcc 13.0 spilled up to 236 bytes per thread of an
+# expand, and up to 32 bytes per thread of a shrink.
 ACCUMULATORS_AT_DEPTH_64 = 64
-"""Maximum number of accumulators of a tile of depth 64. Its loop over the depth is unrolled twice
-as far as that of depth 32. With 128 accumulators, nvcc 13.0 spilled up to 236 bytes per thread of
-an expand, and up to 32 bytes per thread of a shrink."""
-
 ELEMENT_BYTES = 2
-ACCESS_ELEMENTS = 8
-"""Number of elements that a thread moves with one cp.async, 16 bytes."""
-
+ACCESS_ELEMENTS = 8  # Number of elements that a thread moves with one cp.async, 16 bytes.
+# Depths that CUTLASS's swizzled shared-memory layouts support for 16-bit operands.
 DEPTHS = (32, 64)
-"""Depths that CUTLASS's swizzled shared-memory layouts support for 16-bit operands."""
-
+# Minimum numbers of rows and columns of a warp tile. With 16 columns there is no valid 16-bit
+# epilogue.
 NARROWEST_WARP = (16, 32)
-"""Minimum numbers of rows and columns of a warp tile. With 16 columns there is no valid 16-bit
-epilogue."""
-
+# Numbers of pipeline stages. Shrink runs over d_in (thousands), so deep pipelines are faster.
+# Expand runs over the rank in one to four iterations, which more than three stages would never
+# fill.
 STAGES = {"shrink": (3, 4), "expand": (2, 3)}
-"""Numbers of pipeline stages. Shrink runs over d_in (thousands), so deep pipelines are faster.
-Expand runs over the rank in one to four iterations, which more than three stages would never
-fill."""
-
+# Maximum number of columns of a shrink tile. The columns are ranks; above 128, two tiles are used.
 WIDEST_SHRINK = 128
-"""Maximum number of columns of a shrink tile. The columns are ranks; above 128, two tiles are
-used."""
-
+# Maximum ratio of the sides of a block or warp tile. Beyond it, loads per multiply-add grow.
 LARGEST_RATIO = 4
-"""Maximum ratio of the sides of a block or warp tile. Beyond it, loads per multiply-add grow."""
-
+# Maximum side of a warp tile. A 64×64 tile uses each loaded element for 64 multiply-adds.
 WIDEST_WARP = 64
-"""Maximum side of a warp tile. A 64×64 tile uses each loaded element for 64 multiply-adds."""
-
 KINDS = ("shrink", "expand")
 
 
@@ -146,9 +132,8 @@ def _ratio(a: int, b: int) -> float:
 def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
     """Return one tile for each block shape: the tile whose warps load least from shared memory.
 
-    If the warp shape is also equal, the number of stages decides. For depth 32, the tile with the
-    most stages is returned. For depth 64, the tile with the fewest stages is returned: each of its
-    stages holds more of the depth, so fewer stages fill the pipeline.
+    If the warp shape is also equal, the tile with the most stages is returned for depth 32. For
+    depth 64, it is the one with the fewest, each of which holds more of the depth.
     """
     best: dict[tuple[int, int, int], list[CudaTile]] = {}
     for tile in found:
@@ -167,7 +152,6 @@ def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
 
 
 def _operand_loads(tile: CudaTile) -> float:
-    """Return the loads from shared memory per multiply-add, with a penalty for few warps."""
     loads = 1 / tile.warp[0] + 1 / tile.warp[1]
     return loads * (1.5 if tile.warps < 2 else 1.0)
 

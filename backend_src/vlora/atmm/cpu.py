@@ -52,27 +52,20 @@ class Cpu:
     def cold_bytes(self) -> int:
         """Size in bytes of a working set that should not fit into the caches.
 
-        It is four times the reported size of the last-level cache, but at least 128 MiB and at most
-        256 MiB. The maximum exists because a virtual machine reports the cache of the whole host,
-        of which it gets only a part.
+        It has a maximum, because a virtual machine reports the cache of the whole host.
         """
         return min(max(4 * self.l3 << 10, 128 << 20), 256 << 20)
 
     def is_near(self, name: str) -> bool:
-        """Return whether `name`, a `Cpu.name`, belongs to a CPU with the same vendor, family and L2
-        cache.
+        """Return whether `name` is that of a CPU with the same vendor, family and L2 cache.
 
-        The model and the last-level cache are not compared, because a virtual machine may report
-        arbitrary values for them.
+        A virtual machine may report any model and last-level cache.
         """
         ours, others = self.name.split("-"), name.split("-")
         return len(others) == len(ours) and all(ours[i] == others[i] for i in (0, 1, 4))
 
     @property
     def name(self) -> str:
-        """Name of the CPU in the file names of tile tables, such as amd-f26-m2-48-1024-32768.
-
-        It consists of vendor, family, model and the sizes of L1, L2 and L3 in KiB.
-        """
+        """Vendor, family, model and KiB of L1, L2 and L3, such as amd-f26-m2-48-1024-32768."""
         vendor = {"AuthenticAMD": "amd", "GenuineIntel": "intel"}.get(self.vendor, self.vendor)
         return f"{vendor.lower()}-f{self.family}-m{self.model}-{self.l1}-{self.l2}-{self.l3}"

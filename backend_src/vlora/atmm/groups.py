@@ -1,9 +1,8 @@
 """Groups of LoRA weights. Each call of the operator applies one group.
 
 A group contains the projections that share an input (q, k, v or gate, up), so that one call reads
-the rows once. Within a group, an adapter has a number, its slot. The CPU core packs the weights of
-a slot once (csrc/atmm/README.md). The reference implementation reads the unpacked pairs. This
-module does not handle adapter names, files or memory pools.
+the rows once. An adapter has a number in it, its slot. The CPU core packs the weights of a slot
+once (csrc/atmm/README.md). The reference implementation reads the unpacked pairs.
 """
 
 from __future__ import annotations
@@ -47,10 +46,9 @@ def _publish(version: int) -> None:
     _latest = version
 
 
+# Function that makes the device wait for a copy before it starts work that the calling thread
+# launches later. The function itself returns immediately.
 Wait = Callable[[], object]
-"""Function that makes the device wait for a copy before it starts work that the calling thread
-launches later. The function itself returns immediately.
-"""
 
 
 class PendingCopies:
@@ -77,16 +75,49 @@ class PendingCopies:
                     wait()
 
 
-class LoraGroup:
-    """Projections [d_out, d_in] that share an input, with one pair (A, B) per projection and slot.
-
-    `pairs[output][slot]` is None if the slot's adapter does not target the projection. The group
-    keeps the pairs alive. The compiled core allocates the packed copies, unless `put` gives it
-    memory for them. A slot may be set and cleared while calls run. Each call uses the weights that
-    were set when it started.
+class _Slots:
+    """Slots of a group. A slot may be set and cleared while calls run: each call uses the weights
+    that were set when it started.
 
     device_type: torch's type of the device whose rows the group is applied to. The compiled core
         packs the weights only for "cpu".
+    versions: version number of each slot's content. Every change sets a new number.
+    version: the number of the latest change.
+    """
+
+    def __init__(self, device_type: str) -> None:
+        self._device_type = device_type
+        self.versions: list[int] = []
+        self.version = 0
+        self.pending = PendingCopies()
+
+    def __len__(self) -> int:
+        return len(self.versions)
+
+    @property
+    def _is_packed(self) -> bool:
+        return self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
+
+    def _is_packed_now(self, on_cpu: bool) -> bool:
+        """Return whether new weights are packed at once instead of by the first forward pass."""
+        return "native" in self.__dict__ or (on_cpu and self._is_packed)
+
+    def _check_slot(self, slot: int) -> None:
+        if not 0 <= slot <= len(self):
+            raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
+
+    def _changed(self, slot: int) -> None:
+        self.versions[slot : slot + 1] = [next(_versions)]
+        self.version = self.versions[slot]
+        _publish(self.version)
+
+
+class LoraGroup(_Slots):
+    """Projections [d_out, d_in] that share an input, with one pair (A, B) per projection and slot.
+
+    `pairs[output][slot]` is None if the slot's adapter does not target the projection. The group
+    keeps the pairs alive. The compiled core packs copies of them.
+
     dtype: dtype of rows, weights and outputs. Pairs may also be fp32. They are then rounded each
         time they are used, so their owner needs no second copy.
     """
@@ -98,7 +129,7 @@ class LoraGroup:
         dtype: torch.dtype = torch.float32,
         device_type: str = "cpu",
     ) -> None:
-        self._device_type = device_type
+        super().__init__(device_type)
         if dtype not in DTYPES and (self._is_packed or dtype not in ON_GPU):
             raise ValueError(
                 f"dtype {dtype} is not supported; ATMM serves {', '.join(DTYPES.values())}, and"
@@ -109,24 +140,8 @@ class LoraGroup:
         self.width = sum(d_outs)
         self.dtype = dtype
         self.pairs: tuple[list[LoraPair | None], ...] = tuple([] for _ in self.d_outs)
-        self.versions: list[int] = []
-        """Version number of each slot's content. Every change sets a new number."""
-        self.version = 0
-        """Version number of the most recent change of any slot."""
-        self.ever_used = False
-        """True once any slot has had a pair in this group."""
-        self._idle: set[int] = set()
-        """Slots without any pair in this group."""
-        self.pending = PendingCopies()
-
-    @property
-    def _is_packed(self) -> bool:
-        """True if the compiled core packs the group's weights."""
-        return self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
-
-    def __len__(self) -> int:
-        """Return the number of slots."""
-        return len(self.pairs[0])
+        self.ever_used = False  # True once any slot has had a pair in this group.
+        self._idle: set[int] = set()  # Slots without any pair in this group.
 
     @classmethod
     def of(cls, d_in: int, *columns: Sequence[LoraPair]) -> LoraGroup:
@@ -140,18 +155,13 @@ class LoraGroup:
         return group
 
     def append(self, pairs: Sequence[LoraPair | None]) -> int:
-        """Add an adapter, with a pair or None for each output, and return its slot.
-
-        Raises ValueError for a pair that does not fit its projection.
-        """
+        """Add an adapter, with a pair or None for each output, and return its slot."""
         slot = len(self)
         self.put(slot, pairs)
         return slot
 
     def slot_bytes(self, ranks: Sequence[int]) -> int:
-        """Return the size in bytes of one adapter's packed copies in this group, a multiple of 64.
-
-        Without the compiled core, the copies are not packed. On a GPU, their ranks are padded.
+        """Return the bytes of one adapter's packed copies in this group, a multiple of 64.
 
         ranks: rank for each output, 0 for a projection that the adapter does not target.
         """
@@ -171,24 +181,21 @@ class LoraGroup:
         """Set an adapter's pairs, in an existing slot or the next one.
 
         pairs: pair for each output; None for a projection that the adapter does not target.
-        into: (address, bytes) of memory for the packed copies, aligned to 64 bytes. It belongs to
-            the caller and must live until the slot is cleared. If None, the compiled core allocates
-            memory.
+        into: (address, bytes) of the caller's memory for the packed copies, aligned to 64 bytes,
+            which lives until the slot is cleared. If None, the compiled core allocates memory.
         wait: see `PendingCopies`; None if the pairs are complete.
 
         Raises ValueError for a slot after the next one, for a pair that does not fit its
         projection, and for one that is still being copied and that `require_in_place` rejects.
         """
-        if not 0 <= slot <= len(self):
-            raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
+        self._check_slot(slot)
         for output, (pair, d_out) in enumerate(zip(pairs, self.d_outs, strict=True)):
             if pair is not None:
                 self._check(slot, output, pair, d_out)
         if wait is not None:
             require_in_place(slot, pairs, self.dtype)
         on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
-        if "native" in self.__dict__ or (on_cpu and self._is_packed):
-            # Pack the weights now. Otherwise the first forward pass would pack them.
+        if self._is_packed_now(on_cpu):
             _set_slot(self.native, slot, map(self.rounded, pairs), into)
         self.pending.set(slot, wait)
         for column, pair in zip(self.pairs, pairs, strict=True):
@@ -198,9 +205,7 @@ class LoraGroup:
         else:
             self._idle.discard(slot)
             self.ever_used = True
-        self.versions[slot : slot + 1] = [next(_versions)]
-        self.version = self.versions[slot]
-        _publish(self.version)
+        self._changed(slot)
 
     def rounded(self, pair: LoraPair | None) -> LoraPair | None:
         """Return a pair in the group's dtype, without a copy if it already has this dtype."""
@@ -209,7 +214,7 @@ class LoraGroup:
     def has(self, segments: Segments) -> bool:
         """Return whether any of the segments uses a pair in this group.
 
-        A captured graph can be replayed with other slots. So captured segments use each group that
+        A captured graph can be replayed with other slots, so captured segments use each group that
         had a pair when the capture was prepared.
         """
         if isinstance(segments, CapturedSegments):
@@ -256,28 +261,13 @@ def _set_slot(
     group.set_slot(slot, [None if pair is None else factors(*pair) for pair in alive], into)
 
 
-class HeadGroup:
-    """Vision task heads by slot, fp32; None for an adapter without a head.
-
-    Each head may have a different number of classes.
-    """
+class HeadGroup(_Slots):
+    """Vision task heads by slot, fp32, of any number of classes; None without a head."""
 
     def __init__(self, d_in: int, device_type: str = "cpu") -> None:
-        """Create a group without heads.
-
-        device_type: as in `LoraGroup`.
-        """
+        super().__init__(device_type)
         self.d_in = d_in
-        self._device_type = device_type
         self.heads: list[HeadMatrix | None] = []
-        self.versions: list[int] = []
-        """Version number of each slot's content. Every change sets a new number."""
-        self.version = 0
-        """Version number of the most recent change of any slot."""
-        self.pending = PendingCopies()
-
-    def __len__(self) -> int:
-        return len(self.heads)
 
     def classes(self, slot: int) -> int:
         """Return the number of classes of the slot's head; 0 without a head."""
@@ -290,15 +280,13 @@ class HeadGroup:
         return len(self) - 1
 
     def put(self, slot: int, head: HeadMatrix | None, wait: Wait | None = None) -> None:
-        """Set the head of an existing slot or the next one. `head` is None for an adapter without a
-        head.
+        """Set the head of an existing slot or the next one; None for an adapter without a head.
 
         wait: see `PendingCopies`; None if the head is complete.
 
         Raises ValueError for a slot after the next one, and for a head that does not fit.
         """
-        if not 0 <= slot <= len(self):
-            raise ValueError(f"slot {slot} is neither one of the {len(self)} slots nor the next")
+        self._check_slot(slot)
         if head is not None and (
             head.weight.dim() != 2
             or head.weight.shape[1] != self.d_in
@@ -311,15 +299,11 @@ class HeadGroup:
             )
         if wait is not None:
             require_in_place(slot, [head], torch.float32)
-        on_cpu = head is not None and head.weight.is_cpu
-        packed = self._device_type == "cpu" and backends.backend_of("atmm") == "cpu"
-        if "native" in self.__dict__ or (on_cpu and packed):
+        if self._is_packed_now(head is not None and head.weight.is_cpu):
             _set_head(self.native, slot, head)
         self.pending.set(slot, wait)
         self.heads[slot : slot + 1] = [head]
-        self.versions[slot : slot + 1] = [next(_versions)]
-        self.version = self.versions[slot]
-        _publish(self.version)
+        self._changed(slot)
 
     @cached_property
     def native(self) -> Any:

@@ -16,7 +16,7 @@ import torch
 from vlora import backends, native
 from vlora.atmm import reference
 from vlora.atmm.cuda import operator
-from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, bounds_of
+from vlora.atmm.cuda.segments import DeviceSegments, SegmentBounds, arrange, bounds_of
 from vlora.atmm.groups import HeadGroup, LoraGroup, latest_version
 from vlora.atmm.types import (
     DTYPES,
@@ -29,12 +29,9 @@ from vlora.atmm.types import (
 )
 from vlora.backends import Backend
 
+# Function that adds to a product y = x Wᵀ in place. Its arguments are: address of y, row stride of
+# y in elements, address of x, row stride of x in elements, and number of rows.
 Epilogue = Callable[[int, int, int, int, int], None]
-"""Function that adds to a product y = x Wᵀ in place.
-
-Its arguments are: address of y, row stride of y in elements, address of x, row stride of x in
-elements, and number of rows.
-"""
 
 
 def apply(
@@ -53,44 +50,29 @@ def apply(
     For every segment, and every projection p of the group with (A, B) = group.pairs[p][slot]:
         y[R, columns of p] += sign · (x[R] Aᵀ) Bᵀ
 
-    Projections whose pair is None are skipped. The pairs' ranks may differ. Rows without a segment
-    are unchanged. A row may be in two segments: one adds the row's adapter, the other subtracts the
-    live adapter. A value that is not finite affects only the rows of its segment.
+    Pairs of None are skipped. A value that is not finite affects only the rows of its segment. Sums
+    are fp32. CPUs with instructions for pairs of bf16 may round x and x Aᵀ to bf16 if the group is
+    bf16. On CUDA, x, x Aᵀ and the term that is added to y are rounded to the group's dtype.
 
-    Sums are fp32, and only the new value of y is rounded to the type of y. Two kinds of devices
-    also round other values. If the group is bf16, CPUs with instructions for pairs of bf16 (AVX-512
-    or AMX) may round x and x Aᵀ to bf16. On CUDA, x, x Aᵀ and the term that is added to y are
-    rounded to the group's dtype.
-
-    y: [T, sum of d_out], the outputs of one projection after another; x: [T, d_in]. Both are of the
-        group's dtype, or both fp32. Rows may be strided, columns must be contiguous.
+    y: [T, sum of d_out], the outputs of one projection after another.
+    x: [T, d_in]. Both are of the group's dtype or fp32. Rows may be strided.
     config: index of a tile configuration in `tiles.configs("apply", dtype)`; None to choose it.
-    threads: number of threads; torch's by default. With 1, the calling thread does all the work.
+    threads: number of threads; torch's by default.
 
     Raises ValueError for a segment outside x, an unknown slot, or a shape that does not fit.
     """
-    rows = x.shape[0]
-    width = group.width
-    if y.shape != (rows, width) or x.shape[1] != group.d_in:
-        raise ValueError(
-            f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit a group"
-            f" {group.d_in} → {group.d_outs}"
-        )
-    dtype = x.dtype
-    if y.dtype != dtype or dtype not in (group.dtype, torch.float32):
-        types = f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}"
-        raise ValueError(f"{types}; x and y must both be of its type or both torch.float32")
+    _check_rows(y, x, group)
     chosen = backend or _backend_for(y)
-    if chosen != "cpu":
-        _check(rows, segments, len(group))
-        group.pending.wait_for(segments)
-    else:
+    if chosen == "cpu":
         _on_cpu(x, y)
+    else:
+        _check(len(x), segments, len(group))
+        group.pending.wait_for(segments)
     if chosen == "reference":
         reference.apply(y, x, segments, group)
         return
     (y_stride, y_column), (x_stride, x_column) = y.stride(), x.stride()
-    if (y_column != 1 and width > 1) or (x_column != 1 and group.d_in > 1):
+    if (y_column != 1 and group.width > 1) or (x_column != 1 and group.d_in > 1):
         raise ValueError("the columns of x and y must be contiguous")
     if chosen == "cuda":
         if config is not None:
@@ -102,17 +84,27 @@ def apply(
         y_stride,
         x.data_ptr(),
         x_stride,
-        rows,
-        dtype == torch.float32,
+        len(x),
+        x.dtype == torch.float32,
         Segments.of(segments).native,
         -1 if config is None else config,
         threads or torch.get_num_threads(),
     )
 
 
+def _check_rows(y: torch.Tensor, x: torch.Tensor, group: LoraGroup) -> None:
+    if y.shape != (len(x), group.width) or x.shape[1] != group.d_in:
+        raise ValueError(
+            f"x {tuple(x.shape)} and y {tuple(y.shape)} do not fit a group"
+            f" {group.d_in} → {group.d_outs}"
+        )
+    if y.dtype != x.dtype or x.dtype not in (group.dtype, torch.float32):
+        types = f"x is {x.dtype} and y {y.dtype}, the group is {group.dtype}"
+        raise ValueError(f"{types}; x and y must both be of its type or both torch.float32")
+
+
 class StepSegments:
-    """Segment lists of a step, which are copied to the device together with the step's other
-    inputs.
+    """Segment lists of a step, which are copied to the device with the step's other inputs.
 
     Each list object is copied once, so equal lists should be the same object. The CPU operator
     needs no copies.
@@ -124,7 +116,7 @@ class StepSegments:
         if backends.backend_of("atmm", device.type, operator.current) == "cuda":
             self._operator = operator.current()
             distinct = {id(segments): segments for segments in lists if segments}
-            self._arranged = [(s, self._operator.arrange(s)) for s in distinct.values()]
+            self._arranged = [(s, arrange(self._operator.library, s)) for s in distinct.values()]
 
     @property
     def inputs(self) -> list[torch.Tensor]:
@@ -183,8 +175,7 @@ def bounded(segments: Segments) -> BoundedSegments:
 def group_layout(groups: Sequence[LoraGroup], known: GroupLayout | None) -> GroupLayout:
     """Copy what has changed in the groups to the device, and return their layout.
 
-    Returns `known` itself if it is still valid. If the result is another object, graphs that were
-    captured before and that apply these groups must not be replayed.
+    If the result is not `known` itself, earlier graphs that apply these groups are out of date.
     """
     version = latest_version()
     if known is not None and known.version == version:
@@ -202,11 +193,9 @@ def bind_epilogue(
 ) -> Epilogue | None:
     """Return the function with which a `Matrix` adds the segments' adapters to its product with x.
 
-    The `Matrix` calls the function when the product is complete. Only the compiled CPU backend has
-    one. For any other backend, the result is None, and the caller calls `apply` after the product.
-
-    The function takes fp32 rows and does not check them, because the product has checked them. For
-    one row of a small adapter, the checks of `apply` would take longer than its arithmetic.
+    Only the compiled CPU backend has such a function. For any other, the result is None, and the
+    caller calls `apply` after the product. The function takes fp32 rows that the product has
+    checked: for one row of a small adapter, the checks of `apply` take longer than its arithmetic.
     """
     if _backend_for(x) != "cpu":
         return None
@@ -239,13 +228,12 @@ def heads(
 ) -> torch.Tensor:
     """Return the scores of vision task heads, before the softmax.
 
-    Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for the rows R of every segment. All other
-    elements are zero.
+    Semantics: y[R, : classes of slot] = x[R] Wᵀ + bias for the rows R of every segment; zero
+        elsewhere.
 
-    x: [T, d_in] fp32.
+    x: [T, d_in] fp32. Returns y: [T, maximum number of classes of the segments' slots].
 
-    Returns y: [T, maximum number of classes of the segments' slots]. Raises ValueError for a wrong
-    segment or x, and for a slot without a head.
+    Raises ValueError for a wrong segment or x, and for a slot without a head.
     """
     rows = x.shape[0]
     if x.dim() != 2 or x.shape[1] != group.d_in or x.dtype != torch.float32:
@@ -294,10 +282,8 @@ def merge(
     the same elements of out become W + sign · B A. The parts in `Merges.copied` are copied from
     base to out. Other elements are not written.
 
-    out, base: slabs [elements] of one dtype: fp32, bf16, or on a GPU fp16. If `out is base`, the
-        merge is in place.
-    updates: A and B are fp32 and contiguous. Updates must not overlap. If the same updates are used
-        several times, pass a `Merges`: any other sequence is converted at each call.
+    out, base: slabs [elements] of one dtype: fp32, bf16, or on a GPU fp16. They may be the same.
+    updates: A and B are fp32 and contiguous. Updates must not overlap.
 
     Raises ValueError for arguments that do not fit.
     """

@@ -9,17 +9,15 @@ from vlora.ids import BASE
 
 
 def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segments:
-    """Return the segments of a step.
+    """Return the segments of a step, all positive ones first.
 
     rows: (slot, number of rows) of consecutive rows, in row order.
     live: slot of the adapter in the active weights, or BASE.
 
-    A row of adapter a is in a segment +a (slot a, sign +1), unless a is the live adapter or the
-    base. If another adapter is live, the row is also in a segment −live, since the merged adapter
-    must be subtracted (§4.4.2). Contiguous rows with the same slot form one segment. One −live
-    segment covers all contiguous rows that need the subtraction, whatever their own adapters are.
-    So if rows are sorted by `order_of`, each adapter has one segment. All positive segments come
-    first.
+    A row of adapter a is in a segment +a, unless a is the live adapter or the base. If another
+    adapter is live, the row is also in a segment −live, since the merged adapter must be subtracted
+    (§4.4.2). Contiguous rows that add the same slot, or that need the subtraction, form one
+    segment. So if rows are sorted by `order_of`, each adapter has one segment.
     """
     added: list[Segment] = []
     subtracted: list[Segment] = []
@@ -34,9 +32,7 @@ def signed_segments(rows: Iterable[tuple[int, int]], live: int = BASE) -> Segmen
 
 
 def _extend(segments: list[Segment], more: Segment) -> None:
-    """Append the segment `more`, or extend the last segment if it has the same slot and ends where
-    `more` starts.
-    """
+    """Append a segment, or extend the last one if `more` continues it."""
     last = segments[-1] if segments else None
     if last and last.slot == more.slot and last.start + last.length == more.start:
         segments[-1] = Segment(last.start, last.length + more.length, last.slot, last.sign)

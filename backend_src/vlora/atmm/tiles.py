@@ -1,48 +1,47 @@
 """Tile configurations of the compiled core, and the tables from which they are chosen by shape.
 
-This module reads the tables. The look-up is in C++ (csrc/atmm/include/atmm/table.h).
+The look-up is in C++ (csrc/atmm/include/atmm/table.h).
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Mapping
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, Unpack, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from vlora import native
 from vlora.atmm.cpu import Cpu
+from vlora.atomic_file import replace_text
 
 log = logging.getLogger(__name__)
 
 Operation = Literal["apply", "merge"]
+# Operations of the LoRA operator. In the keys of tables, an operation is represented by its index
+# here.
 OPERATIONS: tuple[Operation, ...] = ("apply", "merge")
-"""Operations of the LoRA operator. In the keys of tables, an operation is represented by its index
-here.
-"""
 DTYPE_NAMES = ("fp32", "bf16")
 TABLES = Path(__file__).parent / "tables"
+# Version of the tables' file format. Version 1, which has no microseconds, can also be read.
 VERSION = 2
-"""Version of the tables' file format. Version 1, which has no microseconds, can also be read."""
 
 
 def isas(dtype: str = "fp32") -> list[str]:
     """Return the instruction sets that were compiled and that this CPU can run, fastest first.
 
-    They are ordered by their peak, which is measured for about a millisecond once per process. An
-    older set precedes a newer one only if its peak is more than 10 % higher. "scalar" is last.
+    Their peaks are measured once. An older set precedes a newer one only if its peak is more than
+    10 % higher. "scalar" is last.
     """
     return cast(list[str], native.kernels().runtime.isas(dtype))
 
 
 def current_isa(dtype: str) -> str:
-    """Return the instruction set that products of this type use.
-
-    It is the first of `isas`, unless `isa` or the environment variable VLORA_ISA selects another.
-    """
+    """Return the instruction set of products of this type: the first of `isas` unless set."""
     return str(native.kernels().runtime.isa(dtype))
 
 
@@ -64,10 +63,7 @@ def isa(name: str) -> Iterator[None]:
 
 
 def widest(dtype: str) -> int:
-    """Return the number of columns of the current instruction set's widest register tile.
-
-    If a configuration asks for a wider tile, this width is used.
-    """
+    """Return the columns of the widest register tile, which replaces wider tiles."""
     return 16 * int(native.kernels().atmm.bundle(dtype))
 
 
@@ -79,20 +75,15 @@ def configs(operation: Operation, dtype: str) -> list[dict[str, Any]]:
     return cast(list[dict[str, Any]], native.kernels().atmm.configs(operation, dtype))
 
 
-class Sizes(TypedDict):
-    """Sizes on which the choice of a tile depends, in addition to the operation and the type.
-
-    Their order is the order of the compiled core's arguments.
-
-    threads: 1 by default.
-    """
+class Sizes(NamedTuple):
+    """Sizes on which the choice of a tile depends, in the order of the core's arguments."""
 
     rows: int
     d_in: int
     d_out: int
     rank: int
     segments: int
-    threads: NotRequired[int]
+    threads: int = 1
 
 
 @dataclass(frozen=True)
@@ -100,10 +91,9 @@ class TableEntry:
     """Entry of a table: the largest shape of a bucket, its tile, and the time of a call.
 
     rows: number of rows of each segment.
-    segments, threads: numbers of segments and of threads of the call.
     config: name of the tile configuration.
-    hot_us, cold_us: microseconds of the call with the adapters in cache (hot) or not (cold); None
-        if not measured.
+    hot_us, cold_us: microseconds of the call with the adapters in cache or not; None if not
+        measured.
     """
 
     operation: Operation
@@ -141,26 +131,19 @@ class TableEntry:
         )
 
 
-def key(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> int:
-    """Return the 128-bit key of the bucket that a shape belongs to."""
-    low, high = native.kernels().atmm.key(operation, dtype, *_ordered(sizes))
+def key(operation: Operation, dtype: str, **sizes: int) -> int:
+    """Return the 128-bit key of the bucket that a shape belongs to. sizes: see `Sizes`."""
+    low, high = native.kernels().atmm.key(operation, dtype, *Sizes(**sizes))
     return int(high) << 64 | int(low)
 
 
-def built_in(operation: Operation, dtype: str, **sizes: Unpack[Sizes]) -> str:
+def built_in(operation: Operation, dtype: str, **sizes: int) -> str:
     """Return the name of the tile configuration that a shape gets without a table."""
-    return str(native.kernels().atmm.built_in(operation, dtype, *_ordered(sizes)))
-
-
-def _ordered(sizes: Sizes) -> tuple[int, ...]:
-    first = sizes["rows"], sizes["d_in"], sizes["d_out"], sizes["rank"], sizes["segments"]
-    return (*first, sizes.get("threads", 1))
+    return str(native.kernels().atmm.built_in(operation, dtype, *Sizes(**sizes)))
 
 
 def use(entries: Mapping[int, str]) -> None:
-    """Replace the table of the current instruction set.
-
-    entries: key (see `key`) → name of the configuration.
+    """Replace the table of the current instruction set by entries key → configuration.
 
     Raises ValueError for an unknown configuration.
     """
@@ -183,8 +166,7 @@ def read_table(path: Path) -> dict[int, TableEntry]:
 
 
 def load(*paths: Path) -> None:
-    """Replace the table of the current instruction set by the entries of these files, one file per
-    dtype.
+    """Replace the table of the current instruction set by these files, one file per dtype.
 
     Raises ValueError for an unsupported version, or a configuration that this build lacks.
     """
@@ -198,8 +180,7 @@ def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
     """Load the committed tile tables for the current instruction set and return their paths.
 
     These are the tables of this CPU, or else of a CPU with the same vendor, family and L2 size. If
-    there are none, or they do not fit this build (which is logged), the result is [] and the table
-    in use stays.
+    there are none, or they do not fit this build, the table in use stays.
     """
     tables = (_table(folder, current_isa(dtype), dtype) for dtype in DTYPE_NAMES)
     paths = [path for path in tables if path is not None]
@@ -213,33 +194,46 @@ def load_for_this_cpu(folder: Path = TABLES) -> list[Path]:
     return paths
 
 
+def table_path(device: Cpu, isa: str, dtype: str, folder: Path = TABLES) -> Path:
+    return folder / f"{device.name}-{isa}-{dtype}.json"
+
+
 def _table(folder: Path, isa: str, dtype: str) -> Path | None:
     device, suffix = Cpu.here(), f"-{isa}-{dtype}.json"
-    exact = folder / (device.name + suffix)
-    if exact.exists():
-        return exact
-    near = (
+    exact = table_path(device, isa, dtype, folder)
+    near = [
         path
         for path in sorted(folder.glob(f"*{suffix}"))
         if device.is_near(path.name.removesuffix(suffix))
-    )
-    return next(near, None)
+    ]
+    return exact if exact.exists() else next(iter(near), None)
 
 
-def clear() -> None:
-    """Use the built-in choice for every shape."""
-    use({})
+def write_table(
+    path: Path,
+    device: Cpu,
+    isa: str,
+    dtype: str,
+    found: Iterable[Mapping[str, Any]],
+    **searched: Any,
+) -> None:
+    """Write the table atomically, so that an engine never reads a partly written file.
 
-
-def counters() -> dict[str, int]:
-    """Return the counts of look-ups by outcome since the last reset.
-
-    `hits` counts look-ups whose bucket is in the table. `misses` counts look-ups that used the
-    nearest bucket of the table. `defaults` counts look-ups that used the built-in configuration,
-    because the table has no entry for the operation and dtype.
+    found: entries with the keys `key`, `config`, and if measured `hot_us` and `cold_us`.
     """
-    return cast(dict[str, int], native.kernels().atmm.counters())
-
-
-def reset_counters() -> None:
-    native.kernels().atmm.reset_counters()
+    found = sorted(found, key=lambda entry: str(entry["key"]))
+    table = {
+        "version": VERSION,
+        "device": vars(device),
+        "isa": isa,
+        "dtype": dtype,
+        "searched": {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **searched},
+        "configs": dict(Counter(entry["config"] for entry in found).most_common()),
+        "entries": {},
+    }
+    entries = {e["key"]: [e["config"], e.get("hot_us"), e.get("cold_us")] for e in found}
+    # One entry per line.
+    lines = ",\n".join(f"  {json.dumps(k)}: {json.dumps(v)}" for k, v in entries.items())
+    start = json.dumps(table, indent=1).removesuffix("{}\n}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_text(path, f"{start}{{\n{lines}\n }}\n}}\n")

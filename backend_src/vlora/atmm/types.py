@@ -11,11 +11,9 @@ import torch
 
 from vlora import native
 
+# Types in which adapters are stored, with their names in tables and configurations.
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
-"""Types in which adapters are stored, with their names in tables and configurations."""
-
-ON_GPU = (*DTYPES, torch.float16)
-"""Types in which adapters are stored on a GPU."""
+ON_GPU = (*DTYPES, torch.float16)  # Types in which adapters are stored on a GPU.
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,13 @@ class Segment:
 
 
 class Segments(tuple[Segment, ...]):
-    """Segments of one step.
+    """Segments of one step, which are converted for the compiled core only once for all layers.
 
-    All layers use the same segments, so a `Segments` is converted for the compiled core only once.
     Functions also accept any other sequence of segments, and convert it at each call.
     """
 
+    # True if a captured graph reads the segments, and will be replayed with others.
     captured: ClassVar[bool] = False
-    """True if a captured graph reads the segments, and will be replayed with others."""
 
     @cached_property
     def native(self) -> Any:
@@ -52,9 +49,7 @@ class Segments(tuple[Segment, ...]):
 
     @cached_property
     def prepared(self) -> dict[Any, Any]:
-        """Cache of conversions for other backends. The key is the object that made the
-        conversion.
-        """
+        """Conversions for other backends, by the object that made them."""
         return {}
 
     @classmethod
@@ -63,10 +58,7 @@ class Segments(tuple[Segment, ...]):
 
 
 class CapturedSegments(Segments):
-    """Segments of calls that are captured in a graph.
-
-    The object lists the segments of the captured step. A replay reads its own segments from device
-    memory.
+    """Segments of calls that are captured in a graph. A replay reads others from device memory.
 
     groups: groups of weights that the graph applies. Another thread may set the first pair of a
         group at any time, so the graph must not depend on the groups' contents during the capture.
@@ -119,8 +111,8 @@ class CopiedPart(NamedTuple):
 class Merges(tuple[MergeUpdate, ...]):
     """All updates of a merge, and the parts of the slab that the same call copies unchanged.
 
-    A `Merges` is checked and converted for the compiled core only once. Functions also accept any
-    other sequence of updates, and convert it at each call.
+    They are checked and converted for the compiled core only once. Functions also accept any other
+    sequence of updates, and convert it at each call.
     """
 
     copied: tuple[CopiedPart, ...]
@@ -136,10 +128,7 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def end(self) -> int:
-        """Number of elements that the slab must have at least.
-
-        Raises ValueError for an invalid update or part.
-        """
+        """Number of elements that the slab must have. Raises ValueError for an invalid part."""
         ends = [0]
         for offset, (a, b) in self:
             fits = a.dim() == b.dim() == 2 and a.shape[0] == b.shape[1] > 0
@@ -162,10 +151,7 @@ class Merges(tuple[MergeUpdate, ...]):
 
     @cached_property
     def native(self) -> Any:
-        """Updates in the form that the compiled core takes.
-
-        Raises ValueError if an A or B is not in CPU memory.
-        """
+        """Updates as the compiled core takes them. Raises ValueError unless in CPU memory."""
         for _, pair in self:
             if not (pair.a.is_cpu and pair.b.is_cpu):
                 raise ValueError(f"A or B is on {pair.a.device}; the CPU operator cannot read it")

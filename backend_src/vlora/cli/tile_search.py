@@ -70,11 +70,10 @@ def tile_search(
         _on_cuda(dtypes.split(","), output, state, minutes * 60, fresh=fresh)
         return
     from vlora import native
-    from vlora.atmm.search import table
+    from vlora.atmm import tiles
+    from vlora.atmm.cpu import Cpu
     from vlora.atmm.search.cpu import CpuBackend
-    from vlora.atmm.search.models import BENCH, sides_of
-    from vlora.atmm.search.search import Space, filled, search
-    from vlora.atmm.search.state import State
+    from vlora.atmm.search.search import BENCH, Space, State, filled, search, sides_of
 
     console = Console(highlight=False)
     try:
@@ -83,12 +82,12 @@ def tile_search(
     except (ImportError, ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
         raise typer.Exit(1) from None
-    device = table.Cpu.here()
+    device = Cpu.here()
     counts = [int(count) for count in threads.split(",")]
     space = Space(sides)
     if quick:
         space = Space(sides, QUICK_RANKS, QUICK_SEGMENTS, max_rows=QUICK_ROWS)
-    folder = output or (state if quick else table.TABLES)
+    folder = output or (state if quick else tiles.TABLES)
     started = time.monotonic()
     for dtype in dtypes.split(","):
         isa = core.isa(dtype)
@@ -110,8 +109,8 @@ def tile_search(
             found += filled(_shown(console, label, entries, len(shapes)), backend.key)
             files.append(file)
             searched += len(shapes)
-        path = table.path_for(device, isa, dtype, folder)
-        table.write(path, device, isa, dtype, found, threads=counts, shapes=searched)
+        path = tiles.table_path(device, isa, dtype, folder)
+        tiles.write_table(path, device, isa, dtype, found, threads=counts, shapes=searched)
         for file in files:
             file.unlink(missing_ok=True)
         console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)

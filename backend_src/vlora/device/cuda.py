@@ -14,17 +14,14 @@ from typing import Any
 
 import torch
 
-from vlora.device.device import HOST, Device, Graph, Load, PageLayout, Readback
-from vlora.device.uploads import upload
+from vlora.device.device import HOST, Device, Graph, Load, PageLayout, Readback, upload
 from vlora.errors import InvalidArgument, OutOfMemory
 
+# Programs that the package `triton` looks for if the environment has no CC.
 C_COMPILERS = ("gcc", "clang")
-"""Programs that the package `triton` looks for if the environment has no CC."""
-
+# Maximum number of loads under way, which bounds the pinned memory that they need. An adapter has
+# one load per group of projections, and a layer has four groups.
 MAX_LOADS = 16
-"""Maximum number of loads under way, which bounds the pinned memory that they need. An adapter has
-one load per group of projections, and a layer has four groups.
-"""
 
 
 class CudaDevice(Device):
@@ -54,14 +51,14 @@ class CudaDevice(Device):
         self._share = share
         self._graph_pool: Any = None
         self._first_graph: torch.cuda.CUDAGraph | None = None
+        # Graphs whose capture has failed, which torch may still refer to.
         self._invalid_graphs: list[torch.cuda.CUDAGraph] = []
-        """Graphs whose capture has failed, which torch may still refer to."""
         self._load_stream, self._capture_stream = (
             torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
+        # Events of the last loads, which may be under way.
         self._loads: deque[torch.cuda.Event] = deque()
-        """Events of the last loads, which may be under way."""
 
     def make_current(self) -> None:
         torch.cuda.set_device(self.torch_device)
@@ -116,8 +113,7 @@ class CudaDevice(Device):
     def capture(self, work: Callable[[], object]) -> Graph:
         """Return `work` as a CUDA graph.
 
-        All graphs share one pool for the tensors that their work allocates. So `work` itself may
-        read such a tensor, but nothing may read it afterwards.
+        All graphs share one pool, so nothing may read a tensor that `work` allocates afterwards.
         """
         if self._first_graph is None:
             # torch deletes a pool with its last graph, and cannot capture into it afterwards if
@@ -129,7 +125,7 @@ class CudaDevice(Device):
         return Graph(graph.replay, self._graph_bytes() - before)
 
     def _graph_bytes(self) -> int:
-        """Return the size in bytes of the pool of graphs. Only captures allocate memory in it."""
+        """Return the bytes of the pool of graphs, in which only captures allocate memory."""
         segments = torch.cuda.memory_snapshot(self._graph_pool)  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments)
 
@@ -181,8 +177,8 @@ def open_device(name: str, share: float = 1.0) -> Device:
 
     share: maximum share of a GPU's memory that this process may allocate.
 
-    "auto" is the first GPU, or the CPU if no GPU can be used. Raises InvalidArgument, with the
-    reason, for a GPU that cannot be used.
+    "auto" is the first GPU, or else the CPU. Raises InvalidArgument, with the reason, for a GPU
+    that cannot be used.
     """
     if name == "cpu":
         return HOST

@@ -1,20 +1,19 @@
 """Devices: where weights, pages and rows are stored, and how the inputs of a step get there.
 
-The option `device` selects one `Device` at the start. The other modules allocate memory through it,
-and choose kernels by the device of their tensors (`vlora.backends`). So they need no case for any
-particular device.
+The option `device` selects one `Device`. Other modules allocate memory through it, and choose
+kernels by the device of their tensors (`vlora.backends`), so they need no case for any device.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import mmap
 import os
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -23,8 +22,8 @@ from vlora.device.host_memory import available_bytes
 from vlora.errors import InvalidArgument, OutOfMemory
 
 MIB = 1 << 20
-PageLayout = Literal["panels", "rows"]
-"""Layouts of keys and values in a page; see `KVCache`."""
+ALIGNMENT = 16  # Alignment in bytes of each tensor within an upload.
+PageLayout = Literal["panels", "rows"]  # Layouts of keys and values in a page; see `KVCache`.
 
 
 @dataclass(frozen=True)
@@ -32,8 +31,7 @@ class Graph:
     """Recorded work of a device.
 
     replay: runs the work again, on the same memory.
-    nbytes: size in bytes of the device memory that the tensors of the graph take, beyond what they
-        share with earlier graphs.
+    nbytes: bytes of device memory that its tensors take, beyond what earlier graphs share.
     """
 
     replay: Callable[[], None]
@@ -44,7 +42,6 @@ class Graph:
 class Load:
     """Copies of tensors on a device, which may still be under way.
 
-    tensors: the copies.
     wait: lets all work that the calling thread launches from now on wait for the copies. The thread
         itself does not wait.
     """
@@ -56,16 +53,13 @@ class Load:
 class Readback:
     """Copies of a device's tensors to host memory, which may still be under way.
 
+    wait: returns once the copies are complete; None if they are.
     waited: seconds that `get` has waited for them.
     """
 
     def __init__(
         self, copies: Sequence[torch.Tensor], wait: Callable[[], object] | None = None
     ) -> None:
-        """Store the copies.
-
-        wait: function that returns once the copies are complete; None if they are complete.
-        """
         self._copies = list(copies)
         self._wait = wait
         self.waited = 0.0
@@ -79,8 +73,10 @@ class Readback:
         return self._copies
 
 
-class Device(ABC):
-    """Memory of one device, and copies to it.
+class Device:
+    """Memory of one device, and copies to it. This class is the CPU; a GPU overrides all methods.
+
+    On the CPU, memory is in huge pages, activations are fp32, and inputs are not copied.
 
     name: name in the option `device`.
     torch_device: device of the tensors.
@@ -91,116 +87,69 @@ class Device(ABC):
     captures_graphs: whether `capture` can record work.
     """
 
-    name: str
-    torch_device: torch.device
-    page_layout: PageLayout
-    in_host_memory: bool
-    commits_lazily: bool
-    weight_dtypes: tuple[torch.dtype, ...]
-    captures_graphs: bool
+    name = "cpu"
+    torch_device = torch.device("cpu")
+    page_layout: PageLayout = "panels"
+    in_host_memory = True
+    commits_lazily = True
+    weight_dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)
+    captures_graphs = False
 
-    @abstractmethod
     def make_current(self) -> None:
         """Make this the device of all work that the calling thread launches.
 
-        The thread that opens the device need not call this; any other thread must, because torch
-        has a current device for each thread.
+        Each thread but the one that opened the device must call this.
         """
 
-    @abstractmethod
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of zeros for long-lived data, such as weights or pages.
 
         Raises OutOfMemory if the device has too little memory.
         """
+        return host_memory.hugepage_zeros(*shape, dtype=dtype)
 
-    @abstractmethod
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         """Return the dtype of the activations between products with weights of this dtype."""
+        return torch.float32
 
-    @abstractmethod
     def upload(
         self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
         """Copy a step's inputs from host memory to the device in one transfer. Return the copies.
 
-        into: memory of the device that receives the copies, uint8; allocated if None. Calls with
-            the same `into` and the same shapes and dtypes return tensors at the same addresses.
+        into: uint8 memory of the device for the copies; allocated if None. With the same `into`,
+            shapes and dtypes, they have the same addresses.
 
         Raises ValueError if `into` is too small.
         """
+        return list(tensors)
 
-    @abstractmethod
     def load(self, tensors: Sequence[torch.Tensor]) -> Load:
         """Begin to copy long-lived data from host memory to the device. Return the copies.
 
         tensors: at least one.
 
         Any thread may call this. The call may wait until an earlier load has ended. The device
-        copies while it computes, in the order of the calls. A copy may be released at any time: its
-        memory is used again only when the device has finished the work that was launched before the
-        release. Raises OutOfMemory if the device has too little memory.
+        copies while it computes. The memory of a released copy is used again only after the work
+        that was launched before the release. Raises OutOfMemory if the device has too little
+        memory.
         """
-
-    @abstractmethod
-    def capture(self, work: Callable[[], object]) -> Graph:
-        """Call `work`, and return a recording of what it launches on the device.
-
-        The device does not execute the recording yet. `work` must have run once before. It must
-        not wait for the device or read host memory. Raises RuntimeError if recording fails.
-        """
-
-    @abstractmethod
-    def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
-        """Begin to copy tensors of the device to host memory. Return the copies.
-
-        The call does not wait. Copying starts once the device has computed the tensors.
-        """
-
-    @abstractmethod
-    def seal(self, tensor: torch.Tensor) -> None:
-        """Make a tensor read-only if the device can. Raise OSError if that fails."""
-
-    @abstractmethod
-    def available_bytes(self) -> int | None:
-        """Return the number of bytes that are left on the device; None if unknown."""
-
-
-class HostDevice(Device):
-    """The CPU. Memory is in huge pages, activations are fp32, and inputs are not copied."""
-
-    name = "cpu"
-    torch_device = torch.device("cpu")
-    page_layout: PageLayout = "panels"
-    in_host_memory = True
-    commits_lazily = True
-    weight_dtypes = (torch.float32, torch.bfloat16)
-    captures_graphs = False
-
-    def make_current(self) -> None:
-        """Do nothing, because any thread may compute on the CPU."""
-
-    def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return host_memory.hugepage_zeros(*shape, dtype=dtype)
-
-    def row_dtype(self, weights: torch.dtype) -> torch.dtype:
-        return torch.float32
-
-    def upload(
-        self, tensors: Sequence[torch.Tensor], into: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        return list(tensors)
-
-    def load(self, tensors: Sequence[torch.Tensor]) -> Load:
         return Load(list(tensors), lambda: None)
 
     def capture(self, work: Callable[[], object]) -> Graph:
+        """Call `work`, and return a recording of what it launches, which is not executed yet.
+
+        `work` must have run once before. It must not wait for the device or read host memory.
+        Raises RuntimeError if recording fails.
+        """
         raise RuntimeError("work of the CPU cannot be captured")
 
     def read_back(self, tensors: Sequence[torch.Tensor]) -> Readback:
+        """Begin to copy tensors to host memory once they are computed. Return the copies."""
         return Readback(tensors)
 
     def seal(self, tensor: torch.Tensor) -> None:
+        """Make a tensor read-only if the device can. Raise OSError if that fails."""
         libc = ctypes.CDLL(None, use_errno=True)
         address = ctypes.c_void_p(tensor.data_ptr())
         if libc.mprotect(address, ctypes.c_size_t(tensor.nbytes), mmap.PROT_READ):
@@ -208,10 +157,11 @@ class HostDevice(Device):
             raise OSError(error, f"mprotect: {os.strerror(error)}")
 
     def available_bytes(self) -> int | None:
+        """Return the number of bytes that are left on the device; None if unknown."""
         return available_bytes()
 
 
-HOST = HostDevice()
+HOST = Device()
 
 
 def require_dtype(device: Device, dtype: torch.dtype) -> None:
@@ -225,8 +175,7 @@ def require_dtype(device: Device, dtype: torch.dtype) -> None:
 
 
 def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> None:
-    """Raise OutOfMemory, which lists the size of each part, unless all parts fit the memory that a
-    device has left.
+    """Raise OutOfMemory, which lists all parts, unless they fit the memory that a device has left.
 
     A device for which `commits_lazily` is true is not checked.
 
@@ -241,3 +190,59 @@ def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> Non
         f"device '{device.name}' has {left / MIB:.1f} MiB left, but {needed / MIB:.1f} MiB are"
         f" needed: {listed}; {advice}"
     )
+
+
+def packed_bytes(tensors: Sequence[torch.Tensor]) -> int:
+    """Return the size in bytes of an upload of these tensors."""
+    return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
+
+
+def upload(
+    tensors: Sequence[torch.Tensor], to: torch.device, into: torch.Tensor | None = None
+) -> list[torch.Tensor]:
+    """Copy tensors from host memory to the device `to` in one transfer. Return the copies.
+
+    into: as in `Device.upload`. Raises ValueError if it is too small.
+    """
+    sizes = (packed_bytes([tensor]) for tensor in tensors)
+    *starts, size = itertools.accumulate(sizes, initial=0)
+    if into is not None and size > len(into):
+        raise ValueError(f"an upload of {size} bytes does not fit {len(into)} bytes")
+    packed = torch.empty(size, dtype=torch.uint8, pin_memory=to.type == "cuda")
+    for start, tensor in zip(starts, tensors, strict=True):
+        packed[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.flatten())
+    copied = torch.empty(size, dtype=torch.uint8, device=to) if into is None else into
+    copied[:size].copy_(packed, non_blocking=True)
+    return [
+        copied[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        for start, tensor in zip(starts, tensors, strict=True)
+    ]
+
+
+class UploadedPart(Protocol):
+    """Part of a step whose inputs are uploaded to the device."""
+
+    @property
+    def inputs(self) -> list[torch.Tensor]:
+        """Tensors to upload, in host memory."""
+
+    def place(self, uploaded: Sequence[torch.Tensor]) -> None:
+        """Store the copies of `inputs` that were made on the device."""
+
+
+def upload_step(
+    device: Device,
+    tensors: Sequence[torch.Tensor],
+    *parts: UploadedPart,
+    into: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """Upload `tensors` and the inputs of all parts in one transfer; return the copies of `tensors`.
+
+    into: as in `Device.upload`.
+    """
+    inputs = [part.inputs for part in parts]
+    uploaded = device.upload([*tensors, *itertools.chain.from_iterable(inputs)], into)
+    rest = iter(uploaded[len(tensors) :])
+    for part, its_inputs in zip(parts, inputs, strict=True):
+        part.place(list(itertools.islice(rest, len(its_inputs))))
+    return uploaded[: len(tensors)]

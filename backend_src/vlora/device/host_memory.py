@@ -1,4 +1,4 @@
-"""Memory that this process can still allocate, as the kernel reports it."""
+"""Host memory: huge pages, and what this process can still allocate."""
 
 from __future__ import annotations
 
@@ -12,22 +12,13 @@ import torch
 
 from vlora.cores import CGROUPS, PROCESS, tightest_limit
 
-# Memory in huge pages, for data that each step reads completely.
-#
-# A core reads memory in huge pages 1.5 times as fast as memory in pages of 4 KiB, because small
-# pages need far more page table walks.
-
-
+# Size of a huge page in bytes. A core reads memory in huge pages 1.5 times as fast as in pages of
+# 4 KiB, because small pages need far more page table walks.
 PAGE = 2 << 20
-"""Size of a huge page in bytes."""
 
 
 def hugepage_zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of zeros whose memory begins at the start of a huge page.
-
-    The kernel uses huge pages if it has them. The operating system provides the memory only when it
-    is written.
-    """
+    """Return zeros that begin at a huge page, which the kernel provides when it is written."""
     count = math.prod(shape)
     size = count * dtype.itemsize
     memory = mmap.mmap(-1, size + 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -45,11 +36,9 @@ def available_bytes(
 ) -> int | None:
     """Return the number of bytes that this process can still allocate; None if that is unknown.
 
-    This is the machine's available memory, or what the limits of the process's control groups
-    (cgroups) leave if that is less.
+    This is the machine's available memory, or what the limits of its control groups leave.
 
-    meminfo, process, root: files and folder of the kernel's reports. Only tests replace the
-        defaults.
+    meminfo, process, root: files and folder of the kernel's reports. Only tests replace them.
     """
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -62,12 +51,10 @@ def available_bytes(
 
 
 def _version_2(folder: Path) -> float | None:
-    """Return the bytes left in a control group of version 2; None if it has no limit."""
     return _bytes_left(folder, "memory.max", "memory.current", "inactive_file")
 
 
 def _version_1(folder: Path) -> float | None:
-    """Return the bytes left in a control group of version 1; a huge number if it has no limit."""
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
     return _bytes_left(folder, *names)
 
@@ -75,10 +62,9 @@ def _version_1(folder: Path) -> float | None:
 def _bytes_left(folder: Path, limit: str, usage: str, inactive: str) -> float | None:
     """Return the bytes left in a control group; None if it has no limit.
 
-    Inactive file pages count as free, because the kernel drops them before an allocation fails.
-
     limit, usage: names of the files with the group's limit and usage.
-    inactive: key of the inactive file pages in `memory.stat`.
+    inactive: key of the inactive file pages in `memory.stat`, which the kernel drops when an
+        allocation needs their memory.
     """
     try:
         allowed = int((folder / limit).read_text())

@@ -67,6 +67,8 @@ class EngineLoop:
         self.table = RequestTable() if table is None else table
         self._wake = self.table.changed
         self._inbox: deque[Callable[[], list[Output]]] = deque()
+        self._in_engine = 0
+        """Number of requests of the table that were added to the engine."""
         self._accepting = True
         self._stopping = False
         self._failed = False
@@ -113,8 +115,7 @@ class EngineLoop:
         with self._wake:
             if not self._accepting:
                 raise self._closed()
-            waiting = self.table.count(State.READING, State.SUBMITTED)
-            waiting += len(self._engine.scheduler.waiting)
+            waiting = len(self.table) - self._in_engine + len(self._engine.scheduler.waiting)
             if waiting >= self._max_waiting:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
             self.table.admit(entry)
@@ -262,6 +263,7 @@ class EngineLoop:
         finally:
             with self._wake:
                 entry.state = State.IN_ENGINE
+                self._in_engine += 1
 
     def _fail(self, thread: str) -> None:
         """Stop accepting requests. The response thread then answers all requests that have not yet
@@ -315,7 +317,9 @@ class EngineLoop:
         if entry is None or entry.sink is None:
             return
         if output.finished:
-            self.table.remove(entry)
+            with self._wake:
+                self._in_engine -= entry.state is State.IN_ENGINE
+                self.table.remove(entry)
         try:
             entry.sink(output)
         except Exception:

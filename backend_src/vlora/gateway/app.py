@@ -221,7 +221,7 @@ class Gateway:
             for adapter in description["adapters"]
             if adapter["name"] != base["id"]
         ]
-        return [base, *adapters]
+        return [{**base, "task_labels": description["task_labels"]}, *adapters]
 
     async def _complete(self, request: Request, read: Callable[[dict[str, Any]], Ask]) -> Response:
         visit: Visit = request.state.visit

@@ -1,9 +1,7 @@
 """The step's operations on a GPU: products by torch, and the kernels of `vlora.kernels.gpu`.
 
-Each function computes what the function with the same name in `ops` or `norms` computes. Here, rows
-have the dtype of the weights; on the CPU, they are fp32. The residual stream, norm weights and
-logits are fp32. Arguments are checked only where a kernel would otherwise fail without a clear
-error.
+Each function computes what the function with the same name in `ops` computes, on rows of the dtype
+of the weights. Arguments are checked only where a kernel would fail without a clear error.
 """
 
 from __future__ import annotations
@@ -19,31 +17,22 @@ import torch.nn.functional as F
 
 @cache
 def launches() -> Any:
-    """Return the module `vlora.kernels.gpu.launch`. Raise ImportError if `triton` is
-    not installed.
-    """
+    """Return `vlora.kernels.gpu.launch`. Raise ImportError if `triton` is not installed."""
     return importlib.import_module("vlora.kernels.gpu.launch")
 
 
 @cache
 def draws() -> Any:
-    """Return the module `vlora.kernels.gpu.draws`. Raise ImportError if `triton` is not
-    installed.
-    """
+    """Return `vlora.kernels.gpu.draws`. Raise ImportError if `triton` is not installed."""
     return importlib.import_module("vlora.kernels.gpu.draws")
 
 
 def linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor | None
 ) -> torch.Tensor:
-    """Return x weightᵀ + bias, [T, d_out], in the dtype of x.
+    """Return x weightᵀ + bias, [T, d_out], computed in the dtype of the weight, as that of x.
 
-    The product is computed in the dtype of the weight.
-
-    x: [T, d_in].
-    weight: [d_out, d_in].
-    bias: [d_out], or None.
-    out: [T, d_out] for the result; allocated if None.
+    x: [T, d_in]. weight: [d_out, d_in]. bias: [d_out], or None.
     """
     rows = x.to(weight.dtype)
     bias = None if bias is None else bias.to(weight.dtype)
@@ -70,7 +59,7 @@ def add_norm(
     eps: float,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `norms.add_norm`. Without `out`, the result has the type of `delta`."""
+    """Compute `ops.add_norm`. Without `out`, the result has the type of `delta`."""
     if out is None:
         out = torch.empty_like(hidden if delta is None else delta)
     launches().add_norm(out, hidden, delta, weight, eps)
@@ -85,9 +74,7 @@ def embed(
 ) -> torch.Tensor:
     """Compute `ops.embed`. The row of a token that is not in the table becomes NaN.
 
-    images: as in `ops.embed`, but at most one range, which covers all rows and is on the device.
-
-    Raises ValueError for other ranges.
+    images: at most one range, which covers all rows and is on the device; else ValueError.
     """
     if out is None:
         out = torch.empty(len(tokens), table.shape[1], device=table.device)

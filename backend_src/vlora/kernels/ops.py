@@ -1,16 +1,15 @@
-"""Interface of the step's kernels: products with the weights, embedding, gate, argmax.
+"""Interface of the step's kernels: products with the weights, embedding, norms, gate, argmax.
 
 Activations are fp32, except on a GPU (`on_gpu`). Weights are fp32 or bf16, or fp16 on a GPU. The
-tensors' device decides the backend, unless `backend` overrides it for one call. Functions that
-return rows take `out`, a contiguous [T, width] tensor to write the result to, of the activations'
-type. `out` must not overlap the inputs. If `out` is None, the result is allocated. `norms.py` is
-the interface of the norms and `model/attention.py` that of attention.
+tensors' device decides the backend, unless `backend` overrides it. `out` is a contiguous
+[T, width] tensor of the activations' type for the result; it is allocated if None. All functions
+raise ValueError for a wrong shape, type or layout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,12 +17,9 @@ from vlora import backends, native
 from vlora.backends import Backend
 from vlora.kernels import on_gpu, reference
 
+# Function that adds to a product in place. Its arguments are: address of the product, row stride of
+# the product in elements, address of x, row stride of x in elements, and number of rows.
 Epilogue = Callable[[int, int, int, int, int], None]
-"""Function that adds to a product in place.
-
-Its arguments are: address of the product, row stride of the product in elements, address of x, row
-stride of x in elements, and number of rows.
-"""
 
 
 class Matrix:
@@ -31,8 +27,6 @@ class Matrix:
 
     weight: [d_out, d_in], contiguous, fp32 or bf16, or fp16 on a GPU.
     bias: None, or [d_out] in fp32; on a GPU, in fp32 or in the weight's type.
-
-    Raises ValueError for a wrong shape, type or layout.
     """
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
@@ -49,7 +43,7 @@ class Matrix:
         self.weight: Any = weight
         self.shape = (len(weight), weight.shape[1])
         self._bias = bias
-        self._native = (
+        self._native: tuple[Any, ...] = (
             weight.data_ptr(),
             weight.dtype == torch.bfloat16,
             *self.shape,
@@ -70,8 +64,7 @@ class Matrix:
         epilogue: called once the product is complete.
 
         With a bf16 weight, x is rounded to bf16 if the CPU has an instruction for products of bf16
-        pairs. Otherwise the weight is converted to fp32. Raises ValueError for a wrong shape, type
-        or layout.
+        pairs. Otherwise the weight is converted to fp32.
         """
         width = self.shape[0]
         chosen = backend or backends.backend_of("kernels", x.device.type)
@@ -81,13 +74,11 @@ class Matrix:
         x_address, x_stride, rows = self._check_rows(x)
         if chosen == "reference":
             y = copy_out(self._reference(x), out)
-            y_address = y.data_ptr()
         else:
             y = alloc_out(out, rows, width)
-            y_address = y.data_ptr()
-            self._multiply(y_address, x)
+            self._multiply(y.data_ptr(), x)
         if epilogue is not None:
-            epilogue(y_address, width, x_address, x_stride, rows)
+            epilogue(y.data_ptr(), width, x_address, x_stride, rows)
         return y
 
     def gated(
@@ -100,10 +91,8 @@ class Matrix:
     ) -> torch.Tensor:
         """Return `gate` of the product, [T, d_out / 2] fp32.
 
-        scratch: [T, d_out] fp32, contiguous, overwritten. It stores the product if the CPU cannot
-            compute the result in one pass. If None, it is allocated.
-
-        Raises ValueError for a wrong shape, type or layout.
+        scratch: [T, d_out] fp32 for the product, if the CPU cannot compute the result in one pass;
+            allocated if None.
         """
         width = self.shape[0]
         if width % 2:
@@ -122,48 +111,27 @@ class Matrix:
         return reference.linear(x, self.weight, self._bias)
 
     def _multiply(self, y: int, x: torch.Tensor) -> None:
-        """Write the product with x, [rows, d_out] fp32, to the address `y`."""
-        native.kernels().gemm.multiply(
-            y,
-            self.shape[0],
-            x.data_ptr(),
-            x.stride(0),
-            len(x),
-            *self._native,
-            torch.get_num_threads(),
-        )
+        native.kernels().gemm.multiply(y, *self._operands(x))
 
     def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
-        """Write the gated product with x to the address `out`.
+        """Write the gated product to address `out`, with scratch memory for the product."""
+        native.kernels().gemm.multiply_gated(out, scratch, *self._operands(x))
 
-        scratch: address at which the product itself may be stored.
-        """
-        native.kernels().gemm.multiply_gated(
-            out,
-            scratch,
-            self.shape[0],
-            x.data_ptr(),
-            x.stride(0),
-            len(x),
-            *self._native,
-            torch.get_num_threads(),
-        )
+    def _operands(self, x: torch.Tensor) -> tuple[Any, ...]:
+        rows = x.data_ptr(), x.stride(0), len(x)
+        return self.shape[0], *rows, *self._native, torch.get_num_threads()
 
     @staticmethod
     def _check_bias(
         bias: torch.Tensor | None, width: int, other: torch.dtype | None = None
     ) -> None:
-        """Raise ValueError unless a bias is [width] of fp32 or of the type `other`."""
         if bias is not None and (
             bias.shape != (width,) or bias.dtype not in (torch.float32, other)
         ):
             raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{width}] of fp32")
 
     def _check_rows(self, x: torch.Tensor) -> tuple[int, int, int]:
-        """Return the address, the row stride in elements and the number of rows of x.
-
-        Raises ValueError if x does not fit.
-        """
+        """Return the address, the row stride in elements and the number of rows of a valid x."""
         if x.dim() != 2 or x.shape[1] != self.shape[1]:
             raise ValueError(
                 f"x {tuple(x.shape)} does not fit weight {self.shape}"
@@ -204,8 +172,7 @@ def embed(
         feature_rows is [n] int64, and features [m, width] fp32, contiguous. Row `first_row + i`
         becomes `features[feature_rows[i]]`, unless `feature_rows[i]` is negative.
 
-    Raises IndexError for a token that is not in the table or a feature row that does not exist, and
-    ValueError for a wrong shape, type or layout.
+    Raises IndexError for a token or a feature row that does not exist.
     """
     chosen = backend or backends.backend_of("kernels", table.device.type)
     if chosen == "gpu":
@@ -221,25 +188,7 @@ def embed(
         raise ValueError(
             f"tokens {tuple(tokens.shape)} {tokens.dtype} must be a contiguous vector of int64"
         )
-    # Address of the image feature of each row; 0 for a row with the embedding of its token.
-    feature_addresses = torch.zeros(rows if images else 0, dtype=torch.int64)
-    for first_row, feature_rows, features in images:
-        fits = features.dim() == 2 and features.shape[1] == width and features.is_contiguous()
-        in_step = 0 <= first_row <= rows - len(feature_rows)
-        if not fits or features.dtype != torch.float32 or not in_step:
-            raise ValueError(
-                f"features {tuple(features.shape)} {features.dtype} for {len(feature_rows)} rows"
-                f" from {first_row} must be contiguous [m, {width}] fp32 within {rows} rows"
-            )
-        if len(feature_rows) and int(feature_rows.max()) >= len(features):
-            raise IndexError(
-                f"row {int(feature_rows.max())} of features is out of range; there are"
-                f" {len(features)} rows"
-            )
-        addresses = features.data_ptr() + feature_rows * (4 * width)
-        feature_addresses[first_row : first_row + len(feature_rows)] = torch.where(
-            feature_rows >= 0, addresses, 0
-        )
+    feature_addresses = _feature_addresses(images, rows, width)
     out = alloc_out(out, rows, width)
     native.kernels().gemm.embed(
         out.data_ptr(),
@@ -255,14 +204,36 @@ def embed(
     return out
 
 
+def _feature_addresses(
+    images: Sequence[tuple[int, torch.Tensor, torch.Tensor]], rows: int, width: int
+) -> torch.Tensor:
+    """Return the address of each row's image feature; 0 for a row with its token's embedding."""
+    found = torch.zeros(rows if images else 0, dtype=torch.int64)
+    for first_row, feature_rows, features in images:
+        fits = features.dim() == 2 and features.shape[1] == width and features.is_contiguous()
+        in_step = 0 <= first_row <= rows - len(feature_rows)
+        if not fits or features.dtype != torch.float32 or not in_step:
+            raise ValueError(
+                f"features {tuple(features.shape)} {features.dtype} for {len(feature_rows)} rows"
+                f" from {first_row} must be contiguous [m, {width}] fp32 within {rows} rows"
+            )
+        if len(feature_rows) and int(feature_rows.max()) >= len(features):
+            raise IndexError(
+                f"row {int(feature_rows.max())} of features is out of range; there are"
+                f" {len(features)} rows"
+            )
+        addresses = features.data_ptr() + feature_rows * (4 * width)
+        shown = slice(first_row, first_row + len(feature_rows))
+        found[shown] = torch.where(feature_rows >= 0, addresses, 0)
+    return found
+
+
 def gate(
     x: torch.Tensor, *, out: torch.Tensor | None = None, backend: Backend | None = None
 ) -> torch.Tensor:
     """Return silu(left half of x) · right half of x, [T, width] fp32.
 
     x: [T, 2 · width] fp32, contiguous.
-
-    Raises ValueError for a wrong shape, type or layout.
     """
     chosen = backend or backends.backend_of("kernels", x.device.type)
     if chosen == "gpu":
@@ -279,14 +250,116 @@ def gate(
     return out
 
 
+def add_norm(
+    hidden: torch.Tensor,
+    delta: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    out: torch.Tensor | None = None,
+    backend: Backend | None = None,
+) -> torch.Tensor:
+    """Add `delta` to `hidden` in place and return the RMS norm of the sum, [T, width] fp32.
+
+    Semantics: hidden += delta; return hidden / sqrt(mean(hidden²) + eps) · weight, for each row.
+
+    hidden: [T, width] fp32, contiguous.
+    delta: tensor of the same shape, or None to add nothing.
+    weight: [width] fp32.
+    """
+    chosen = backend or backends.backend_of("kernels", hidden.device.type)
+    if chosen == "gpu":
+        return on_gpu.add_norm(hidden, delta, weight, eps, out)
+    if chosen == "reference":
+        return copy_out(reference.add_norm(hidden, delta, weight, eps), out)
+    _check_norm(hidden, weight)
+    if delta is not None:
+        _check_norm(delta, weight)
+        if delta.shape != hidden.shape:
+            raise ValueError(
+                f"delta {tuple(delta.shape)} must have the shape of hidden {tuple(hidden.shape)}"
+            )
+    out = alloc_out(out, *hidden.shape)
+    native.kernels().gemm.add_norm(
+        out.data_ptr(),
+        hidden.data_ptr(),
+        0 if delta is None else delta.data_ptr(),
+        weight.data_ptr(),
+        *hidden.shape,
+        eps,
+        torch.get_num_threads(),
+    )
+    return out
+
+
+class HeadNorms(NamedTuple):
+    """Weights of the RMS norms of query heads and of key heads, each [dim] fp32, and their eps."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    eps: float
+
+
+def head_norm(
+    qkv: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    heads: int,
+    eps: float,
+    *,
+    backend: Backend | None = None,
+) -> None:
+    """Replace each query head and each key head by its RMS norm, in place.
+
+    Semantics: head = head / sqrt(mean(head²) + eps) · weight.
+
+    qkv: [T, (heads + 2 · kv_heads) · dim] fp32, contiguous: query heads, key heads, value heads.
+    query_weight, key_weight: [dim] fp32.
+    """
+    rows, width = qkv.shape
+    dim = len(query_weight)
+    kv_heads, rest = divmod(width - heads * dim, 2 * dim)
+    chosen = backend or backends.backend_of("kernels", qkv.device.type)
+    if chosen == "gpu":
+        on_gpu.launches().head_norm(qkv, query_weight, key_weight, heads, kv_heads, eps)
+        return
+    if rest or kv_heads < 1 or qkv.dtype != torch.float32 or not qkv.is_contiguous():
+        raise ValueError(
+            f"qkv {tuple(qkv.shape)} {qkv.dtype} must be contiguous fp32 rows of {heads} query"
+            f" heads of {dim} values, and of as many key as value heads"
+        )
+    if key_weight.shape != (dim,) or {query_weight.dtype, key_weight.dtype} != {torch.float32}:
+        raise ValueError(f"norm weights must both be [{dim}] of fp32")
+    if chosen == "reference":
+        reference.head_norm(qkv, query_weight, key_weight, heads, kv_heads, eps)
+        return
+    native.kernels().gemm.head_norm(
+        qkv.data_ptr(),
+        query_weight.data_ptr(),
+        key_weight.data_ptr(),
+        rows,
+        heads,
+        kv_heads,
+        dim,
+        eps,
+        torch.get_num_threads(),
+    )
+
+
+def _check_norm(rows: torch.Tensor, weight: torch.Tensor) -> None:
+    fits = rows.dim() == 2 and rows.shape[1:] == weight.shape and rows.is_contiguous()
+    if not fits or rows.dtype != torch.float32 or weight.dtype != torch.float32:
+        raise ValueError(
+            f"rows {tuple(rows.shape)} {rows.dtype} do not fit a norm weight"
+            f" {tuple(weight.shape)} {weight.dtype}; both must be fp32 and the rows contiguous"
+            " [rows, width]"
+        )
+
+
 def argmax(x: torch.Tensor, *, backend: Backend | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of the first maximum of each row, and whether all values of the row are
-    finite.
+    """Return the first maximum of each row and whether the row is finite, [T] int64 and [T] bool.
 
-    x: [T, width] fp32, contiguous.
-
-    Returns [T] int64 and [T] bool. The index of a row that is not finite has no meaning. Raises
-    ValueError for a wrong shape, type or layout.
+    x: [T, width] fp32, contiguous. The index of a row that is not finite has no meaning.
     """
     chosen = backend or backends.backend_of("kernels", x.device.type)
     if chosen == "gpu":
@@ -305,10 +378,7 @@ def argmax(x: torch.Tensor, *, backend: Backend | None = None) -> tuple[torch.Te
 
 
 def alloc_out(out: torch.Tensor | None, rows: int, width: int) -> torch.Tensor:
-    """Return `out`, or a new [rows, width] fp32 tensor if it is None.
-
-    Raises ValueError if `out` has a wrong shape, type or layout.
-    """
+    """Return a valid `out`, or a new [rows, width] fp32 tensor if it is None."""
     if out is None:
         native.spoil_recording()
         return torch.empty(rows, width)

@@ -7,6 +7,7 @@ and one zero (a multiple of 1/8). x keeps the accuracy of fp32 or bf16, and resu
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -14,107 +15,24 @@ from vlora import native
 from vlora.kernels import reference
 from vlora.kernels.ops import Matrix
 
-# Int4 matrices in panels, the layout that is fastest with AMX, AVX-512 VNNI and AVX2
-# (csrc/quantized/quantized.h).
-#
-# A panel has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows, whose values, scales and zeros are
-# interleaved. The functions here only move data. They do not know what it means.
-
-
-TILE_PANEL_ROWS = 16
-"""Number of rows in a panel for AMX and AVX-512 VNNI."""
-
-HALF_BLOCK = 16
-"""Number of bytes that hold the first 32 values of a block. The last 32 values have as many."""
-
-
-def preferred_rows() -> int:
-    """Return the number of rows of the panels in which the instruction set in use reads int4.
-
-    It is 0 if the kernels read rows, or are not compiled.
-    """
-    try:
-        return int(native.kernels().quantized.preferred_panel_rows())
-    except ImportError:
-        return 0
-
-
-def interleave(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, panel_rows: int
-) -> None:
-    """Rearrange the rows of a matrix into panels of `panel_rows` rows, in place.
-
-    The kernels must be compiled.
-
-    values: [rows, row_bytes] uint8. The number of rows is a multiple of `panel_rows`.
-    scales, zeros: [rows, groups]; `zeros` may be None.
-    """
-    native.kernels().quantized.interleave(
-        values.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        *values.shape,
-        scales.shape[1],
-        panel_rows,
-        torch.get_num_threads(),
-    )
-
-
-def separate(
-    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, panel_rows: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return copies in rows of what `interleave` has rearranged."""
-    halves = _separated(values.view(torch.int32), panel_rows).view(torch.uint8)
-    if panel_rows == TILE_PANEL_ROWS:
-        halves = _in_halves(halves)
-    return (
-        halves.view(-1, 2, HALF_BLOCK).mT.contiguous().view(values.shape),
-        _separated(scales, panel_rows),
-        None if zeros is None else _separated(zeros, panel_rows),
-    )
-
-
-def _in_halves(pairs: torch.Tensor) -> torch.Tensor:
-    """Return 32 values of every 16 bytes as `separate` needs them, from panels of 16 rows.
-
-    Those panels have four times 8 values, of which the even ones come first. In the result, a byte
-    holds value i in its low bits and value 16 + i in its high bits.
-    """
-    both = pairs.view(-1, 4, 2, 2).mT
-    # The axes of `both` after the second are two pairs of bytes and the parity.
-    low, high = torch.stack((both & 15, both >> 4), dim=3).view(-1, 2, HALF_BLOCK).unbind(1)
-    return low | high << 4
-
-
-def _separated(stored: torch.Tensor, panel_rows: int) -> torch.Tensor:
-    return stored.view(-1, stored.shape[1], panel_rows).mT.contiguous().view(stored.shape)
-
-
+# Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h).
 BLOCK = 64
-"""Number of values in a block. Rows are stored in whole blocks (csrc/quantized/quantized.h)."""
-
+# Supported numbers of adjacent values per scale, if an output has more than one scale.
 GROUPS = (32, 64, 128)
-"""Supported numbers of adjacent values per scale, if an output has more than one scale."""
-
+# Value that the kernels take as base-2 logarithm of the group size if a whole row is one group.
 WHOLE_ROW = 62
-"""Value that the kernels take as base-2 logarithm of the group size if a whole row is one group."""
-
-SYMMETRIC_ZERO = 8
-"""Zero of all groups of an int4 matrix that stores no zeros."""
-
+SYMMETRIC_ZERO = 8  # Zero of all groups of an int4 matrix that stores no zeros.
+# Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values.
 ZERO_STEPS = 8
-"""Zeros are stored in units of 1 / ZERO_STEPS of the distance between two quantized values."""
 
 
 @dataclass(frozen=True)
 class Format:
-    """Type of quantized weights.
+    """Type of quantized weights. Raises ValueError for a combination that is not supported.
 
     bits: 8 or 4.
     group: one of GROUPS, or None for one scale per output. int4 needs groups.
     zeros: whether each group has its own zero, which is possible for int4 only.
-
-    Raises ValueError for any other combination.
     """
 
     bits: int
@@ -127,8 +45,9 @@ class Format:
             (self.bits == 4 and grouped)
             or (self.bits == 8 and not self.zeros and (grouped or self.group is None))
         ):
+            groups = ", ".join(map(str, GROUPS[:-1]))
             raise ValueError(
-                f"{self} is not supported; int4 needs groups of {_one_of_groups()};"
+                f"{self} is not supported; int4 needs groups of {groups} or {GROUPS[-1]};"
                 " int8 may have such groups, but no zeros"
             )
 
@@ -164,10 +83,10 @@ class QuantizedWeight:
     zeros: [d_out, groups] int8, contiguous, distances from SYMMETRIC_ZERO in 1/ZERO_STEPS; or None.
     depth: d_in.
     dtype: type in which products with many rows are computed, fp32 or bf16.
-    order: [d_in] int64, index of the input to which each stored value belongs; None if the values
-        are stored in the order of the inputs.
-    panel_rows: number of rows in a panel if int4 is stored in panels (kernels/py), else 0.
-        The shapes of the tensors are the same, but their elements are in another order.
+    order: [d_in] int64, input to which each stored value belongs; None if in the order of the
+        inputs.
+    panel_rows: number of rows in a panel if int4 is stored in panels, else 0. Panels change the
+        order of the tensors' elements, not their shapes.
     """
 
     format: Format
@@ -213,24 +132,15 @@ class QuantizedWeight:
         """Return a view of adjacent rows. The matrix must not be in panels."""
         assert not self.panel_rows
         part = slice(first, first + count)
-        return QuantizedWeight(
-            self.format,
-            self.values[part],
-            self.scales[part],
-            None if self.zeros is None else self.zeros[part],
-            self.depth,
-            self.dtype,
-            self.order,
-        )
+        zeros = None if self.zeros is None else self.zeros[part]
+        return replace(self, values=self.values[part], scales=self.scales[part], zeros=zeros)
 
     def fill(self, values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> None:
-        """Write a matrix.
+        """Write a matrix that is not in panels yet.
 
         values: [d_out, d_in] integers in stored order, −128 … 127 for int8 and 0 … 15 for int4.
-        scales, zeros: [d_out, at most `groups`]. Only groups that consist of padding may be
-            missing. Zeros are multiples of 1/ZERO_STEPS from −8 to 23.
-
-        The matrix must not be in panels yet.
+        scales, zeros: [d_out, at most `groups`]. Only groups of padding may be missing. Zeros are
+            multiples of 1/ZERO_STEPS from −8 to 23.
         """
         assert not self.panel_rows
         self.values.copy_(pack(values, self.format.bits))
@@ -244,22 +154,15 @@ class QuantizedWeight:
 def allocate(
     form: Format, rows: int, depth: int, dtype: torch.dtype, memory: torch.Tensor | None = None
 ) -> QuantizedWeight:
-    """Return a matrix with uninitialized content.
+    """Return a matrix [rows, depth] with uninitialized content.
 
-    rows, depth: d_out and d_in.
-    dtype: see `QuantizedWeight`.
     memory: uint8, at least `matrix_bytes` long and aligned to 4 bytes; allocated if None.
     """
-    size = form.matrix_bytes(rows, depth)
+    size, groups = form.matrix_bytes(rows, depth), form.groups(depth)
     memory = torch.empty(size, dtype=torch.uint8) if memory is None else memory[:size]
-    groups = form.groups(depth)
     first_scale = rows * form.row_bytes(depth)
     first_zero = first_scale + rows * groups * 4
-    values, scales, zeros = (
-        memory[:first_scale],
-        memory[first_scale:first_zero],
-        memory[first_zero:],
-    )
+    values, scales, zeros = memory.tensor_split((first_scale, first_zero))
     return QuantizedWeight(
         form,
         values.view(rows, -1),
@@ -271,9 +174,7 @@ def allocate(
 
 
 def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return integers [rows, depth] as packed rows of whole blocks, as in
-    `QuantizedWeight.values`.
-    """
+    """Return integers [rows, depth] as packed rows of whole blocks."""
     rows, depth = values.shape
     padded = torch.nn.functional.pad(values, (0, -depth % BLOCK))
     if bits == 8:
@@ -285,12 +186,75 @@ def pack(values: torch.Tensor, bits: int) -> torch.Tensor:
     return torch.stack((low, high), dim=-1).view(rows, -1)
 
 
+# The next functions only move data. A panel of int4 has 8 (AVX2) or 16 (AMX, VNNI) adjacent rows,
+# whose values, scales and zeros are interleaved (csrc/quantized/quantized.h).
+
+TILE_PANEL_ROWS = 16  # Number of rows in a panel for AMX and AVX-512 VNNI.
+# Number of bytes that hold the first 32 values of a block. The last 32 values have as many.
+HALF_BLOCK = 16
+
+
+def preferred_rows() -> int:
+    """Return the rows per panel that int4 kernels read best; 0 without panels or kernels."""
+    try:
+        return int(native.kernels().quantized.preferred_panel_rows())
+    except ImportError:
+        return 0
+
+
+def interleave(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, panel_rows: int
+) -> None:
+    """Rearrange the rows of a matrix into panels of `panel_rows` rows, in place.
+
+    values: [rows, row_bytes] uint8. The number of rows is a multiple of `panel_rows`.
+    scales, zeros: [rows, groups]; `zeros` may be None.
+    """
+    native.kernels().quantized.interleave(
+        values.data_ptr(),
+        scales.data_ptr(),
+        0 if zeros is None else zeros.data_ptr(),
+        *values.shape,
+        scales.shape[1],
+        panel_rows,
+        torch.get_num_threads(),
+    )
+
+
+def separate(
+    values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, panel_rows: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return copies in rows of what `interleave` has rearranged."""
+    halves = _separated(values.view(torch.int32), panel_rows).view(torch.uint8)
+    if panel_rows == TILE_PANEL_ROWS:
+        halves = _in_halves(halves)
+    return (
+        halves.view(-1, 2, HALF_BLOCK).mT.contiguous().view(values.shape),
+        _separated(scales, panel_rows),
+        None if zeros is None else _separated(zeros, panel_rows),
+    )
+
+
+def _in_halves(pairs: torch.Tensor) -> torch.Tensor:
+    """Return 32 values of every 16 bytes, with value i in a low and 16 + i in a high nibble.
+
+    Panels of 16 rows have four times 8 values, of which the even ones come first.
+    """
+    both = pairs.view(-1, 4, 2, 2).mT
+    # The axes of `both` after the second are two pairs of bytes and the parity.
+    low, high = torch.stack((both & 15, both >> 4), dim=3).view(-1, 2, HALF_BLOCK).unbind(1)
+    return low | high << 4
+
+
+def _separated(stored: torch.Tensor, panel_rows: int) -> torch.Tensor:
+    return stored.view(-1, stored.shape[1], panel_rows).mT.contiguous().view(stored.shape)
+
+
 def arrange(weight: QuantizedWeight) -> QuantizedWeight:
     """Store a matrix in the layout that its kernels read fastest. Return the rearranged matrix.
 
-    The memory of the matrix is reused. On CPUs that have AMX or the instruction set
-    `avx512_bf16`, or AVX2 but not AVX-512, this puts int4 into panels. A matrix whose number of
-    rows is not a multiple of those of a panel is not changed.
+    The memory is reused. On CPUs with AMX or `avx512_bf16`, or with AVX2 but not AVX-512, int4
+    goes into panels, unless its number of rows is not a multiple of a panel's.
     """
     panel_rows = preferred_rows()
     fits = weight.format.bits == 4 and panel_rows > 0 and len(weight.values) % panel_rows == 0
@@ -309,11 +273,7 @@ def in_rows(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def unpack(weight: QuantizedWeight) -> torch.Tensor:
-    """Return the integers of a matrix, [d_out, d_in] int32.
-
-    Its columns are in the stored order, which may differ from the order of the inputs (see
-    `QuantizedWeight.order`).
-    """
+    """Return the integers of a matrix, [d_out, d_in] int32, with columns in the stored order."""
     weight = in_rows(weight)
     rows, depth = weight.shape
     if weight.format.bits == 8:
@@ -339,25 +299,20 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     return torch.empty(rows, depth).index_copy_(1, weight.order, stored)
 
 
-def _one_of_groups() -> str:
-    *others, last = map(str, GROUPS)
-    return f"{', '.join(others)} or {last}"
-
-
 class QuantizedMatrix(Matrix):
     """A quantized weight with its bias. Both are checked once, for all steps that use them.
 
     bias: [d_out] fp32, or None.
 
-    In a product with more than a few rows, errors are about those of a product with a `Matrix` of
-    the weight's `dtype`.
+    Errors in a product of more than a few rows are about those of a `Matrix` of the weight's
+    `dtype`.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
         rows, depth = weight.shape
         self._check_bias(bias, rows)
         self.weight, self.shape, self._bias = weight, weight.shape, bias
-        self._stored = (
+        self._native: tuple[Any, ...] = (
             weight.format.bits,
             weight.values.data_ptr(),
             weight.scales.data_ptr(),
@@ -377,15 +332,7 @@ class QuantizedMatrix(Matrix):
         if self.weight.order is not None:
             native.spoil_recording()
             x = x.index_select(1, self.weight.order)
-        native.kernels().quantized.multiply(
-            y,
-            self.shape[0],
-            x.data_ptr(),
-            x.stride(0),
-            len(x),
-            *self._stored,
-            torch.get_num_threads(),
-        )
+        native.kernels().quantized.multiply(y, *self._operands(x))
 
     def _multiply_gated(self, out: int, scratch: int, x: torch.Tensor) -> None:
         self._multiply(scratch, x)

@@ -34,7 +34,7 @@ def embed(
 def add_norm(
     hidden: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Compute `norms.add_norm`."""
+    """Compute `ops.add_norm`."""
     if delta is not None:
         hidden += delta
     return F.rms_norm(hidden, (hidden.shape[-1],), weight, eps)
@@ -48,7 +48,7 @@ def head_norm(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Compute `norms.head_norm`."""
+    """Compute `ops.head_norm`."""
     values = qkv.view(len(qkv), heads + 2 * kv_heads, len(query_weight))
     queries, keys = values[:, :heads], values[:, heads : heads + kv_heads]
     for part, weight in ((queries, query_weight), (keys, key_weight)):

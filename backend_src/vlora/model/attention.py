@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from vlora import backends, native
 from vlora.atmm.types import DTYPES, Segments
 from vlora.backends import Backend
-from vlora.kernels import norms, ops
-from vlora.kernels.norms import HeadNorms
+from vlora.kernels import ops
+from vlora.kernels.ops import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention_gpu import DecodeShape, GpuPlan
 from vlora.model.attention_reference import ReferencePlan
@@ -23,11 +23,10 @@ from vlora.model.rotary import Rotary
 
 
 class AttentionPlan:
-    """Pages that the rows of a step write and read. A plan is made once per step, for all layers.
+    """Pages that the rows of a step write and read, for all layers.
 
     chunks: chunks of the step, in the order of their rows.
-    heads: number of query heads. Each group of `heads / kv_heads` adjacent query heads shares one
-        key head and one value head.
+    heads: number of query heads. `heads / kv_heads` adjacent ones share one key and value head.
     padded: size to which a step of decoding rows is padded on a GPU; None for no padding.
 
     Raises ValueError, here or at the first `attend`, if the chunks do not fit their pages.
@@ -45,12 +44,10 @@ class AttentionPlan:
         self._kv_cache = kv_cache
         self._heads = heads
         self._backend = backend or backends.backend_of("kernels", kv_cache.cache.device.type)
-        self.positions = row_positions(chunks)
-        """Positions of the rows, in host memory."""
+        self.positions = row_positions(chunks)  # Positions of the rows, in host memory.
         if padded is not None:
             self.positions = _padded(self.positions, padded)
-        self.placed_positions = self.positions
-        """Positions of the rows on the device."""
+        self.placed_positions = self.positions  # Positions of the rows on the device.
         self._gpu = GpuPlan(chunks, kv_cache, padded) if self._backend == "gpu" else None
         # The GPU's plan needs no chunks. A plan in a captured graph outlives its step and must not
         # keep the prompts of the chunks in memory.
@@ -101,9 +98,7 @@ class AttentionPlan:
         return [] if self._gpu is None else [self.positions, *self._gpu.inputs]
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Store the copies of `inputs` that were made on the device. Call this before the first
-        `attend`.
-        """
+        """Store the copies of `inputs` on the device, before the first `attend`."""
         if self._gpu is not None:
             self.placed_positions, *tables = uploaded
             self._gpu.place(tables)
@@ -123,11 +118,11 @@ class AttentionPlan:
 
         qkv: [T, (heads + 2 · kv_heads) · dim], contiguous, before rotation. It may be overwritten.
         rotary: angles by which queries and keys are rotated.
-        out: [T, heads · dim] to write the result to; allocated if None.
+        out: [T, heads · dim] for the result; allocated if None.
         head_norms: norms of query and key heads, computed before their rotation, or None.
 
-        Returns [T, heads · dim]. On a CPU, all of these tensors are fp32. On a GPU, `qkv` and the
-        result have the dtype of the weights. Raises ValueError if `qkv` does not fit the plan.
+        Tensors are fp32 on a CPU, and `qkv` and the result of the weights' dtype on a GPU. Raises
+        ValueError if `qkv` does not fit the plan.
         """
         kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():
@@ -139,7 +134,7 @@ class AttentionPlan:
         if self._gpu is not None:
             return self._gpu.attend(layer, self._heads, qkv, rotary, head_norms, out)
         if head_norms is not None:
-            norms.head_norm(qkv, head_norms.query, head_norms.key, self._heads, head_norms.eps)
+            ops.head_norm(qkv, head_norms.query, head_norms.key, self._heads, head_norms.eps)
         if self._backend == "reference":
             attended = self._reference.attend(layer, self._heads, qkv, rotary)
             return ops.copy_out(attended, out)
@@ -156,11 +151,7 @@ class AttentionPlan:
         return out
 
     def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:
-        """Repeat recorded kernel calls of all layers with the pages of this plan.
-
-        recording: complete recording of a step with the same number of rows.
-        rotary, segments: of this step.
-        """
+        """Repeat a complete recording of a step of as many rows, with the pages of this plan."""
         recording.repeat(
             self._native,
             rotary.cosines.data_ptr(),
@@ -171,7 +162,6 @@ class AttentionPlan:
 
 
 def _padded(positions: torch.Tensor, shape: DecodeShape) -> torch.Tensor:
-    """Return positions [T] or [3, T] with the rows and axes of `shape`; added rows have zeros."""
     if shape.axes > 1 and positions.ndim == 1:
         positions = positions.expand(shape.axes, -1)
     return F.pad(positions, (0, shape.rows - positions.shape[-1]))

@@ -9,29 +9,23 @@ import torch
 import torch.nn.functional as F
 
 from vlora.kernels import on_gpu
-from vlora.kernels.norms import HeadNorms
+from vlora.kernels.ops import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.chunk import Chunk
 from vlora.model.rotary import Rotary
 
+# Minimum number of positions in each part of the longest context, if contexts are split among GPU
+# programs (instances of a kernel that run in parallel).
 SPLIT_POSITIONS = 512
-"""Minimum number of positions in each part of the longest context, if contexts are split among GPU
-programs (instances of a kernel that run in parallel).
-"""
-
-MAX_SPLITS = 32
-"""Maximum number of parts into which a context is split."""
-
+MAX_SPLITS = 32  # Maximum number of parts into which a context is split.
+# Maximum number of GPU programs of a decode kernel that splits contexts: two per multiprocessor of
+# an H100.
 PROGRAMS = 264
-"""Maximum number of GPU programs of a decode kernel that splits contexts: two per multiprocessor of
-an H100.
-"""
 
 
 class DecodeShape(NamedTuple):
     """Size to which the tables of a step of decoding rows are padded.
 
-    rows: number of rows.
     pages: number of pages of each row's block table.
     axes: number of axes of the rows' positions, 1 or 3.
     """
@@ -44,8 +38,10 @@ class DecodeShape(NamedTuple):
 class GpuPlan:
     """Tables that the attention kernels read in one step.
 
-    Chunks of one row use the decode kernel. Longer chunks are cut into tiles for the prefill
-    kernel.
+    Chunks of one row use the decode kernel. Longer ones are cut into tiles for the prefill kernel.
+
+    padded: size to which the tables are padded, if all chunks have one row. Added rows have no
+        context and write no keys.
 
     Raises ValueError for a chunk whose pages do not cover it or are not in the cache.
     """
@@ -53,11 +49,6 @@ class GpuPlan:
     def __init__(
         self, chunks: Sequence[Chunk], kv_cache: KVCache, padded: DecodeShape | None = None
     ) -> None:
-        """Make the tables.
-
-        padded: size to which the tables are padded, if all chunks have one row. Added rows have no
-            context and write no keys.
-        """
         self._kv_cache = kv_cache
         single = [chunk for chunk in chunks if chunk.length == 1]
         longer = [chunk for chunk in chunks if chunk.length > 1]
@@ -69,6 +60,7 @@ class GpuPlan:
         count = len(single) + more
         self._splits = splits(count, kv_cache.kv_heads, longest)
         slots = [slot for chunk in chunks for slot in self._slots(chunk)]
+        # Tables in host memory, all int32.
         self.inputs = [
             _int32([*slots, *[-1] * more]),
             _int32([*(chunk.row for chunk in single), *range(len(chunks), len(chunks) + more)]),
@@ -78,7 +70,6 @@ class GpuPlan:
             _int32(self._tiles(longer)).view(-1, 4),
             self._tables(longer),
         ]
-        """Tables in host memory, all int32."""
         self._placed = self.inputs
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
@@ -94,7 +85,7 @@ class GpuPlan:
         head_norms: HeadNorms | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute `AttentionPlan.attend`. `qkv` and the result have the dtype of the weights.
+        """Compute `AttentionPlan.attend`.
 
         If every chunk has one row, one kernel launch computes everything and leaves `qkv`
         unchanged.
@@ -119,8 +110,7 @@ class GpuPlan:
         return out
 
     def _slots(self, chunk: Chunk) -> list[int]:
-        """Return the position of each row's keys in the cache, counted in tokens: page · block +
-        offset.
+        """Return the index, page · block + offset, of each row's keys in the cache.
 
         Raises ValueError if the chunk's pages do not cover it or are not in the cache.
         """
@@ -140,7 +130,7 @@ class GpuPlan:
     def _tables(self, chunks: Sequence[Chunk], width: int = 0) -> torch.Tensor:
         """Return the pages of each chunk, [chunks, width] int32, padded with page 0.
 
-        width: number of columns; 0 for the largest number of pages of a chunk.
+        width: number of columns; 0 for the most pages of a chunk.
         """
         counts = [-(-chunk.end // self._kv_cache.block) for chunk in chunks]
         longest = max(counts, default=0) if width == 0 else width
@@ -161,13 +151,12 @@ class GpuPlan:
 
 
 def splits(rows: int, kv_heads: int, longest: int) -> int:
-    """Return the number of parts into which contexts are split, a power of two.
+    """Return the number of parts into which contexts are split, a power of two to limit kernel
+    variants.
 
-    It is the largest number, at most MAX_SPLITS, with which at most PROGRAMS programs run and each
-    part of the longest context has at least SPLIT_POSITIONS positions; 1 if there is no such
-    number. Powers of two limit the number of kernel variants to compile.
+    It is the largest, at most MAX_SPLITS, with which at most PROGRAMS programs run and each part of
+    the longest context has at least SPLIT_POSITIONS positions; 1 if there is no such number.
 
-    rows: number of rows that decode.
     longest: number of positions of the longest context.
     """
     wanted = min(PROGRAMS // max(rows * kv_heads, 1), longest // SPLIT_POSITIONS, MAX_SPLITS)

@@ -1,8 +1,7 @@
 """Reference implementation of paged attention in plain torch: gather the pages, then attend.
 
-Masked positions may contain values that are not finite. They can be values of a page's previous
-owner, or of a later row of the same sequence. A weight of zero does not suffice to mask them, since
-0 · NaN is NaN. So keys and values that are not finite are replaced by zeros first.
+Masked positions may contain values that are not finite, of a page's previous owner or of a later
+row. A weight of zero does not mask them, since 0 · NaN is NaN, so they are replaced by zeros.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from vlora.model.rotary import Rotary
 class ReferencePlan:
     """Indices of the pages that the rows of a step write and read.
 
-    The attention of all chunks with a single row is computed together, padded to the longest
-    context. The attention of longer chunks is computed one chunk at a time.
+    All chunks with a single row are computed together, padded to the longest context, and longer
+    chunks one at a time.
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
@@ -45,27 +44,17 @@ class ReferencePlan:
             self._single_rows = torch.tensor([chunk.row for chunk in self._single_chunks])
             page_counts = [-(-chunk.end // block) for chunk in self._single_chunks]
             max_pages = max(page_counts)
-            self._single_pages = torch.tensor(
-                [
-                    [*chunk.pages[:count], *[chunk.pages[0]] * (max_pages - count)]
-                    for chunk, count in zip(self._single_chunks, page_counts, strict=True)
-                ]
-            )
+            pages = [
+                [*chunk.pages[:count], *[chunk.pages[0]] * (max_pages - count)]
+                for chunk, count in zip(self._single_chunks, page_counts, strict=True)
+            ]
+            self._single_pages = torch.tensor(pages)
             ends = torch.tensor([chunk.end for chunk in self._single_chunks])
             columns = torch.arange(max_pages * block)
             self._single_mask = (columns[None, :] < ends[:, None])[:, None, None, :]
 
-    def attend(
-        self,
-        layer: int,
-        heads: int,
-        qkv: torch.Tensor,
-        rotary: Rotary,
-    ) -> torch.Tensor:
-        """Compute `AttentionPlan.attend`.
-
-        heads: number of query heads.
-        """
+    def attend(self, layer: int, heads: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
+        """Compute `AttentionPlan.attend`. heads: number of query heads."""
         kv_cache = self._kv_cache
         query, key, value = torch.split(
             qkv.view(len(qkv), -1, kv_cache.head_dim),
@@ -80,6 +69,14 @@ class ReferencePlan:
         values[self._page, :, self._panel, self._lane // 2, self._lane % 2] = value.to(values.dtype)
         keys = keys.permute(0, 1, 2, 5, 3, 4)
         out = torch.empty_like(query)
+        self._attend_long(out, query, keys, values)
+        if self._single_chunks:
+            self._attend_single(out, query, keys, values)
+        return out.flatten(1)
+
+    def _attend_long(
+        self, out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
         for chunk, pages, mask in self._long_chunks:
             rows = slice(chunk.row, chunk.row + chunk.length)
             seen_keys = self._gather(keys, pages[None], chunk.end)
@@ -94,28 +91,28 @@ class ReferencePlan:
                 enable_gqa=True,
             )[0].transpose(0, 1)
             out[rows][~finite[0].cummin(0).values[chunk.start :]] = torch.nan
-        if self._single_chunks:
-            width = self._single_mask.shape[-1]
-            seen_keys = self._gather(keys, self._single_pages, width)
-            seen_values = self._gather(values, self._single_pages, width)
-            finite = _zero_not_finite(seen_keys, seen_values)
-            attended = F.scaled_dot_product_attention(
-                query[self._single_rows][:, :, None],
-                seen_keys,
-                seen_values,
-                attn_mask=self._single_mask,
-                enable_gqa=True,
-            )[:, :, 0]
-            attended[(~finite & self._single_mask[:, 0, 0]).any(1)] = torch.nan
-            out[self._single_rows] = attended
-        return out.flatten(1)
+
+    def _attend_single(
+        self, out: torch.Tensor, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        width = self._single_mask.shape[-1]
+        seen_keys = self._gather(keys, self._single_pages, width)
+        seen_values = self._gather(values, self._single_pages, width)
+        finite = _zero_not_finite(seen_keys, seen_values)
+        attended = F.scaled_dot_product_attention(
+            query[self._single_rows][:, :, None],
+            seen_keys,
+            seen_values,
+            attn_mask=self._single_mask,
+            enable_gqa=True,
+        )[:, :, 0]
+        attended[(~finite & self._single_mask[:, 0, 0]).any(1)] = torch.nan
+        out[self._single_rows] = attended
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the keys or values of the first `length` positions, [batch, kv_heads, length,
-        dim].
+        """Return the first `length` keys or values, [batch, kv_heads, length, dim].
 
-        view: [pages, kv_heads, panels, …]; the last axes hold the LANES tokens of a panel, one
-            token of dim values after another.
+        view: [pages, kv_heads, panels, …]; the last axes hold the LANES tokens of a panel.
         pages: [batch, n] pages of each sequence.
         """
         kv_cache = self._kv_cache
@@ -125,12 +122,12 @@ class ReferencePlan:
 
 
 def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Set the keys and values of a position to zero if any of its keys or values is not finite.
+    """Set the keys and values of a position to zero if any of them is not finite.
 
     keys, values: [batch, kv_heads, positions, dim].
 
-    Returns [batch, positions] bool: False for the positions that were set to zero. The caller sets
-    the attention of all rows that see such a position to NaN.
+    Returns [batch, positions] bool: False for positions that were set to zero. The attention of
+    rows that see them must be set to NaN.
     """
     finite = (keys.isfinite() & values.isfinite()).all(3).all(1)
     if not bool(finite.all()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +16,12 @@ from safetensors import SafetensorError
 from vlora.errors import InvalidArgument
 from vlora.weights.safetensors import FLOATS, declared_tensors, open_tensors, read_header, read_rows
 
-# Finding and opening the weight files of a checkpoint folder.
-
-
 INDEX = "model.safetensors.index.json"
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-"""Names of files with pickled weights."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # Names of files with pickled weights.
 LFS_HEADER = b"version https://git-lfs"
 LFS_HINT = "; it is a pointer of Git LFS: fetch the file itself with `git lfs pull`"
+# Name of one of several weight files: prefix, number, `-of-`, number of files, suffix.
 NUMBERED = re.compile(r"(.*-)(\d+)(-of-)(\d+)(\.safetensors)")
-"""Name of one of several weight files: prefix, number, `-of-`, number of files, suffix."""
 
 
 def check_files(folder: Path) -> None:
@@ -34,10 +31,7 @@ def check_files(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weight files: the first result of `indexed_weight_files`.
-
-    Raises InvalidArgument if there are none or their index cannot be read.
-    """
+    """Return the folder's weight files. Raises InvalidArgument as `indexed_weight_files`."""
     return indexed_weight_files(folder)[0]
 
 
@@ -73,16 +67,10 @@ def open_weights(file: Path) -> Any:
     try:
         return open_tensors(file)
     except (SafetensorError, OSError) as error:
-        hint = LFS_HINT if _is_lfs_pointer(file) else ""
+        hint = ""
+        with suppress(OSError), file.open("rb") as opened:
+            hint = LFS_HINT * (opened.read(len(LFS_HEADER)) == LFS_HEADER)
         raise InvalidArgument(f"model: {file} cannot be read: {error}{hint}") from error
-
-
-def _is_lfs_pointer(file: Path) -> bool:
-    try:
-        with file.open("rb") as opened:
-            return opened.read(len(LFS_HEADER)) == LFS_HEADER
-    except OSError:
-        return False
 
 
 def _check_numbering(files: list[Path]) -> None:
@@ -101,7 +89,6 @@ def _check_numbering(files: list[Path]) -> None:
 
 
 def _instead_of_pickles(folder: Path) -> str:
-    """Return instructions to convert a folder's pickled weights; an empty string if it has none."""
     pickles = sorted(file.name for kind in PICKLES for file in folder.glob(kind))
     if not pickles:
         return ""
@@ -119,20 +106,17 @@ def _instead_of_pickles(folder: Path) -> str:
     )
 
 
-STORED_DTYPES = tuple(FLOATS.values())
-"""Types in which a checkpoint's weights may be stored."""
+STORED_DTYPES = tuple(FLOATS.values())  # Types in which a checkpoint's weights may be stored.
 
 
 @dataclass(frozen=True)
 class StoredRows:
-    """A matrix in a checkpoint's file, whose rows are read when they are requested.
+    """A matrix in a checkpoint's file. A slice of rows is read when it is requested.
 
-    file, key: file of the matrix, and its key there.
     shape: shape that the matrix must have.
     dtype: type to which the rows are converted.
 
-    A slice of rows has the rows themselves, as a slice of a tensor has. It raises InvalidArgument
-    if the rows cannot be read or do not fit.
+    Slicing raises InvalidArgument if the rows cannot be read or do not fit.
     """
 
     file: Path
@@ -168,8 +152,7 @@ def check(
 ) -> None:
     """Raise InvalidArgument if a stored tensor has another shape or an unsupported type.
 
-    expected: shape that the tensor must have.
-    shape, dtype: shape and type of the tensor. An unknown type is the name of a type.
+    dtype: type of the tensor. An unknown type is the name of a type.
     origin: file and key of the tensor, for the error message.
     """
     if dtype not in STORED_DTYPES:
@@ -182,5 +165,4 @@ def check(
 
 
 def unreadable(file: Path, key: str, error: Exception) -> InvalidArgument:
-    """Return the error which says that a stored tensor cannot be read, and why."""
     return InvalidArgument(f"model: {file}: '{key}' cannot be read: {error}")

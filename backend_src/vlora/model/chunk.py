@@ -18,13 +18,12 @@ class Prompt:
     """Tokens of a prompt and its image features.
 
     ids: token ids. Each image placeholder is expanded to one token per feature row.
-    feature_row: [len(ids)] int64, row of `features` that replaces the embedding of the token at
-        this position, or NO_IMAGE.
+    feature_row: [len(ids)] int64, row of `features` that replaces the token's embedding, or
+        NO_IMAGE.
     features: [rows, hidden] fp32; None without images.
     positions: [3, len(ids)] int64, rotary positions by time, height and width; None if the position
         of each token is its index.
-    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers; None if
-        the model has no such levels or the prompt no images.
+    level_features: [levels, rows, hidden] fp32, added to the outputs of the first layers, or None.
     """
 
     ids: tuple[int, ...]

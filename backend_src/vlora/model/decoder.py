@@ -1,8 +1,5 @@
 """The decoder: one implementation for all models with Llama's layers, over paged KV and LoRA
-segments.
-
-It has projections with or without bias, grouped-query attention, rotary positions, RMS norms and
-SwiGLU. It handles rows, positions and signed segments, but no requests.
+segments. It handles rows and positions, but no requests.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ from vlora.adapters.residency import Slots
 from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
-from vlora.kernels import norms, ops
+from vlora.kernels import ops
 from vlora.kernels.quantized import matrix_of
 from vlora.model import step_recordings
 from vlora.model.attention import AttentionPlan
@@ -67,8 +64,8 @@ class Decoder:
         )
         self._workspace = Workspace(config, device, weights.slab.dtype)
         self._lm_head = matrix_of(weights.lm_head, None)
+        # Groups of projections, in the order of execution; the LM head is last.
         self.lora_groups = [adapters.group(group) for group in lora_groups(config.layers)]
-        """Groups of projections, in the order of execution; the LM head is last."""
         self._lm_head_lora = self.lora_groups[-1]
         self._switcher = switcher
         self.recordings = StepRecordings()
@@ -88,19 +85,14 @@ class Decoder:
         self._rotary.reserve(positions)
 
     def prepare(self, positions: torch.Tensor) -> None:
-        """Extend the table of rotary angles to the positions of a step. Call this before `forward`.
-
-        positions: in host memory.
-        """
+        """Extend the table of rotary angles to the positions of a step, in host memory."""
         self._rotary.extend(positions)
 
     def embed(
         self, tokens: torch.Tensor, images: Sequence[tuple[int, torch.Tensor, torch.Tensor]]
     ) -> torch.Tensor:
-        """Return the embeddings of a step's rows, [T, hidden] fp32, valid until the next call.
-
-        tokens: [T] int64.
-        images: as in `ops.embed`.
+        """Return the embeddings of a step, [T, hidden] fp32, valid until the next call
+        (`ops.embed`).
         """
         hidden = self._workspace.buffers(len(tokens)).hidden
         return ops.embed(tokens, self._weights.embedding, images, out=hidden)
@@ -117,35 +109,29 @@ class Decoder:
         """Return the hidden states of `output_rows` after the final norm, [output rows, hidden].
 
         hidden: [T, hidden] embeddings; overwritten.
-        attention: pages that the rows write and read.
         segments: segments of the T rows.
-        output_rows: numbers of the rows to return, on the device; None for all rows.
+        output_rows: numbers of the rows to return, on the device; None for all rows. After the
+            attention of the last layer, only they are computed (decision 36).
         output_segments: segments of the output rows, in their order.
         levels: image features for the first layers, or None.
-
-        After the attention of the last layer, only the output rows are computed (decision 36).
         """
         rotary = self._rotary.lookup(attention.placed_positions)
-        compute = partial(
-            self._compute_layers,
-            hidden,
-            attention,
-            rotary,
-            segments,
-            output_rows,
-            output_segments,
-            levels,
-        )
+
+        def compute() -> tuple[torch.Tensor, torch.Tensor]:
+            return self._compute_layers(
+                hidden, attention, rotary, segments, output_rows, output_segments, levels
+            )
+
         key = None
         if output_rows is None and levels is None:
             key = self._recording_key(hidden, attention, segments)
         if key is None:
-            hidden, delta = compute()
+            residual, delta = compute()
         else:
             active = self._switcher.active
             self.recordings.run(key, active, attention, rotary, segments, compute)
-            delta = self._workspace.buffers(len(hidden)).delta
-        return norms.add_norm(hidden, delta, self._weights.final_norm, self._config.norm_eps)
+            residual, delta = hidden, self._workspace.buffers(len(hidden)).delta
+        return ops.add_norm(residual, delta, self._weights.final_norm, self._config.norm_eps)
 
     def _compute_layers(
         self,
@@ -157,11 +143,7 @@ class Decoder:
         output_segments: Segments,
         levels: LevelFeatures | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute all layers. Return the residual stream of the output rows, and the output of the
-        last layer, which is not added to it yet.
-
-        The arguments are those of `forward`.
-        """
+        """Return the residual stream of the output rows, and the last layer's output."""
         buffers = self._workspace.buffers(len(hidden))
         delta: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
@@ -178,9 +160,7 @@ class Decoder:
     def _recording_key(
         self, hidden: torch.Tensor, attention: AttentionPlan, segments: Segments
     ) -> RecordingKey | None:
-        """Return the key of the recording of a step whose rows are all output rows; None if its
-        kernel calls cannot be repeated.
-        """
+        """Return the key of a step's recording; None if its kernel calls cannot be repeated."""
         rows = len(hidden)
         compiled = (
             attention.is_compiled
@@ -203,10 +183,8 @@ class Decoder:
     def logits(
         self, hidden: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits, [rows, vocabulary] fp32.
+        """Return logits, [rows, vocabulary] fp32, for rows after the final norm.
 
-        hidden: [rows, hidden] after the final norm.
-        segments: segments of these rows.
         out: memory for the result; allocated if None.
         """
         logits = self._lm_head(hidden)
@@ -216,9 +194,7 @@ class Decoder:
 
 
 def lora_groups(layers: int) -> list[list[MatrixId]]:
-    """Return the groups of matrices that share their input, in the order of execution; the LM head
-    is last.
-    """
+    """Return the matrices that share their input, in the order of execution; LM head last."""
     groups = [[(layer, target) for target in group] for layer in range(layers) for group in GROUPS]
     return [*groups, [(-1, LM_HEAD)]]
 
@@ -226,9 +202,8 @@ def lora_groups(layers: int) -> list[list[MatrixId]]:
 class DecoderLayer:
     """Attention and MLP of one layer, with norms before them and residual connections.
 
-    The outputs of attention and MLP are not added to the residual stream at once. Each is passed on
-    as `delta` to the next norm, which adds it. Adding and normalizing in one kernel reads the
-    stream only once.
+    Outputs of attention and MLP are passed on as `delta` to the next norm, which adds them to the
+    residual stream. Adding and normalizing in one kernel reads the stream only once.
     """
 
     def __init__(
@@ -247,7 +222,7 @@ class DecoderLayer:
         self._head_norms = None
         if config.names.head_norms:
             query, key = (weights.norms[layer, norm] for norm in config.names.head_norms)
-            self._head_norms = norms.HeadNorms(query, key, config.norm_eps)
+            self._head_norms = ops.HeadNorms(query, key, config.norm_eps)
         self._qkv, self._o, self._gate_up, self._down = (
             LoraLinear(
                 switcher,
@@ -269,12 +244,11 @@ class DecoderLayer:
     ) -> torch.Tensor:
         """Add `delta` to `hidden` in place, and return each row's attention over its sequence.
 
-        hidden: [T, hidden].
-        delta: [T, hidden], output of the previous layer; None for the first layer.
+        hidden, delta: [T, hidden], the stream and the previous layer's output (None for the first).
 
         Returns `buffers.attended`, [T, heads · dim], before the output projection.
         """
-        normed = norms.add_norm(
+        normed = ops.add_norm(
             hidden, delta, self._input_norm, self._config.norm_eps, out=buffers.normed
         )
         qkv = self._qkv(normed, segments, buffers.qkv)
@@ -287,16 +261,12 @@ class DecoderLayer:
         segments: Segments,
         buffers: StepBuffers,
     ) -> torch.Tensor:
-        """Add the output projection of `attended` to `hidden` in place; return the output of the
-        MLP.
+        """Add the output projection of `attended` to `hidden` in place; return the MLP's output.
 
-        hidden: [T, hidden], the residual stream.
-        attended: [T, heads · dim], result of `attend`.
-
-        Returns `buffers.delta`, [T, hidden], which the next layer adds to the residual stream.
+        hidden: [T, hidden]. attended: [T, heads · dim]. Returns `buffers.delta`, [T, hidden].
         """
         projected = self._o(attended, segments, buffers.delta)
-        normed = norms.add_norm(
+        normed = ops.add_norm(
             hidden, projected, self._post_norm, self._config.norm_eps, out=buffers.normed
         )
         gated = self._gate_up.gated(normed, segments, buffers.gate_up, buffers.gated)
@@ -306,10 +276,7 @@ class DecoderLayer:
 def _fused_bias(
     group: tuple[str, ...], layer: int, config: DecoderConfig, weights: DecoderWeights
 ) -> torch.Tensor | None:
-    """Return the concatenated biases of a group, or None if no target has a bias.
-
-    Targets without a bias contribute zeros.
-    """
+    """Return the concatenated biases of a group, zeros where missing; None without any."""
     if not any((layer, target) in weights.biases for target in group):
         return None
     device = weights.slab.device

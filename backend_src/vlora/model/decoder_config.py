@@ -20,36 +20,29 @@ from vlora.kernels.quantized import Format
 from vlora.model.families.base import WeightNames
 from vlora.model.families.registry import FAMILIES, refusal
 from vlora.model.quantized_checkpoint import StoredQuantization, stored_quantization
-from vlora.model.rotary import rope_frequencies, unsupported_rope
+from vlora.model.rotary import unsupported_rope
 
-FRAMES_PER_SECOND = 24.0
-"""Frame rate that transformers assumes for clips without a frame rate."""
+FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips without a frame rate.
 
 
 @dataclass(frozen=True)
 class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
-    layers: number of layers.
     hidden: width of the residual stream.
-    heads: number of query heads.
-    kv_heads: number of heads of keys, and of heads of values.
-    head_dim: width of a head.
+    heads, kv_heads: number of query heads, and of heads of keys and of values.
     intermediate: width of the MLP.
     vocabulary: number of tokens with an embedding.
-    norm_eps: epsilon of the RMS norms.
     context: maximum number of positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
     biased: targets with a bias.
     tied: whether the LM head and the embedding are the same matrix.
     image_token: id of the image placeholder; None for a checkpoint without images.
-    eos_tokens: ids of the end-of-text tokens.
     names: names of the weights in the checkpoint.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
     image_merge: number of patches on each side of the square that becomes one token.
     clip_interval: distance between two successive pairs of frames of a clip, in time positions.
-    image_levels: number of layers, counted from the first, to whose outputs image features are
-        added (DeepStack).
+    image_levels: number of first layers to whose outputs image features are added (DeepStack).
     quantization: layout of the target matrices in the checkpoint; None if they are floats.
     """
 
@@ -76,9 +69,7 @@ class DecoderConfig:
 
     @property
     def feature_width(self) -> int:
-        """Width of a row of image features: `hidden` values for the embedding, then `hidden` values
-        to add to the output of each of the first `image_levels` layers.
-        """
+        """Width of a row of image features: `hidden` for the embedding and for each level."""
         return self.hidden * (1 + self.image_levels)
 
     @property
@@ -97,9 +88,7 @@ class DecoderConfig:
 
     @property
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of each weight that a checkpoint must contain, by name without the
-        layout's prefix.
-        """
+        """Shape of each weight that a checkpoint must contain, by name without prefix."""
         names = self.names
         shapes: dict[str, tuple[int, ...]] = {names.embedding: (self.vocabulary, self.hidden)}
         if not self.tied:
@@ -117,18 +106,15 @@ class DecoderConfig:
         return shapes
 
 
-LM_HEAD_FORMAT = Format(8, None)
-"""Format of the LM head of a checkpoint that is quantized at load."""
-
+LM_HEAD_FORMAT = Format(8, None)  # Format of the LM head of a checkpoint that is quantized at load.
+# Types of weights in memory, by their names in the option `dtype`.
 TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Types of weights in memory, by their names in the option `dtype`."""
 
 
 def dtype_of(requested: str, folder: Path) -> torch.dtype:
     """Return the type in which the weights of a checkpoint are stored in memory.
 
-    requested: option `dtype`. `auto` means bf16 for a checkpoint stored in bf16, and fp32 for all
-        others.
+    requested: option `dtype`. `auto` means bf16 for a checkpoint stored in bf16, else fp32.
     """
     if requested == AUTO:
         config = read_config(folder)
@@ -159,9 +145,8 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
 def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | None:
     """Return the format in which the LM head is kept in memory; None for floats.
 
-    matrices: format of the target matrices; None for floats.
-
-    A checkpoint that is stored quantized keeps its LM head as it is stored.
+    matrices: format of the target matrices. A checkpoint that is stored quantized keeps its LM
+        head.
     """
     quantized_at_load = matrices is not None and config.quantization is None
     return LM_HEAD_FORMAT if quantized_at_load else None
@@ -214,9 +199,7 @@ def load_config(folder: Path) -> DecoderConfig:
 
 
 def _clip_interval(vision: Any) -> float:
-    """Return `DecoderConfig.clip_interval`. It is 1, except for models like Qwen2.5-VL, whose time
-    positions are proportional to the seconds of the clip.
-    """
+    """Return 1, or for models like Qwen2.5-VL the time of a pair of frames in positions."""
     per_second = getattr(vision, "tokens_per_second", None)
     if per_second is None:
         return 1.0
@@ -224,23 +207,16 @@ def _clip_interval(vision: Any) -> float:
 
 
 def image_levels(config: Any) -> int:
-    """Return the number of layers, counted from the first, to whose outputs image features are
-    added.
-    """
+    """Return the number of first layers to whose outputs image features are added."""
     vision = getattr(config, "vision_config", None)
     return len(getattr(vision, "deepstack_visual_indexes", None) or ())
 
 
-def load_rope_frequencies(folder: Path) -> tuple[torch.Tensor, float]:
-    """Return the result of `rope_frequencies` for the checkpoint in a folder."""
-    return rope_frequencies(read_config(folder).get_text_config())
-
-
 def read_config(folder: Path) -> Any:
-    """Return transformers' configuration of a checkpoint folder.
+    """Return transformers' configuration of a checkpoint folder. Code in it is never run.
 
     Raises InvalidArgument if config.json cannot be read, or names an architecture that is not
-    served. Code in the folder is never run.
+    served.
     """
     try:
         model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")
@@ -255,10 +231,6 @@ def read_config(folder: Path) -> Any:
 
 
 def _unsupported(config: Any, text: Any) -> str | None:
-    """Return why the decoder cannot compute this configuration, or None.
-
-    text: part of the configuration that describes the decoder.
-    """
     family = FAMILIES.get(text.model_type)
     if family is None:
         return (
@@ -272,7 +244,6 @@ def _unsupported(config: Any, text: Any) -> str | None:
 
 
 def _quantization(config: Any) -> Mapping[str, Any] | None:
-    """Return the `quantization_config` of a configuration; None if it has none."""
     found = getattr(config, "quantization_config", None)
     if found is None or isinstance(found, Mapping):
         return found
@@ -281,10 +252,7 @@ def _quantization(config: Any) -> Mapping[str, Any] | None:
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    """Return the ids of the end-of-text tokens, from generation_config.json if it exists.
-
-    Ids beyond the vocabulary are omitted, because the model cannot generate them.
-    """
+    """Return the ids of the end-of-text tokens that the model can generate."""
     eos = text.eos_token_id
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos

@@ -14,20 +14,11 @@ from vlora.model.decoder_config import DecoderConfig
 from vlora.model.tokenizer import TokenLength, load_tokenizer
 from vlora.request import ImageFeatures
 
-# Rotary positions of tokens.
-#
-# The position of a token is its index in the sequence. In the M-RoPE of Qwen2-VL, it is three
-# numbers: time, height and width.
-
-
-Grid = tuple[int, int, int]
-"""Size of an image in tokens: time, height and width."""
+Grid = tuple[int, int, int]  # Size of an image in tokens: time, height and width.
 
 
 def image_grids(images: ImageFeatures, merge: int) -> list[Grid]:
-    """Return the grid of each image.
-
-    merge: number of patches on each side of the square that becomes one token.
+    """Return the grid of each image. merge: patches on each side of the square of one token.
 
     Raises InvalidArgument if the number of patches of an image does not fit its number of rows.
     """
@@ -55,9 +46,8 @@ def prompt_positions(
     width of its grid, whichever is larger.
 
     feature_row: see `Prompt.feature_row`. The rows of each image are adjacent and in order.
-    grids: grid of each image.
-    clip_interval: distance between successive time steps of a clip, in positions. The time
-        positions are rounded down.
+    clip_interval: distance between successive time steps of a clip; time positions are rounded
+        down.
     """
     parts: list[torch.Tensor] = []
     index = position = 0
@@ -103,11 +93,7 @@ def text_prompt(ids: Iterable[int]) -> Prompt:
 
 
 class PromptReader:
-    """Tokenizes prompts and expands their image placeholders.
-
-    Any thread may use it: the tokenizer is not changed after construction and releases the GIL
-    while it works.
-    """
+    """Tokenizes prompts and expands their image placeholders. Thread-safe."""
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         self._config = config
@@ -120,14 +106,10 @@ class PromptReader:
     def check_length(self, text: str, context: int) -> None:
         """Raise InvalidArgument if `text` is certainly too long for a context of this many tokens.
 
-        The check compares numbers of bytes and takes almost no time. A text that passes may still
-        be too long, which is known only after it is tokenized.
+        The check compares numbers of bytes, and a text that passes may still be too long.
         """
-        size, limit = (
-            len(text.encode(errors="replace")),
-            self._token_length.max_bytes(text, context),
-        )
-        if size > limit:
+        size = len(text.encode(errors="replace"))
+        if size > (limit := self._token_length.max_bytes(text, context)):
             raise prompt_too_long(size, limit, "bytes", context)
 
     def read(self, text: str, images: ImageFeatures | None) -> Prompt:
@@ -170,9 +152,7 @@ class PromptReader:
         return Prompt(tuple(ids), torch.tensor(feature_row), features, positions, levels)
 
     def _by_level(self, features: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the columns of features for the embedding, and those for the levels (None without
-        levels).
-        """
+        """Return the columns of features for the embedding, and those for the levels, if any."""
         if not self._config.image_levels:
             return features, None
         parts = features.view(len(features), -1, self._config.hidden).transpose(0, 1).contiguous()
@@ -195,10 +175,7 @@ class PromptReader:
             )
 
     def _tokenize(self, text: str) -> list[int]:
-        """Return the token ids of `text`, with at most one begin-of-text token.
-
-        The tokenizer adds this token only if the text does not begin with it already.
-        """
+        """Return the token ids, with a begin-of-text token unless the text begins with it."""
         bos = self.tokenizer.bos_token
         has_bos = bool(bos) and text.startswith(bos)
         # `encode` would hold the GIL. Calling the tokenizer itself would change its state and

@@ -1,9 +1,7 @@
-"""Loading of the decoder's weights from a checkpoint folder.
+"""Loading of the decoder's weights from a checkpoint folder, alone or inside a multimodal model.
 
-The checkpoint may be of any supported decoder family, alone or inside a multimodal model.
-`vision/encoder.py` reads vision towers and connectors. Weights are recognized by their names
-without the layout's prefix, so the layouts of transformers 4 and 5 and bare decoders can all be
-loaded.
+Weights are recognized by their names without the layout's prefix, so the layouts of transformers 4
+and 5 and bare decoders can all be loaded.
 """
 
 from __future__ import annotations
@@ -31,15 +29,16 @@ from vlora.model.checkpoint import (
     read,
     weight_files,
 )
-from vlora.model.decoder_config import DecoderConfig, lm_head_format, load_rope_frequencies
+from vlora.model.decoder_config import DecoderConfig, lm_head_format, read_config
 from vlora.model.quantized_checkpoint import Parts, read_quantized
+from vlora.model.rotary import rope_frequencies
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import TARGETS, WeightSlab
 
 log = logging.getLogger(__name__)
 
+# Ends of the paths of a vision tower's position embeddings, which no product multiplies.
 POSITIONS = (".position_embedding", ".pos_embed")
-"""Ends of the paths of a vision tower's position embeddings, which no product multiplies."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class DecoderWeights:
 
     embedding, lm_head: [vocabulary, hidden]. If they are tied, they are the same tensor, or a
         quantized LM head has the values of the embedding.
-    final_norm: [hidden].
     norms: (layer, name) → [hidden], or [head_dim] for the norms of heads.
     biases: (layer, target) → [d_out].
     inverse_frequencies: [head_dim / 2] fp32, frequencies of the rotary embedding.
@@ -77,12 +75,10 @@ def load_weights(
 ) -> DecoderWeights:
     """Return the weights in the folder's safetensors files, with matrices as `dtype` on `device`.
 
-    quantization: format of the target matrices. If None, they are stored as `dtype`, too.
-        `lm_head_format` has the format of the LM head.
+    quantization: format of the target matrices; None to store them as `dtype`, too.
 
-    Each tensor is copied directly to its final location. So loading needs as much memory as the
-    model and its largest tensor. Matrices that are stored quantized are unpacked one by one, which
-    needs memory for some copies of one matrix in int32.
+    Each tensor is copied directly to its final location, so loading needs as much memory as the
+    model and its largest tensor.
 
     Raises InvalidArgument, which names the file and the tensor, if a tensor is missing or does not
     fit.
@@ -94,71 +90,76 @@ def load_weights(
         slab = WeightSlab(config.layers, config.target_shapes, dtype, device)
     else:
         slab = QuantizedSlab(config.layers, config.target_shapes, quantization, dtype)
-    matrices = {
-        names.matrix(layer, target): slab.target(layer, target)
-        for layer in range(config.layers)
-        for target in TARGETS
-    }
     head = _quantized_head(config, quantization, dtype)
-    if head is not None and not config.tied:
-        matrices[names.lm_head] = head
-    tensors = {
-        name: device.zeros(*shape, dtype=dtype)
-        if len(shape) == 2
-        else torch.empty(shape, device=device.torch_device)
-        for name, shape in config.weight_shapes.items()
-        if name not in matrices
-    }
-    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
-    for name, (file, key) in stored.items():
-        by_file[file].append((name, key))
-    for file, entries in by_file.items():
-        with open_weights(file) as opened:
-            for name, key in entries:
-                if name in tensors:
-                    part = _part(read(opened, file, key), name, names.stored(key))
-                    _copy_into(tensors[name], part, f"{file} holds '{key}'")
-                    if head is not None and config.tied and name == names.embedding:
-                        _store(head, part, f"{file} holds '{key}'")
-                elif name in matrices and config.quantization is None:
-                    part = _part(read(opened, file, key), name, names.stored(key))
-                    _store(matrices[name], part, f"{file} holds '{key}'")
+    tensors = _read_floats(config, stored, slab, head, dtype)
     if isinstance(slab, QuantizedSlab):
         if config.quantization is not None:
             read_quantized(quantized_parts(folder, config), config.quantization, slab)
         slab.arrange()
     if config.tied and names.lm_head in stored:
         _warn_of_stale_head(tensors[names.embedding], *stored[names.lm_head])
-    frequencies, scale = load_rope_frequencies(folder)
+    frequencies, scale = rope_frequencies(read_config(folder).get_text_config())
+    lm_head = tensors[names.embedding if config.tied else names.lm_head] if head is None else head
+    norms, layers = (*names.norms, *names.head_norms), range(config.layers)
     return DecoderWeights(
-        slab=slab,
-        embedding=tensors[names.embedding],
-        lm_head=tensors[names.embedding if config.tied else names.lm_head]
-        if head is None
-        else head,
-        final_norm=tensors[names.final_norm],
-        norms={
-            (layer, norm): tensors[names.norm(layer, norm)]
-            for layer in range(config.layers)
-            for norm in (*names.norms, *names.head_norms)
-        },
+        slab,
+        tensors[names.embedding],
+        lm_head,
+        tensors[names.final_norm],
+        norms={(layer, n): tensors[names.norm(layer, n)] for layer in layers for n in norms},
         biases={
-            (layer, target): tensors[names.bias(layer, target)]
-            for layer in range(config.layers)
-            for target in config.biased
+            (layer, t): tensors[names.bias(layer, t)] for layer in layers for t in config.biased
         },
         inverse_frequencies=frequencies,
         rope_scale=scale,
     )
 
 
+def _read_floats(
+    config: DecoderConfig,
+    stored: Mapping[str, tuple[Path, str]],
+    slab: WeightSlab | QuantizedSlab,
+    head: QuantizedWeight | None,
+    dtype: torch.dtype,
+) -> dict[str, torch.Tensor]:
+    """Read the weights that are stored as floats into the slab, the quantized LM head, or new
+    tensors. Return these tensors by name.
+    """
+    names, device = config.names, slab.device
+    targets: dict[str, torch.Tensor | QuantizedWeight] = {
+        names.matrix(layer, target): slab.target(layer, target)
+        for layer in range(config.layers)
+        for target in TARGETS
+    }
+    if head is not None and not config.tied:
+        targets[names.lm_head] = head
+    tensors = {
+        name: device.zeros(*shape, dtype=dtype)
+        if len(shape) == 2
+        else torch.empty(shape, device=device.torch_device)
+        for name, shape in config.weight_shapes.items()
+        if name not in targets
+    }
+    if config.quantization is not None:
+        targets.clear()
+    targets |= tensors
+    by_file: dict[Path, list[tuple[str, str]]] = defaultdict(list)
+    for name, (file, key) in stored.items():
+        if name in targets:
+            by_file[file].append((name, key))
+    for file, entries in by_file.items():
+        with open_weights(file) as opened:
+            for name, key in entries:
+                part = _part(read(opened, file, key), name, names.stored(key))
+                _store(targets[name], part, f"{file} holds '{key}'")
+                if head is not None and config.tied and name == names.embedding:
+                    _store(head, part, f"{file} holds '{key}'")
+    return tensors
+
+
 def _quantized_head(
     config: DecoderConfig, quantization: Format | None, dtype: torch.dtype
 ) -> QuantizedWeight | None:
-    """Return memory for the LM head, or None if it is not quantized.
-
-    quantization: format of the target matrices.
-    """
     form = lm_head_format(quantization, config)
     if form is None:
         return None
@@ -172,8 +173,8 @@ def adapter_shape(
 ) -> ModelShape:
     """Return the shapes that adapters of this checkpoint must fit.
 
-    weights: the loaded weights. If they are None or have a quantized LM head only, an adapter's
-        copy of the LM head is compared with the one in the folder.
+    weights: the loaded weights. If they have no LM head of floats, an adapter's copy of the LM head
+        is compared with the one in the folder.
     """
 
     def lm_head() -> torch.Tensor | StoredRows:
@@ -200,9 +201,7 @@ def adapter_shape(
 def stored_lm_head(
     folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
 ) -> StoredRows:
-    """Return the LM head in a folder, [vocabulary, hidden].
-
-    Its rows are read when they are requested, and converted to `dtype`.
+    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`.
 
     Raises InvalidArgument if a weight is missing.
     """
@@ -219,23 +218,18 @@ def read_weight(file: Path, key: str) -> torch.Tensor:
 
 
 def _module_paths(folder: Path) -> frozenset[str]:
-    """Return the paths of all modules with weights, as the folder's files name them."""
     keys = (key for file in weight_files(folder) for key in open_weights(file).keys())  # noqa: SIM118
     return frozenset(key.rpartition(".")[0] for key in keys)
 
 
 def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor:
-    """Return the rows of a stored tensor that are the weight `name`.
-
-    names: all weights in the tensor, of equal size.
-    """
+    """Return the rows that are the weight `name` of a tensor with the equal weights `names`."""
     if len(names) == 1 or not tensor.ndim or len(tensor) % len(names):
         return tensor
     return tensor.chunk(len(names))[names.index(name)]
 
 
 def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin: str) -> None:
-    """Copy a stored matrix to its final location. Quantize the matrix if `target` is quantized."""
     if isinstance(target, QuantizedWeight):
         check(target.shape, tensor.shape, tensor.dtype, origin)
         try:
@@ -243,7 +237,8 @@ def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin:
         except ValueError as error:
             raise InvalidArgument(f"model: {origin}, which cannot be quantized: {error}") from error
     else:
-        _copy_into(target, tensor, origin)
+        check(tuple(target.shape), tensor.shape, tensor.dtype, origin)
+        target.copy_(tensor)
 
 
 def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
@@ -263,20 +258,8 @@ def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
     return shapes
 
 
-def _copy_into(target: torch.Tensor, tensor: torch.Tensor, origin: str) -> None:
-    """Copy a stored tensor to its final location, converting its type.
-
-    origin: file and key of the tensor, for error messages.
-    """
-    check(tuple(target.shape), tensor.shape, tensor.dtype, origin)
-    target.copy_(tensor)
-
-
 def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
-    """Log a warning if a stored LM head differs from the embeddings that config.json ties it to.
-
-    The stored head is then not used, because config.json decides (decision 20).
-    """
+    """Log a warning if a stored LM head differs from the embeddings that config.json ties it to."""
     with open_weights(file) as opened:
         head = read(opened, file, key)
     if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
@@ -337,7 +320,7 @@ def find_weights(
 
 
 def quantized_parts(folder: Path, config: DecoderConfig) -> dict[MatrixId, Parts]:
-    """Return, for each quantized matrix, functions that read its parts, by the name of the part."""
+    """Return functions that read each part of each quantized matrix, by the part's name."""
     matrices = {
         config.names.matrix(layer, target): (layer, target)
         for layer in range(config.layers)

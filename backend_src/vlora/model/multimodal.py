@@ -5,16 +5,16 @@ This module imports nothing, so that the command line need not load torch.
 
 from __future__ import annotations
 
-MULTIMODAL = (
-    "llava",
-    "llava_next",
-    "llava_onevision",
-    "qwen",
-    "qwen2_vl",
-    "qwen2_5_vl",
-    "qwen3_vl",
-)
-"""Model types of the checkpoints with images, the keys of `VISION_FAMILIES`."""
+# Model type → module of `vlora.vision.families` that has its family.
+MULTIMODAL = {
+    "llava": "llava",
+    "llava_next": "llava",
+    "llava_onevision": "llava",
+    "qwen": "qwen",
+    "qwen2_vl": "qwen_vl",
+    "qwen2_5_vl": "qwen_vl",
+    "qwen3_vl": "qwen_vl",
+}
 
 
 def takes_images(model_type: object) -> bool:

@@ -19,24 +19,19 @@ from vlora.kernels.quantized import Format, QuantizedWeight
 from vlora.weights.quantized_slab import QuantizedSlab
 from vlora.weights.slab import GROUPS
 
-# Quantization of a published checkpoint, as its config.json describes it.
-#
-# GPTQ, AWQ and compressed-tensors are supported. `quantized_checkpoint.py` reads their weights.
-
-
+# Supported values of `quant_method`, each with the variants that are supported.
 METHODS = {
     "gptq": "gptq (4 and 8 bits)",
     "awq": "awq (4 bits, version 'gemm')",
     "compressed-tensors": "compressed-tensors (pack-quantized with 4 bits, int-quantized with 8)",
 }
-"""Supported values of `quant_method`, each with the variants that are supported."""
 
+# Alternatives to some unsupported methods, which are appended to the error message.
 INSTEAD = {
     "bitsandbytes": "; NF4 and LLM.int8() have no integer weights: serve the checkpoint that it was"
     " made from with 'quantization': 'int4' or 'int8'",
     "fp8": "; serve the checkpoint that it was made from with 'quantization': 'int8'",
 }
-"""Alternatives to some unsupported methods, which are appended to the error message."""
 
 
 @dataclass(frozen=True)
@@ -46,8 +41,7 @@ class StoredQuantization:
     method: a key of METHODS.
     bits: 4 or 8.
     group: number of inputs that share a scale in the files; None if all inputs of an output do.
-    form: format in which the matrices are kept in memory. Its groups have at most 128 inputs, so a
-        larger group in the files is split into several groups.
+    form: format in memory. A larger group in the files is split into several of at most 128 inputs.
     zero_offset: number to add to stored zeros: 1 for GPTQ before its version 2, else 0.
     """
 
@@ -59,9 +53,7 @@ class StoredQuantization:
 
 
 def stored_quantization(description: Mapping[str, Any] | None) -> StoredQuantization | None:
-    """Return the quantization that a checkpoint's `quantization_config` describes.
-
-    description: the `quantization_config`, or None. For None, the result is None.
+    """Return the quantization that a checkpoint's `quantization_config` describes; None for none.
 
     Raises InvalidArgument for anything that is not supported.
     """
@@ -126,7 +118,6 @@ def _format(bits: int, group: int | None, *, zeros: bool) -> Format:
 
 
 def _group(size: Any) -> int | None:
-    """Return a stored group size. -1 stands for all inputs and becomes None."""
     if size in (-1, None):
         return None
     if not isinstance(size, int) or size <= 0 or size % min(GROUP_SIZES):
@@ -148,14 +139,11 @@ def _unsupported(what: str, valid: str) -> InvalidArgument:
     )
 
 
+# Functions that read the tensors of one quantized module, by the names of the tensors.
 Parts = dict[str, Callable[[], torch.Tensor]]
-"""Functions that read the tensors of one quantized module, by the names of the tensors."""
-
+# Position of each of 8 adjacent outputs in a 32-bit word of AWQ. Positions are counted in units of
+# 4 bits from the lowest bits.
 AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Position of each of 8 adjacent outputs in a 32-bit word of AWQ.
-
-Positions are counted in units of 4 bits from the lowest bits.
-"""
 
 
 @dataclass(frozen=True)
@@ -179,8 +167,7 @@ def read_quantized(
 ) -> None:
     """Read all matrices into the slab.
 
-    Raises InvalidArgument, which names the matrix, if one of its tensors is missing or does not
-    fit.
+    Raises InvalidArgument, which names the matrix, for a tensor that is missing or does not fit.
     """
     for layer in range(slab.layers):
         for number, group in enumerate(GROUPS):
@@ -201,12 +188,9 @@ def read_quantized(
 
 
 def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the unsigned integers in rows of 32-bit words.
+    """Return the unsigned integers in rows of 32-bit words, lowest bits first.
 
-    packed: [rows, n] int32; the first integer is in the lowest bits of a word.
-    bits: number of bits of each integer.
-
-    Returns [rows, n · 32 / bits] int32.
+    packed: [rows, n] int32. Returns [rows, n · 32 / bits] int32.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     values: torch.Tensor = (packed[:, :, None] >> shifts) & (2**bits - 1)
@@ -214,10 +198,7 @@ def unpack(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
-    """Return a matrix of GPTQ, which is stored as [in, out].
-
-    Weights are packed along inputs, zeros along outputs.
-    """
+    """Return a matrix [in, out], with weights packed along inputs and zeros along outputs."""
     values = unpack(_part(parts, "qweight", torch.int32, where).T, stored.bits)
     zeros = unpack(_part(parts, "qzeros", torch.int32, where), stored.bits).T
     scales = _part(parts, "scales", None, where).T
@@ -226,9 +207,7 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatri
 
 
 def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
-    """Return a matrix of AWQ, which is stored as [in, out] and packed along outputs in
-    AWQ_ORDER.
-    """
+    """Return a matrix [in, out], packed along outputs in AWQ_ORDER."""
 
     def outputs(name: str) -> torch.Tensor:
         packed = unpack(_part(parts, name, torch.int32, where), 4)
@@ -241,10 +220,7 @@ def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix
 
 
 def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
-    """Return a matrix of compressed-tensors, whose weights are signed.
-
-    Weights are packed along inputs, zeros along outputs.
-    """
+    """Return a matrix of signed weights, packed along inputs, with zeros along outputs."""
     scales = _part(parts, "weight_scale", None, where)
     middle = 2 ** (stored.bits - 1)
     if stored.bits == 8:
@@ -273,10 +249,7 @@ _READERS: Mapping[str, Callable[[Parts, StoredQuantization, str], UnpackedMatrix
 def _store(
     matrix: UnpackedMatrix, stored: StoredQuantization, target: QuantizedWeight, where: str
 ) -> torch.Tensor | None:
-    """Write a matrix to the slab.
-
-    Returns the order of its inputs in the slab (`QuantizedWeight.order`).
-    """
+    """Write a matrix to the slab. Return the order of its inputs there."""
     rows, depth = target.shape
     group = stored.group or depth
     groups = -(-depth // group)
@@ -312,9 +285,7 @@ def _store(
 
 
 def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor | None:
-    """Return the inputs sorted by group, as `QuantizedWeight.order`; None if they are sorted
-    already.
-    """
+    """Return the inputs sorted by group; None if they are sorted already."""
     depth = len(input_groups)
     adjacent = torch.arange(depth, dtype=input_groups.dtype) // group
     if torch.equal(input_groups, adjacent) or (input_groups == -1).all():
@@ -328,7 +299,6 @@ def _order(input_groups: torch.Tensor, group: int, where: str) -> torch.Tensor |
 
 
 def _part(parts: Parts, name: str, dtype: torch.dtype | None, where: str) -> torch.Tensor:
-    """Return a tensor of a module. Raise InvalidArgument if it is missing or has another type."""
     if name not in parts:
         raise InvalidArgument(f"{where}: '{name}' is missing; the files hold {sorted(parts)}")
     tensor = parts[name]()

@@ -1,6 +1,4 @@
-"""Rotary position embeddings: supported rope types, their frequencies, and the table of cosines and
-sines.
-"""
+"""Rotary position embeddings: supported rope types, and the table of cosines and sines."""
 
 from __future__ import annotations
 
@@ -11,20 +9,14 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+# Supported rope types. transformers computes their frequencies. Another type can be added here if
+# its frequencies do not depend on the length of the sequence.
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Supported rope types. transformers computes their frequencies.
-
-Another type can be added here if its frequencies do not depend on the length of the sequence.
-"""
-
-INITIAL_POSITIONS = 1024
-"""Number of positions in a new table."""
+INITIAL_POSITIONS = 1024  # Number of positions in a new table.
 
 
 def unsupported_rope(text: Any) -> str | None:
-    """Return why the rope type of a transformers text configuration is not supported; None if it
-    is.
-    """
+    """Return why the rope type of a text configuration is not supported; None if it is."""
     rope = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
     if rope in ROPE_TYPES:
         return None
@@ -60,10 +52,9 @@ class Rotary:
 
 
 class RotaryTable:
-    """Cosines and sines of all positions below a limit. `extend` increases the limit.
+    """Cosines and sines of all positions below a limit, which `extend` increases.
 
-    The table saves time. Computing the cosines of a few rows in each step would take longer than
-    the norms of a layer.
+    Computing the cosines of a few rows in each step would take longer than the norms of a layer.
     """
 
     def __init__(
@@ -98,16 +89,14 @@ class RotaryTable:
             self._table = self._compute(1 << (count - 1).bit_length())
 
     def extend(self, positions: torch.Tensor) -> None:
-        """Compute a longer table if the present one lacks any of `positions`, which are in host
-        memory.
-        """
-        if positions.numel() and (last := int(positions.max())) >= len(self._table.cosines):
-            self._table = self._compute(1 << last.bit_length())
+        """Compute a longer table if this one lacks any of `positions`, in host memory."""
+        if positions.numel():
+            self.reserve(int(positions.max()) + 1)
 
     def lookup(self, positions: torch.Tensor) -> Rotary:
-        """Return the cosines and sines of `positions`, [T] or [3, T] int64, at least 0.
+        """Return the cosines and sines of `positions`, [T] or [3, T] int64, on the table's device.
 
-        positions: on the table's device. The table must contain all of them (see `extend`).
+        The table must contain all of them (see `extend`).
         """
         if positions.ndim == 1:
             return Rotary(self._table.cosines[positions], self._table.sines[positions])

@@ -15,8 +15,7 @@ from vlora.adapters.residency import Slots
 from vlora.atmm import op
 from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segments
-from vlora.device.device import Device
-from vlora.device.uploads import UploadedPart, upload_step
+from vlora.device.device import Device, UploadedPart, upload_step
 from vlora.ids import BASE, NO_IMAGE
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
@@ -27,8 +26,6 @@ from vlora.model.loader import DecoderWeights
 from vlora.model.step_graphs import GraphCounters, StepGraphs, padded_rows
 from vlora.model.switcher import Switcher
 
-# Image features of a step's rows, in the form that the step's device reads.
-
 
 class StepImages:
     """Ranges of a step's rows that have image features.
@@ -37,8 +34,7 @@ class StepImages:
     rows are gathered, and are uploaded with the step's other inputs.
 
     ranges: the ranges in the form that `ops.embed` takes.
-    inputs: tensors to upload, in host memory: the index of each row's feature, and the features;
-        [] on a CPU.
+    inputs: tensors to upload: the index of each row's feature, and the features; [] on a CPU.
     """
 
     def __init__(self, chunks: Sequence[Chunk], device: Device) -> None:
@@ -61,10 +57,9 @@ class StepImages:
 def _gathered(
     ranges: Sequence[tuple[int, torch.Tensor, torch.Tensor]], rows: int
 ) -> list[torch.Tensor]:
-    """Gather the image features that a step's rows need.
+    """Return the index of each row's feature, or NO_IMAGE, and the features that the rows need.
 
-    Returns the index of each row's feature, [rows] int32, NO_IMAGE for a row without a feature, and
-    the features, [features, hidden] fp32.
+    The shapes are [rows] int32 and [features, hidden] fp32.
     """
     numbers, parts, count = torch.full((rows,), NO_IMAGE, dtype=torch.int32), [], 0
     for first_row, feature_rows, features in ranges:
@@ -91,13 +86,11 @@ def level_features(chunks: Sequence[Chunk]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Outputs of the chunks that complete all known tokens of their sequence, in the order of the
-    chunks.
+    """Outputs of the chunks that complete their sequence, in the order of the chunks.
 
     logits: [rows, vocabulary] fp32, one row per chunk that does not use a head.
     heads: one [classes] fp32 tensor per chunk that uses a vision task head, before softmax.
-    captured: whether a graph was captured during the step. Capturing takes longer than the step
-        itself.
+    captured: whether a graph was captured, which takes longer than the step itself.
     """
 
     logits: torch.Tensor
@@ -108,9 +101,7 @@ class StepResult:
 class StepSizes(NamedTuple):
     """Maximum sizes of steps, for which a GPU's memory is allocated once.
 
-    rows: maximum number of rows.
-    requests: maximum number of requests, which is also the maximum number of rows of a decoding
-        step.
+    requests: maximum number of requests, and of rows of a decoding step.
     positions: maximum number of positions of a request.
     """
 
@@ -120,7 +111,10 @@ class StepSizes(NamedTuple):
 
 
 class Runner:
-    """Computes forward passes with the decoder, the adapters and the KV pages."""
+    """Computes forward passes with the decoder, the adapters and the KV pages of the engine.
+
+    graph_sizes: sizes of the steps for which graphs are captured; None for no graphs.
+    """
 
     def __init__(
         self,
@@ -131,11 +125,6 @@ class Runner:
         kv_cache: KVCache,
         graph_sizes: StepSizes | None = None,
     ) -> None:
-        """Create the decoder.
-
-        kv_cache: the KV pages, which the engine owns.
-        graph_sizes: sizes of the steps for which graphs are captured; None for no graphs.
-        """
         self._decoder = Decoder(config, weights, adapters, switcher)
         self._switcher = switcher
         self._adapters = adapters
@@ -159,10 +148,9 @@ class Runner:
     def forward(self, chunks: Sequence[Chunk], *parts: UploadedPart) -> StepResult:
         """Compute the step's chunks with the switcher's active weights.
 
-        chunks: chunks in the order of their rows. If they are sorted by `ids.order_of`, the number
-            of segments is the smallest possible, which is fastest.
-        parts: other parts of the step, such as sampling. Their inputs are uploaded to the device in
-            the same transfer as those of the forward pass.
+        chunks: in the order of their rows, fastest if sorted by `ids.order_of`.
+        parts: other parts of the step, such as sampling, whose inputs are uploaded in the same
+            transfer.
         """
         if self._graphs is not None:
             before = self._graphs.counters.captured
@@ -225,11 +213,7 @@ class Runner:
         self._device.read_back([self.forward(chunks).logits[:1, :1]]).get()
 
     def _head_scores(self, hidden: torch.Tensor, segments: Segments) -> tuple[torch.Tensor, ...]:
-        """Return the outputs of the adapters' heads, computed in one call.
-
-        hidden: [rows, hidden].
-        segments: segments of these rows, in row order.
-        """
+        """Return the scores by the adapters' heads for `hidden`, [rows, hidden]."""
         if not segments:
             return ()
         heads = self._adapters.heads

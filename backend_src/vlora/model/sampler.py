@@ -19,7 +19,7 @@ import torch
 
 from vlora import backends, native
 from vlora.backends import Backend
-from vlora.device.uploads import upload
+from vlora.device.device import upload
 from vlora.kernels import on_gpu
 from vlora.model.choices import ChoiceMatcher
 from vlora.model.tokenizer import Vocabulary

@@ -1,10 +1,9 @@
 """Captured graphs of decoding steps, which launch all kernels of a step with one call.
 
-A step of a small model has hundreds of launches, each of some microseconds of host time. A graph
-contains the same launches, but the host starts all of them with one call. Values that differ
-between the steps of one graph are read from device memory: tokens, positions, block tables and
-segments. A step is padded to the sizes of its graph's key. Steps with a chunk of several rows, an
-image or a vision task head are computed without a graph.
+A step of a small model has hundreds of launches, each of some microseconds of host time. Values
+that differ between the steps of one graph are read from device memory: tokens, positions, block
+tables and segments. A step is padded to the sizes of its graph's key. Steps with a chunk of several
+rows, an image or a vision task head are computed without a graph.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ from vlora.atmm.cuda.segments import SegmentBounds
 from vlora.atmm.groups import LoraGroup
 from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segments
-from vlora.device.device import Device, Graph
-from vlora.device.uploads import UploadedPart, packed_bytes, upload_step
+from vlora.device.device import Device, Graph, UploadedPart, packed_bytes, upload_step
 from vlora.ids import BASE
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
@@ -37,37 +35,25 @@ from vlora.model.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
+# Maximum number of rows of a step with a graph. In larger steps, launches take little of the time.
 MAX_ROWS = 256
-"""Maximum number of rows of a step with a graph. In larger steps, launches take little of the time.
-"""
-
+# A number of rows above ROW_STEP is rounded up to a multiple of ROW_STEP, a smaller one to a power
+# of two.
 ROW_STEP = 16
-"""A number of rows above ROW_STEP is rounded up to a multiple of ROW_STEP, a smaller one to a power
-of two.
-"""
-
+# Number of pages per row of the smallest padded block tables. Larger ones have 4, 16, … times as
+# many.
 FEWEST_PAGES = 64
-"""Number of pages per row of the smallest padded block tables. Larger ones have 4, 16, … times as
-many.
-"""
-
-MAX_GRAPHS = 64
-"""Maximum number of graphs. Beyond it, the least recently used graph is discarded."""
-
+MAX_GRAPHS = 64  # Maximum number of graphs. Beyond it, the least recently used graph is discarded.
+# Maximum size in bytes of the inputs of other parts (see `StepGraphs.forward`): PART_BYTES +
+# PART_BYTES_PER_ROW · rows.
 PART_BYTES, PART_BYTES_PER_ROW = 256, 64
-"""Maximum size in bytes of the inputs of other parts (see `StepGraphs.forward`): PART_BYTES +
-PART_BYTES_PER_ROW · rows.
-"""
 
 
 class GraphKey(NamedTuple):
     """Properties of the steps that a graph can compute.
 
-    shape: number of rows, of pages per row, and of axes of positions.
     merged: indices of the weights that are read from the merged slab (see `Active.merged_groups`).
-    lora: limits of the number and length of the layers' segments (see `SegmentBounds`); None if no
-        layer applies an adapter.
-    lm_head: limits of the LM head's segments; None if it applies no adapter.
+    lora, lm_head: limits of the segments of the layers and of the LM head; None without adapters.
     """
 
     shape: DecodeShape
@@ -84,8 +70,7 @@ class GraphKey(NamedTuple):
 class GraphCounters:
     """Totals of captured graphs.
 
-    captured: number of graphs that were captured.
-    discarded: number of graphs that were discarded.
+    captured, discarded: number of graphs.
     replayed: number of steps that a graph has computed.
     seconds: time that all captures took together.
     nbytes: device memory that the existing graphs took when they were captured.
@@ -114,11 +99,8 @@ class _Captured:
 class _Step:
     """A decoding step in the form that its graph reads.
 
-    attention: plan with padded tables.
     tokens: [padded rows] int64 in host memory.
-    lora, lm_head: segments of the layers and of the LM head, with their bounds; None if no adapter
-        is applied.
-    merged: as in `GraphKey`.
+    lora, lm_head: segments of the layers and of the LM head; None if no adapter is applied.
     """
 
     attention: AttentionPlan
@@ -153,23 +135,16 @@ class StepGraphs:
         device: Device,
         max_rows: int,
     ) -> None:
-        """Create the owner without graphs. Each graph is captured after the first step that needs
-        it.
-
-        max_rows: maximum number of rows of a decoding step.
-        """
         self._decoder, self._switcher, self._device = decoder, switcher, device
         self._kv_cache, self._heads = kv_cache, config.heads
         self._axes = 3 if config.rope_axes else 1
         self._vocabulary = config.vocabulary
         self._max_rows = min(max_rows, MAX_ROWS)
         self._captures_lora = op.captures(device.torch_device)
-        self._graphs: dict[GraphKey, _Captured] = {}
-        """Graphs in the order of their last use."""
-        self._memory: tuple[int, ...] = ()
-        """Addresses of the memory that all graphs use."""
+        self._graphs: dict[GraphKey, _Captured] = {}  # Graphs in the order of their last use.
+        self._memory: tuple[int, ...] = ()  # Addresses of the memory that all graphs use.
+        # Layout of the adapters' groups for which the graphs were captured.
         self._layout: op.GroupLayout | None = None
-        """Layout of the adapters' groups for which the graphs were captured."""
         self._logits: torch.Tensor | None = None
         self._failed = False
         self.counters = GraphCounters()
@@ -177,13 +152,13 @@ class StepGraphs:
     def forward(
         self, chunks: Sequence[Chunk], parts: Sequence[UploadedPart]
     ) -> torch.Tensor | None:
-        """Return the logits of a decoding step, [chunks, vocabulary] fp32.
+        """Return the logits of a decoding step, [chunks, vocabulary] fp32, valid until the next
+        call.
 
-        The logits are valid until the next call. Returns None if the step must be computed without
-        a graph.
+        Returns None if the step must be computed without a graph.
 
-        parts: parts of the step whose inputs are uploaded with the others. These inputs have at
-            most PART_BYTES + PART_BYTES_PER_ROW · rows bytes.
+        parts: parts whose inputs are uploaded with the others, PART_BYTES + PART_BYTES_PER_ROW ·
+            rows bytes at most.
         """
         if self._failed or not self._may_have_graph(chunks):
             return None
@@ -203,7 +178,6 @@ class StepGraphs:
         return self._output()[: len(chunks)]
 
     def _wait_for_adapters(self, step: _Step) -> None:
-        """Let the graph of a step wait for adapters that are being copied to the device."""
         for part, groups in (
             (step.lora, self._decoder.lora_groups[:-1]),
             (step.lm_head, self._decoder.lora_groups[-1:]),
@@ -222,12 +196,6 @@ class StepGraphs:
         )
 
     def _may_apply_adapters(self, chunks: Sequence[Chunk]) -> bool:
-        """Return whether the step may have segments of adapters.
-
-        The step has such segments if a row's adapter is not merged, if the merged adapter must be
-        subtracted from other rows, or if an adapter changes the LM head, into which nothing is
-        merged.
-        """
         live = self._switcher.live
         return any(chunk.slot != live for chunk in chunks) or (
             live != BASE and self._decoder.lora_groups[-1].ever_used
@@ -252,7 +220,6 @@ class StepGraphs:
         )
 
     def _discard_outdated(self, key: GraphKey) -> None:
-        """Discard the graphs whose buffers or adapter tables were reallocated after the capture."""
         if self._memory != (memory := self._decoder.addresses):
             self._memory = memory
             self._discard([*self._graphs])
@@ -268,7 +235,6 @@ class StepGraphs:
         self.counters.discarded += len(keys)
 
     def _capture(self, step: _Step, parts: Sequence[UploadedPart]) -> torch.Tensor:
-        """Compute a step, capture its graph, and return the logits of all its rows."""
         fixed = packed_bytes([*step.inputs, *step.attention.inputs])
         size = fixed + PART_BYTES + PART_BYTES_PER_ROW * len(step.tokens)
         inputs = self._device.zeros(size, dtype=torch.uint8)
@@ -328,10 +294,7 @@ def padded_rows(rows: int) -> int:
 
 
 def padded_pages(pages: int) -> int:
-    """Return the number of pages per row to which a step is padded.
-
-    pages: number of pages of the longest context in the step.
-    """
+    """Return the padded number of pages per row, for the pages of the longest context."""
     width = FEWEST_PAGES
     while width < pages:
         width *= 4

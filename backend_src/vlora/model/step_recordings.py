@@ -1,10 +1,9 @@
 """Recorded kernel calls of decoding steps on the CPU.
 
-The layers of a decoding step make the same kernel calls as those of the step before, with the same
-addresses. Each call from Python costs about ten microseconds, which together is a tenth of the step
-of a small model. So the calls are recorded once. In later steps, one call of the compiled core
-repeats all of them. Values that differ between the steps are arguments of this call: pages, angles,
-segments and the number of threads. Steps on a GPU have captured graphs instead (`step_graphs.py`).
+Each kernel call from Python costs about ten microseconds, together a tenth of the step of a small
+model. So the calls of the layers are recorded once, and one call of the compiled core repeats them.
+Values that differ between the steps are its arguments: pages, angles, segments and the number of
+threads. Steps on a GPU have captured graphs instead (`step_graphs.py`).
 """
 
 from __future__ import annotations
@@ -19,19 +18,16 @@ from vlora.model.attention import AttentionPlan
 from vlora.model.rotary import Rotary
 from vlora.model.switcher import Active
 
+# Maximum number of recordings. Beyond it, the least recently used one is discarded.
 MAX_RECORDINGS = 64
-"""Maximum number of recordings. Beyond it, the least recently used one is discarded."""
-
+# Maximum number of rows of a recorded step. In larger steps, Python takes little of the time.
 MAX_ROWS = 64
-"""Maximum number of rows of a recorded step. In larger steps, Python takes little of the time."""
-
 _enabled = True
 
 
 class RecordingKey(NamedTuple):
     """Properties on which the kernel calls of a step depend.
 
-    rows: number of rows.
     active: `id` of the active weights.
     adapted: for each group of projections, whether the step applies an adapter to it; () for a step
         without segments.
@@ -59,8 +55,8 @@ class StepRecordings:
 
     def __init__(self) -> None:
         self.repeated = 0
+        # Recordings by key, the least recently used first.
         self._recorded: dict[RecordingKey, _Recorded] = {}
-        """Recordings by key, the least recently used first."""
 
     def run(
         self,
@@ -72,10 +68,10 @@ class StepRecordings:
         compute: Callable[[], object],
     ) -> None:
         """Compute the layers of a step: repeat the recording of `key`, or call `compute` and record
-        its kernel calls.
+        it.
 
         active: the weights that the step reads.
-        compute: function that makes the kernel calls of the layers, and has no other effect.
+        compute: makes the kernel calls of the layers, and has no other effect.
         """
         recorded = self._recorded.pop(key, None)
         if recorded is None:
@@ -93,7 +89,6 @@ class StepRecordings:
 
 
 def _record(compute: Callable[[], object]) -> Any:
-    """Call a function, and return the recording of its kernel calls."""
     recording = native.kernels().steps.Recording()
     recording.begin()
     try:

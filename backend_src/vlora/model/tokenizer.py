@@ -1,7 +1,7 @@
 """Tokenizer of a checkpoint folder.
 
 Qwen and Qwen-VL were published with `qwen.tiktoken`, a list of tokens by rank, and with code that
-reads it. This module reads the list with transformers' converter instead, and never runs that code.
+reads it. transformers' converter reads the list instead, and that code is never run.
 """
 
 from __future__ import annotations
@@ -23,9 +23,6 @@ from transformers.convert_slow_tokenizer import TikTokenConverter
 
 from vlora.errors import InvalidArgument
 
-# The bytes of each token, and the conversion of a stream of tokens to text.
-
-
 _BYTE_TOKEN = re.compile(r"^<0x([0-9A-Fa-f]{2})>$")
 
 
@@ -37,21 +34,18 @@ def _byte_level_alphabet() -> dict[str, int]:
     return alphabet | {chr(256 + index): byte for index, byte in enumerate(others)}
 
 
+# Byte of each character in the tokens of a byte-level tokenizer.
 BYTE_ALPHABET = _byte_level_alphabet()
-"""Byte of each character in the tokens of a byte-level tokenizer."""
 
 
 class Vocabulary:
     """Bytes of every token that the model can generate.
 
+    size: number of tokens of the model, if the tokenizer may have more.
     bytes_of: bytes by token id; b"" for special tokens, which never appear in text.
     """
 
     def __init__(self, tokenizer: Any, size: int | None = None) -> None:
-        """Read the tokens.
-
-        size: number of tokens of the model, if the tokenizer may have more.
-        """
         added = tokenizer.added_tokens_decoder
         # Byte-level tokenizers write bytes as printable characters. Tokenizers like SentencePiece
         # write a space as "▁" and single bytes as <0x..>. The tokenizer's decoder shows which kind
@@ -66,7 +60,6 @@ class Vocabulary:
             self.bytes_of[token] = text.encode() if token in added else self._to_bytes(text)
 
     def _to_bytes(self, text: str) -> bytes:
-        """Return the bytes of a token from its text in the tokenizer's vocabulary."""
         if self._byte_level:
             return bytes(BYTE_ALPHABET[character] for character in text)
         if match := _BYTE_TOKEN.match(text):
@@ -75,10 +68,7 @@ class Vocabulary:
 
     @cached_property
     def tokens_of(self) -> dict[bytes, list[int]]:
-        """Token ids by their bytes.
-
-        Several tokens may have the same bytes. Tokens without bytes are left out.
-        """
+        """Ids of all tokens with bytes, by their bytes."""
         index: dict[bytes, list[int]] = {}
         for token, token_bytes in enumerate(self.bytes_of):
             if token_bytes:
@@ -86,10 +76,10 @@ class Vocabulary:
         return index
 
     def token_lengths(self, prefix: bytes) -> tuple[int, ...]:
-        """Return the lengths in bytes that a token at the start of a text can have, in ascending
-        order.
+        """Return the lengths in bytes that a token at the start of a text can have, ascending, with
+        1.
 
-        prefix: first two bytes of the text, or its only byte. Length 1 is always included.
+        prefix: first two bytes of the text, or its only byte.
         """
         return self._lengths_by_prefix.get(prefix, (1,))
 
@@ -109,10 +99,9 @@ class Vocabulary:
 class TextStream:
     """Converts tokens to text deltas without splitting characters, and stops at stop strings.
 
-    Text that may be the start of a stop string is held back until later tokens show whether it
-    is one. All deltas together equal the text of the tokenizer's `decode`, with U+FFFD for an
-    incomplete character at the end. The `DecodeStream` of the package tokenizers would omit such a
-    character.
+    Text that may be the start of a stop string is held back. All deltas together equal the text of
+    the tokenizer's `decode`, with U+FFFD for an incomplete character at the end, which the
+    `DecodeStream` of the package tokenizers would omit.
     """
 
     def __init__(
@@ -152,7 +141,6 @@ class TextStream:
         return text
 
     def _undecided_length(self) -> int:
-        """Return the length of the longest suffix of the held text that may begin a stop string."""
         longest = 0
         for stop in self._stop:
             for size in range(min(len(stop) - 1, len(self._held)), longest, -1):
@@ -162,29 +150,18 @@ class TextStream:
         return longest
 
 
-# Upper bound of the bytes that one token covers, to refuse a long prompt without tokenizing it.
-#
-# Tokenizing a megabyte takes seconds. If no token covers more than n bytes, a text of more than n
-# bytes per token of the context cannot fit. This module only reads the description of a tokenizer.
-
-
-Spec = Mapping[str, Any]
-"""Part of the content of a `tokenizer.json`."""
-
+Spec = Mapping[str, Any]  # Part of the content of a `tokenizer.json`.
+# Maximum ratio of the bytes of a text to the bytes of its NFC form. ASCII text keeps its length.
 NFC_SHRINKAGE = 4
-"""Maximum ratio of the bytes of a text to the bytes of its NFC form. ASCII text keeps its length.
-"""
-
+# Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".
 LOSSLESS_SPLITS = ("ByteLevel", "Metaspace", "Digits", "Split", "Punctuation")
-"""Pre-tokenizers that drop no text, except `Split` and `Punctuation` with the behavior "Removed".
-"""
 
 
 class TokenLength:
-    """Upper bound of the bytes of text that one token of a tokenizer covers.
+    """Upper bound of the bytes of text that a token covers. Tokenizing takes seconds per MB.
 
-    longest: number of bytes of the longest token. It is infinite if a token may cover text of any
-        length, such as stripped white space or an unknown word.
+    longest: bytes of the longest token; infinite if a token may cover text of any length, such as
+        stripped white space or an unknown word.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -213,7 +190,6 @@ class TokenLength:
 
 
 def _has_all_bytes(model: Spec, byte_level: bool) -> bool:
-    """Return whether the model has a token for each byte, so that no text is unknown."""
     if model["type"] != "BPE":
         return False
     if byte_level:
@@ -223,15 +199,11 @@ def _has_all_bytes(model: Spec, byte_level: bool) -> bool:
 
 
 def _drops_text(split: Spec) -> bool:
-    """Return whether a pre-tokenizer may drop text, which no token then covers."""
     return split["type"] not in LOSSLESS_SPLITS or split.get("behavior") == "Removed"
 
 
 def _shrinkage(normalizer: Spec | None) -> float:
-    """Return an upper bound of the bytes of a text divided by those of its normalized form.
-
-    The bound is infinite if the normalizer may shorten ASCII text, or is of an unknown type.
-    """
+    """Return the most bytes of text per byte of its normalized form; infinite if unknown."""
     ratio = 1.0
     for step in _flat(normalizer, "normalizers"):
         if step["type"] == "NFC":
@@ -246,10 +218,7 @@ def _shrinkage(normalizer: Spec | None) -> float:
 
 
 def _flat(part: Spec | None, key: str) -> list[Spec]:
-    """Return the steps of a normalizer or pre-tokenizer.
-
-    key: key of the list of steps in a part of type "Sequence".
-    """
+    """Return the steps of a normalizer or pre-tokenizer, which a "Sequence" lists under `key`."""
     if part is None:
         return []
     if part["type"] != "Sequence":
@@ -259,6 +228,7 @@ def _flat(part: Spec | None, key: str) -> list[Spec]:
 
 RANKS = "qwen.tiktoken"
 EXTRA_TOKENS = 205
+# Special tokens of Qwen-VL, whose ids follow the ranks.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -274,7 +244,6 @@ SPECIAL_TOKENS = (
     "</img>",
     "<imgpad>",
 )
-"""Special tokens of Qwen-VL, whose ids follow the ranks."""
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

@@ -24,7 +24,7 @@ from vlora.serving.tensors import Inputs, Tensors
 from vlora.strict_json import load_object
 from vlora.structured.structure import MAX_DEPTH, STRUCTURE_KEYS
 from vlora.vision.images import check_count
-from vlora.vision.prompts import AUTO_TASK, ChatTemplate, max_tokens_of, render
+from vlora.vision.prompts import AUTO_TASK, TASKS, ChatTemplate, render
 
 if TYPE_CHECKING:
     from vlora.adapters.files import AdapterInfo
@@ -265,7 +265,7 @@ def prepare(
     prompt = render(task, call.text, *call.counts, template)
     defaults = SamplingParams()
     if call.ensemble:
-        defaults = SamplingParams(temperature=0.0, max_tokens=max_tokens_of(task))
+        defaults = SamplingParams(temperature=0.0, max_tokens=TASKS[task].max_tokens)
     sampling = SamplingParams.parse(call.sampling, defaults)
     if "cumulative_logprob" in call.outputs and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)

@@ -36,7 +36,7 @@ from vlora.serving.codec import (
 )
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Tensors, bytes_of, strings
-from vlora.vision.prompts import CHAT_TASK, TASKS, ChatTemplate
+from vlora.vision.prompts import TASKS, ChatTemplate
 
 if TYPE_CHECKING:
     from vlora.adapters.catalog import NameTable
@@ -208,18 +208,23 @@ class ServerDescription:
         self._json = ""
 
     def as_json(self) -> str:
-        """Return the object `{"max_model_len", "tasks", "adapters", "broken"}` as JSON.
+        """Return the object `{"max_model_len", "tasks", "task_labels", "adapters", "broken"}`.
 
-        `adapters` lists the adapters that requests can use, in order of name. Each has its name,
-        tasks, accuracy by task or dataset, ranks, and the labels and tasks of its vision task head.
-        `broken` maps the names of all other adapters to their errors.
+        `task_labels` has what the playground shows of each task. `adapters` lists the adapters
+        that requests can use, in order of name. Each has its name, tasks, accuracy by task or
+        dataset, ranks, and the labels and tasks of its vision task head. `broken` maps the names of
+        all other adapters to their errors.
         """
         names = self._names()
         if names is not self._described:
             self._json = json.dumps(
                 {
                     "max_model_len": self._max_model_len,
-                    "tasks": [*TASKS, CHAT_TASK],
+                    "tasks": list(TASKS),
+                    "task_labels": {
+                        name: {"name": spec.title, "label": spec.label, "hint": spec.hint}
+                        for name, spec in TASKS.items()
+                    },
                     "adapters": [_entry(name, names.current[name].info) for name in names.names],
                     "broken": {name: str(names.broken[name]) for name in sorted(names.broken)},
                 },

@@ -17,7 +17,7 @@ from typing import Any
 
 from vlora.config import Limits
 from vlora.errors import Cancelled, Unavailable
-from vlora.live_requests import LiveRequest, RequestTable, State
+from vlora.live_requests import LiveRequest, RequestTable
 from vlora.metrics import EngineStats, exported_stats
 from vlora.request import Freshness
 from vlora.serving.arrivals import ArrivalStamps
@@ -196,6 +196,6 @@ class WaitingExporter(Exporter):
         }
 
     def _write(self) -> None:
-        self._length.set(self._table.count(State.WAITING, State.WAITING))
+        self._length.set(self._table.waiting)
         for name, counter in self._counters.items():
             counter.raise_to(getattr(self._table, name))

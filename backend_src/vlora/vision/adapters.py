@@ -1,9 +1,8 @@
 """Adapters of the vision tower and the connector, as the encoder's process reads them.
 
-The encoder's process watches the adapter folders, independently of the engine's process. It checks
-an adapter's files when a request with images first names the adapter. It caches the weights of the
-most recently used adapters, within a byte budget. It does not read the parts of an adapter that
-change the language model.
+The encoder's process watches the adapter folders, independently of the engine's. It checks an
+adapter's files when a request with images first names it, and caches the weights of the most
+recently used ones. It does not read the parts that change the language model.
 """
 
 from __future__ import annotations
@@ -50,8 +49,7 @@ class VisionPart:
 class _Described:
     """Result of checking the files of an adapter.
 
-    stamp: fingerprint of the files that were checked. If the folder's stamp differs, the result is
-        out of date.
+    stamp: fingerprint of the checked files. If the folder's differs, the result is out of date.
     reader: reads the vision part; None if the adapter has none.
     error: reason why the adapter cannot be used, or None.
     """
@@ -62,7 +60,13 @@ class _Described:
 
 
 class VisionAdapters:
-    """LRU cache of the vision parts of adapters, by name. Only one thread may call `part`."""
+    """LRU cache of the vision parts of adapters, by name. Only one thread may call `part`.
+
+    find: returns the present folders by name.
+    max_bytes: maximum size of one adapter's weights in fp32.
+    budget: maximum number of bytes of the cached vision parts; None for no limit.
+    layers: linear layers of the tower and the connector, which adapters may change.
+    """
 
     def __init__(
         self,
@@ -72,13 +76,6 @@ class VisionAdapters:
         budget: int | None,
         layers: Collection[str],
     ) -> None:
-        """Start watching the folders.
-
-        find: returns the present folders by name.
-        max_bytes: maximum size of one adapter's weights in fp32.
-        budget: maximum number of bytes of the cached vision parts; None for no limit.
-        layers: linear layers of the tower and the connector, which adapters may change.
-        """
         self._model = model
         self._layers = layers
         self._max_bytes = max_bytes
@@ -98,9 +95,9 @@ class VisionAdapters:
     def part(self, name: str | None) -> VisionPart | None:
         """Return the vision part of an adapter's present version.
 
-        Returns None for the base model, for an adapter without a vision part, and for an unknown
-        name. (`lmm` refuses requests with an unknown name.) Raises InvalidArgument for an adapter
-        that cannot be loaded, and Unavailable if its folder is being changed at the moment.
+        Returns None for the base model, without a vision part, and for an unknown name, which `lmm`
+        refuses. Raises InvalidArgument for an adapter that cannot be loaded, and Unavailable if its
+        folder is being changed at the moment.
         """
         found = None if name is None else self._folders.get(name)
         if name is None or found is None:
@@ -125,13 +122,10 @@ class VisionAdapters:
         self._folders = {as_text(name): found for name, found in folders.items()}
 
     def _describe(self, name: str, folder: Path, stamp: Stamp) -> _Described:
-        """Check the files of an adapter, and return the result.
+        """Check the files of an adapter, and return the result, also errors in the files.
 
-        Errors in the files are stored in the result. Any other error is raised, so that the next
-        request tries again.
-
-        Raises Unavailable if the files are no longer those of the stamp. They may be those of the
-        stamp again later, so the result must not be kept.
+        Other errors are raised, so that the next request tries again; Unavailable if the files are
+        no longer those of the stamp, which they may be again later.
         """
         for gone in self._described.keys() - self._folders.keys():
             del self._described[gone]
@@ -150,7 +144,7 @@ class VisionAdapters:
     def _check_layers(self, name: str, reader: WeightsReader | None) -> None:
         """Raise InvalidArgument if an adapter changes a matrix that is not a linear layer.
 
-        A checkpoint may store matrices that the tower does not have, or does not multiply by.
+        A checkpoint may store matrices by which the tower does not multiply.
         """
         changed = set() if reader is None else {path for _, path in reader.ranks}
         if unknown := changed - set(self._layers):
@@ -196,7 +190,7 @@ def applied(layers: Mapping[str, torch.nn.Linear], pairs: Mapping[str, LoraPair]
 
     pairs: A and B by path. Each path must be among the layers.
     """
-    hooks = [layers[path].register_forward_hook(_Added(pair)) for path, pair in pairs.items()]
+    hooks = [layers[path].register_forward_hook(_adding(pair)) for path, pair in pairs.items()]
     try:
         yield
     finally:
@@ -204,15 +198,11 @@ def applied(layers: Mapping[str, torch.nn.Linear], pairs: Mapping[str, LoraPair]
             hook.remove()
 
 
-class _Added:
-    """Forward hook that adds B A x to the output of a layer."""
+def _adding(pair: LoraPair) -> Callable[..., torch.Tensor]:
+    """Return a forward hook that adds B A x to the output of a layer."""
 
-    def __init__(self, pair: LoraPair) -> None:
-        self._pair = pair
-
-    def __call__(
-        self, module: torch.nn.Module, inputs: tuple[Any, ...], output: torch.Tensor
-    ) -> torch.Tensor:
-        (x,) = inputs
+    def hook(module: torch.nn.Module, inputs: tuple[Any, ...], y: torch.Tensor) -> torch.Tensor:
         linear = torch.nn.functional.linear
-        return output + linear(linear(x, self._pair.a), self._pair.b)
+        return y + linear(linear(inputs[0], pair.a), pair.b)
+
+    return hook

@@ -1,9 +1,8 @@
 """`python -m vlora.vision.decode_worker`: the fork server of the decoders, and the decoders.
 
-The fork server (`vlora.fork_server`) imports Pillow once and forks a decoder for each command. The
-operating system limits each decoder: a timer ends it by a signal when its processor time is used
-up, and its address space is limited. A file that keeps a codec busy forever therefore ends only one
-process, which is replaced.
+The operating system limits each decoder: a timer ends it by a signal when its processor time is
+    used
+up, and its address space is limited. So a file that keeps a codec busy forever ends one process.
 """
 
 from __future__ import annotations
@@ -23,47 +22,31 @@ from vlora import fork_server
 from vlora.errors import InvalidArgument
 from vlora.vision.pictures import ByteArray, load_rgb, open_pictures
 
-# Messages between the encoder's process and its decoder processes, over stream sockets.
-#
-# For each request, the encoder's process sends `BEGIN`, the elements and `END`. For each picture of
-# an element, the decoder sends the pixels as a sealed memory file. Before decoding a large picture,
-# it sends the picture's size and waits for `PROCEED`. After an element it sends `DONE`, or
-# `REFUSED` with a message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time,
-# and with exit code `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it
-# reads files from strangers.
+# Messages between the encoder's process and its decoder processes, over stream sockets. For each
+# request, the encoder's process sends `BEGIN`, the elements and `END`. For each picture of an
+# element, the decoder sends the pixels as a sealed memory file. Before decoding a large picture, it
+# sends the picture's size and waits for `PROCEED`. After an element it sends `DONE`, or `REFUSED`
+# with a message. A decoder that exceeds a limit ends: by `SIGPROF` for processor time, and with
+# exit code `OUT_OF_MEMORY` for memory. Nothing that a decoder sends is trusted, because it reads
+# files from strangers.
 
-
+# Kinds of requests. An element is an `IMAGE` or a `FRAME`.
 BEGIN, IMAGE, FRAME, PROCEED, END = b"B", b"I", b"F", b"G", b"E"
-"""Kinds of requests. An element is an `IMAGE` or a `FRAME`."""
-
-SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"
-"""Kinds of replies."""
-
+SIZE, PIXELS, DONE, REFUSED = b"S", b"P", b"D", b"X"  # Kinds of replies.
+# Header of a request: kind, number of bytes of the element's name, number of bytes of its data. The
+# name and the data follow the header.
 REQUEST = struct.Struct("<cHQ")
-"""Header of a request: kind, number of bytes of the element's name, number of bytes of its data.
-The name and the data follow the header.
-"""
-
+# Data of `BEGIN`: processor seconds, bytes of memory, bytes of an encoded file.
 LIMITS = struct.Struct("<dQQ")
-"""Data of `BEGIN`: processor seconds, bytes of memory, bytes of an encoded file."""
-
+# Reply: kind and two numbers. For `SIZE` and `PIXELS`, the numbers are width and height. For
+# `REFUSED`, they are the number of bytes of the message that follows, and 0.
 REPLY = struct.Struct("<cII")
-"""Reply: kind and two numbers. For `SIZE` and `PIXELS`, the numbers are width and height. For
-`REFUSED`, they are the number of bytes of the message that follows, and 0.
-"""
-
+# Maximum number of pixels of a picture that is decoded without waiting for `PROCEED`. Waiting for
+# it costs one more wake-up of each process.
 SMALL_PIXELS = 4 * 1024**2
-"""Maximum number of pixels of a picture that is decoded without waiting for `PROCEED`.
-
-Waiting for it costs one more wake-up of each process.
-"""
-
-MAX_MESSAGE_BYTES = 4096
-"""Maximum size of a message in a reply."""
-
-
+MAX_MESSAGE_BYTES = 4096  # Maximum size of a message in a reply.
+# Seals of a memory file that keep its size and content from changing.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
-"""Seals of a memory file that keep its size and content from changing."""
 SEAL_TRIES = 20
 
 
@@ -77,7 +60,6 @@ def main() -> None:
 
 
 def _run_decoder(connection: socket.socket) -> None:
-    """Decode elements until the other side closes the connection."""
     max_image_bytes = 0
     try:
         while True:
@@ -100,9 +82,6 @@ def _run_decoder(connection: socket.socket) -> None:
 
 
 def _limit_this_process(seconds: float, memory: int) -> None:
-    """Limit this process to `seconds` more of processor time and `memory` more bytes of address
-    space.
-    """
     signal.setitimer(signal.ITIMER_PROF, seconds)
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory
@@ -112,10 +91,7 @@ def _limit_this_process(seconds: float, memory: int) -> None:
 def _decode(
     connection: socket.socket, data: bytes, name: str, as_frames: bool, max_image_bytes: int
 ) -> None:
-    """Send the pictures of one element.
-
-    A large picture is decoded and sent only after the encoder's process has accepted its size.
-    """
+    """Send the pictures of one element, large ones only after their size was accepted."""
     try:
         for image in open_pictures(data, name, as_frames, max_image_bytes):
             if image.width * image.height > SMALL_PIXELS:
@@ -151,8 +127,8 @@ def _send_pixels(connection: socket.socket, rgb: ByteArray) -> None:
 def _seal(file: int) -> None:
     """Make a memory file unchangeable. Raises OSError if that is not possible.
 
-    Linux refuses with EBUSY while its own memory management uses one of the pages, for example to
-    move it. Before it refuses, it waits for 0.15 s, which is too short on a busy machine.
+    Linux refuses with EBUSY while it moves one of the pages, for example. It waits for 0.15 s
+    before, which is too short on a busy machine.
     """
     for _ in range(SEAL_TRIES - 1):
         try:

@@ -1,13 +1,12 @@
 """Decoding of images in processes that can be killed, several requests at a time.
 
 If a request exceeds its limit of processor time or memory, its decoder process ends and is
-replaced, and the request gets an error. A limited number of requests is decoded at the same time:
-each needs a permit. So that a long request does not delay others, it exchanges its regular permit
-for one for long requests, and its decoder later gets a lower priority.
+replaced, and the request gets an error. Each request needs a permit. So that a long request does
+not delay others, it exchanges its regular permit for one for long requests, and its decoder later
+gets a lower priority.
 
 **Invariant:** the decoded pixels of all requests together are at most `max_batch_megapixels`. One
-request at a time may exceed this limit, so that every request can finish; `max_request_megapixels`
-limits the pixels of that request.
+request at a time may exceed this limit, so that every request can finish.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,16 +31,11 @@ from vlora import fork_server
 from vlora.config import Limits
 from vlora.errors import Internal, InvalidArgument, Unavailable, VLoraError
 from vlora.fork_server import OUT_OF_MEMORY, OUT_OF_TIME, ForkServer, processor_seconds
-from vlora.vision import decode_worker
-from vlora.vision import decode_worker as protocol
+from vlora.vision import decode_worker as worker
 from vlora.vision.images import DecodedImage, Element, ImageRequest, PictureBudget
 from vlora.vision.pictures import ByteArray
 
-# The encoder's side of a decoder process.
-#
-# The process itself runs `decode_worker`, and `decode_protocol` describes the messages.
-
-
+# Environment variables of the decoder processes.
 SETTINGS = {
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
@@ -49,22 +44,28 @@ SETTINGS = {
     "MALLOC_MMAP_THRESHOLD_": str(32 * 1024**2),
     "MALLOC_TRIM_THRESHOLD_": str(64 * 1024**2),
 }
-"""Environment variables of the decoder processes."""
 
+# Function that is called with a picture's name, its width and its height in pixels. For large
+# pictures, it is called before they are decoded, so that it can refuse them.
 Accept = Callable[[str, int, int], None]
-"""Function that is called with a picture's name, its width and its height in pixels.
-
-For large pictures, it is called before they are decoded, so that it can refuse them.
-"""
-
+# Function that waits at most the given number of seconds, and returns whether the decoder has
+# replied or ended.
 HasReply = Callable[[float], bool]
-"""Function that waits at most the given number of seconds, and returns whether the decoder has
-replied or ended.
-"""
 
-
+# Maximum time for sending a file to a decoder. A decoder that does not read it was stopped.
 TRANSFER_SECONDS = 30.0
-"""Maximum time for sending a file to a decoder. A decoder that does not read it was stopped."""
+# Seconds after which a request gives up its regular permit. Ordinary images take less.
+LONG_SECONDS = 0.1
+SLOW_SECONDS = 0.25  # Seconds after which the priority of a request's decoder is lowered.
+# Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
+# same core, the decoder gets about a tenth of the core's time.
+SLOW_NICENESS = 10
+# Interval at which a waiting request checks whether it has become long or slow.
+POLL_SECONDS = 0.05
+# Maximum number of these intervals in which a decoder replies nothing and uses no processor time.
+# Such a decoder was stopped, for example by a signal. Intervals are counted, instead of time,
+# because the encoder's process may have been stopped as well.
+MAX_IDLE_POLLS = 600
 
 
 class PictureRefusedError(Exception):
@@ -72,10 +73,7 @@ class PictureRefusedError(Exception):
 
 
 class DecodeProcess:
-    """One decoder process, as the encoder's process sees it. Not thread-safe.
-
-    process: process id.
-    """
+    """One decoder process, as the encoder's process sees it. Not thread-safe."""
 
     def __init__(self, process: int, connection: socket.socket) -> None:
         self.process = process
@@ -83,21 +81,15 @@ class DecodeProcess:
         connection.settimeout(TRANSFER_SECONDS)
 
     def begin(self, limits: Limits) -> None:
-        """Tell the process that a request begins.
-
-        The limits of processor time and memory apply from now on.
-        """
-        data = protocol.LIMITS.pack(
+        """Begin a request, to which the limits of processor time and memory apply."""
+        data = worker.LIMITS.pack(
             limits.max_decode_seconds, limits.max_decode_bytes, limits.max_image_bytes
         )
-        self._send(protocol.BEGIN, b"", data)
+        self._send(worker.BEGIN, b"", data)
 
     def end(self) -> None:
-        """Tell the process that the request has no more elements.
-
-        Its processor time is not counted until the next request begins.
-        """
-        self._send(protocol.END, b"", b"")
+        """End a request. Processor time is not counted until the next one begins."""
+        self._send(worker.END, b"", b"")
 
     def decode(
         self, element: Element, accept: Accept, wait: Callable[[HasReply], None]
@@ -110,20 +102,20 @@ class DecodeProcess:
         Raises PictureRefusedError, ConnectionError if the decoder has ended, or TimeoutError if it
         does not take the data.
         """
-        kind = protocol.FRAME if element.is_frame else protocol.IMAGE
+        kind = worker.FRAME if element.is_frame else worker.IMAGE
         self._send(kind, element.name.encode(), element.data)
         pictures: list[ByteArray] = []
+        # Pixels of the picture that has been accepted and is being decoded.
         accepted: int | None = None
-        """Pixels of the picture that has been accepted and is being decoded."""
         while True:
             wait(self.has_reply)
             reply, width, height, files = self._receive()
             number = f" (its picture {len(pictures)})" if pictures else ""
-            if reply == protocol.SIZE:
+            if reply == worker.SIZE:
                 accept(element.name + number, width, height)
                 accepted = width * height
-                fork_server.send(self._connection, protocol.PROCEED)
-            elif reply == protocol.PIXELS and files:
+                fork_server.send(self._connection, worker.PROCEED)
+            elif reply == worker.PIXELS and files:
                 rgb = _map_pixels(files[0], width, height)
                 if accepted is None:
                     accept(element.name + number, width, height)
@@ -131,9 +123,9 @@ class DecodeProcess:
                     raise ConnectionError("a decoder sent a picture of another size")
                 accepted = None
                 pictures.append(rgb)
-            elif reply == protocol.DONE:
+            elif reply == worker.DONE:
                 return pictures
-            elif reply == protocol.REFUSED and width <= protocol.MAX_MESSAGE_BYTES:
+            elif reply == worker.REFUSED and width <= worker.MAX_MESSAGE_BYTES:
                 message = fork_server.receive(self._connection, width)
                 raise PictureRefusedError(message.decode(errors="replace"))
             else:
@@ -147,24 +139,21 @@ class DecodeProcess:
         self._connection.close()
 
     def _send(self, kind: bytes, name: bytes, data: bytes) -> None:
-        fork_server.send(self._connection, protocol.REQUEST.pack(kind, len(name), len(data)) + name)
+        fork_server.send(self._connection, worker.REQUEST.pack(kind, len(name), len(data)) + name)
         fork_server.send(self._connection, data)
 
     def _receive(self) -> tuple[bytes, int, int, list[int]]:
         try:
-            reply, files = fork_server.receive_with_file(self._connection, protocol.REPLY.size)
+            reply, files = fork_server.receive_with_file(self._connection, worker.REPLY.size)
         except EOFError:
             raise ConnectionError("a decoder closed its connection") from None
-        return *protocol.REPLY.unpack(reply), files
+        return *worker.REPLY.unpack(reply), files
 
 
 def _map_pixels(file: int, width: int, height: int) -> ByteArray:
-    """Return the pixels in a memory file, and close the file.
-
-    The memory is unmapped when no view of the array is left.
-    """
+    """Return the pixels in a memory file, which stay mapped while the array lives. Close it."""
     try:
-        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) == decode_worker.SEALS
+        sealed = fcntl.fcntl(file, fcntl.F_GET_SEALS) == worker.SEALS
         if not sealed or os.fstat(file).st_size != 3 * width * height:
             raise ConnectionError("a decoder sent pixels of a wrong size")
         # Before Linux 6.7, mmap refuses a shared mapping of a file that is sealed against writing.
@@ -175,33 +164,10 @@ def _map_pixels(file: int, width: int, height: int) -> ByteArray:
     return np.frombuffer(pixels, np.uint8).reshape(height, width, 3)
 
 
-LONG_SECONDS = 0.1
-"""Seconds after which a request gives up its regular permit. Ordinary images take less."""
-
-SLOW_SECONDS = 0.25
-"""Seconds after which the priority of a request's decoder is lowered."""
-
-SLOW_NICENESS = 10
-"""Increase of the niceness of a slow request's decoder. If a process of normal niceness uses the
-same core, the decoder gets about a tenth of the core's time.
-"""
-
-POLL_SECONDS = 0.05
-"""Interval at which a waiting request checks whether it has become long or slow."""
-
-MAX_IDLE_POLLS = 600
-"""Maximum number of these intervals in which a decoder replies nothing and uses no processor time.
-
-Such a decoder was stopped, for example by a signal. Intervals are counted, instead of time, because
-the encoder's process may have been stopped as well.
-"""
-
-
 class PixelPool:
     """Limits the number of decoded pixels that are not encoded yet. Thread-safe.
 
-    limit: maximum number of pixels. One request at a time may exceed it, so that every request can
-        finish.
+    limit: maximum number of pixels. One request at a time may exceed it.
     """
 
     def __init__(self, limit: float) -> None:
@@ -213,8 +179,7 @@ class PixelPool:
     def reserve(self, owner: object, pixels: int, while_waiting: Callable[[], None]) -> None:
         """Wait until `owner` may hold this many additional pixels.
 
-        while_waiting: function that is called repeatedly during the wait. An error that it raises
-            ends the wait.
+        while_waiting: called repeatedly. An error that it raises ends the wait.
         """
         with self._changed:
             while not self._may_reserve(owner, pixels):
@@ -238,23 +203,21 @@ class PixelPool:
         return self._exceeding is owner
 
 
-class DecodedRequest:
+class DecodedRequest(NamedTuple):
     """Decoded images of one request: independent images, followed by the frames of the clip.
 
-    release: function that frees the pixels. The caller must call it when the images are encoded.
+    release: frees the pixels; to be called when the images are encoded.
     """
 
-    def __init__(self, images: list[DecodedImage], release: Callable[[], None]) -> None:
-        self.images = images
-        self.release = release
+    images: list[DecodedImage]
+    release: Callable[[], None]
 
 
 OnDone = Callable[[DecodedRequest | Exception], None]
 
 
 class _Permit:
-    """Permit to decode one request. It is a regular permit at first, and may later become one for
-    long requests.
+    """Permit to decode one request, regular at first.
 
     process: id of the request's decoder.
     is_slow: whether the priority of the decoder was lowered.
@@ -289,11 +252,10 @@ class _Permit:
                 raise TimeoutError
 
     def check(self) -> None:
-        """Exchange the regular permit for one for long requests after LONG_SECONDS, and lower the
-        decoder's priority after SLOW_SECONDS.
+        """Exchange the regular permit after LONG_SECONDS, and lower the priority after
+        SLOW_SECONDS.
 
-        If no permit for long requests is free, the request keeps its regular one, and the decoder
-        its priority.
+        If no permit for long requests is free, neither happens.
         """
         seconds = time.monotonic() - self._since
         if not self._is_long and seconds >= LONG_SECONDS and self._long.acquire(blocking=False):
@@ -307,14 +269,13 @@ class _Permit:
 
 
 class ImageDecoder:
-    """Decodes the images of requests. Thread-safe."""
+    """Decodes the images of requests. Thread-safe.
+
+    permits: number of regular permits. There are also twice as many permits for long requests.
+    """
 
     def __init__(self, limits: Limits, permits: int = 2) -> None:
-        """Start the fork server.
-
-        permits: number of regular permits. There are also twice as many permits for long requests.
-        """
-        self._processes = ForkServer(decode_worker.__name__, SETTINGS)
+        self._processes = ForkServer(worker.__name__, SETTINGS)
         self._pixels = PixelPool(limits.max_batch_megapixels * 1e6)
         self._regular = threading.Semaphore(permits)
         self._long = threading.Semaphore(2 * permits)
@@ -325,7 +286,7 @@ class ImageDecoder:
     def submit(
         self, request: ImageRequest, on_done: OnDone, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Decode a request on another thread. A request without elements is handled on this thread.
+        """Decode a request on another thread, or without elements on this one.
 
         on_done: called once, with the images or an error.
         check: called before decoding begins. If it raises an error, the request is not decoded.
@@ -382,7 +343,6 @@ class ImageDecoder:
         owner: object,
         check: Callable[[], None],
     ) -> list[DecodedImage]:
-        """Return the decoded images of a request, whose elements are decoded in one process."""
         if not request.elements:
             return []
 
@@ -421,7 +381,6 @@ class ImageDecoder:
         return images
 
     def _take(self) -> DecodeProcess:
-        """Return an idle decoder that is alive, or a new one."""
         with suppress(IndexError):
             while True:
                 decoder = self._idle.pop()
@@ -437,7 +396,6 @@ class ImageDecoder:
             raise Unavailable(f"images cannot be decoded at present: {error}") from None
 
     def _put_back(self, decoder: DecodeProcess, permit: _Permit) -> None:
-        """Keep a decoder for the next request, unless its priority was lowered."""
         try:
             decoder.end()
         except OSError:
@@ -454,7 +412,6 @@ class ImageDecoder:
         return self._processes.stop(decoder.process)
 
     def _why_it_ended(self, code: int | None, name: str, limits: Limits) -> VLoraError:
-        """Return the error for a request whose decoder ended with this exit code."""
         if self._closed:
             return self._closed_error()
         if code == OUT_OF_TIME:

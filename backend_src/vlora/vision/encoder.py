@@ -1,7 +1,7 @@
 """Image encoder: transformers' vision tower and connector, which turn pixels into image features.
 
 The encoder computes in float32. Matrices may be stored in bfloat16. The checkpoint's decoder is not
-loaded. This module does not depend on requests, caches or Triton.
+loaded.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from vlora.errors import InvalidArgument, Unsupported
 from vlora.kernels import ops
 from vlora.model.checkpoint import check_files
 from vlora.model.decoder_config import image_levels, read_config
-from vlora.model.multimodal import takes_images
+from vlora.model.multimodal import MULTIMODAL, takes_images
 from vlora.request import FloatArray
 from vlora.vision.adapters import VisionPart, applied, linear_layers
-from vlora.vision.families.base import Pixels
-from vlora.vision.families.registry import VISION_FAMILIES
+from vlora.vision.families.base import Pixels, vision_family
 from vlora.vision.images import DecodedImage
 
 
@@ -40,10 +39,9 @@ class _Bf16Linear(torch.nn.Linear):
 
 
 class _InPlaceQuickGelu(torch.nn.Module):
-    """QuickGELU, x sigmoid(1.702 x), in place.
+    """QuickGELU, x sigmoid(1.702 x), in place on the output of a linear layer.
 
-    x is the output of a linear layer that no other code reads. Allocating the results of three
-    operations would take several times as long as computing them.
+    Allocating the results of three operations takes several times as long as computing them.
     """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -54,8 +52,7 @@ class _InPlaceQuickGelu(torch.nn.Module):
 class VisionEncoder:
     """Vision tower and connector of one checkpoint folder.
 
-    hidden: width of a feature row. In Qwen3-VL, it includes the columns that are added to the
-        outputs of the decoder's first layers.
+    hidden: width of a feature row, with the columns of Qwen3-VL for the decoder's first layers.
     tower_digest: SHA-256 (hex) of the weights, the architecture and the preprocessing, which
         together with an image's pixels determine its features.
     layers: linear layers by `vision_path`, which adapters may change.
@@ -71,9 +68,8 @@ class VisionEncoder:
         """Load the tower from a checkpoint folder.
 
         threads: number of threads of torch, which is set for the whole process.
-        dtype: type in which the matrices of linear layers are stored. For float16, which needs a
-            GPU, they are stored in float32, because their values may exceed the range of float16.
-        device: device on which the tower computes.
+        dtype: type of the stored matrices of linear layers. For float16, which needs a GPU, they
+            are stored in float32, because their values may exceed the range of float16.
 
         Raises InvalidArgument unless the folder has a tower of a supported family with all its
         weights, and OutOfMemory if it does not fit the device.
@@ -85,32 +81,15 @@ class VisionEncoder:
         if not (checkpoint / "config.json").is_file():
             raise InvalidArgument(f"{checkpoint} holds no checkpoint (config.json is missing)")
         config = read_config(checkpoint)
-        if config.model_type not in VISION_FAMILIES:
+        family = vision_family(config.model_type)
+        if family is None:
             raise InvalidArgument(
                 f"{checkpoint} has model type '{config.model_type}', whose images are not"
-                f" supported; supported: {', '.join(VISION_FAMILIES)}"
+                f" supported; supported: {', '.join(MULTIMODAL)}"
             )
-        self._family = VISION_FAMILIES[config.model_type]
+        self._family = family
         self._processor: Any = self._family.load_processor(checkpoint, config)
-        check_files(checkpoint)
-        for part in (config, config.get_text_config()):
-            # The tower is not quantized. With this entry, transformers would require the
-            # quantizer's package.
-            if getattr(part, "quantization_config", None) is not None:
-                del part.quantization_config
-        try:
-            model, report = self._family.part.from_pretrained(
-                checkpoint,
-                config=config,
-                dtype=torch.float32,
-                output_loading_info=True,
-                use_safetensors=True,
-                local_files_only=True,
-                ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
-            )
-        except OSError as error:  # Several files without an index, for example.
-            raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
-        _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
+        model = _load_part(family.part, checkpoint, config)
         _use_in_place_activations(model.eval().requires_grad_(False))
         _store_matrices(model, torch.float32 if dtype == torch.float16 else dtype)
         self._model: Any = model
@@ -163,15 +142,35 @@ class VisionEncoder:
         return self._family.preprocess(self._processor, image)
 
 
+def _load_part(part: Any, checkpoint: Path, config: Any) -> Any:
+    check_files(checkpoint)
+    for settings in (config, config.get_text_config()):
+        # The tower is not quantized. With this entry, transformers would require the
+        # quantizer's package.
+        if getattr(settings, "quantization_config", None) is not None:
+            del settings.quantization_config
+    try:
+        model, report = part.from_pretrained(
+            checkpoint,
+            config=config,
+            dtype=torch.float32,
+            output_loading_info=True,
+            use_safetensors=True,
+            local_files_only=True,
+            ignore_mismatched_sizes=True,  # Such weights are refused below, by name.
+        )
+    except OSError as error:  # Several files without an index, for example.
+        raise InvalidArgument(f"{checkpoint} cannot be loaded: {error}") from error
+    _check_report(checkpoint, report["missing_keys"], report["mismatched_keys"])
+    return model
+
+
 def _check_report(
     checkpoint: Path,
     missing: Collection[str],
     mismatched: Collection[tuple[str, Sequence[int], Sequence[int]]],
 ) -> None:
-    """Raise InvalidArgument for weights of the tower that were not loaded.
-
-    mismatched: name, stored shape and expected shape of weights of another shape.
-    """
+    """Raise InvalidArgument for missing weights, and for (name, stored shape, expected shape)."""
     for name, stored, expected in sorted(mismatched):
         raise InvalidArgument(
             f"{checkpoint} holds '{name}' of shape {tuple(stored)}; config.json requires"
@@ -185,7 +184,6 @@ def _check_report(
 
 
 def _use_in_place_activations(model: torch.nn.Module) -> None:
-    """Replace QuickGELU activations by the in-place version."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is QuickGELUActivation:
@@ -193,7 +191,6 @@ def _use_in_place_activations(model: torch.nn.Module) -> None:
 
 
 def _store_matrices(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Convert the matrices of all linear layers to `dtype`."""
     if dtype != torch.float32:
         for layer in [module for module in model.modules() if type(module) is torch.nn.Linear]:
             layer.weight = torch.nn.Parameter(layer.weight.to(dtype), requires_grad=False)
@@ -210,11 +207,8 @@ def _digest(config: Any, config_keys: Sequence[str], processor: Any, model: torc
     return digest.hexdigest()
 
 
-# Encoder of a text-only checkpoint, which has no vision tower: it refuses images.
-
-
 class TextOnlyEncoder:
-    """Encoder that returns the features of no image, and refuses requests with images.
+    """Encoder of a checkpoint without a vision tower. It raises Unsupported for any image.
 
     hidden, tower_digest, layers: as in `VisionEncoder`.
     """
@@ -226,11 +220,9 @@ class TextOnlyEncoder:
         self._model_type = model_type
 
     def grid(self, image: DecodedImage) -> tuple[int, int]:
-        """Raise Unsupported."""
         raise self._refusal()
 
     def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
-        """Return the images of a request, which has none. Raise Unsupported for any other."""
         if images:
             raise self._refusal()
         return images
@@ -238,7 +230,6 @@ class TextOnlyEncoder:
     def encode(
         self, images: Sequence[DecodedImage], part: VisionPart | None = None
     ) -> list[FloatArray]:
-        """Return the features of no image. Raise Unsupported for any other number of images."""
         self.with_views(images)
         return []
 
@@ -252,10 +243,7 @@ class TextOnlyEncoder:
 def open_encoder(
     checkpoint: Path, threads: int, dtype: torch.dtype = torch.float32, device: Device = HOST
 ) -> VisionEncoder | TextOnlyEncoder:
-    """Return the encoder of a checkpoint folder. Arguments and errors are those of `VisionEncoder`.
-
-    Whether the checkpoint is text-only depends on its model type (`takes_images`).
-    """
+    """Return the encoder of a folder, by its model type. For arguments, see `VisionEncoder`."""
     if (checkpoint / "config.json").is_file():
         config = read_config(checkpoint)
         if not takes_images(config.model_type):

@@ -1,8 +1,7 @@
 """Cache of image features by image content, and the service that computes missing features.
 
 A key is the SHA-256 of an image's pixels and shape, the tower's digest, and the digest of an
-adapter's vision part. Keys are computed here and never taken from a client. This module does not
-depend on Triton.
+adapter's vision part, never a value from a client.
 
 **Invariant:** if several calls miss the same image at the same time, one encodes it and the others
 wait. A call encodes its own images before it waits, so two calls never wait for each other.
@@ -16,7 +15,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 from cachetools import Cache, LRUCache
@@ -27,32 +26,17 @@ from vlora.request import FloatArray, IntArray
 from vlora.vision.adapters import VisionPart
 from vlora.vision.images import DecodedImage
 
+if TYPE_CHECKING:
+    from vlora.vision.encoder import TextOnlyEncoder, VisionEncoder
+
+# Maximum number of images in one call of the tower, which limits the memory of activations.
 MAX_TOWER_BATCH = 32
-"""Maximum number of images in one call of the tower, which limits the memory of activations."""
-
+# Target duration in seconds of the tower's work on one batch of requests.
 TARGET_BATCH_SECONDS = 0.05
-"""Target duration in seconds of the tower's work on one batch of requests."""
-
+# Target maximum duration of one call of the tower, in seconds. The target must be shorter than the
+# deadline of a health probe. Images are counted when a call ends. If no images are counted within
+# the deadline, the probe reports that the encoder hangs.
 MAX_CALL_SECONDS = 1.0
-"""Target maximum duration of one call of the tower, in seconds.
-
-The target must be shorter than the deadline of a health probe. Images are counted when a call ends.
-If no images are counted within the deadline, the probe reports that the encoder hangs.
-"""
-
-
-class Encoder(Protocol):
-    """The members of `VisionEncoder` that the service uses."""
-
-    @property
-    def hidden(self) -> int: ...
-    @property
-    def tower_digest(self) -> str: ...
-    def grid(self, image: DecodedImage) -> tuple[int, int]: ...
-    def with_views(self, images: Sequence[DecodedImage]) -> Sequence[DecodedImage]: ...
-    def encode(
-        self, images: Sequence[DecodedImage], part: VisionPart | None
-    ) -> list[FloatArray]: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +47,7 @@ class EncodedImages:
     layout: int32 [n, 6] with the columns first row, rows, t, h, w, is_video, as in `ImageFeatures`.
         h and w are in patches.
     size: int32 [n, 2], original height and width in pixels.
-    digests: keys of the images in the cache, in hex, one per image, in order.
+    digests: keys of the images in the cache, in hex, in order.
     adapter_version: version of the adapter that was applied to the tower; "" if none was.
     """
 
@@ -101,8 +85,7 @@ class FeatureCache:
     def claim(self, key: str) -> tuple[PendingFeatures, bool]:
         """Return a future for the features of `key`, and whether the caller must compute them.
 
-        A caller that must compute them must call `fulfil` or `fail` with this future, because other
-        callers may wait for it.
+        If so, it must call `fulfil` or `fail`, because other callers may wait for the future.
         """
         with self._lock:
             if key in self._entries:
@@ -117,9 +100,7 @@ class FeatureCache:
             return pending, True
 
     def fulfil(self, key: str, pending: PendingFeatures, features: FloatArray) -> None:
-        """Set the result of `pending` to the computed features, float32 [rows, hidden], and cache
-        them if they fit.
-        """
+        """Resolve `pending` with features, float32 [rows, hidden], and cache them if they fit."""
         owned = np.array(features, np.float32)
         owned.flags.writeable = False
         with self._lock:
@@ -131,18 +112,13 @@ class FeatureCache:
         pending.set_result(owned)
 
     def fail(self, key: str, pending: PendingFeatures, error: VLoraError) -> None:
-        """Set the exception of `pending` to `error`. The next caller that claims this key must
-        compute the features.
-        """
+        """Fail `pending` with `error`. The next caller that claims the key must compute."""
         with self._lock:
             self._pending.pop(key, None)
         pending.set_exception(error)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if the accounting is inconsistent.
-
-        The check takes time, so call it only in tests and at idle times.
-        """
+        """Raise AssertionError if the accounting is inconsistent. For tests and idle times."""
         with self._lock:
             # This method of the base class reads an entry without changing the LRU order.
             entries = [Cache.__getitem__(self._entries, key) for key in self._entries]
@@ -157,16 +133,16 @@ class EncoderService:
     """Encodes the images of requests. Each image that is not cached is encoded once.
 
     Thread-safe. One call of the tower runs at a time.
+
+    seconds_per_image: the tower's time per image until it is measured, 0 if unknown.
     """
 
     def __init__(
-        self, encoder: Encoder, cache: FeatureCache, seconds_per_image: float = 0.0
+        self,
+        encoder: VisionEncoder | TextOnlyEncoder,
+        cache: FeatureCache,
+        seconds_per_image: float = 0.0,
     ) -> None:
-        """Create the service.
-
-        seconds_per_image: initial estimate of the tower's time per image, 0 if unknown. Each call
-            of the tower replaces the estimate by a measurement.
-        """
         self._encoder = encoder
         self._cache = cache
         self._lock = threading.Lock()
@@ -227,26 +203,26 @@ class EncoderService:
     ) -> list[FloatArray]:
         claims = [self._cache.claim(key) for key in keys]
         missed = [i for i, (_, must_compute) in enumerate(claims) if must_compute]
-        self._count(hits=len(images) - len(missed))
-        left: dict[VisionPart | None, list[int]] = {}
+        hits = len(images) - len(missed)
+        self._count(images=hits, hits=hits)
+        by_part: dict[VisionPart | None, list[int]] = {}
         for i in missed:
-            left.setdefault(images[i][1], []).append(i)
+            by_part.setdefault(images[i][1], []).append(i)
         try:
-            while left:
-                part, same = next(iter(left.items()))
-                with self._tower:
-                    batch = same[: self._images_per_call]
-                    start = time.monotonic()
-                    encoded = self._encoder.encode([images[i][0] for i in batch], part)
-                    self._seconds_per_image = (time.monotonic() - start) / len(batch)
-                self._count(misses=len(batch), batches=1)
-                for i, features in zip(batch, encoded, strict=True):
-                    self._cache.fulfil(keys[i], claims[i][0], features)
-                left[part] = same[len(batch) :]
-                if not left[part]:
-                    del left[part]
+            for part, same in by_part.items():
+                while same:
+                    with self._tower:
+                        batch = same[: self._images_per_call]
+                        start = time.monotonic()
+                        encoded = self._encoder.encode([images[i][0] for i in batch], part)
+                        self._seconds_per_image = (time.monotonic() - start) / len(batch)
+                    self._count(images=len(batch), misses=len(batch), batches=1)
+                    for i, features in zip(batch, encoded, strict=True):
+                        self._cache.fulfil(keys[i], claims[i][0], features)
+                    del same[: len(batch)]
         except BaseException as error:
-            failure = _as_vlora_error(error)
+            failed = f"the vision tower failed: {type(error).__name__}: {error}"
+            failure = error if isinstance(error, VLoraError) else Internal(failed)
             for i in missed:
                 if not claims[i][0].done():
                     self._cache.fail(keys[i], claims[i][0], failure)
@@ -285,26 +261,14 @@ class EncoderService:
 
     @property
     def _images_per_call(self) -> int:
-        """Number of images that the tower encodes in MAX_CALL_SECONDS, from 1 to MAX_TOWER_BATCH; 1
-        if its speed is unknown.
-        """
         seconds = self._seconds_per_image
         return min(MAX_TOWER_BATCH, max(1, int(MAX_CALL_SECONDS / seconds))) if seconds else 1
 
-    def _count(
-        self, hits: int = 0, misses: int = 0, batches: int = 0, requests: int = 0, groups: int = 0
-    ) -> None:
+    def _count(self, **more: int) -> None:
         """Add to the counters. Call this for images only when their features exist."""
         with self._lock:
-            counters = self._counters
-            self._counters = EncoderCounters(
-                requests=counters.requests + requests,
-                groups=counters.groups + groups,
-                images=counters.images + hits + misses,
-                hits=counters.hits + hits,
-                misses=counters.misses + misses,
-                batches=counters.batches + batches,
-            )
+            counts = {name: getattr(self._counters, name) + count for name, count in more.items()}
+            self._counters = replace(self._counters, **counts)
 
 
 def _key(image: DecodedImage, part: VisionPart | None, tower_digest: str) -> str:
@@ -312,9 +276,3 @@ def _key(image: DecodedImage, part: VisionPart | None, tower_digest: str) -> str
     digest = hashlib.sha256(f"{tower} {image.view} {image.scaled} {image.rgb.shape}".encode())
     digest.update(np.ascontiguousarray(image.rgb).data)
     return digest.hexdigest()
-
-
-def _as_vlora_error(error: BaseException) -> VLoraError:
-    if isinstance(error, VLoraError):
-        return error
-    return Internal(f"the vision tower failed: {type(error).__name__}: {error}")

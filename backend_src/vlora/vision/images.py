@@ -1,11 +1,8 @@
 """The images of one request: the checks of their limits, and the decoded pixels.
 
-Counts and sizes in bytes are checked before decoding. The size of a large picture in pixels is
-checked after its header was read and before its pixels are decoded. A very long strip is refused,
-because an image processor that scales the shorter edge to a fixed length would make a huge image.
-Each frame of an animated file counts toward the limits of a request.
-
-This module does not depend on models or on the names of tensors.
+Counts and sizes in bytes are checked before decoding, and the size of a large picture in pixels
+after its header was read. A very long strip is refused, because an image processor that scales the
+shorter edge to a fixed length would make a huge image.
 """
 
 from __future__ import annotations
@@ -26,12 +23,9 @@ class DecodedImage:
     """One image, or frames of a clip that are encoded together.
 
     rgb: uint8 [height, width, 3], upright, contiguous. Several frames are stacked vertically.
-    is_video: whether the image belongs to a clip.
-    view: how a family encodes the image, if that depends on more than its pixels, such as on other
-        images of the request; "" for most families.
+    view: how a family encodes the image, if that depends on more than its pixels; else "".
     frames: number of frames in `rgb`. All of them have the same size.
-    continues: whether the image continues the clip of the previous image. The layout then has a
-        single row for both.
+    continues: whether the image continues the previous one's clip, in the same row of the layout.
     scaled: size (height, width) to which the image is scaled before it is encoded; None if the
         image processor chooses it.
     """
@@ -70,8 +64,7 @@ class ImageRequest:
     """The checked images of one request.
 
     elements: encoded images and frames, in order.
-    raw: uint8 [n, height, width, 3], frames that are decoded already, which follow the elements; n
-        is 0 without such frames.
+    raw: uint8 [n, height, width, 3], decoded frames, which follow the elements; n may be 0.
     limits: limits that decoding must observe.
     """
 
@@ -91,11 +84,9 @@ def check_images(
 ) -> ImageRequest:
     """Check what can be checked before decoding, and return the images of a request.
 
-    A request has independent images, and one clip as either `frames` or `frames_raw`.
-
     images, frames: encoded files or their base64.
-    frames_raw: uint8 [n, height, width, 3]; n = 0 means no clip. The caller must not change it
-        until the request ends.
+    frames_raw: uint8 [n, height, width, 3], which the caller must not change. A request has one
+        clip, as `frames` or as `frames_raw`.
 
     Raises InvalidArgument, which names the element and, for a limit, the value and the limit.
     """
@@ -127,10 +118,7 @@ class PictureBudget:
         self._pixels = 0
 
     def add(self, name: str, width: int, height: int) -> None:
-        """Count a picture, before it is decoded.
-
-        Raises InvalidArgument if it exceeds a limit.
-        """
+        """Count a picture, before it is decoded. Raises InvalidArgument beyond a limit."""
         limits = self._limits
         megapixels = width * height / 1e6
         if megapixels > limits.max_image_megapixels:
@@ -168,7 +156,6 @@ def _format_above(megapixels: float, limit: float) -> str:
 
 
 def _check_raw(frames_raw: np.ndarray[Any, Any] | None) -> ByteArray:
-    """Return `frames_raw`, or an empty clip if it is None. Raises InvalidArgument."""
     if frames_raw is None:
         return np.zeros((0, 1, 1, 3), np.uint8)
     if frames_raw.dtype != np.uint8 or frames_raw.ndim != 4 or frames_raw.shape[3] != 3:

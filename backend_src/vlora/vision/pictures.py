@@ -6,8 +6,6 @@
   to 8 bits. Palette, gray and CMYK become RGB. Color profiles are ignored.
 - An animated file is refused as an image. In `frames`, each picture of an animated file is a frame.
   Only the first picture of a multi-picture JPEG, which phones write, is used.
-
-This module does not limit pixels, time or memory, and does not depend on torch.
 """
 
 from __future__ import annotations
@@ -25,10 +23,7 @@ from PIL import Image, ImageFile, UnidentifiedImageError
 from vlora.errors import InvalidArgument
 
 ByteArray = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
-
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
-"""Accepted formats, by Pillow's names."""
-
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")  # Accepted formats, by Pillow's names.
 _OUT_OF_MEMORY = ImageFile.ERRORS[-9]
 _DATA_URL = re.compile(rb"data:[\w.+/;=-]*;base64,", re.IGNORECASE)
 _WHITE_SPACE = b" \t\r\n"
@@ -47,7 +42,6 @@ _TRANSPOSE = {
 def open_pictures(data: bytes, name: str, as_frames: bool, limit: int) -> Iterator[Image.Image]:
     """Yield the pictures of one element. Their headers have been read, but not their pixels.
 
-    name: name of the element, for error messages.
     as_frames: whether the element may be animated, so that it has several pictures.
     limit: maximum size of the encoded file in bytes.
 
@@ -87,10 +81,7 @@ def check_size(data: bytes, name: str, limit: int) -> None:
 
 @contextmanager
 def _pillow_errors(name: str) -> Iterator[None]:
-    """Convert Pillow's errors within the context to InvalidArgument.
-
-    Pillow may raise an exception of almost any type for a hostile file.
-    """
+    """Raise InvalidArgument for Pillow's errors, which may be of any type for a hostile file."""
     try:
         yield
     except (InvalidArgument, MemoryError):
@@ -102,7 +93,6 @@ def _pillow_errors(name: str) -> Iterator[None]:
 
 
 def _seek(image: Image.Image, index: int) -> bool:
-    """Make picture `index` the current one; return whether it exists."""
     try:
         image.seek(index)
     except EOFError:
@@ -118,7 +108,7 @@ def _corrupt(name: str, error: Exception) -> InvalidArgument:
 
 
 def _unwrap(data: bytes, name: str, limit: int) -> bytes:
-    """Return the encoded file in `data`, which may be base64. Raises InvalidArgument."""
+    """Return the encoded file in `data`, which may be base64."""
     check_size(data, name, limit)
     if _is_encoded(data):
         return data
@@ -162,10 +152,7 @@ def _is_animated(image: Image.Image) -> bool:
 
 
 def _to_rgb(image: Image.Image, name: str) -> ByteArray:
-    """Return upright RGB of a loaded image.
-
-    The orientation of a TIFF is not applied here, because Pillow applies it when loading.
-    """
+    """Return upright RGB of a loaded image. Pillow itself applies the orientation of a TIFF."""
     try:
         orientation = image.getexif().get(_ORIENTATION_TAG)
     except Exception:  # A corrupt EXIF block does not make the pixels invalid.
@@ -188,10 +175,7 @@ def _to_rgb(image: Image.Image, name: str) -> ByteArray:
 
 
 def _scale(image: Image.Image) -> ByteArray:
-    """Return a 16-bit gray picture as uint8 [h, w].
-
-    If the file declares a value as transparent, the pixels with this value become white.
-    """
+    """Return a 16-bit gray picture as uint8 [h, w]. Its transparent value becomes white."""
     values = np.asarray(image).astype(np.uint32)
     grey = ((values * 255 + 32767) // 65535).astype(np.uint8)
     transparent = image.info.get("transparency")

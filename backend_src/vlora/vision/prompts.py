@@ -1,16 +1,15 @@
 """Task prompts: the templates in appendix C of the V-LoRA paper (Fig. 25), inside a chat template.
 
-Training and serving both use this module, so each prompt is defined once. It handles text only, no
-tokens, tensors or image sizes. A prompt has one `<image>` placeholder per image or frame, which the
-engine later expands into image tokens. By default, all placeholders stand before the text, those of
-images before those of frames. A text that contains `<image>` determines the positions itself, and
-must have exactly one placeholder for each image or frame.
+Training and serving both use this module. A prompt has one `<image>` placeholder per image or
+frame, which the engine later expands into image tokens. By default, all placeholders stand before
+the text, those of images before those of frames. A text that contains `<image>` determines the
+positions itself, and must have exactly one placeholder for each image or frame.
 """
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,64 +17,78 @@ from vlora.errors import InvalidArgument
 from vlora.strict_json import load_object
 
 PLACEHOLDER = "<image>"
-
 CHAT_TASK = "chat"
-"""Task whose text is a conversation: `{"messages": [{"role", "content"}]}`.
-
-The checkpoint's chat template renders it.
-"""
-
+# Name that stands for the adapter's task if the adapter has exactly one, else for the ensembles'
+# default task. The caller of `render` must replace it by that task.
 AUTO_TASK = "auto"
-"""Name that stands for the adapter's task if the adapter has exactly one, else for the ensembles'
-default task.
-
-The caller of `render` must replace it by that task.
-"""
-
 Messages = Sequence[Mapping[str, str]]
 
 
 @dataclass(frozen=True)
 class TaskSpec:
-    """Prompt template and default token limit of one task.
+    """One task: its prompt template, its default token limit, and its texts in the playground.
 
-    max_tokens: default of `max_tokens` for requests through an ensemble.
+    max_tokens: default of `max_tokens` for requests through an ensemble; None if only the context
+        is the limit.
     instruction: text after the images. `{text}` in it stands for the request's text. If the
         instruction has no `{text}`, a request with a text uses its text instead of the instruction.
         None: the request's text is the whole prompt, without the chat template.
-    required_text: description of the request's text if the task needs one; None if it is optional.
+    title: what the task does.
+    label, hint: description of the request's text, and an example of it or "".
+    required_text: the same in a message that says what is missing; None if the text is optional.
     separator: text between the images and the instruction.
     """
 
-    max_tokens: int
+    max_tokens: int | None
     instruction: str | None
+    title: str
+    label: str = "Instruction (optional)"
+    hint: str = ""
     required_text: str | None = None
     separator: str = ", "
 
 
 TASKS: dict[str, TaskSpec] = {
-    "vqa": TaskSpec(16, "{text}", required_text="the question"),
-    "caption": TaskSpec(48, "Generate the caption in English:"),
-    "refer": TaskSpec(32, "Circle the {text} on the picture.", required_text="the thing to circle"),
+    "vqa": TaskSpec(
+        16,
+        "{text}",
+        "Answer a question",
+        "Question",
+        "What color is the star?",
+        required_text="the question",
+    ),
+    "caption": TaskSpec(48, "Generate the caption in English:", "Describe the picture"),
+    "refer": TaskSpec(
+        32,
+        "Circle the {text} on the picture.",
+        "Find one thing",
+        "Thing to find",
+        "red circle",
+        required_text="the thing to circle",
+    ),
     "detect": TaskSpec(
         64,
         "Please box all the objects in the picture that you think are {text}.",
+        "Find all of a kind",
+        "Things to find",
+        "circle",
         required_text="the things to box",
     ),
-    "classify": TaskSpec(8, "What is the category of the picture?"),
+    "classify": TaskSpec(8, "What is the category of the picture?", "Name the category"),
     "video": TaskSpec(
         16,
         "Please analyze the consecutive frames sequence and identify the actions occurring "
         "in the video.",
+        "Name the action",
         separator=" ",
     ),
-    "raw": TaskSpec(16, None, required_text="the prompt"),
+    "raw": TaskSpec(
+        16, None, "Continue a prompt", "Prompt, without a template", required_text="the prompt"
+    ),
+    # The text is a conversation, `{"messages": [{"role", "content"}]}`, which the checkpoint's chat
+    # template renders.
+    CHAT_TASK: TaskSpec(None, None, "Continue a conversation", "Messages as JSON"),
 }
-
-
-def max_tokens_of(task: str) -> int | None:
-    """Return the default `max_tokens` of a known task; None if only the context is the limit."""
-    return None if task == CHAT_TASK else TASKS[task].max_tokens
 
 
 _SENTINEL = "VLORA-USER-TEXT"
@@ -85,11 +98,9 @@ _SENTINEL = "VLORA-USER-TEXT"
 class ChatTemplate:
     """Chat template of a checkpoint, reduced to the text before and after one user turn.
 
-    prefix, suffix: text before and after the user's text. The suffix includes the start of the
-        model's turn.
+    suffix: includes the start of the model's turn.
     image_text: text for one image in prompts of the checkpoint.
-    clip_text: number of frames → text for a clip in prompts of the checkpoint; None if its frames
-        are separate images.
+    clip_text: number of frames → text for a clip; None if its frames are separate images.
     apply: renders several messages; None if the checkpoint has no chat template.
     """
 
@@ -105,11 +116,9 @@ class ChatTemplate:
 
     @classmethod
     def from_checkpoint(cls, folder: str | Path) -> "ChatTemplate":
-        """Return the template of a checkpoint.
+        """Return the template of a checkpoint: one rendered user turn, split around its text.
 
-        One user turn is rendered with the checkpoint's chat template, and split around its text.
-        Without a chat template, the prefix is the begin-of-text token, if there is one, and the
-        suffix is empty.
+        Without a chat template, the prefix is the begin-of-text token, if there is one.
 
         Raises InvalidArgument for a template that fails or whose result does not contain the text
         exactly once.
@@ -123,26 +132,9 @@ class ChatTemplate:
         if template is None:
             return cls(prefix=tokenizer.bos_token or "", suffix="", **images)
         problem = "does not contain the user's text exactly once"
+        given = None if tokenizer.chat_template else template
         for in_parts in (False, True):
-
-            def apply(messages: Messages, in_parts: bool = in_parts) -> str:
-                conversation = [
-                    {
-                        "role": message["role"],
-                        "content": [{"type": "text", "text": message["content"]}]
-                        if in_parts
-                        else message["content"],
-                    }
-                    for message in messages
-                ]
-                rendered: str = tokenizer.apply_chat_template(
-                    conversation,
-                    chat_template=None if tokenizer.chat_template else template,
-                    add_generation_prompt=True,
-                    tokenize=False,
-                )
-                return rendered
-
+            apply = partial(_apply, tokenizer, given, in_parts)
             try:
                 rendered = apply([{"role": "user", "content": _SENTINEL}])
             except Exception as error:  # A template is a program and can fail in any way.
@@ -154,11 +146,25 @@ class ChatTemplate:
         raise InvalidArgument(f"the chat template of {folder} {problem}")
 
 
+def _apply(tokenizer: Any, template: str | None, in_parts: bool, messages: Messages) -> str:
+    """Render messages with a chat template, or with the tokenizer's own if it is None.
+
+    in_parts: whether the template takes a message's content as a list of parts.
+    """
+    conversation = [
+        {"role": message["role"], "content": [{"type": "text", "text": message["content"]}]}
+        if in_parts
+        else {"role": message["role"], "content": message["content"]}
+        for message in messages
+    ]
+    rendered: str = tokenizer.apply_chat_template(
+        conversation, chat_template=template, add_generation_prompt=True, tokenize=False
+    )
+    return rendered
+
+
 def render(task: str, text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
     """Return the prompt of one request, with the checkpoint's text for each image and frame.
-
-    text: text of the request.
-    num_images, num_frames: number of images and of frames of the request.
 
     Raises InvalidArgument for an unknown task, for a missing text, and if the text has placeholders
     but not one for each image and frame.
@@ -166,27 +172,27 @@ def render(task: str, text: str, num_images: int, num_frames: int, template: Cha
     if task == CHAT_TASK:
         return _render_chat(text, num_images, num_frames, template)
     if task not in TASKS:
-        known = ", ".join((*TASKS, CHAT_TASK, AUTO_TASK))
+        known = ", ".join((*TASKS, AUTO_TASK))
         raise InvalidArgument(f"unknown task '{task}'; known tasks are {known}")
     spec = TASKS[task]
     if spec.required_text is not None and _is_blank(text):
         raise InvalidArgument(
             f"the prompt is empty: task '{task}' needs {spec.required_text} as text"
         )
-    _check_placeholders(text, num_images, num_frames)
+    if count := text.count(PLACEHOLDER):
+        _check_placeholders("text has", count, num_images, num_frames, ", or none")
     images = "" if PLACEHOLDER in text else PLACEHOLDER * (num_images + num_frames)
     if spec.instruction is None:
         prompt = images + text
     else:
-        prompt = template.wrap(_user_turn(spec, spec.instruction, text.strip(), images))
+        prompt = template.wrap(task_text(task, text.strip(), images))
     return _with_images(prompt, num_frames, template)
 
 
 def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
     """Return the prompt with the checkpoint's text in place of the placeholders.
 
-    If the checkpoint takes frames as one video, one text replaces all placeholders of the clip.
-    Raises InvalidArgument if these placeholders are not adjacent.
+    Raises InvalidArgument if the frames are taken as one video but are not adjacent.
     """
     if template.clip_text is not None and num_frames:
         clip = PLACEHOLDER * num_frames
@@ -202,10 +208,6 @@ def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
 
 
 def _render_chat(text: str, num_images: int, num_frames: int, template: ChatTemplate) -> str:
-    """Return the prompt of a conversation, which must have one placeholder per image and frame.
-
-    Raises InvalidArgument.
-    """
     messages = load_object(text, "the text of task 'chat'").get("messages")
     if not isinstance(messages, list) or not all(map(_is_message, messages)) or not messages:
         raise InvalidArgument(
@@ -217,11 +219,7 @@ def _render_chat(text: str, num_images: int, num_frames: int, template: ChatTemp
             "the checkpoint has no chat template, so a chat must have one message only"
         )
     count = sum(message["content"].count(PLACEHOLDER) for message in messages)
-    if count != num_images + num_frames:
-        raise InvalidArgument(
-            f"the messages have {count} {PLACEHOLDER} placeholders but the request has"
-            f" {num_images} images and {num_frames} frames; write one for each"
-        )
+    _check_placeholders("messages have", count, num_images, num_frames, "")
     try:
         rendered = template.apply(messages)
     except Exception as error:  # A template is a program and can fail in any way.
@@ -245,10 +243,7 @@ def task_text(task: str, text: str, images: str) -> str:
     images: placeholders to put before the text.
     """
     spec = TASKS[task]
-    return _user_turn(spec, spec.instruction or "", text, images)
-
-
-def _user_turn(spec: TaskSpec, instruction: str, text: str, images: str) -> str:
+    instruction = spec.instruction or ""
     if "{text}" in instruction:
         instruction = instruction.replace("{text}", text)
     elif _is_blank(text):
@@ -260,36 +255,30 @@ def _user_turn(spec: TaskSpec, instruction: str, text: str, images: str) -> str:
 
 
 def _is_blank(text: str) -> bool:
-    """Return whether a text consists only of placeholders and white space."""
     return not text.replace(PLACEHOLDER, "").strip()
 
 
-def _check_placeholders(text: str, num_images: int, num_frames: int) -> None:
-    count = len(re.findall(re.escape(PLACEHOLDER), text))
-    if count and count != num_images + num_frames:
+def _check_placeholders(what: str, count: int, images: int, frames: int, more: str) -> None:
+    if count != images + frames:
         raise InvalidArgument(
-            f"the text has {count} {PLACEHOLDER} placeholders but the request has"
-            f" {num_images} images and {num_frames} frames; write one for each, or none"
+            f"the {what} {count} {PLACEHOLDER} placeholders but the request has"
+            f" {images} images and {frames} frames; write one for each{more}"
         )
 
 
 def _image_texts(folder: Path) -> dict[str, Any]:
-    """Return the fields of `ChatTemplate` that describe images and clips in prompts."""
-    from vlora.vision.families.registry import VISION_FAMILIES
+    from vlora.vision.families.base import vision_family
 
     file = folder / "config.json"
     config = json.loads(file.read_bytes()) if file.is_file() else {}
-    family = VISION_FAMILIES.get(config.get("model_type", ""))
+    family = vision_family(config.get("model_type", ""))
     if family is None:
         return {}
     return {"image_text": family.image_text, "clip_text": family.clip_text}
 
 
 def _processor_template(folder: Path) -> str | None:
-    """Return the chat template in the checkpoint's `chat_template.json`; None without such a file.
-
-    Processors of transformers 4 write this file, which tokenizers do not read.
-    """
+    """Return the template in `chat_template.json`, which processors of transformers 4 write."""
     file = folder / "chat_template.json"
     if not file.is_file():
         return None

@@ -27,17 +27,14 @@ from typing import Any
 
 from vlora.errors import InvalidArgument
 from vlora.request import IntArray
+from vlora.vision.prompts import TASKS
 
 SCHEMA_VERSION = "1"
 SCHEMA_PATH = Path(__file__).with_name("result.schema.json")
-MAX_PICTURES = 1 << 16
-"""Maximum number of images and frames of a result."""
-GRID = 1000
-"""Number of cells along an edge. Coordinates in text are from 0 to GRID - 1."""
-
+MAX_PICTURES = 1 << 16  # Maximum number of images and frames of a result.
+GRID = 1000  # Number of cells along an edge. Coordinates in text are from 0 to GRID - 1.
+# Maximum number of malformed boxes and names that are described. Further ones are only counted.
 MAX_WARNINGS = 100
-"""Maximum number of malformed boxes and names that are described. Further ones are only counted."""
-
 _TAG = re.compile(r"<(/?)(ref|box)>")
 _POINT = r"\(\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)"
 _BOX = re.compile(rf"\s*{_POINT}\s*,?\s*{_POINT}\s*")
@@ -107,7 +104,6 @@ def build_result(
 ) -> str:
     """Return the JSON of one answer, which conforms to the schema.
 
-    text: the model's text.
     details: `task`, `adapter` ({name, digest} or None) and `timings` (seconds by name).
     layout: int32 [n, 6]; its last column, is_video, is the number of frames, 0 for an image.
     size: int32 [n, 2], height and width in pixels.
@@ -127,6 +123,8 @@ def build_result(
         objects[-1] = [
             {"box": box.pixels(height, width), "label": box.label, "score": None} for box in boxes
         ]
+    if (more := len(warnings) - MAX_WARNINGS) > 0:
+        warnings[MAX_WARNINGS:] = [f"{more} more"]
     result = {
         "schema_version": SCHEMA_VERSION,
         "task": details["task"],
@@ -138,20 +136,17 @@ def build_result(
         "frames": _pictures(objects, is_video, frames=True),
         "counts": dict(Counter(box.label for box in boxes if box.label is not None)),
         "scores": {label: float(score) for label, score in zip(labels, scores, strict=True)},
-        "warnings": _shortened(warnings),
+        "warnings": warnings,
     }
     return json.dumps(result, allow_nan=False)
 
 
 @cache
 def result_schema() -> dict[str, Any]:
+    """Return the JSON schema of a result, with the names of all tasks."""
     schema: dict[str, Any] = json.loads(SCHEMA_PATH.read_text(encoding="utf-8"))
+    schema["properties"]["task"]["enum"] = list(TASKS)
     return schema
-
-
-def _shortened(warnings: list[str]) -> list[str]:
-    more = len(warnings) - MAX_WARNINGS
-    return [*warnings[:MAX_WARNINGS], f"{more} more"] if more > 0 else warnings
 
 
 def _parse_grid(body: str) -> tuple[int, int, int, int] | None:
@@ -171,12 +166,7 @@ def _unclosed(tag: re.Match[str]) -> str:
 def _pictures(
     objects: list[list[dict[str, Any]]], is_video: list[bool], frames: bool
 ) -> list[dict[str, Any]]:
-    """Return the `images` or the `frames` of a result: the objects in each, with indices from 0.
-
-    objects: objects in each picture of the request.
-    is_video: whether each picture is a frame.
-    frames: whether to return the frames instead of the images.
-    """
+    """Return the objects in each image, or in each frame, with indices from 0."""
     selected = [boxes for boxes, video in zip(objects, is_video, strict=True) if video is frames]
     return [{"index": index, "objects": boxes} for index, boxes in enumerate(selected)]
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.step.parts import LORA, PRODUCTS, timed_parts
+from tests.support import tile_state
 from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
@@ -234,9 +235,9 @@ def test_nested_pins_end_in_their_order() -> None:
         with pytest.raises(ValueError, match="none such"), pinned("none such"):
             pass
         assert torch.equal(row(), outer)
-    tiles.reset_counters()
+    tile_state.reset_counters()
     op.apply(torch.zeros(40, 130), x, [Segment(0, 40, 0)], group, backend="cpu")
-    assert sum(tiles.counters().values()) == 1  # The choice is adaptive again.
+    assert sum(tile_state.counters().values()) == 1  # The choice is adaptive again.
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import tile_state
 from tests.support.atmm_problems import BF16, FP32, compiled, each_form, group_of, pinned
 from vlora import native
 from vlora.atmm import op, tiles
@@ -54,21 +55,21 @@ def test_the_table_chooses_by_bucket_and_counts() -> None:
                 tiles.key("apply", "fp32", rows=64, **shape): names[-1],
             }
         )
-        tiles.reset_counters()
+        tile_state.reset_counters()
         group = group_of(64, [32], [16, 200])
         for rows, slot in ((1, 0), (50, 0), (2, 0), (1, 1)):
             y = torch.zeros(rows, 32)
             op.apply(
                 y, torch.randn(rows, 64), [Segment(0, rows, slot)], group, backend="cpu", threads=1
             )
-        assert tiles.counters() == {"hits": 2, "misses": 2, "defaults": 0}
+        assert tile_state.counters() == {"hits": 2, "misses": 2, "defaults": 0}
         with pytest.raises(ValueError, match="no configuration is named 'none such'"):
             tiles.use({1: "none such"})
     finally:
-        tiles.clear()
-    tiles.reset_counters()
+        tile_state.clear()
+    tile_state.reset_counters()
     op.apply(y, torch.randn(1, 64), [Segment(0, 1, 0)], group, backend="cpu")
-    assert tiles.counters() == {"hits": 0, "misses": 0, "defaults": 1}
+    assert tile_state.counters() == {"hits": 0, "misses": 0, "defaults": 1}
 
 
 @compiled
@@ -97,11 +98,11 @@ def test_a_table_for_one_thread_serves_two_and_counts_misses() -> None:
     try:
         for keys, counts in (((1,), (0, 1)), ((1, 2), (1, 0))):
             tiles.use({tiles.key("apply", "fp32", **shape, threads=n): names[-1] for n in keys})
-            tiles.reset_counters()
+            tile_state.reset_counters()
             op.apply(y, x, segments, group, backend="cpu", threads=2)
-            assert tuple(tiles.counters()[name] for name in ("hits", "misses")) == counts
+            assert tuple(tile_state.counters()[name] for name in ("hits", "misses")) == counts
     finally:
-        tiles.clear()
+        tile_state.clear()
 
 
 @compiled
@@ -154,12 +155,12 @@ def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_pa
         (tmp_path / f"{start}{dtype}.json").write_text(text)
     try:
         assert len(tiles.load_for_this_cpu(tmp_path)) == 2
-        tiles.reset_counters()
+        tile_state.reset_counters()
         for dtype in (FP32, BF16):
             group = group_of(64, [32], [16], dtype)
             x, y = torch.randn(1, 64).to(dtype), torch.zeros(1, 32, dtype=dtype)
             op.apply(y, x, [Segment(0, 1, 0)], group, backend="cpu", threads=1)
-        assert tiles.counters()["hits"] == 2
+        assert tile_state.counters()["hits"] == 2
         here = Cpu.here()
         virtual = dataclasses.replace(here, model=here.model + 1, l3=here.l3 + 1)
         (tmp_path / f"{start}bf16.json").rename(
@@ -170,4 +171,4 @@ def test_tables_of_both_dtypes_are_loaded_together_and_wrong_ones_ignored(tmp_pa
         assert tiles.load_for_this_cpu(tmp_path) == []
         assert tiles.load_for_this_cpu(tmp_path / "none") == []
     finally:
-        tiles.clear()
+        tile_state.clear()

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import llava
+from benchmarks import gpu_timing, llava
 from benchmarks.engine import in_process
 from benchmarks.runner import command_line
 from tests.support.fake_device import FakeDevice, fake_gpu
-from vlora.atmm.search import gpu_timing
 from vlora.device.device import Device
 from vlora.vision.encoder import VisionEncoder
 

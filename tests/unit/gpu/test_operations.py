@@ -12,7 +12,7 @@ import torch
 from vlora.backends import Backend
 from vlora.device.device import HOST
 from vlora.kernels import on_gpu, reference
-from vlora.kernels.norms import HeadNorms
+from vlora.kernels.ops import HeadNorms
 from vlora.memory.kv_cache import KVCache
 from vlora.model.attention import AttentionPlan
 from vlora.model.attention_gpu import GpuPlan

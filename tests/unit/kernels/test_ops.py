@@ -15,7 +15,7 @@ from vlora.atmm import tiles
 from vlora.backends import Backend
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.kernels import norms, ops
+from vlora.kernels import ops
 from vlora.vision.encoder import VisionEncoder
 
 ROUNDING_ISAS = ("avx512_bf16", "amx", "twin")
@@ -217,7 +217,7 @@ def test_add_and_norm_equal_those_of_double_precision(
         hidden, weight = torch.randn(rows, width), torch.randn(width)
         delta = torch.randn(rows, width) if with_delta else None
         expected = hidden.double() + (0 if delta is None else delta.double())
-        out = norms.add_norm(hidden, delta, weight, 1e-5, backend=backend)
+        out = ops.add_norm(hidden, delta, weight, 1e-5, backend=backend)
         torch.testing.assert_close(hidden.double(), expected, rtol=0, atol=1e-6)
         mean = expected.square().mean(1, keepdim=True)
         expected = expected / (mean + 1e-5).sqrt() * weight
@@ -238,7 +238,7 @@ def test_the_norms_of_heads_equal_those_of_double_precision(
         for part, weight in ((queries, weights[0]), (keys, weights[1]))
     ]
     expected = torch.cat([*normed, values.flatten(1)], dim=1)
-    norms.head_norm(qkv, weights[0], weights[1], heads, 1e-5, backend=backend)
+    ops.head_norm(qkv, weights[0], weights[1], heads, 1e-5, backend=backend)
     torch.testing.assert_close(qkv.double(), expected, rtol=1e-5, atol=1e-5)
 
 
@@ -246,11 +246,11 @@ def test_norms_of_heads_that_do_not_fit_are_refused(backend: Backend) -> None:
     weight = torch.ones(8)
     for width in (8 * 4, 8 * 6 - 1, 8 * 5):
         with pytest.raises(ValueError, match="query heads of 8 values"):
-            norms.head_norm(torch.randn(3, width), weight, weight, 4, 1e-5, backend=backend)
+            ops.head_norm(torch.randn(3, width), weight, weight, 4, 1e-5, backend=backend)
     with pytest.raises(ValueError, match=r"must both be \[8\] of fp32"):
-        norms.head_norm(torch.randn(3, 48), weight, weight[:4], 4, 1e-5, backend=backend)
+        ops.head_norm(torch.randn(3, 48), weight, weight[:4], 4, 1e-5, backend=backend)
     with pytest.raises(ValueError, match=r"must both be \[8\] of fp32"):
-        norms.head_norm(torch.randn(3, 48), weight, weight.double(), 4, 1e-5, backend=backend)
+        ops.head_norm(torch.randn(3, 48), weight, weight.double(), 4, 1e-5, backend=backend)
 
 
 def test_the_gate_equals_that_of_double_precision(backend: Backend) -> None:
@@ -295,7 +295,7 @@ def test_the_gate_and_norm_of_nan_are_nan(backend: Backend) -> None:
     x = torch.randn(2, 64)
     x[1, 3] = float("nan")
     assert ops.gate(x, backend=backend).isnan().sum() == 1
-    normed = norms.add_norm(x.clone(), None, torch.ones(64), 1e-5, backend=backend)
+    normed = ops.add_norm(x.clone(), None, torch.ones(64), 1e-5, backend=backend)
     assert normed[1].isnan().all()
     assert normed[0].isfinite().all()
 

@@ -11,7 +11,7 @@ from tests.support.atmm_problems import CUDA, EMULATED, compiled, group_of, impl
 from vlora.atmm import op, tiles
 from vlora.atmm.groups import HeadGroup
 from vlora.atmm.types import HeadMatrix, LoraPair, Merges, MergeUpdate, Segment
-from vlora.kernels import norms, ops
+from vlora.kernels import ops
 
 pytestmark = compiled
 
@@ -43,7 +43,7 @@ def _tiny(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 def test_rows_between_products_are_flushed(rows: int) -> None:
     hidden = _tiny(rows, 96)
-    assert not norms.add_norm(hidden, _tiny(rows, 96), torch.ones(96), 1e-6, backend="cpu").any()
+    assert not ops.add_norm(hidden, _tiny(rows, 96), torch.ones(96), 1e-6, backend="cpu").any()
     assert not hidden.any()
     gates = torch.cat((_tiny(rows, 48), torch.ones(rows, 48)), dim=1)
     assert not ops.gate(gates, backend="cpu").any()

@@ -1,18 +1,17 @@
-"""Choice of the kernels for a shape, from a table or by a cost estimate.
+"""Choice of the kernels for a shape, from a table or by a cost estimate. Does not import torch.
 
-The table is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are strings that
-this module makes. The numeric keys of the CPU's tables are not used, because they need the compiled
-CPU core, which may be missing. This module handles tiles and shapes and does not import torch.
+The table is the hash table of the paper's Algorithm 2 (§4.3.2) for CUDA. Its keys are strings,
+because the numeric keys of the CPU's tables need the compiled CPU core, which may be missing.
 
-There are two kinds of kernels. Tile kernels use tensor cores on tiles of at least 16 rows. Row
-kernels compute a few rows each. Both compute x Aᵀ first ("shrink") and multiply it by Bᵀ afterwards
-("expand"). The shrink can be split over the depth into slices, which different multiprocessors
-compute.
+Tile kernels use tensor cores on tiles of at least 16 rows, row kernels compute a few rows each.
+Both compute x Aᵀ first ("shrink") and multiply it by Bᵀ afterwards ("expand"). Different
+multiprocessors can compute slices of the shrink's depth.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,37 +19,32 @@ from pathlib import Path
 from vlora.atmm.cuda.library import MAX_SLICES, ROWS, Library, LoadedTile, TilesStruct
 
 TABLE_VERSION = 2
+# Name of a `KernelChoice`: the tile kernels, if any, and the row kernels.
+NAME = re.compile(r"(?:(\S+) (\S+) s(\d+); up to (\d+) )?rows b(\d+) s(\d+)")
+# Maximum number of rows of a segment that the row kernels compute in a call that also uses tile
+# kernels. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
+# decides the time.
 FEW_ROWS = 8
-"""Maximum number of rows of a segment that the row kernels compute in a call that also uses tile
-kernels. With so few rows, at least half of a tile of 16 rows would be padding, and memory traffic
-decides the time.
-"""
+# Maximum number of rows of the longest segment in a call for which `built_in` chooses only row
+# kernels, even if tensor cores can be used. Row kernels need one launch, tile kernels four. For 32
+# rows, the row kernels read B eight times. The additional reads from L2 take as long as the three
+# launches that are saved (at rank 64, for gate and up of a 7B model).
 ONE_LAUNCH_ROWS = 32
-"""Maximum number of rows of the longest segment in a call for which `built_in` chooses only row
-kernels, even if tensor cores can be used. Row kernels need one launch, tile kernels four. For 32
-rows, the row kernels read B eight times. The additional reads from L2 take as long as the three
-launches that are saved (at rank 64, for gate and up of a 7B model).
-"""
+# Maximum number of rows per segment at which a block of the row kernels computes one row instead of
+# four.
 PAIR_OF_ROWS = 2
-"""Maximum number of rows per segment at which a block of the row kernels computes one row instead
-of four.
-"""
+# Number of ranks per block in the shrink of the row kernels (kRanksPerBlock in csrc/atmm/cuda).
 RANKS_PER_BLOCK = 16
-"""Number of ranks per block in the shrink of the row kernels (kRanksPerBlock in csrc/atmm/cuda)."""
+# Minimum depth of a slice in elements. At this depth, each thread of a warp makes two loads of 16
+# bytes. Thinner slices spend most of their time on starting and ending.
 MIN_DEPTH = 512
-"""Minimum depth of a slice in elements. At this depth, each thread of a warp makes two loads of 16
-bytes. Thinner slices spend most of their time on starting and ending.
-"""
-BLOCKS_PER_SM = 2
-"""Number of blocks per multiprocessor that `by_rows` aims for."""
+BLOCKS_PER_SM = 2  # Number of blocks per multiprocessor that `by_rows` aims for.
 SLICES = (1, 2, 4, 8, 16, 32)
-
 # The cost estimate that ranks tiles uses the next two constants. They describe one multiprocessor
 # of an A100 or H100.
+# Number of 16-bit multiply-adds that take as long as reading one byte from memory or L2.
 MULTIPLY_ADDS_PER_BYTE = 32.0
-"""Number of 16-bit multiply-adds that take as long as reading one byte from memory or L2."""
-STEPS_TO_FILL = 3.0
-"""Time until a block's pipeline is full, in steps of its loop over the depth."""
+STEPS_TO_FILL = 3.0  # Time until a block's pipeline is full, in steps of its loop over the depth.
 
 
 @dataclass(frozen=True)
@@ -76,10 +70,7 @@ class Shape:
 
     @property
     def key(self) -> str:
-        """Key of the bucket of shapes that this shape belongs to.
-
-        Buckets end at powers of two and are named by their upper ends, as on the CPU.
-        """
+        """Key of the bucket of shapes: its upper ends, which are powers of two as on the CPU."""
         rows, rank = _bucket(self.rows, 1, 8192), _bucket(self.rank, 8, 1024)
         segments = _bucket(self.segments, 1, 256)
         return f"{self.dtype} n{rows} i{self.d_in} o{self.d_out} r{rank} s{segments}"
@@ -87,14 +78,12 @@ class Shape:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """Kernels of a call. A call may use tile kernels for long segments and row kernels for short
-    ones.
+    """Kernels of a call: tile kernels for long segments and row kernels for short ones.
 
     shrink, expand: names of the tiles of the two products; None to use only row kernels.
-    slices: number of depth slices of the tile kernels' shrink.
+    slices, row_slices: depth slices of the shrink by tile kernels and by row kernels.
     rows_up_to: maximum number of rows of a segment for which row kernels are used.
     row_block: number of rows per block of the row kernels.
-    row_slices: number of depth slices of the row kernels' shrink.
     """
 
     shrink: str | None = None
@@ -114,30 +103,18 @@ class KernelChoice:
     @classmethod
     def parse(cls, name: str) -> KernelChoice:
         """Return the choice with this `name`. Raise ValueError if the name is not valid."""
-        tiles, _, rows = name.rpartition("; up to ")
-        try:
-            *up_to, word, block, row_slices = rows.split()
-            if word != "rows" or block[0] != "b" or row_slices[0] != "s":
-                raise ValueError(rows)
-            row_kernels = cls(row_block=int(block[1:]), row_slices=int(row_slices[1:]))
-            if not tiles:
-                return row_kernels
-            shrink, expand, slices = tiles.split()
-            return replace(
-                row_kernels,
-                shrink=shrink,
-                expand=expand,
-                slices=int(slices.removeprefix("s")),
-                rows_up_to=int(up_to[0]),
-            )
-        except (ValueError, IndexError):
-            raise ValueError(f"{name!r} is not a configuration of ATMM for CUDA") from None
+        match = NAME.fullmatch(name)
+        if match is None:
+            raise ValueError(f"{name!r} is not a configuration of ATMM for CUDA")
+        shrink, expand, *numbers, block, row_slices = match.groups()
+        rows = cls(row_block=int(block), row_slices=int(row_slices))
+        if shrink is None:
+            return rows
+        slices, up_to = map(int, numbers)
+        return replace(rows, shrink=shrink, expand=expand, slices=slices, rows_up_to=up_to)
 
     def on(self, library: Library, dtype: str) -> TilesStruct:
-        """Return this choice as a structure of the C interface.
-
-        Raises ValueError if the library lacks a tile.
-        """
+        """Return this choice for the C interface. Raises ValueError if the library lacks a tile."""
         return TilesStruct(
             _index(library, "shrink", dtype, self.shrink),
             _index(library, "expand", dtype, self.expand),
@@ -158,9 +135,7 @@ def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:
 
 
 def by_rows(shape: Shape, multiprocessors: int) -> KernelChoice:
-    """Return a choice that uses only row kernels, with enough depth slices to occupy every
-    multiprocessor.
-    """
+    """Return a choice of row kernels only, with enough depth slices for every multiprocessor."""
     blocks = shape.segments * shape.projections * -(-shape.rank // RANKS_PER_BLOCK)
     wanted = BLOCKS_PER_SM * multiprocessors / blocks
     max_slices = max(1, shape.d_in // MIN_DEPTH)
@@ -173,7 +148,6 @@ def built_in(
 ) -> KernelChoice:
     """Return the choice for a shape that no table contains.
 
-    multiprocessors: number of multiprocessors of the device.
     tensor_cores: whether tensor cores can be used, which needs a 16-bit type and rows aligned to 16
         bytes.
     """
@@ -195,10 +169,7 @@ def built_in(
 
 
 def shrink_cost(shape: Shape, tile: LoadedTile, slices: int, multiprocessors: int) -> float:
-    """Return the estimated cost of a shrink with this tile.
-
-    The unit is one multiply-add of one multiprocessor's tensor cores.
-    """
+    """Return the cost of a shrink in multiply-adds of one multiprocessor's tensor cores."""
     depth = -(-shape.d_in // slices)
     blocks = _blocks(shape.rows, shape.rank, tile) * slices * shape.projections
     # The result of each slice is written to memory and read again, in fp32.
@@ -245,7 +216,7 @@ class Table:
 
     @classmethod
     def load(cls, path: Path, library: Library) -> Table:
-        """Return the table in a JSON file. Entries with tiles that the library lacks are skipped.
+        """Return the table in a JSON file, without entries whose tiles the library lacks.
 
         Raises ValueError for an unsupported version.
         """

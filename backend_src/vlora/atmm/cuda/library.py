@@ -1,8 +1,7 @@
 """The CUDA library through ctypes, with raw pointers and without torch.
 
-The structures mirror csrc/atmm/cuda/atmm_cuda.h. The library can be loaded on a machine without a
-GPU, because it contains the CUDA runtime. Launching a kernel needs a GPU, except in the emulation,
-a build whose kernels run on the host.
+The structures mirror csrc/atmm/cuda/atmm_cuda.h. Loading the library needs no GPU, launching a
+kernel does, except in the emulation, a build whose kernels run on the host.
 """
 
 from __future__ import annotations
@@ -13,29 +12,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 VERSION = 3
-ROWS = -1
-"""Tile index that stands for the row kernels."""
+ROWS = -1  # Tile index that stands for the row kernels.
 TYPES = {"fp16": 0, "bf16": 1, "fp32": 2}
 MAX_PROJECTIONS = 8
 MAX_WAVES = 8
 MAX_SLICES = 32
-FUSED_SEGMENTS = 1024
-"""Maximum number of segments for which the row kernels need only one launch."""
+FUSED_SEGMENTS = 1024  # Maximum number of segments for which the row kernels need only one launch.
+# Size of a workspace's header in bytes. The header contains a fault code and counters. The caller
+# sets the header to zero.
 HEADER_BYTES = 32 + 4 * FUSED_SEGMENTS
-"""Size of a workspace's header in bytes. The header contains a fault code and counters. The caller
-sets the header to zero.
-"""
+# Multiple to which ranks are padded with zero rows, since tensor cores read 16 bytes at a time.
 RANK_STEP = 8
-"""Multiple to which ranks are padded with zero rows, since tensor cores read 16 bytes at a time."""
 ALIGNMENT = 16
 ROW_BLOCKS = (1, 4)
-
 NAME = "libvlora_atmm_cuda.so"
 EMULATED = "libvlora_atmm_emulated.so"
-VARIABLE = "VLORA_ATMM_CUDA"
-"""Environment variable with the path of the library."""
+VARIABLE = "VLORA_ATMM_CUDA"  # Environment variable with the path of the library.
 
 
 def padded_rank(rank: int) -> int:
@@ -43,93 +38,73 @@ def padded_rank(rank: int) -> int:
     return -(-rank // RANK_STEP) * RANK_STEP
 
 
+def _pointers(*names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, ctypes.c_void_p) for name in names)
+
+
+def _int64(*names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, ctypes.c_int64) for name in names)
+
+
+def _int32(*names: str) -> tuple[tuple[str, Any], ...]:
+    return tuple((name, ctypes.c_int32) for name in names)
+
+
 class SegmentStruct(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int32) for name in ("start", "length", "slot", "sign"))
+    _fields_ = _int32("start", "length", "slot", "sign")
 
 
 class AdapterStruct(ctypes.Structure):
-    _fields_ = (("a", ctypes.c_void_p), ("b", ctypes.c_void_p), ("rank", ctypes.c_int64))
+    _fields_ = (*_pointers("a", "b"), *_int64("rank"))
 
 
 class ProjectionStruct(ctypes.Structure):
-    _fields_ = (
-        ("adapters", ctypes.c_void_p),
-        ("y", ctypes.c_void_p),
-        ("ldy", ctypes.c_int64),
-        ("d_out", ctypes.c_int64),
-    )
+    _fields_ = (*_pointers("adapters", "y"), *_int64("ldy", "d_out"))
 
 
 class CallStruct(ctypes.Structure):
     _fields_ = (
-        ("x", ctypes.c_void_p),
-        ("ldx", ctypes.c_int64),
-        ("segments", ctypes.c_void_p),
-        ("workspace", ctypes.c_void_p),
-        ("workspace_bytes", ctypes.c_int64),
-        ("rows", ctypes.c_int32),
-        ("d_in", ctypes.c_int32),
-        ("slots", ctypes.c_int32),
-        ("max_rank", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("heads", ctypes.c_int32),
-        ("shortest", ctypes.c_int32),
-        ("longest", ctypes.c_int32),
-        ("waves", ctypes.c_int32),
+        *_pointers("x"),
+        *_int64("ldx"),
+        *_pointers("segments", "workspace"),
+        *_int64("workspace_bytes"),
+        *_int32("rows", "d_in", "slots", "max_rank", "type", "heads"),
+        *_int32("shortest", "longest", "waves"),
         ("wave_end", ctypes.c_int32 * MAX_WAVES),
-        ("projection_count", ctypes.c_int32),
+        *_int32("projection_count"),
         ("projections", ProjectionStruct * MAX_PROJECTIONS),
     )
 
 
 class TilesStruct(ctypes.Structure):
-    _fields_ = tuple(
-        (name, ctypes.c_int32)
-        for name in ("shrink", "expand", "slices", "rows_up_to", "row_block", "row_slices")
-    )
+    _fields_ = _int32("shrink", "expand", "slices", "rows_up_to", "row_block", "row_slices")
 
 
 class TileStruct(ctypes.Structure):
     _fields_ = (
         ("block", ctypes.c_int32 * 3),
         ("warp", ctypes.c_int32 * 3),
-        ("stages", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("expand", ctypes.c_int32),
-        ("threads", ctypes.c_int32),
-        ("shared_bytes", ctypes.c_int32),
+        *_int32("stages", "type", "expand", "threads", "shared_bytes"),
     )
 
 
 class MergeStruct(ctypes.Structure):
-    _fields_ = (
-        ("offset", ctypes.c_int64),
-        ("d_out", ctypes.c_int64),
-        ("d_in", ctypes.c_int64),
-        ("rank", ctypes.c_int64),
-        ("a", ctypes.c_void_p),
-        ("b", ctypes.c_void_p),
-        ("first", ctypes.c_int64),
-    )
+    _fields_ = (*_int64("offset", "d_out", "d_in", "rank"), *_pointers("a", "b"), *_int64("first"))
 
 
 class MergeCallStruct(ctypes.Structure):
     _fields_ = (
-        ("out", ctypes.c_void_p),
-        ("base", ctypes.c_void_p),
-        ("merges", ctypes.c_void_p),
-        ("blocks", ctypes.c_int64),
-        ("count", ctypes.c_int32),
-        ("type", ctypes.c_int32),
-        ("sign", ctypes.c_int32),
+        *_pointers("out", "base", "merges"),
+        *_int64("blocks"),
+        *_int32("count", "type", "sign"),
     )
 
 
+# Structures in the order in which the C function `vlora_cuda_size_of` numbers them.
 STRUCTURES = (
     SegmentStruct, AdapterStruct, ProjectionStruct, CallStruct, TilesStruct, TileStruct,
     MergeStruct, MergeCallStruct,
 )  # fmt: skip
-"""Structures in the order in which the C function `vlora_cuda_size_of` numbers them."""
 
 
 @dataclass(frozen=True)
@@ -138,12 +113,9 @@ class LoadedTile:
 
     index: number of the tile in the C interface.
     kind: "shrink" or "expand".
-    dtype: type of the operands.
-    block: (rows, columns, depth) of the tile of a block.
-    warp: (rows, columns, depth) of the tile of a warp.
+    block, warp: (rows, columns, depth) of the tile of a block and of a warp.
     stages: number of stages of the pipeline that loads operands.
-    threads: number of threads of a block.
-    shared_bytes: shared memory of a block in bytes.
+    threads, shared_bytes: threads and shared memory of a block.
     """
 
     index: int
@@ -162,13 +134,11 @@ class LoadedTile:
 
 
 class CudaError(RuntimeError):
-    """Raised for a call that the library rejected and for a failure of CUDA, with the library's
-    message.
-    """
+    """Raised for a rejected call and for a failure of CUDA, with the library's message."""
 
 
 class Library:
-    """The loaded CUDA library of the LoRA operator.
+    """The loaded library.
 
     Raises OSError if it cannot be loaded, and CudaError if its interface has another version.
     """
@@ -196,18 +166,12 @@ class Library:
         for index in range(self._lib.vlora_cuda_tiles()):
             tile = TileStruct()
             self._check(self._lib.vlora_cuda_tile(index, ctypes.byref(tile)))
-            tiles.append(
-                LoadedTile(
-                    index,
-                    "expand" if tile.expand else "shrink",
-                    next(name for name, code in TYPES.items() if code == tile.type),
-                    (tile.block[0], tile.block[1], tile.block[2]),
-                    (tile.warp[0], tile.warp[1], tile.warp[2]),
-                    tile.stages,
-                    tile.threads,
-                    tile.shared_bytes,
-                )
-            )
+            kind = "expand" if tile.expand else "shrink"
+            dtype = next(name for name, code in TYPES.items() if code == tile.type)
+            block: Any = tuple(tile.block)
+            warp: Any = tuple(tile.warp)
+            sizes = tile.stages, tile.threads, tile.shared_bytes
+            tiles.append(LoadedTile(index, kind, dtype, block, warp, *sizes))
         return tuple(tiles)
 
     def tiles_of(self, kind: str, dtype: str) -> dict[str, LoadedTile]:
@@ -215,20 +179,16 @@ class Library:
         return {t.name: t for t in self.tiles if (t.kind, t.dtype) == (kind, dtype)}
 
     def warm_up(self) -> None:
-        """Load all kernels on the current device. Call it once per device, before capturing a
-        graph.
-        """
+        """Load all kernels on the current device, once per device, before any capture."""
         self._check(self._lib.vlora_cuda_warm_up())
 
     def arrange(
         self, segments: Sequence[tuple[int, int, int, int]]
     ) -> tuple[ctypes.Array[SegmentStruct], list[int]]:
-        """Arrange segments (start, length, slot, sign) in waves, so that no two segments of a wave
-        share a row.
+        """Arrange segments (start, length, slot, sign) in waves of segments that share no rows.
 
-        Returns an array that begins with the segments that are not empty, wave by wave, and for
-        each wave the index after its last segment.
-        Raises ValueError if the library rejects the segments.
+        Returns an array that begins with the segments that are not empty, wave by wave, and the
+        index after the last segment of each wave. Raises ValueError for rejected segments.
         """
         count = len(segments)
         structs = (SegmentStruct * count)(*(SegmentStruct(*segment) for segment in segments))
@@ -239,28 +199,21 @@ class Library:
         return out, list(ends[:waves])
 
     def workspace_bytes(self, call: CallStruct, tiles: TilesStruct) -> int:
-        """Return the size in bytes of the workspace that a call needs.
-
-        Raises CudaError for a call that `apply` would reject.
-        """
+        """Return the bytes of workspace that a call needs. Raises CudaError as `apply` would."""
         size = int(self._lib.vlora_cuda_workspace(ctypes.byref(call), ctypes.byref(tiles)))
         if size == 0:
             raise CudaError(f"ATMM for CUDA: {self.last_error}")
         return size
 
     def apply(self, call: CallStruct | None, tiles: TilesStruct, stream: int) -> None:
-        """Launch the operator's kernels on a stream. Raises CudaError if the library rejects the
-        call.
-        """
+        """Launch the operator's kernels on a stream. Raises CudaError for a rejected call."""
         reference = None if call is None else ctypes.byref(call)
         self._check(
             self._lib.vlora_cuda_apply(reference, ctypes.byref(tiles), ctypes.c_void_p(stream))
         )
 
     def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
-        """Set `first`, the number of the first block, in each merge; return the total number of
-        blocks.
-        """
+        """Set the number of the first block in each merge. Return the total number of blocks."""
         return int(self._lib.vlora_cuda_merge_blocks(merges, len(merges)))
 
     def merge(self, call: MergeCallStruct, stream: int) -> None:
@@ -268,10 +221,7 @@ class Library:
         self._check(self._lib.vlora_cuda_merge(ctypes.byref(call), ctypes.c_void_p(stream)))
 
     def fault(self, word: int) -> str:
-        """Return the description of the fault that a kernel has stored in a workspace.
-
-        word: first word of the workspace. If it is 0, there is no fault and the result is "".
-        """
+        """Return the description of the fault in a workspace's first word; "" without one."""
         return str(self._lib.vlora_cuda_fault(word & (1 << 64) - 1).decode())
 
     @property
@@ -284,11 +234,9 @@ class Library:
 
 
 def find_library() -> Path:
-    """Return the path of the library.
+    """Return $VLORA_ATMM_CUDA, or the library in the package or the build folder (`make cuda`).
 
-    The path is $VLORA_ATMM_CUDA if set, else a file in the package or in the build folder of the
-    source tree (`make cuda`). Raises ImportError, which names the searched paths, if there is no
-    such file.
+    Raises ImportError, which names the searched paths, if there is no such file.
     """
     package = Path(__file__).resolve().parents[1]
     paths = [package / NAME, package.parents[2] / "build" / "cuda" / NAME]

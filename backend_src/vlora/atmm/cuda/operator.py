@@ -1,10 +1,8 @@
-"""The LoRA operator on one device: the three calls of `vlora.atmm.op`.
-
-Semantics: those of `op.apply`, `op.heads` and `op.merge`, which check their arguments first.
+"""The LoRA operator on one device: the three calls of `vlora.atmm.op`, which checks their
+arguments.
 
 fp32 uses the row kernels, which use no tensor cores and therefore no TF32. fp16 and bf16 use tile
-kernels if all operands are aligned to 16 bytes, else the row kernels. This module handles devices
-and streams, but not adapter names, files or memory pools.
+kernels if all operands are aligned to 16 bytes, else the row kernels.
 """
 
 from __future__ import annotations
@@ -37,18 +35,16 @@ EMULATED_MULTIPROCESSORS = 4
 
 
 class DeviceFault(RuntimeError):
-    """Raised if a kernel has detected an invalid segment or adapter, which it skips.
+    """Raised if a kernel has skipped an invalid segment or adapter.
 
-    The next `Operator.check` raises the error, not the call that launched the kernel.
+    The next `Operator.check` raises it, not the call that launched the kernel.
     """
 
 
 class Operator:
-    """The LoRA operator on one device, with the kernels of one library. The emulation uses host
-    memory.
+    """The LoRA operator on one device, with one library. The emulation uses host memory.
 
-    Construction warms up the kernels. All calls share one workspace, so streams that run
-    concurrently need one operator each.
+    All calls share one workspace, so streams that run concurrently need one operator each.
     """
 
     def __init__(self, library: Library, device: torch.device) -> None:
@@ -62,30 +58,22 @@ class Operator:
         with self._here():
             library.warm_up()
         self.table = Table({})
+        # Workspaces in device memory; the last one is in use. Captured graphs may still use the
+        # earlier, smaller ones.
         self.workspaces = [torch.zeros(c.HEADER_BYTES, dtype=torch.uint8, device=device)]
-        """Workspaces in device memory; the last one is in use. Captured graphs may still use the
-        earlier, smaller ones.
-        """
         self._groups: WeakKeyDictionary[LoraGroup | HeadGroup, DeviceGroup] = WeakKeyDictionary()
 
     # ---- preparing ------------------------------------------------------------------------------
-
-    def arrange(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments in host memory, arranged in waves (see `cuda.segments`)."""
-        return arrange(self.library, segments)
 
     def place(self, segments: Segments, arranged: DeviceSegments, on_device: torch.Tensor) -> None:
         """Register the device's copy of `arranged.tensor` for all later calls with `segments`."""
         segments.prepared[self] = replace(arranged, tensor=on_device)
 
     def segments(self, segments: Sequence[Segment]) -> DeviceSegments:
-        """Return the segments on the device, arranged in waves.
-
-        They are copied, unless `place` or an earlier call has registered a copy.
-        """
+        """Return the segments on the device, in waves. Copy them unless that is done already."""
         prepared = Segments.of(segments).prepared
         if (arranged := prepared.get(self)) is None:
-            arranged = self.arrange(segments)
+            arranged = arrange(self.library, segments)
             arranged = replace(arranged, tensor=arranged.tensor.to(self.device))
             prepared[self] = arranged
         assert isinstance(arranged, DeviceSegments)
@@ -94,9 +82,8 @@ class Operator:
     def group(self, group: LoraGroup | HeadGroup, *, update: bool = True) -> DeviceGroup:
         """Return the group's adapters on this device.
 
-        update: whether to first update the slots whose content has changed since the last call.
-            Must be False in a capture: the graph would otherwise contain the transfers of this
-            update.
+        update: whether to update the slots that have changed. Must be False in a capture: the graph
+            would otherwise contain the transfers of this update.
         """
         on_device = self._groups.get(group)
         if on_device is None:
@@ -124,11 +111,7 @@ class Operator:
     def choose(
         self, y: torch.Tensor, x: torch.Tensor, segments: DeviceSegments, group: DeviceGroup
     ) -> KernelChoice:
-        """Return the kernels for a call.
-
-        The device's table names them. If the table has no entry for the shape, or if the call
-        cannot use the tensor cores that the entry needs, `built_in` chooses the kernels.
-        """
+        """Return the kernels for a call: those of the table if they fit, else `built_in`."""
         tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
         shape = Shape(
             DTYPES[group.dtype],
@@ -156,10 +139,7 @@ class Operator:
         *,
         heads: bool = False,
     ) -> None:
-        """Launch `op.apply` or `op.heads` on the current stream.
-
-        Raises CudaError if the library rejects the call.
-        """
+        """Launch `op.apply` or `op.heads` on the current stream. Raises CudaError if rejected."""
         self._check_device(y, x)
         if len(segments) == 0 or x.shape[0] == 0:
             return
@@ -215,9 +195,7 @@ class Operator:
     def merge(
         self, out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate], sign: int
     ) -> None:
-        """Launch `op.merge` on the current stream. Raises CudaError if the library rejects the
-        call.
-        """
+        """Launch `op.merge` on the current stream. Raises CudaError for a rejected call."""
         self._check_device(out, base)
         if out is not base:
             for offset, size in Merges.of(updates).copied:
@@ -227,11 +205,7 @@ class Operator:
     # ---- faults and memory -----------------------------------------------------------------------
 
     def check(self) -> None:
-        """Wait for the device.
-
-        Raises DeviceFault if the device has skipped an invalid segment or adapter since the last
-        check.
-        """
+        """Wait for the device. Raises DeviceFault for faults since the last check."""
         self.synchronize()
         for workspace in self.workspaces:
             word = workspace[:8].view(torch.int64)
@@ -342,9 +316,6 @@ def _on_device(index: int) -> Operator:
 
 
 def table_path(device: str, folder: Path = TABLES) -> Path:
-    """Return the path of the tile table for a device. It contains the entries of all types.
-
-    device: name of the device, as CUDA reports it.
-    """
+    """Return the path of the tile table for a device's name, with entries of all types."""
     words = device.lower().replace("-", " ").split()
     return folder / f"cuda-{'-'.join(words)}.json"

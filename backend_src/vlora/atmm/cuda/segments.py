@@ -1,7 +1,6 @@
 """Segments as the kernels read them from device memory: arranged in waves and padded.
 
-A wave is a set of segments that share no rows. Segments of length 0 pad a wave to a fixed size.
-This module does not handle adapters, devices or streams.
+A wave is a set of segments that share no rows. Segments of length 0 pad it to a fixed size.
 """
 
 from __future__ import annotations
@@ -15,8 +14,7 @@ from vlora.atmm.cuda.choice import ONE_LAUNCH_ROWS, PAIR_OF_ROWS
 from vlora.atmm.cuda.library import Library
 from vlora.atmm.types import Segment
 
-Fields = tuple[int, int, int, int]
-"""Start, length, slot and sign of a segment."""
+Fields = tuple[int, int, int, int]  # Start, length, slot and sign of a segment.
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,7 @@ class SegmentBounds:
     longest: int
 
     def on(self, tensor: torch.Tensor) -> DeviceSegments:
-        """Return the segments of a captured call, which reads them from `tensor`.
-
-        tensor: [waves · capacity, 4] int32 on the device. Segments of length 0 fill each wave.
-        """
+        """Return the segments of a captured call, [waves · capacity, 4] int32 on the device."""
         ends = tuple(self.capacity * (wave + 1) for wave in range(self.waves))
         return DeviceSegments(tensor, ends, 1, self.longest)
 
@@ -70,11 +65,10 @@ def arrange(library: Library, segments: Sequence[Segment]) -> DeviceSegments:
 
 
 def bounds_of(library: Library, segments: Sequence[Segment]) -> tuple[SegmentBounds, torch.Tensor]:
-    """Return bounds for a captured call that can apply `segments`, and the call's segment tensor.
+    """Return bounds for a captured call that can apply `segments`, and the call's segments.
 
-    Segments of more than ONE_LAUNCH_ROWS rows are divided, so that the call needs one launch.
-
-    The tensor is [waves · capacity, 4] int32 in host memory.
+    Segments of more than ONE_LAUNCH_ROWS rows are divided, so that the call needs one launch. The
+    tensor is [waves · capacity, 4] int32 in host memory.
     """
     longest = max((segment.length for segment in segments), default=1)
     most = PAIR_OF_ROWS if longest <= PAIR_OF_ROWS else ONE_LAUNCH_ROWS

@@ -1,7 +1,4 @@
-"""Tables of adapters that the kernels read from device memory.
-
-This module handles addresses and padding, but not libraries or streams.
-"""
+"""Tables of adapters that the kernels read from device memory."""
 
 from __future__ import annotations
 
@@ -12,22 +9,20 @@ import torch
 from vlora.atmm.cuda.library import ALIGNMENT, RANK_STEP, padded_rank
 from vlora.atmm.types import HeadMatrix, LoraPair
 
-MIN_SLOTS = 256
-"""Number of entries of a new table of adapters."""
+MIN_SLOTS = 256  # Number of entries of a new table of adapters.
+# Entry of a slot that was never set: an A without a B, which kernels report as a fault.
 NO_ADAPTER = (1, 0, 0)
-"""Entry of a slot that was never set: an A without a B, which kernels report as a fault."""
 
 
 class DeviceGroup:
     """Adapters of projections that share an input, as the kernels read them.
 
-    `tables[output]` is [capacity, 3] int64: address of A, address of B, rank. Ranks are padded with
-    zero rows to a multiple of RANK_STEP. Matrices that need padding, are not contiguous, or have
-    another type or device are copied. All others are used in place.
+    `tables[output]` is [capacity, 3] int64: address of A, address of B, rank. Matrices are copied
+    if their rank must be padded to a multiple of RANK_STEP, if they are not contiguous, or if they
+    have another type or device. All others are used in place.
 
-    The tables are reallocated only when the number of slots exceeds their capacity. So a captured
-    graph can still read them after adapters were loaded or evicted. An entry that was never set is
-    invalid, and kernels that read it report a fault.
+    The tables are reallocated only when the slots exceed their capacity, so a captured graph can
+    read them after adapters were loaded or evicted. Kernels report entries that were never set.
     """
 
     def __init__(
@@ -42,26 +37,24 @@ class DeviceGroup:
         """Create a group without adapters.
 
         keep: whether to hold references to matrices that are used in place. If False, the caller
-            must keep these matrices until their slot gets others.
+            must.
         """
         self.d_in, self.d_outs, self.dtype, self.device = d_in, tuple(d_outs), dtype, device
         self.max_rank = RANK_STEP
         self.slots = 0
         self.capacity = MIN_SLOTS
-        self.version = -1
-        """`version` of the `LoraGroup` when this group was last compared with it."""
+        self.version = -1  # `version` of the `LoraGroup` when this group was last compared with it.
+        # Version of each copied slot, as in the `versions` of the group that it was copied from.
         self.versions: dict[int, int] = {}
-        """Version of each copied slot, as in the `versions` of the group that it was copied from.
-        """
         self.tables: list[torch.Tensor] = []
+        # Memory of all tables, [outputs, capacity, 3].
         self._table = torch.empty(0, dtype=torch.int64)
-        """Memory of all tables, [outputs, capacity, 3]."""
         self._rows: list[list[tuple[int, int, int]]] = [[] for _ in self.d_outs]
         self._keep_all = keep
+        # Matrices of each slot, kept alive while the tables contain their addresses.
         self._keep: dict[int, list[torch.Tensor]] = {}
-        """Matrices of each slot, kept alive while the tables contain their addresses."""
+        # Slots that have changed since the tables on the device were last updated.
         self._changed: set[int] = set()
-        """Slots that have changed since the tables on the device were last updated."""
 
     @property
     def layout(self) -> tuple[int, ...]:
@@ -74,8 +67,7 @@ class DeviceGroup:
     def put(self, slot: int, pairs: Sequence[LoraPair | None]) -> None:
         """Set the pairs of an existing slot or of the next one.
 
-        Kernels that were launched earlier, and those launched before the next `ready`, use the
-        previous pairs.
+        Kernels that are launched before the next `ready` use the previous pairs.
         """
         self._begin(slot)
         for rows, pair in zip(self._rows, pairs, strict=True):
@@ -83,10 +75,7 @@ class DeviceGroup:
             rows[slot : slot + 1] = [row]
 
     def put_head(self, slot: int, head: HeadMatrix | None) -> None:
-        """Set a vision task head, with its weight in place of A and its bias in place of B.
-
-        The classes are not padded.
-        """
+        """Set a head, with its weight in place of A and its bias in place of B, not padded."""
         self._begin(slot)
         row = (0, 0, 0) if head is None else self._store(slot, head, head)
         self._rows[0][slot : slot + 1] = [row]
@@ -120,7 +109,6 @@ class DeviceGroup:
     def _store(
         self, slot: int, given: Sequence[torch.Tensor], factors: Sequence[torch.Tensor]
     ) -> tuple[int, int, int]:
-        """Put the padded factors of the matrices `given` on the device; return their entry."""
         a, b = (factor.to(self.device, self.dtype).contiguous() for factor in factors)
         in_place = {id(matrix) for matrix in given}
         self._keep[slot] += [m for m in (a, b) if self._keep_all or id(m) not in in_place]
@@ -142,8 +130,7 @@ def require_in_place(
 ) -> None:
     """Raise ValueError unless kernels read all matrices where they are.
 
-    Matrices that are still being copied to the device need this. Otherwise `DeviceGroup` would copy
-    them again, before their first copy is complete.
+    `DeviceGroup` would copy others again, before their first copy to the device is complete.
     """
     for matrices in weights:
         rank = matrices.rank if isinstance(matrices, LoraPair) else 0

@@ -17,23 +17,20 @@ from vlora.atmm.types import LoraPair, MergeUpdate, Segment, Segments
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MOST_SLOTS = 4096
-
 # Analytic limits. A share is the part of a cache that one operand may use, since the other operand
 # and y pass through the cache as well. Only streaming is tried up to FEW_ROWS rows, and only
 # blocking from MANY_ROWS rows on.
 INTERMEDIATE_SHARE_OF_L2 = 0.5
 PANELS_SHARE_OF_L2 = 0.5
+# Row block of the streaming kernels, which read an adapter once from memory into registers.
 STREAMING_BLOCK = 8
-"""Row block of the streaming kernels, which read an adapter once from memory into registers."""
+# Maximum number of rows at which reading adapters limits a call, so that larger row blocks are no
+# faster.
 FEW_ROWS = 8
-"""Maximum number of rows at which reading adapters limits a call, so that larger row blocks are no
-faster."""
-MANY_ROWS = 32
-"""Number of rows from which on streaming reads each adapter four times or more."""
-SCRATCH_BYTES = 4
-"""Bytes of an element of the intermediate result x Aᵀ."""
+MANY_ROWS = 32  # Number of rows from which on streaming reads each adapter four times or more.
+SCRATCH_BYTES = 4  # Bytes of an element of the intermediate result x Aᵀ.
+# Keys of a configuration other than its blocks and tiles.
 OTHER_KEYS = ("depth_block", "prefetch", "column_block")
-"""Keys of a configuration other than its blocks and tiles."""
 
 
 def why_not(config: Mapping[str, Any], shape: Shape, device: Cpu, element_bytes: int) -> str | None:
@@ -156,12 +153,6 @@ class CpuBackend:
         slots = min(MOST_SLOTS, max(16, self._device.cold_bytes // size))
         return LoraGroup.of(d_in, [pair] * slots)
 
-    def _sizes(self, shape: Shape) -> tiles.Sizes:
-        return {
-            "rows": shape.rows,
-            "d_in": shape.d_in,
-            "d_out": shape.d_out,
-            "rank": shape.rank,
-            "segments": shape.segments,
-            "threads": self._threads,
-        }
+    def _sizes(self, shape: Shape) -> dict[str, int]:
+        sizes = {name: size for name, size in vars(shape).items() if name != "operation"}
+        return {**sizes, "threads": self._threads}

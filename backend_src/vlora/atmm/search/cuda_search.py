@@ -1,10 +1,8 @@
 """CUDA backend of the search: selects candidates and times them.
 
 Candidates are tiles of the compiled library, ordered by the cost formula that also chooses without
-a table. Adapters are profiled hot and cold, as on the CPU. Finally the best candidate and the
-built-in choice run alternately. The candidate replaces the built-in choice only if it is faster by
-more than the noise. Of other projects' packages, this module imports only torch, because a GPU
-machine may have no other.
+a table. The best one for hot and cold adapters replaces the built-in choice only if it is faster by
+more than the noise. Of other packages, this module imports only torch, for machines without others.
 """
 
 from __future__ import annotations
@@ -33,6 +31,7 @@ from vlora.atmm.cuda.operator import DTYPES, Operator, table_path
 from vlora.atmm.cuda.segments import DeviceSegments
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.search.gpu_timing import GpuTiming, GpuWork, interleaved
+from vlora.atmm.search.search import State
 from vlora.atmm.types import LoraPair, Segment
 from vlora.atomic_file import replace_text
 
@@ -40,15 +39,14 @@ SIDES = ((4096, 4096), (1024, 1024))
 RANKS = (64, 16, 128)
 SEGMENTS = (8, 1, 32)
 ROWS = (1, 4, 16, 64, 256, 1024)
-MAX_ROWS = 8192
-"""Maximum number of rows of a call. Larger calls repeat the same blocks."""
+MAX_ROWS = 8192  # Maximum number of rows of a call. Larger calls repeat the same blocks.
+# Maximum number of rows of a segment for which kernels without tensor cores are tried.
 ROWS_WORTH_ROW_KERNELS = 32
-"""Maximum number of rows of a segment for which kernels without tensor cores are tried."""
+# Maximum number of pairs (shrink tile, number of slices) to try. Those with the lowest cost are
+# tried, and MAX_SHRINK_TILES - 2 expand tiles at most.
 MAX_SHRINK_TILES = 6
-"""Maximum number of pairs (shrink tile, number of slices) to try. Those with the lowest cost are
-tried, and MAX_SHRINK_TILES - 2 expand tiles at most."""
+# Bytes of adapters that the calls of a cold profile use in turn: several times the size of L2.
 COLD_BYTES = 256 << 20
-"""Bytes of adapters that the calls of a cold profile use in turn: several times the size of L2."""
 MAX_LAYERS = 128
 ROUNDS, DUEL_ROUNDS = 3, 9
 
@@ -148,7 +146,7 @@ class CudaSearch:
         """Return the table entry of one shape.
 
         It is the choice with the smallest product of hot and cold time if that beats the built-in
-        choice by more than the noise of both. Otherwise it is the built-in choice.
+        choice by more than the noise of both.
         """
         hot, cold = self.data(shape, cold=False), self.data(shape, cold=True)
         choices = self.candidates(shape)
@@ -184,21 +182,20 @@ class CudaSearch:
     ) -> Iterator[dict[str, Any]]:
         """Yield entries: first those stored in `file`, then new ones, which are added to it.
 
-        The iterator ends before a shape for which the time left would probably not suffice.
+        Ends before a shape for which the time left would probably not suffice.
         """
         end, longest = time.monotonic() + seconds, 0.0
-        done = _entries(file, f"{self._operator.name} {_digest(self._operator)}")
-        yield from done.values()
+        state = State(file, f"{self._operator.name} {_digest(self._operator)}")
+        yield from list(state.done.values())
         for shape in wanted:
-            if shape.key in done:
+            if shape.key in state.done:
                 continue
             started = time.monotonic()
             if started + 1.5 * longest > end:
                 return
             entry = self.best(shape)
             longest = max(longest, time.monotonic() - started)
-            with file.open("a") as lines:
-                lines.write(json.dumps(entry) + "\n")
+            state.add(entry)
             yield entry
 
 
@@ -219,23 +216,6 @@ def _us(timed: GpuTiming) -> float:
 
 def _digest(operator: Operator) -> str:
     return " ".join(f"{t.kind}/{t.dtype}/{t.name}" for t in operator.library.tiles)
-
-
-def _entries(file: Path, stamp: str) -> dict[str, dict[str, Any]]:
-    """Return the entries of an earlier search with the same stamp. Otherwise empty the file."""
-    lines = file.read_text().splitlines() if file.exists() else []
-    if not lines or json.loads(lines[0]) != {"stamp": stamp}:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps({"stamp": stamp}) + "\n")
-        return {}
-    found = {}
-    for line in lines[1:]:
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # The last line may be incomplete.
-        found[entry["key"]] = entry
-    return found
 
 
 def write_table(operator: Operator, entries: Sequence[dict[str, Any]], folder: Path) -> Path:

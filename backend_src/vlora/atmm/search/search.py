@@ -11,38 +11,37 @@ This module handles shapes and timing. A `Backend` defines and runs configuratio
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
-from vlora.atmm.search.state import State
 from vlora.atmm.tiles import Operation
 
+# Step over the numbers of rows, as in the paper. Smaller numbers (decode) are powers of two.
 ROW_STEP = 32
-"""Step over the numbers of rows, as in the paper. Smaller numbers (decode) are powers of two."""
-RANKS = (8, 16, 32, 64, 128)
-"""The paper's ranks for vision tasks."""
+RANKS = (8, 16, 32, 64, 128)  # The paper's ranks for vision tasks.
 SEGMENTS = (1, 4, 16)
+# Numbers of matrices in a merge. They are merged one after another with the same tile.
 MATRICES = (2, 4, 8, 16, 32)
-"""Numbers of matrices in a merge. They are merged one after another with the same tile."""
-
+# Matrix sizes (d_in, d_out) of the `kernels` benchmark.
+BENCH = ((1024, 1024), (4096, 4096))
 MIN_ROUNDS = 3
+# Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples.
 HOPELESS = 1.6
-"""Ratio to the best time above which a configuration is dropped before MIN_ROUNDS samples."""
+# Number of calls before a hot sample. One call does not load a large adapter into the last-level
+# cache.
 WARM_CALLS = 2
-"""Number of calls before a hot sample. One call does not load a large adapter into the last-level
-cache."""
+# Number of alternating samples of the winner and the built-in configuration, with hot and with cold
+# adapters.
 DUEL_ROUNDS = 15
-"""Number of alternating samples of the winner and the built-in configuration, with hot and with
-cold adapters.
-"""
+# Half width of a box plot's notch, in units of the interquartile range divided by the root of the
+# sample count. In 95 of 100 cases, the true median is within this distance of the sample's median.
 NOTCH = 1.57
-"""Half width of a box plot's notch, in units of the interquartile range divided by the root of the
-sample count. In 95 of 100 cases, the true median is within this distance of the sample's median.
-"""
 SAMPLE_SECONDS = 3e-4
 MAX_CALLS = 64
 
@@ -96,8 +95,7 @@ class Space:
 
     sides: (d_in, d_out) of the model's targets. Targets that share an input are combined.
     memory_bytes: maximum bytes of input and output rows of a call.
-    max_rows: maximum number of rows of a call. A larger call repeats the same blocks, and the
-        look-up takes the nearest bucket.
+    max_rows: maximum number of rows of a call. A larger call repeats the same blocks.
     """
 
     sides: tuple[tuple[int, int], ...]
@@ -112,9 +110,7 @@ class Space:
         limit = self.memory_bytes // ((d_in + d_out) * self.element_bytes)
         limit = min(self.max_rows, limit) // segments
         small = [1 << i for i in range(ROW_STEP.bit_length()) if 1 << i < ROW_STEP]
-        return [rows for rows in small if rows <= limit] + list(
-            range(ROW_STEP, limit + 1, ROW_STEP)
-        )
+        return [*(rows for rows in small if rows <= limit), *range(ROW_STEP, limit + 1, ROW_STEP)]
 
     def shapes(self, key: Callable[[Shape], str]) -> list[Shape]:
         """Return one shape for each key of the table: the largest one of its bucket."""
@@ -128,6 +124,64 @@ class Space:
                 shape = Shape("merge", d_in, d_out, rank, 1, d_out)
                 found[key(shape)] = shape
         return sorted(found.values())
+
+
+def sides_of(folder: Path) -> tuple[tuple[int, int], ...]:
+    """Return the sizes of a checkpoint: input (q, k, v together) and output of attention and MLP.
+
+    Raises ValueError for a config.json without the sizes of a Llama-like decoder.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    config = config.get("text_config", config)
+    try:
+        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+        inner = int(config["intermediate_size"])
+    except KeyError as missing:
+        raise ValueError(f"{folder / 'config.json'} has no {missing}") from None
+    head = int(config.get("head_dim") or hidden // heads)
+    queries = heads * head
+    keys = int(config.get("num_key_value_heads") or heads) * head
+    sides = (hidden, queries + 2 * keys), (queries, hidden), (hidden, 2 * inner), (inner, hidden)
+    return tuple(dict.fromkeys(sides))
+
+
+@dataclass
+class State:
+    """Results of a search so far, in a file with one JSON object per line.
+
+    stamp: device and version that the results depend on. Results with another stamp are discarded.
+    """
+
+    path: Path
+    stamp: str
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.path.exists():
+            return
+        first, *lines = self.path.read_text().splitlines() or [""]
+        if _parse(first) != {"stamp": self.stamp}:
+            self.path.unlink()
+            return
+        for line in lines:
+            if entry := _parse(line):  # The last line may be incomplete.
+                self.done[entry["key"]] = entry
+
+    def add(self, entry: dict[str, Any]) -> None:
+        new = not self.path.exists()
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("a") as file:
+            if new:
+                file.write(json.dumps({"stamp": self.stamp}) + "\n")
+            file.write(json.dumps(entry) + "\n")
+        self.done[entry["key"]] = entry
+
+
+def _parse(line: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(line))
+    except (ValueError, TypeError):
+        return {}
 
 
 @dataclass(frozen=True)
@@ -160,9 +214,8 @@ def profile(
 ) -> Profile:
     """Measure interleaved medians, and drop slow configurations early.
 
-    While there are fewer than MIN_ROUNDS samples, a configuration is dropped if it takes more than
-    HOPELESS times as long as the best. From MIN_ROUNDS samples on, it is dropped if its fastest
-    sample takes longer than the upper quartile of the best configuration's samples.
+    With fewer than MIN_ROUNDS samples, a configuration is dropped if it takes HOPELESS times as
+    long as the best; later, if its fastest sample is slower than the best one's upper quartile.
 
     budget: seconds after which MIN_ROUNDS samples are enough.
     """
@@ -172,16 +225,14 @@ def profile(
     for name, call in calls.items():
         call()
         estimate = _seconds(call, 1, clock)
-        counts[name] = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+        counts[name] = _calls_per_sample(estimate)
         samples[name] = [estimate]
     alive = _promising(samples, list(calls))
     for name in alive:
         samples[name].clear()
     for index in range(rounds):
         for name in alive[index % len(alive) :] + alive[: index % len(alive)]:
-            for _ in range(WARM_CALLS if warm else 0):
-                calls[name]()
-            samples[name].append(_seconds(calls[name], counts[name], clock))
+            samples[name].append(_sample(calls[name], counts[name], warm, clock))
         alive = _promising(samples, alive)
         settled = len(alive) == 1 or clock() - started > budget
         if settled and index + 1 >= MIN_ROUNDS:
@@ -199,6 +250,12 @@ def _promising(samples: Mapping[str, list[float]], alive: list[str]) -> list[str
     return [name for name in alive if name == best or min(samples[name]) <= limit]
 
 
+def _sample(call: Callable[[], None], count: int, warm: bool, clock: Clock) -> float:
+    for _ in range(WARM_CALLS if warm else 0):
+        call()
+    return _seconds(call, count, clock)
+
+
 def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
     started = clock()
     for _ in range(count):
@@ -206,11 +263,14 @@ def _seconds(call: Callable[[], None], count: int, clock: Clock) -> float:
     return (clock() - started) / count
 
 
+def _calls_per_sample(seconds: float) -> int:
+    return max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(seconds, 1e-9))))
+
+
 def choose(hot: Profile, cold: Profile) -> str:
     """Return the configuration with the smallest product of hot and cold times.
 
-    The same table serves small models, whose adapters are hot, and large ones, whose adapters are
-    cold.
+    One table serves small models, whose adapters are hot, and large ones, whose adapters are cold.
     """
     shared = [name for name in hot.seconds if name in cold.seconds]
     return min(shared, key=lambda name: hot.seconds[name] * cold.seconds[name])
@@ -218,11 +278,7 @@ def choose(hot: Profile, cold: Profile) -> str:
 
 @dataclass(frozen=True)
 class Duel:
-    """Seconds of two configurations measured alternately, so that disturbances affect both.
-
-    ours: samples of the configuration that the search found.
-    others: samples of the configuration that it is compared with.
-    """
+    """Seconds of our and another configuration, measured alternately against disturbances."""
 
     ours: tuple[float, ...]
     others: tuple[float, ...]
@@ -240,9 +296,8 @@ class Duel:
 
 
 def wins(hot: Duel, cold: Duel) -> bool:
-    """Return whether the found configuration (`ours`) is faster than the other one.
-
-    The sum of both gains must exceed the root of the sum of the squares of both noises.
+    """Return whether `ours` is faster: whether the sum of both gains exceeds the root of the sum of
+    the squares of both noises.
     """
     gain = sum(statistics.median(duel.log_ratios) for duel in (hot, cold))
     return gain < -math.hypot(hot.noise, cold.noise)
@@ -256,38 +311,23 @@ def duel(
     rounds: int = DUEL_ROUNDS,
     clock: Clock = time.perf_counter,
 ) -> Duel:
-    """Return the times of two calls that are measured alternately.
-
-    The call that starts a pair of samples changes each time.
-    """
+    """Return the times of two calls that are measured alternately and take turns to start."""
     calls = (ours, other)
-    estimate = min(_seconds(call, 1, clock) for call in calls)
-    count = max(1, min(MAX_CALLS, round(SAMPLE_SECONDS / max(estimate, 1e-9))))
+    count = _calls_per_sample(min(_seconds(call, 1, clock) for call in calls))
     samples: tuple[list[float], list[float]] = ([], [])
     for index in range(rounds):
         for which in (index % 2, 1 - index % 2):
-            for _ in range(WARM_CALLS if warm else 0):
-                calls[which]()
-            samples[which].append(_seconds(calls[which], count, clock))
+            samples[which].append(_sample(calls[which], count, warm, clock))
     return Duel(tuple(samples[0]), tuple(samples[1]))
-
-
-def _duel(
-    backend: Backend, shape: Shape, ours: str, other: str, *, warm: bool, clock: Clock
-) -> Duel:
-    calls = backend.prepare(shape, (ours, other), cold=not warm)
-    return duel(calls[ours], calls[other], warm=warm, clock=clock)
 
 
 def filled(
     entries: Iterable[Mapping[str, Any]], key: Callable[[Shape], str]
 ) -> list[dict[str, Any]]:
-    """Return the entries, with copies of them for numbers of segments that were not searched.
+    """Return the entries, with copies without times for numbers of segments that were not searched.
 
-    An entry for apply is copied to twice its number of segments. An entry for merge, whose segments
-    are matrices, is copied to all numbers in MATRICES. With the copies, more look-ups find an exact
-    match by hash and need not scan for the nearest bucket. Copies have no times, because they were
-    not measured.
+    An entry for apply is copied to twice its number of segments, one for merge, whose segments are
+    matrices, to all numbers in MATRICES. So more look-ups find an exact match by hash.
     """
     all_entries = [dict(entry) for entry in entries]
     known = {entry["key"] for entry in all_entries}
@@ -319,32 +359,35 @@ def search(
     for shape in shapes:
         if keys[shape] in state.done:
             continue
-        configs = backend.configs(shape)
-        calls = backend.prepare(shape, configs, cold=False)
-        hot = profile(calls, rounds=rounds, warm=True, budget=budget, clock=clock)
-        calls = backend.prepare(shape, hot.not_hopeless, cold=True)
-        cold = profile(calls, rounds=rounds, warm=False, budget=budget, clock=clock)
-        best, built_in = choose(hot, cold), backend.built_in(shape)
-        times: dict[str, tuple[float, ...]] = {best: (hot.seconds[best], cold.seconds[best])}
-        if best != built_in:
-            duels = [
-                _duel(backend, shape, best, built_in, warm=warm, clock=clock)
-                for warm in (True, False)
-            ]
-            times = {
-                best: tuple(statistics.median(one.ours) for one in duels),
-                built_in: tuple(statistics.median(one.others) for one in duels),
-            }
-            best = best if wins(*duels) else built_in
-        entry = {
-            "key": keys[shape],
-            "shape": vars(shape),
-            "config": best,
-            "hot_us": round(times[best][0] * 1e6, 3),
-            "cold_us": round(times[best][1] * 1e6, 3),
-            "best_hot": hot.best,
-            "best_cold": cold.best,
-            "tried": len(configs),
-        }
+        found = _best(backend, shape, rounds, budget, clock)
+        entry = {"key": keys[shape], "shape": vars(shape), **found}
         state.add(entry)
         yield entry
+
+
+def _best(
+    backend: Backend, shape: Shape, rounds: int, budget: float, clock: Clock
+) -> dict[str, Any]:
+    configs = backend.configs(shape)
+    calls = backend.prepare(shape, configs, cold=False)
+    hot = profile(calls, rounds=rounds, warm=True, budget=budget, clock=clock)
+    calls = backend.prepare(shape, hot.not_hopeless, cold=True)
+    cold = profile(calls, rounds=rounds, warm=False, budget=budget, clock=clock)
+    best, built_in = choose(hot, cold), backend.built_in(shape)
+    times: tuple[float, ...] = (hot.seconds[best], cold.seconds[best])
+    if best != built_in:
+        duels = []
+        for warm in (True, False):
+            calls = backend.prepare(shape, (best, built_in), cold=not warm)
+            duels.append(duel(calls[best], calls[built_in], warm=warm, clock=clock))
+        won = wins(*duels)
+        best = best if won else built_in
+        times = tuple(statistics.median(one.ours if won else one.others) for one in duels)
+    return {
+        "config": best,
+        "hot_us": round(times[0] * 1e6, 3),
+        "cold_us": round(times[1] * 1e6, 3),
+        "best_hot": hot.best,
+        "best_cold": cold.best,
+        "tried": len(configs),
+    }

@@ -7,7 +7,7 @@ import { loadExamples, showExamples } from "./gallery.js";
 import { Live } from "./live.js";
 import { messagePart } from "./media.js";
 import { Stage } from "./stage.js";
-import { taskOf } from "./tasks.js";
+import { readTasks, taskOf } from "./tasks.js";
 
 /** Interval of reading the list of models, and of trying to reach a server that is gone. */
 const REFRESH_MILLISECONDS = 10_000;
@@ -110,6 +110,7 @@ async function refresh() {
     const found = await api.models();
     if (JSON.stringify(found) !== JSON.stringify(models)) {
       models = found;
+      readTasks(models);
       for (const column of columns) column.offer(models);
       showExamples(examples, models, chooseExample);
       showTask();

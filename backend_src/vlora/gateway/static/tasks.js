@@ -1,18 +1,15 @@
-// Names and labels of the server's tasks. The server puts the question into the task's template.
+// Names and labels of the server's tasks, which the entry of the base model lists.
 
-const TASKS = {
-  vqa: { name: "Answer a question", label: "Question", hint: "What color is the star?" },
-  caption: { name: "Describe the picture", label: "Instruction (optional)", hint: "" },
-  refer: { name: "Find one thing", label: "Thing to find", hint: "red circle" },
-  detect: { name: "Find all of a kind", label: "Things to find", hint: "circle" },
-  classify: { name: "Name the category", label: "Instruction (optional)", hint: "" },
-  video: { name: "Name the action", label: "Instruction (optional)", hint: "" },
-  raw: { name: "Continue a prompt", label: "Prompt, without a template", hint: "" },
-};
 const DEFAULT = "vqa";
+let labels = {};
+
+/** Read the names and labels from the list of models. */
+export function readTasks(models) {
+  labels = models.find(({ parent }) => !parent)?.task_labels ?? {};
+}
 
 /** Return {name, label, hint} of a task; those of an unknown one show its own name. */
-export const taskOf = (task) => TASKS[task] ?? { name: task, label: "Text", hint: "" };
+export const taskOf = (task) => labels[task] ?? { name: task, label: "Text", hint: "" };
 
 /** Return the tasks of a model that a single message can ask for. */
 export const tasksOf = (model) => model.tasks.filter((task) => task !== "chat");

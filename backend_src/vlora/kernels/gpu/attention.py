@@ -1,9 +1,9 @@
 """GPU kernels of paged attention, for decode rows and for tiles of prefill rows.
 
-Keys and values of a layer are [pages, kv heads, PAGE, ≥ DIM]: the tokens of a page and head are
-contiguous rows. Scores and sums are fp32. Exponentials are powers of two, so `scale` includes
-log2(e). A row sees the positions up to its own. Other positions never affect it, even if their
-values are not finite. If a row sees a value that is not finite, its attention is not finite either.
+Keys and values of a layer are [pages, kv heads, PAGE, ≥ DIM]. Scores and sums are fp32.
+Exponentials are powers of two, so `scale` includes log2(e). A row sees the positions up to its own.
+A value that is not finite makes the attention of the rows that see it, and of no others, not
+finite.
 """
 
 import triton
@@ -30,8 +30,8 @@ def _scores(q, k, scale):
 def _softmax_step(largest, total, scores):
     """Add a tile's scores to a running softmax.
 
-    Returns the new largest score, the new sum of exponentials, the factor by which earlier sums of
-    values must be multiplied, and the weights of the tile's values.
+    Returns the new largest score, the new sum of exponentials, the factor for earlier sums of
+    values, and the weights of the tile's values.
     """
     new_largest = tl.maximum(largest, tl.max(scores, 1))
     decay = tl.exp2(largest - new_largest)
@@ -44,9 +44,7 @@ def _load_rotated(
     head, heads_mask, norm, cosines, sines, eps, NORM: tl.constexpr, DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Load heads from the addresses `head`, normalize them if NORM is set, rotate them, and return
-    them in the type in which they are stored.
-    """
+    """Load heads, normalize them if NORM is set, and rotate them. Keep their stored type."""
     dtype = head.dtype.element_ty
     columns = tl.arange(0, COLUMNS)
     half: tl.constexpr = DIM // 2
@@ -72,8 +70,7 @@ def _combine(
 ):
     """Combine the results of all splits for the heads numbered `head`; write them to `target`.
 
-    heads: mask of the heads that exist.
-    in_query: mask of the elements [heads, columns] that exist.
+    heads, in_query: masks of the heads and of the elements [heads, columns] that exist.
     """
     columns = tl.arange(0, in_query.shape[1])
     largest = tl.full([in_query.shape[0]], float("-inf"), tl.float32)
@@ -135,19 +132,16 @@ def decode_kernel(
 ):
     """Compute attention for one row, one KV head and one part of the row's context.
 
-    The program handles all query heads that share the KV head. The context is divided into SPLITS
-    parts of equal length, a multiple of TILE. The last parts may be shorter or empty. A row whose
-    `end` is 0 has no context.
+    The context is divided into SPLITS parts, multiples of TILE. The last ones may be shorter or
+    empty. A row whose `end` is 0 has no context.
 
-    If SPLITS is 1, the program writes the result to `out`. Otherwise each program writes its
-    normalized result to `partial`, and the base-2 logarithm of its sum of exponentials to
-    `log_sums`. Then it increments the counter of the row and KV head. The program that finishes
-    last combines the results of all parts in `out`, and resets the counter to 0.
+    If SPLITS is 1, the program writes to `out`. Otherwise it writes its normalized result to
+    `partial`, and the base-2 logarithm of its sum of exponentials to `log_sums`, and counts itself
+    in `counters`. The program that finishes last combines all parts and resets the counter.
 
-    With ROTATE, a row of `query` has query heads, key heads and value heads, which are not rotated
-    yet. The program rotates the query heads. The program whose part contains the row's own position
-    also rotates the row's key, and writes the key and the value to their page. No other program of
-    the launch reads them. With NORM, RMS norm is applied to query and key heads before rotation.
+    With ROTATE, the program rotates the query heads. The program of the part with the row's own
+    position also rotates the row's key, and writes it and the value to their page, which no other
+    program reads. With NORM, RMS norm is applied to query and key heads before.
     """
     number = tl.program_id(0)
     kv_head = tl.program_id(1)
@@ -255,8 +249,8 @@ def prefill_kernel(
 ):
     """Compute the attention of one query head for up to ROWS rows of one chunk.
 
-    Positions that all rows see are processed TILE at a time. All other positions are masked, and
-    are processed MASKED_TILE at a time, which divides TILE.
+    Positions that all rows see are processed TILE at a time, the others MASKED_TILE at a time,
+    which divides TILE.
 
     tiles: [n, 4] int32: first row, number of rows, position of the first row, line of `tables`.
     """

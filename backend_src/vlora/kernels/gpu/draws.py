@@ -9,11 +9,8 @@ import triton
 
 from vlora.kernels.gpu import sampling
 
-CHUNK = 4096
-"""Number of logits per program of the sampling kernels."""
-
-BLOCK = 1024
-"""Number of candidates per pass of `pick_kernel`."""
+CHUNK = 4096  # Number of logits per program of the sampling kernels.
+BLOCK = 1024  # Number of candidates per pass of `pick_kernel`.
 
 
 def argmax(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,7 +1,6 @@
-"""Launchers of the GPU kernels of the layers.
+"""Launchers of the GPU kernels of the layers, whose callers check the shapes.
 
-They check nothing: their callers `ops`, `norms` and `AttentionPlan` check the shapes. All tensors
-are on one device. Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights are fp32.
+Rows, keys and values are fp32, fp16 or bf16. `hidden` and norm weights are fp32.
 """
 
 from __future__ import annotations
@@ -14,41 +13,24 @@ import triton
 
 from vlora.kernels.gpu import attention, rows
 
-MAX_COLUMNS = 1024
-"""Maximum number of columns of a row per program of the gate and the embedding."""
-
-HEADS_PER_PROGRAM = 4
-"""Number of heads per program of the rotary kernel."""
-
-MIN_DOT = 16
-"""Minimum size of each dimension of a product on tensor cores."""
-
+MAX_COLUMNS = 1024  # Maximum number of columns of a row per program of the gate and the embedding.
+HEADS_PER_PROGRAM = 4  # Number of heads per program of the rotary kernel.
+MIN_DOT = 16  # Minimum size of each dimension of a product on tensor cores.
+# Number of rows per tile of the prefill kernel, by bytes per element of the keys. Products in fp32
+# use no tensor cores, and both operands are in registers, so tiles are smaller.
 PREFILL_ROWS = {4: 16, 2: 64}
-"""Number of rows per tile of the prefill kernel, by bytes per element of the keys.
-
-Products in fp32 use no tensor cores, and both operands are in registers, so tiles are smaller.
-"""
-
+# Number of positions per iteration of the attention kernels, by bytes per element.
 DECODE_TILE = {4: 16, 2: 64}
 PREFILL_TILE = {4: 16, 2: 64}
-"""Number of positions per iteration of the attention kernels, by bytes per element."""
-
+# Number of positions per iteration of the prefill kernel where it masks, by bytes per element. The
+# values there pass through registers, in which 64 positions take too much space.
 MASKED_TILE = {4: 16, 2: 32}
-"""Number of positions per iteration of the prefill kernel where it masks, by bytes per element.
-
-The values there pass through registers, in which 64 positions take too much space.
-"""
-
+# Number of warps per program of the prefill kernel, by bytes per element of the keys. With 4 warps
+# in 16 bits, version 3.6 of the package `triton` spills registers for sm_80.
 PREFILL_WARPS = {4: 4, 2: 8}
-"""Number of warps per program of the prefill kernel, by bytes per element of the keys. With 4 warps
-in 16 bits, version 3.6 of the package `triton` spills registers for sm_80.
-"""
-
+# Number of warps per program of the decode kernel, by bytes per element of the keys. With 4 warps,
+# the fp32 kernel spills registers.
 DECODE_WARPS = {4: 8, 2: 4}
-"""Number of warps per program of the decode kernel, by bytes per element of the keys. With 4 warps,
-the fp32 kernel spills registers.
-"""
-
 LOG2_E = math.log2(math.e)
 
 
@@ -59,7 +41,7 @@ def add_norm(
     weight: torch.Tensor,
     eps: float,
 ) -> None:
-    """Compute `norms.add_norm`, with the result in `out`."""
+    """Compute `ops.add_norm`, with the result in `out`."""
     count, width = hidden.shape
     if count:
         columns = triton.next_power_of_2(width)
@@ -84,7 +66,7 @@ def head_norm(
     kv_heads: int,
     eps: float,
 ) -> None:
-    """Compute `norms.head_norm`."""
+    """Compute `ops.head_norm`."""
     dim = len(query_weight)
     if len(qkv):
         rows.head_norm_kernel[(len(qkv), heads + kv_heads)](
@@ -118,7 +100,6 @@ def embed(
 ) -> None:
     """Write the embedding of each token, or the image feature that replaces it, to `out`.
 
-    tokens: [T] integers.
     feature_rows: [T], row of `features`, or negative for a token; None without images.
     """
     count, width = out.shape
@@ -178,8 +159,7 @@ def rotate(
 class DecodeRows:
     """The decode rows of a step, which are its chunks of one row, and their contexts.
 
-    rows: [n] row of the step.
-    ends: [n] number of positions; 0 for a padding row, whose attention is zero.
+    rows, ends: [n] row of the step, and number of positions; 0 for a padding row.
     tables: [n, pages], pages of each row's context.
     counters: [n · kv heads], zeros between launches; not read if contexts are not split.
     splits: number of parts into which each context is divided.
@@ -197,7 +177,7 @@ class Rotation:
     """Norms and rotation that `decode` applies to the rows of the query, key and value projections.
 
     cosines, sines: [T, dim / 2] fp32.
-    norms: weights of the RMS norms of query heads and key heads, [dim] fp32, and eps; or None.
+    norms: weights of the RMS norms of query and key heads, [dim] fp32, and eps; or None.
     """
 
     cosines: torch.Tensor
@@ -217,8 +197,8 @@ def decode(
 ) -> None:
     """Write the attention of the rows in `contexts` to `out`, [T, heads · dim].
 
-    rotation: None if the queries are rotated and the pages have the keys and values of the rows.
-        Otherwise the kernel rotates the rows, which stay unchanged, and writes to the pages.
+    rotation: None if the queries are rotated and the pages are written. Otherwise the kernel
+        rotates the rows, which stay unchanged, and writes to the pages.
     """
     kv_heads, page = keys.shape[1:3]
     group, count, splits = heads // kv_heads, len(contexts.rows), contexts.splits

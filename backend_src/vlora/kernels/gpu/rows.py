@@ -1,6 +1,4 @@
-"""GPU kernels over single rows: norms, gate, embedding and rotation. Sums are fp32. `launch` calls
-them.
-"""
+"""GPU kernels over single rows: norms, gate, embedding and rotation. Sums are fp32."""
 
 import triton
 import triton.language as tl
@@ -17,7 +15,7 @@ def add_norm_kernel(
     HAS_DELTA: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Compute `norms.add_norm` for one row, which one program keeps in registers."""
+    """Compute `ops.add_norm` for one row, which one program keeps in registers."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < width
@@ -41,7 +39,7 @@ def head_norm_kernel(
     dim,
     COLUMNS: tl.constexpr,
 ):
-    """Compute `norms.head_norm` for one head of one row. Keys follow queries in the row."""
+    """Compute `ops.head_norm` for one head of one row. Keys follow queries in the row."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     columns = tl.arange(0, COLUMNS)
@@ -80,10 +78,7 @@ def embed_kernel(
     HAS_IMAGES: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Copy COLUMNS columns of a row from its image feature, or else from its token's embedding.
-
-    The embedding of a token outside the table, which has `words` rows, is NaN.
-    """
+    """Copy COLUMNS columns of an image feature or of an embedding, NaN if it does not exist."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < width
@@ -125,7 +120,6 @@ def rotate_kernel(
     """Rotate the queries of GROUP heads of a row in place; write rotated keys and values to pages.
 
     slots: page · PAGE + position in the page, by row; a negative one writes nothing.
-    keys, values: those of one layer, [pages, kv heads, PAGE, ≥ DIM].
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * GROUP + tl.arange(0, GROUP)

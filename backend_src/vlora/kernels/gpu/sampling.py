@@ -2,24 +2,19 @@
 draws.
 
 The weight of a token is exp((logit - maximum of the row) / temperature) in fp32. Sums of weights
-are fp64. The kernels that read logits handle one chunk of a row per program. The candidates of a
-row are the tokens whose weight is at least a floor. The floor is so low that the candidates include
-every token that top-k and top-p leave. `pick_kernel` finds these tokens by bisection, and draws one
-of them with a random number from the host.
+are fp64. The candidates of a row are the tokens whose weight is at least a floor, which is so low
+that they include every token that top-k and top-p leave. `pick_kernel` finds these by bisection,
+and draws one of them with a random number from the host.
 """
 
 import triton
 import triton.language as tl
 
-FLOORS = tl.constexpr(4)
-"""Number of floors: TINY, e^-15, e^-10 and e^-5."""
-
+FLOORS = tl.constexpr(4)  # Number of floors: TINY, e^-15, e^-10 and e^-5.
 FLOOR_1 = tl.constexpr(3.0590232e-07)
 FLOOR_2 = tl.constexpr(4.5399930e-05)
 FLOOR_3 = tl.constexpr(6.7379470e-03)
-
-TINY = tl.constexpr(1.17549435e-38)
-"""Smallest normal fp32 number. Smaller weights count as zero."""
+TINY = tl.constexpr(1.17549435e-38)  # Smallest normal fp32 number. Smaller weights count as zero.
 
 
 @triton.jit
@@ -31,7 +26,6 @@ def _weights(logits, largest, temperature, min_p):
 
 @triton.jit
 def _floor(number):
-    """Return the floor with index `number`, which may be a scalar or a constant."""
     floor = tl.where(number == 1, FLOOR_1, TINY)
     return tl.where(number == 2, FLOOR_2, tl.where(number == 3, FLOOR_3, floor))
 
@@ -120,11 +114,10 @@ def compact_kernel(
     CHUNK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """Write the candidates of one chunk of a row to the row's list of candidates.
+    """Write the candidates of one chunk of a row to the row's list, in ascending order.
 
-    The list has the tokens of all chunks in ascending order. All chunks of a row use the same
-    floor. With top-k, it is the largest of the FLOORS floors that excludes no token that top-k can
-    leave. Without top-k, it is the largest one that excludes no token that top-p can leave.
+    All chunks of a row use the same floor, the largest of FLOORS that excludes no token that top-k,
+    or without top-k, top-p can leave.
 
     weights_out, tokens_out: [draws, width] fp32 and int32.
     found: [draws] number of candidates.
@@ -165,9 +158,7 @@ def compact_kernel(
 
 @triton.jit
 def _count_and_mass(weights, found, least, BLOCK: tl.constexpr):
-    """Return the number and the sum of the weights whose bits, as an integer, are at least
-    `least`.
-    """
+    """Return the number and the sum of the weights whose bits are at least `least`."""
     count = tl.zeros([BLOCK], tl.int32)
     mass = tl.zeros([BLOCK], tl.float64)
     for begin in range(0, found, BLOCK):
@@ -181,8 +172,7 @@ def _count_and_mass(weights, found, least, BLOCK: tl.constexpr):
 
 @triton.jit
 def _kept(weights, columns, count, low, equals):
-    """Return three results for a block of candidates: their weights, flags of the candidates to
-    keep, and the number of weights that equal `low`.
+    """Return the weights of a block, flags of those to keep, and the number that equal `low`.
 
     low: bits of the smallest kept weight.
     equals: maximum number of weights equal to `low` to keep.
@@ -207,15 +197,15 @@ def pick_kernel(
     width,
     BLOCK: tl.constexpr,
 ):
-    """Apply top-k and top-p to the candidates of a row, and draw one of the remaining tokens.
+    """Apply top-k and top-p to the candidates of a row, and draw one in proportion to its weight.
 
-    The probability of a token is proportional to its weight. Top-k keeps all tokens whose weight
-    is at least the k-th largest, even if these are more than k. Of the tokens that have the
+    Top-k keeps all tokens whose weight is at least the k-th largest. Of the tokens with the
     smallest weight in the top-p set, top-p keeps only as many as it needs, those with the smallest
     ids.
 
-    Bisection finds the smallest weight to keep. It searches the bits of the weights as integers,
-    because positive fp32 numbers have the same order as their bits.
+    Bisection over the bits of the weights finds the smallest one to keep: positive fp32 numbers
+        have
+    the same order as their bits.
     """
     number = tl.program_id(0).to(tl.int64)
     weights += number * width

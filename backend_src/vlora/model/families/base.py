@@ -7,7 +7,7 @@ has a file here and a line in `registry.py`. No other module names an architectu
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,9 +17,7 @@ from vlora.weights.slab import ATTENTION, TARGETS
 _LAYOUT_PREFIX = r"^(?:model\.|language_model\.)*"
 
 
-def biased_targets(text: Any) -> tuple[str, ...]:
-    """Return the targets with a bias, whatever the configuration says."""
-    return ("q_proj", "k_proj", "v_proj")
+QKV = ("q_proj", "k_proj", "v_proj")
 
 
 @dataclass(frozen=True)
@@ -50,19 +48,14 @@ class WeightNames:
         return f"layers.{layer}.{norm}.weight"
 
     def without_prefix(self, key: str) -> str | None:
-        """Return the name of a stored decoder weight without its layout's prefix; None for other
-        weights.
-
-        The layouts of transformers 4 and 5, of multimodal checkpoints and of bare decoders are
-        recognized.
-        """
+        """Return the name of a stored decoder weight without prefix; None for other weights."""
         match = self._pattern.match(key)
         return match[1] if match else None
 
     @property
     def modules(self) -> Mapping[str, str]:
-        """Path of a module in a layer → target, for modules whose path is not `attention` or `mlp`
-        followed by the target's name.
+        """Path of a module in a layer → target, for modules with other paths than `attention` and
+        `mlp`.
 
         For a module that corresponds to several targets, the value is a key of `lora.fused.FUSED`.
         """
@@ -85,60 +78,44 @@ class WeightNames:
         )
 
 
-def biases_by_config(text: Any) -> tuple[str, ...]:
-    """Return the targets with a bias, according to `attention_bias` and `mlp_bias`."""
-    attention = bool(getattr(text, "attention_bias", False))
-    mlp = bool(getattr(text, "mlp_bias", False))
-    return tuple(t for t in TARGETS if (attention if t in ATTENTION else mlp))
-
-
-def has_sliding_layers(text: Any) -> bool:
-    """Return whether `layer_types` contains sliding-window attention."""
-    return "sliding_attention" in (getattr(text, "layer_types", None) or [])
-
-
-def stated_intermediate_size(text: Any) -> int:
-    """Return the width of the gated MLP, as the configuration states it."""
-    return int(text.intermediate_size)
-
-
-def no_tokens(text: Any) -> tuple[int, ...]:
-    """Return (): no tokens in addition to those that the checkpoint's configuration lists."""
-    return ()
-
-
-def one_axis(text: Any) -> tuple[int, ...]:
-    """Return (): the angles of all frequencies depend on one number, the row's index in its
-    sequence.
-    """
-    return ()
-
-
 @dataclass(frozen=True)
 class DecoderFamily:
     """One decoder architecture, identified by the `model_type` of its text configuration.
 
-    The callables take transformers' text configuration.
+    The methods take transformers' text configuration. A family overrides those that differ.
 
-    biased_targets: returns the targets with a bias.
-    sliding_window: returns whether any layer uses sliding-window attention, which is not supported.
-    activations: supported values of `hidden_act`.
     names: names of the weights in a checkpoint.
-    rope_axes: returns the axis (0 time, 1 height, 2 width) of each rotary frequency, or () if
-        positions have one axis.
-    intermediate_size: returns the width of the gated MLP.
-    turn_ends: returns the ids of tokens that end an answer, in addition to those that the
-        checkpoint's configuration lists.
+    activations: supported values of `hidden_act`.
     """
 
     model_type: str
-    biased_targets: Callable[[Any], tuple[str, ...]] = biases_by_config
-    sliding_window: Callable[[Any], bool] = has_sliding_layers
-    activations: tuple[str, ...] = ("silu",)
     names: WeightNames = WeightNames()
-    rope_axes: Callable[[Any], tuple[int, ...]] = one_axis
-    intermediate_size: Callable[[Any], int] = stated_intermediate_size
-    turn_ends: Callable[[Any], tuple[int, ...]] = no_tokens
+    activations: tuple[str, ...] = ("silu",)
+
+    def biased_targets(self, text: Any) -> tuple[str, ...]:
+        """Return the targets with a bias: by default, as `attention_bias` and `mlp_bias` say."""
+        attention = bool(getattr(text, "attention_bias", False))
+        mlp = bool(getattr(text, "mlp_bias", False))
+        return tuple(t for t in TARGETS if (attention if t in ATTENTION else mlp))
+
+    def sliding_window(self, text: Any) -> bool:
+        """Return whether any layer uses sliding-window attention, which is not supported."""
+        return "sliding_attention" in (getattr(text, "layer_types", None) or [])
+
+    def rope_axes(self, text: Any) -> tuple[int, ...]:
+        """Return the axis (0 time, 1 height, 2 width) of each rotary frequency.
+
+        By default, the result is (): positions have one axis, the row's index in its sequence.
+        """
+        return ()
+
+    def intermediate_size(self, text: Any) -> int:
+        """Return the width of the gated MLP."""
+        return int(text.intermediate_size)
+
+    def turn_ends(self, text: Any) -> tuple[int, ...]:
+        """Return the ids of tokens that end an answer, beside those that the checkpoint lists."""
+        return ()
 
     def unsupported(self, text: Any) -> str | None:
         """Return why this configuration is not supported; None if it is."""
@@ -150,3 +127,10 @@ class DecoderFamily:
         if self.sliding_window(text):
             return "sliding-window attention is not supported"
         return None
+
+
+class BiasedFamily(DecoderFamily):
+    """Family whose query, key and value projections always have a bias."""
+
+    def biased_targets(self, text: Any) -> tuple[str, ...]:
+        return QKV

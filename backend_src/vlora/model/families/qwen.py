@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedConfig
 
-from vlora.model.families.base import DecoderFamily, WeightNames, biased_targets
+from vlora.model.families.base import QKV, BiasedFamily, WeightNames
 
 FUSED = "c_attn"
 _MODULES = {
@@ -36,8 +36,7 @@ _LAYER_KEY = re.compile(r"transformer\.h\.(\d+)\.([\w.]+)\.(weight|bias)")
 class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
     """Configuration of Qwen and Qwen-VL, which transformers does not have.
 
-    The fields are those of the published `config.json`. `__post_init__` adds the names that
-    decoders of transformers have.
+    The fields are those of the published `config.json`.
     """
 
     model_type = "qwen"
@@ -83,17 +82,13 @@ class QwenConfig(PreTrainedConfig):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class QwenNames(WeightNames):
-    """Names of Qwen's weights. One stored tensor contains three of them: the query, key and value
-    projections.
-    """
+    """Names of Qwen's weights. One stored tensor has the query, key and value projections."""
 
     @property
     def modules(self) -> Mapping[str, str]:
-        """Path of a stored module in a layer → target, or key of `lora.fused.FUSED`."""
         return _MODULES
 
     def stored(self, key: str) -> tuple[str, ...]:
-        """Return the names of the weights in a stored tensor, in the order of its rows."""
         if key in _OTHERS:
             return (_OTHERS[key],)
         match = _LAYER_KEY.fullmatch(key)
@@ -103,29 +98,19 @@ class QwenNames(WeightNames):
         if module in _NORMS:
             return (self.norm(layer, _NORMS[module]),)
         target = _MODULES.get(module)
-        targets = biased_targets(None) if target == FUSED else (target,) if target else ()
+        targets = QKV if target == FUSED else (target,) if target else ()
         name = self.matrix if kind == "weight" else self.bias
         return tuple(name(layer, one) for one in targets)
 
 
-def intermediate_size(text: Any) -> int:
-    """Return the width of the gated MLP, half of the configuration's `intermediate_size`."""
-    return int(text.intermediate_size) // 2
+class _Qwen(BiasedFamily):
+    def intermediate_size(self, text: Any) -> int:
+        return int(text.intermediate_size) // 2
+
+    def turn_ends(self, text: Any) -> tuple[int, ...]:
+        # The id of `<|im_end|>` is 212 below the id of the token that begins an image.
+        return (int(text.visual["image_start_id"]) - 212,)
 
 
-def turn_ends(text: Any) -> tuple[int, ...]:
-    """Return the id of the token `<|im_end|>`, which ends a turn of a chat.
-
-    This id is 212 below the id of the token that begins an image.
-    """
-    return (int(text.visual["image_start_id"]) - 212,)
-
-
-QWEN = DecoderFamily(
-    "qwen",
-    biased_targets=biased_targets,
-    names=QwenNames(),
-    intermediate_size=intermediate_size,
-    turn_ends=turn_ends,
-)
+QWEN = _Qwen("qwen", QwenNames())
 AutoConfig.register("qwen", QwenConfig, exist_ok=True)

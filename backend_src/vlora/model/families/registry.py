@@ -5,71 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 from vlora.errors import shown
-from vlora.model.families.base import DecoderFamily, WeightNames, biased_targets, has_sliding_layers
+from vlora.model.families.base import BiasedFamily, DecoderFamily, WeightNames
 from vlora.model.families.qwen import QWEN
 from vlora.model.multimodal import MULTIMODAL, takes_images
 
-# Llama: the configuration states which projections have a bias.
+_HEAD_NORMS = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
 
 
-LLAMA = DecoderFamily("llama")
+class _Mistral(DecoderFamily):
+    def sliding_window(self, text: Any) -> bool:
+        # `sliding_window` in the configuration applies to every layer.
+        return super().sliding_window(text) or bool(getattr(text, "sliding_window", None))
 
 
-# Mistral: the layers of Llama. `sliding_window` in the configuration applies to every layer.
+class _Qwen2VL(BiasedFamily):
+    def rope_axes(self, text: Any) -> tuple[int, ...]:
+        # The first section of frequencies is for time, then height, then width (M-RoPE).
+        sections = text.rope_parameters["mrope_section"]
+        return tuple(axis % 3 for axis, size in enumerate(sections) for _ in range(size))
 
 
-def _sliding_window(text: Any) -> bool:
-    return has_sliding_layers(text) or bool(getattr(text, "sliding_window", None))
-
-
-MISTRAL = DecoderFamily("mistral", sliding_window=_sliding_window)
-
-
-# Qwen2 and Qwen2.5: the query, key and value projections always have a bias.
-
-
-QWEN2 = DecoderFamily("qwen2", biased_targets=biased_targets)
-
-
-# Qwen2-VL and Qwen2.5-VL: the layers of Qwen2, with positions of three axes (M-RoPE).
-
-
-def _rope_axes(text: Any) -> tuple[int, ...]:
-    """Return the axis of each frequency: the first section is for time, then height, then width."""
-    sections = text.rope_parameters["mrope_section"]
-    return tuple(axis % 3 for axis, size in enumerate(sections) for _ in range(size))
-
-
-QWEN2_VL = DecoderFamily("qwen2_vl_text", biased_targets=biased_targets, rope_axes=_rope_axes)
-QWEN2_5_VL = DecoderFamily("qwen2_5_vl_text", biased_targets=biased_targets, rope_axes=_rope_axes)
-
-
-# Qwen3 and Qwen3-VL: each query and key head is normalized before it is rotated.
-
-
-_NAMES = WeightNames(head_norms=("self_attn.q_norm", "self_attn.k_norm"))
-
-
-def _interleaved_axes(text: Any) -> tuple[int, ...]:
-    """Return the axis of each frequency.
-
-    Height and width each get every third frequency, up to the number of frequencies in their
-    section. All other frequencies are for time.
-    """
-    time, height, width = text.rope_parameters["mrope_section"]
-    axes = [0] * (time + height + width)
-    axes[1 : 3 * height : 3] = [1] * len(axes[1 : 3 * height : 3])
-    axes[2 : 3 * width : 3] = [2] * len(axes[2 : 3 * width : 3])
-    return tuple(axes)
-
-
-QWEN3 = DecoderFamily("qwen3", names=_NAMES)
-QWEN3_VL = DecoderFamily("qwen3_vl_text", names=_NAMES, rope_axes=_interleaved_axes)
+class _Qwen3VL(DecoderFamily):
+    def rope_axes(self, text: Any) -> tuple[int, ...]:
+        # Height and width each get every third frequency, up to the number of frequencies in their
+        # section. All other frequencies are for time.
+        time, height, width = text.rope_parameters["mrope_section"]
+        axes = [0] * (time + height + width)
+        axes[1 : 3 * height : 3] = [1] * len(axes[1 : 3 * height : 3])
+        axes[2 : 3 * width : 3] = [2] * len(axes[2 : 3 * width : 3])
+        return tuple(axes)
 
 
 FAMILIES: dict[str, DecoderFamily] = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN, QWEN2, QWEN3, QWEN2_VL, QWEN2_5_VL, QWEN3_VL)
+    for family in (
+        DecoderFamily("llama"),
+        _Mistral("mistral"),
+        QWEN,
+        BiasedFamily("qwen2"),
+        DecoderFamily("qwen3", _HEAD_NORMS),
+        _Qwen2VL("qwen2_vl_text"),
+        _Qwen2VL("qwen2_5_vl_text"),
+        _Qwen3VL("qwen3_vl_text", _HEAD_NORMS),
+    )
 }
 
 

@@ -1,12 +1,13 @@
 """Description of a vision family: how to load its tower, and how to represent images in a prompt.
 
 A family is a checkpoint architecture, identified by the `model_type` of its configuration. Each
-family has a file here and a line in `registry.py`. No other module of the encoder names an
-architecture.
+module here lists its `FAMILIES` by model type, and `MULTIMODAL` names the modules. No other
+module of the encoder names an architecture.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,22 +18,18 @@ from PIL import Image
 from transformers import AutoImageProcessor
 
 from vlora.errors import InvalidArgument
+from vlora.model.multimodal import MULTIMODAL
 from vlora.vision.images import DecodedImage
 
-Pixels = Mapping[str, torch.Tensor]
-"""Result of a checkpoint's image processor for one image."""
+Pixels = Mapping[str, torch.Tensor]  # Result of a checkpoint's image processor for one image.
 
 
+# Backend of transformers' image processors. It is fixed because the backends return different
+# pixels. By default, transformers uses the backend "torchvision" if that package is installed.
 PROCESSOR_BACKEND = "pil"
-"""Backend of transformers' image processors.
-
-It is fixed because the backends return different pixels. By default, transformers uses the backend
-"torchvision" if that package is installed.
-"""
 
 
 def _load_processor(checkpoint: Path, config: Any) -> Any:
-    """Return the checkpoint's own image processor. Raise InvalidArgument if there is none."""
     try:
         processor = AutoImageProcessor.from_pretrained(
             checkpoint, backend=PROCESSOR_BACKEND, local_files_only=True, trust_remote_code=False
@@ -48,7 +45,6 @@ def _load_processor(checkpoint: Path, config: Any) -> Any:
 
 
 def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
-    """Return the result of the image processor for one image."""
     pixels: Pixels = processor(images=Image.fromarray(image.rgb), return_tensors="pt")
     return pixels
 
@@ -61,20 +57,17 @@ class VisionFamily:
     part: class of the model without its decoder; `from_pretrained` loads its weights.
     config_keys: keys of the configuration that affect image features.
 
-    The other attributes are functions. `config` is transformers' configuration of the checkpoint,
-    and `processor` is the image processor.
+    The other attributes are functions of transformers' configuration and image processor.
 
-    grid: (config, processor, image) → (height, width) of the image's features, in patches of the
-        tower.
+    grid: (config, processor, image) → (height, width) of the image's features, in patches.
     features: (model, pixels of each image) → features of each image, [rows, hidden] fp32.
     with_views: (clip settings, images of one request) → the images with `DecodedImage.view` set.
     preprocess: (processor, image) → pixels.
     clip_settings: (checkpoint, processor) → settings of the checkpoint's video processor. {} if
         frames of a clip are prepared like images.
     load_processor: (checkpoint, config) → processor. By default, the checkpoint's own.
-    clip_text: (number of frames) → text that stands for a clip in a prompt. It contains the image
-        token once for each row of the clip in `ImageFeatures.layout`. The attribute is None if
-        prompts represent the frames as separate images.
+    clip_text: (number of frames) → text for a clip in a prompt, with the image token once for each
+        row of the clip in `ImageFeatures.layout`; None if frames are separate images.
     """
 
     model_type: str
@@ -90,3 +83,30 @@ class VisionFamily:
     clip_settings: Callable[[Path, Any], Mapping[str, Any]] = lambda checkpoint, processor: {}
     load_processor: Callable[[Path, Any], Any] = _load_processor
     clip_text: Callable[[int], str] | None = None
+
+
+def vision_family(model_type: str) -> VisionFamily | None:
+    """Return the family of a checkpoint's model type; None if its images are not supported."""
+    if model_type not in MULTIMODAL:
+        return None
+    module = importlib.import_module(f"vlora.vision.families.{MULTIMODAL[model_type]}")
+    family: VisionFamily = module.FAMILIES[model_type]
+    return family
+
+
+def without_decoder(
+    model: type[Any], decoder: Sequence[str], build: Callable[[Any, Any], object]
+) -> type[Any]:
+    """Return a model of transformers without its decoder.
+
+    decoder: patterns of the keys of the decoder's weights, which are not loaded.
+    build: (model, config) → sets the other parts of the model.
+    """
+
+    def init(self: Any, config: Any) -> None:
+        super(model, self).__init__(config)  # The model's own constructor builds the decoder.
+        build(self, config)
+        self.post_init()
+
+    members = {"__init__": init, "_keys_to_ignore_on_load_unexpected": tuple(decoder)}
+    return type(f"{model.__name__}Vision", (model,), members)

@@ -1,4 +1,4 @@
-"""LLaVA-1.5: all images are resized to one size and have the same number of tokens."""
+"""LLaVA-1.5, LLaVA-NeXT and LLaVA-OneVision."""
 
 from __future__ import annotations
 
@@ -9,43 +9,40 @@ from typing import Any
 import torch
 from PIL import Image
 from torch import nn
-from transformers import AutoModel, LlavaConfig, LlavaNextConfig, LlavaOnevisionConfig
-from transformers.models.llava.modeling_llava import (
-    LlavaModel,
-    LlavaMultiModalProjector,
-    LlavaPreTrainedModel,
-)
+from transformers import AutoModel
+from transformers.models.llava.modeling_llava import LlavaModel, LlavaMultiModalProjector
 from transformers.models.llava_next.modeling_llava_next import (
     LlavaNextModel,
     LlavaNextMultiModalProjector,
-    LlavaNextPreTrainedModel,
 )
 from transformers.models.llava_onevision.modeling_llava_onevision import (
     LlavaOnevisionModel,
     LlavaOnevisionMultiModalProjector,
-    LlavaOnevisionPreTrainedModel,
 )
 
-from vlora.vision.families.base import Pixels, VisionFamily
+from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
 
-class _LlavaVision(LlavaModel):  # type: ignore[misc]
-    """The LLaVA model of transformers without its decoder."""
+def _part(model: type[Any], connector: type[Any], *, newline: bool) -> type[Any]:
+    """Return a model of transformers without its decoder. newline: whether rows of tiles end by a
+    trained feature.
+    """
 
-    _keys_to_ignore_on_load_unexpected = (r"language_model", r"lm_head")
+    def build(part: Any, config: Any) -> None:
+        part.vision_tower = AutoModel.from_config(config.vision_config)
+        part.multi_modal_projector = connector(config)
+        if newline:
+            part.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
 
-    def __init__(self, config: LlavaConfig) -> None:
-        LlavaPreTrainedModel.__init__(self, config)
-        self.vision_tower = AutoModel.from_config(config.vision_config)
-        self.multi_modal_projector = LlavaMultiModalProjector(config)
-        self.post_init()
+    return without_decoder(model, (r"language_model", r"lm_head"), build)
+
+
+# LLaVA-1.5: all images are resized to one size and have the same number of tokens.
 
 
 def patches_of_side(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
-    """Return the (height, width) of every image or tile in patches, since all are resized to the
-    tower's input size.
-    """
+    """Return the (height, width) in patches of the one size to which all images are scaled."""
     side = config.vision_config.image_size // config.vision_config.patch_size
     return side, side
 
@@ -59,7 +56,7 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
 LLAVA = VisionFamily(
     "llava",
     image_text="<image>",
-    part=_LlavaVision,
+    part=_part(LlavaModel, LlavaMultiModalProjector, newline=False),
     config_keys=(
         "vision_config",
         "vision_feature_layer",
@@ -76,19 +73,6 @@ LLAVA = VisionFamily(
 # on the image's size.
 
 
-class _LlavaNextVision(LlavaNextModel):  # type: ignore[misc]
-    """The LLaVA-NeXT model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = (r"language_model", r"lm_head")
-
-    def __init__(self, config: LlavaNextConfig) -> None:
-        LlavaNextPreTrainedModel.__init__(self, config)
-        self.vision_tower = AutoModel.from_config(config.vision_config)
-        self.multi_modal_projector = LlavaNextMultiModalProjector(config)
-        self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
-        self.post_init()
-
-
 def _next_features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
     """Return the features of each image. The tower is called once per image, with all its tiles."""
     return [
@@ -102,35 +86,21 @@ def _next_features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tenso
 LLAVA_NEXT = VisionFamily(
     "llava_next",
     image_text=LLAVA.image_text,
-    part=_LlavaNextVision,
+    part=_part(LlavaNextModel, LlavaNextMultiModalProjector, newline=True),
     config_keys=(*LLAVA.config_keys, "image_grid_pinpoints", "use_image_newline_parameter"),
     grid=patches_of_side,
     features=_next_features,
 )
 
 
-# LLaVA-OneVision: the encoding of an image depends on the other images of its request.
-#
-# A single image is encoded as an overview and tiles. If there are several images, each is encoded
-# as an overview only. A frame of a clip is encoded as an overview with a quarter as many feature
-# rows. The row that ends a clip (the image newline) belongs to the last frame.
+# LLaVA-OneVision: the encoding of an image depends on the other images of its request. A single
+# image is encoded as an overview and tiles. If there are several images, each is encoded as an
+# overview only. A frame of a clip is encoded as an overview with a quarter as many feature rows.
+# The row that ends a clip (the image newline) belongs to the last frame.
 
 
+# Views, which say how an image is encoded. A single image has no view.
 SEVERAL, FRAME, LAST_FRAME = "several", "frame", "last frame"
-"""Views, which say how an image is encoded. A single image has no view."""
-
-
-class _LlavaOnevisionVision(LlavaOnevisionModel):  # type: ignore[misc]
-    """The LLaVA-OneVision model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = (r"language_model", r"lm_head")
-
-    def __init__(self, config: LlavaOnevisionConfig) -> None:
-        LlavaOnevisionPreTrainedModel.__init__(self, config)
-        self.vision_tower = AutoModel.from_config(config.vision_config)
-        self.multi_modal_projector = LlavaOnevisionMultiModalProjector(config)
-        self.image_newline = nn.Parameter(torch.empty(config.text_config.hidden_size))
-        self.post_init()
 
 
 def _with_views(clips: Mapping[str, Any], images: Sequence[DecodedImage]) -> Sequence[DecodedImage]:
@@ -159,11 +129,7 @@ def _preprocess(processor: Any, image: DecodedImage) -> Pixels:
 
 
 def _onevision_features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return the features of each image.
-
-    The tower is called once for each image with tiles, once for all images of the view SEVERAL, and
-    once for all frames.
-    """
+    """Call the tower for each image with tiles, for all of the view SEVERAL, and for the clip."""
     features: dict[int, torch.Tensor] = {}
     several = [i for i, image in enumerate(images) if "several" in image]
     if several:
@@ -192,10 +158,12 @@ def _onevision_features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.
 LLAVA_ONEVISION = VisionFamily(
     "llava_onevision",
     image_text=LLAVA.image_text,
-    part=_LlavaOnevisionVision,
+    part=_part(LlavaOnevisionModel, LlavaOnevisionMultiModalProjector, newline=True),
     config_keys=(*LLAVA_NEXT.config_keys, "vision_aspect_ratio"),
     grid=patches_of_side,
     features=_onevision_features,
     with_views=_with_views,
     preprocess=_preprocess,
 )
+
+FAMILIES = {family.model_type: family for family in (LLAVA, LLAVA_NEXT, LLAVA_ONEVISION)}

@@ -1,8 +1,6 @@
-"""Qwen-VL of the first generation: a large vision transformer, and one layer of cross-attention
-whose queries are the tokens of an image.
-
-transformers has no such modules. Names follow the published checkpoint, so that its weights and
-adapters fit.
+"""Qwen-VL of the first generation: a vision transformer, and one layer of cross-attention whose
+queries are the tokens of an image. transformers has no such modules. Names follow the published
+checkpoint, so that its weights and adapters fit.
 """
 
 from __future__ import annotations
@@ -22,17 +20,14 @@ from vlora.model.families.qwen import QwenConfig
 from vlora.vision.families.base import Pixels, VisionFamily
 from vlora.vision.images import DecodedImage
 
-HEAD_DIM = 128
-"""Width of a head of the cross-attention."""
+HEAD_DIM = 128  # Width of a head of the cross-attention.
 NORM_EPS = 1e-6
+# Number of stored position embeddings. They are interpolated to the number of patches.
 TRAINED_POSITIONS = 256
-"""Number of stored position embeddings. They are interpolated to the number of patches."""
 
 
 def _positions(stored: torch.Tensor, count: int) -> torch.Tensor:
-    """Return the embeddings of `count` positions on a square, [count, width], interpolated from the
-    stored ones, [n, width].
-    """
+    """Return the embeddings [count, width] of a square, interpolated from stored [n, width]."""
     if len(stored) == count:
         return stored
     old, new = math.isqrt(len(stored)), math.isqrt(count)
@@ -42,9 +37,7 @@ def _positions(stored: torch.Tensor, count: int) -> torch.Tensor:
 
 
 class _SelfAttention(nn.Module):
-    """Self-attention. The rows of its input projection are ordered by head, and within each head as
-    query, key and value.
-    """
+    """Self-attention. The input projection has, for each head, query, key and value."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -81,8 +74,9 @@ class _Block(nn.Module):
 
 
 class _CrossAttention(nn.Module):
-    """Cross-attention with the weights of `torch.nn.MultiheadAttention`. Unlike that class, it
-    calls its output layer as a module, so that the forward hooks of adapters run.
+    """Cross-attention with the weights of `torch.nn.MultiheadAttention`.
+
+    Unlike that class, it calls its output layer, so that the forward hooks of adapters run.
     """
 
     def __init__(self, width: int) -> None:
@@ -165,7 +159,6 @@ class _QwenVision(PreTrainedModel):  # type: ignore[misc]
 
 
 def _processor(checkpoint: Path, config: Any) -> Any:
-    """Return an image processor like the published code: all images are scaled to the same size."""
     side = config.visual["image_size"]
     return CLIPImageProcessorPil(size={"height": side, "width": side}, do_center_crop=False)
 
@@ -190,3 +183,4 @@ QWEN_VL = VisionFamily(
     features=_features,
     load_processor=_processor,
 )
+FAMILIES = {QWEN_VL.model_type: QWEN_VL}

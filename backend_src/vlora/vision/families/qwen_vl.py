@@ -20,47 +20,35 @@ from PIL import Image
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import (
     Qwen2_5_VisionTransformerPretrainedModel,
     Qwen2_5_VLModel,
-    Qwen2_5_VLPreTrainedModel,
 )
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 from transformers.models.qwen2_vl.modeling_qwen2_vl import (
     Qwen2VisionTransformerPretrainedModel,
     Qwen2VLModel,
-    Qwen2VLPreTrainedModel,
 )
-from transformers.models.qwen3_vl.modeling_qwen3_vl import (
-    Qwen3VLModel,
-    Qwen3VLPreTrainedModel,
-    Qwen3VLVisionModel,
-)
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel, Qwen3VLVisionModel
 
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import FRAMES_PER_SECOND
 from vlora.strict_json import load_object
-from vlora.vision.families.base import Pixels, VisionFamily
+from vlora.vision.families.base import Pixels, VisionFamily, without_decoder
 from vlora.vision.images import DecodedImage
 
 # Clips in Qwen2-VL, Qwen2.5-VL and Qwen3-VL: each two successive frames are encoded together.
-#
 # Frames have the size that the checkpoint's video processor gives them. Qwen2-VL and Qwen2.5-VL
 # have one sequence of tokens for a whole clip. In Qwen3-VL, each pair of frames has its own
 # sequence, after a text with its time.
 
-
 FRAMES_PER_PAIR = 2
-
 Settings = Mapping[str, Any]
-
+# (settings, frames of the clip, height, width) → (height, width) to which each frame is scaled.
 FrameSize = Callable[[Settings, int, int, int], tuple[int, int]]
-"""(settings, frames of the clip, height, width) → (height, width) to which each frame is scaled."""
 
 
 def clip_settings(folder: Path, processor: Any) -> Settings:
-    """Return the settings of a checkpoint's video processor, from the files in which transformers
-    searches for them.
+    """Return the settings of a checkpoint's video processor, as transformers finds them.
 
-    Missing settings are taken from the image processor. The files are read directly because
-    transformers' video classes need torchvision.
+    Missing ones are those of the image processor. transformers' video classes need torchvision.
     """
     nested = _read(folder / "processor_config.json").get("video_processor")
     own = nested or _read(folder / "video_preprocessor_config.json")
@@ -82,10 +70,7 @@ def _read(file: Path) -> Settings:
 
 
 def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames in Qwen2-VL and Qwen2.5-VL.
-
-    The minimum and the maximum number of pixels in `clips` apply to each frame.
-    """
+    """Return the (height, width) of frames, to each of which the limits of pixels apply."""
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     if clips.get("cap_pixels_per_frame"):
         tokens = clips.get("max_video_tokens", 128_000)
@@ -96,10 +81,7 @@ def frame_size_of_qwen2(clips: Settings, frames: int, height: int, width: int) -
 
 
 def frame_size_of_qwen3(clips: Settings, frames: int, height: int, width: int) -> tuple[int, int]:
-    """Return the (height, width) of frames in Qwen3-VL.
-
-    The minimum and the maximum number of pixels in `clips` apply to all frames together.
-    """
+    """Return the (height, width) of frames, to all of which the limits of pixels apply."""
     smallest, largest = clips["size"]["shortest_edge"], clips["size"]["longest_edge"]
     factor = _factor(clips)
     frames = max(frames, FRAMES_PER_PAIR)
@@ -128,13 +110,10 @@ def _factor(clips: Settings) -> int:
 def with_pairs(
     size: FrameSize, one_row: bool, clips: Settings, images: Sequence[DecodedImage]
 ) -> Sequence[DecodedImage]:
-    """Return the images of a request, with each two successive frames joined into one
-    `DecodedImage`.
+    """Return a request's images, with each two successive frames joined into one `DecodedImage`.
 
-    Frames whose size differs from that of the first frame are resized to it.
-
-    If the number of frames is odd, the last frame is encoded like an image: the image processor
-    repeats it to make a pair.
+    Frames are resized to the size of the first. A last frame without a partner is encoded like an
+    image: the image processor repeats it to make a pair.
 
     one_row: whether the layout has one row for the clip instead of one row for each pair.
     clips: settings of the checkpoint's video processor.
@@ -166,9 +145,7 @@ def _resized(frame: DecodedImage, like: DecodedImage) -> DecodedImage:
 
 
 def preprocess(processor: Any, image: DecodedImage) -> Pixels:
-    """Return the pixels of an image, or of two frames, which become the two time steps of each
-    patch.
-    """
+    """Return the pixels of an image, or of two frames as the time steps of each patch."""
     frames = [Image.fromarray(rgb) for rgb in np.split(image.rgb, image.frames)]
     if image.scaled is not None:
         size = image.scaled[::-1]
@@ -186,8 +163,8 @@ def preprocess(processor: Any, image: DecodedImage) -> Pixels:
 def timed_text(image_text: str, frames: int) -> str:
     """Return the text of a clip in Qwen3-VL: the time of each pair of frames, then its tokens.
 
-    The text equals that of transformers' processor, which also puts the start and end tokens of an
-    image around the whole clip. The time of a pair is the mean of its frames' times, in seconds.
+    As in transformers' processor, the start and end tokens of an image are also around the whole
+    clip. The time of a pair is the mean of its frames' times, in seconds.
     """
     start, _, end = image_text.partition("<|image_pad|>")
     pairs = ""
@@ -202,37 +179,11 @@ _IMAGE_TEXT = "<|vision_start|><|image_pad|><|vision_end|>"
 _DECODER_KEYS = (r"language_model", r"lm_head", r"^model\.(layers|norm|embed_tokens)")
 
 
-class _Qwen2Vision(Qwen2VLModel):  # type: ignore[misc]
-    """The Qwen2-VL model of transformers without its decoder."""
+def _part(model: type[Any], tower: type[Any]) -> type[Any]:
+    def build(part: Any, config: Any) -> None:
+        part.visual = tower._from_config(config.vision_config)
 
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen2VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen2VisionTransformerPretrainedModel._from_config(config.vision_config)
-        self.post_init()
-
-
-class _Qwen25Vision(Qwen2_5_VLModel):  # type: ignore[misc]
-    """The Qwen2.5-VL model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen2_5_VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen2_5_VisionTransformerPretrainedModel._from_config(config.vision_config)
-        self.post_init()
-
-
-class _Qwen3Vision(Qwen3VLModel):  # type: ignore[misc]
-    """The Qwen3-VL model of transformers without its decoder."""
-
-    _keys_to_ignore_on_load_unexpected = _DECODER_KEYS
-
-    def __init__(self, config: Any) -> None:
-        Qwen3VLPreTrainedModel.__init__(self, config)
-        self.visual = Qwen3VLVisionModel._from_config(config.vision_config)
-        self.post_init()
+    return without_decoder(model, _DECODER_KEYS, build)
 
 
 def _grid(config: Any, processor: Any, image: DecodedImage) -> tuple[int, int]:
@@ -260,11 +211,7 @@ def _features(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
 
 
 def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.Tensor]:
-    """Return the features of each image.
-
-    The columns for the input embeddings come first. They are followed by the columns for the output
-    of the decoder's first layer, then those for the second layer, and so on.
-    """
+    """Return the columns for the embedding, then those for each of the first layers' outputs."""
     output = _encode(model, images)
     parts = zip(output.pooler_output, *output.deepstack_features, strict=True)
     return [torch.cat(part, dim=1) for part in parts]
@@ -273,7 +220,7 @@ def _features_by_level(model: Any, images: Sequence[Pixels]) -> Sequence[torch.T
 QWEN2_VL = VisionFamily(
     "qwen2_vl",
     _IMAGE_TEXT,
-    _Qwen2Vision,
+    _part(Qwen2VLModel, Qwen2VisionTransformerPretrainedModel),
     ("vision_config",),
     _grid,
     _features,
@@ -282,12 +229,17 @@ QWEN2_VL = VisionFamily(
     clip_settings=clip_settings,
     clip_text=lambda frames: _IMAGE_TEXT,
 )
-QWEN2_5_VL = replace(QWEN2_VL, model_type="qwen2_5_vl", part=_Qwen25Vision)
+QWEN2_5_VL = replace(
+    QWEN2_VL,
+    model_type="qwen2_5_vl",
+    part=_part(Qwen2_5_VLModel, Qwen2_5_VisionTransformerPretrainedModel),
+)
 QWEN3_VL = replace(
     QWEN2_VL,
     model_type="qwen3_vl",
-    part=_Qwen3Vision,
+    part=_part(Qwen3VLModel, Qwen3VLVisionModel),
     features=_features_by_level,
     with_views=partial(with_pairs, frame_size_of_qwen3, False),
     clip_text=partial(timed_text, _IMAGE_TEXT),
 )
+FAMILIES = {family.model_type: family for family in (QWEN2_VL, QWEN2_5_VL, QWEN3_VL)}
