@@ -1,4 +1,4 @@
-"""Choice of a server's ports, before anything is started."""
+"""Addresses, ports and local requests of servers, for the launcher and its clients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import ipaddress
 import random
+import re
 import secrets
 import socket
 import sys
@@ -44,6 +45,21 @@ def is_local(host: str) -> bool:
 def grpc_options(host: str) -> tuple[tuple[str, int], ...]:
     """Return the options of a gRPC channel to `host`: no proxy if it is this machine."""
     return (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
+
+
+GRPC_ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
+"""Pattern of a gRPC address, HOST:PORT. Its group matches the port."""
+
+NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
+"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
+
+
+def port_hint(details: str) -> str:
+    """Return the end of a message about a failed connection: a question if the port is not gRPC's.
+
+    details: text of gRPC's error.
+    """
+    return "; is this the gRPC port?" if NOT_GRPC.search(details) else ""
 
 
 def get(url: str, seconds: float, direct: bool) -> bytes:

@@ -216,7 +216,7 @@ def test_an_operators_own_key_opens_a_protocol(small: TritonServer) -> None:
         urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=60)
     request = urllib.request.Request(url, data=b"{}", headers={"operator": "key"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        assert len(json.loads(answer.read())) == len(small.names)
+        assert len(json.loads(answer.read())) == len(small.options.models)
 
 
 def test_a_server_on_all_networks_listens_on_every_address(small: TritonServer) -> None:

@@ -72,11 +72,11 @@ def probe(
     A server that is starting is recognized only if the probe runs on the
     server's machine.
     """
-    from vlora.launcher.probe import ADDRESS, Health, Tls
+    from vlora.launcher.probe import Health, Tls
     from vlora.launcher.probe import probe as probe_server
-    from vlora.net import MAX_PORT
+    from vlora.net import GRPC_ADDRESS, MAX_PORT
 
-    parts = ADDRESS.fullmatch(address)
+    parts = GRPC_ADDRESS.fullmatch(address)
     if parts is None or int(parts[1]) > MAX_PORT:
         typer.echo(f"error: give the address as HOST:PORT, not '{address}'", err=True)
         raise typer.Exit(2)

@@ -167,7 +167,7 @@ def _announce(
 
     seconds: time that the server took to become ready.
     """
-    models = ", ".join(server.names)
+    models = ", ".join(server.options.models)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
     folder = options.adapters or "none; name a folder with --adapters"

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from vlora.errors import VLoraError
-from vlora.launcher.probe import port_hint
+from vlora.net import port_hint
 from vlora.serving.responder import from_message
 
 STATUSES = {

@@ -15,8 +15,7 @@ from vlora.errors import ServerError
 from vlora.gateway.app import make_app
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
-from vlora.launcher.probe import ADDRESS
-from vlora.net import MAX_PORT, check_host, check_keys, choose_ports, reachable_host
+from vlora.net import GRPC_ADDRESS, MAX_PORT, check_host, check_keys, choose_ports, reachable_host
 
 KEEP_ALIVE_SECONDS = 75
 """Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s."""
@@ -73,7 +72,7 @@ def raise_limits() -> None:
 def serve(options: GatewayOptions) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. Raises ServerError."""
     raise_limits()
-    parts = ADDRESS.fullmatch(options.grpc)
+    parts = GRPC_ADDRESS.fullmatch(options.grpc)
     if parts is None or int(parts[1]) > MAX_PORT:
         raise ServerError(f"--grpc takes HOST:PORT, as in 127.0.0.1:8001, not '{options.grpc}'")
     check_host(options.host)

@@ -16,7 +16,6 @@ every call has a deadline.
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -27,7 +26,7 @@ from typing import Any
 
 import grpc
 
-from vlora.net import get, grpc_options, is_local, load_grpc_stubs
+from vlora.net import get, grpc_options, is_local, load_grpc_stubs, port_hint
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
 
@@ -51,12 +50,6 @@ BUSY_MESSAGES = ("UNAVAILABLE: ", "stopped accepting")
 The first is ours (queue full or draining), the second is Triton's while it drains. The status alone
 does not suffice, because gRPC uses the same status for a broken connection.
 """
-
-ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
-"""Pattern of a gRPC address, HOST:PORT. Its group matches the port."""
-
-NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 
 
 class Health(IntEnum):
@@ -162,14 +155,6 @@ def probe(
                     )
             return finding(*_judge(error, deadline))
     return finding(Health.READY, f"{ENSEMBLE} answered")
-
-
-def port_hint(details: str) -> str:
-    """Return the end of a message about a failed connection: a question if the port is not gRPC's.
-
-    details: text of gRPC's error.
-    """
-    return "; is this the gRPC port?" if NOT_GRPC.search(details) else ""
 
 
 def _judge(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:

@@ -114,3 +114,8 @@ class ServerOptions:
     start_seconds: float | None = None
     grace_seconds: float = GRACE_SECONDS
     triton_arguments: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> list[str]:
+        """Names of all models in the repository, including those without a process."""
+        return sorted(config.parent.name for config in self.repository.glob("*/config.pbtxt"))

@@ -13,10 +13,8 @@ start.
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable
@@ -24,13 +22,13 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.errors import ServerError
-from vlora.launcher import draining
+from vlora.launcher import draining, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
 from vlora.launcher.processes import (
@@ -66,106 +64,6 @@ from vlora.net import (
     listen_arguments,
     reachable_host,
 )
-
-# Triton's log: its file, and the errors and broken adapters in it.
-
-
-MAX_BYTES = 4 * 1024 * 1024
-"""Maximum number of bytes of a log that are read, because a server may log for months."""
-
-STACK = "\\n\\nAt:"
-"""Text that precedes a Python stack in a line of Triton's log."""
-
-TABLE = ("+", "|")
-"""First characters of the lines that belong to a table of options or models."""
-
-NOISE = (
-    "CudaDriverHelper",
-    "unable to create stream",
-    "Failed to initialize NVML",
-    "pinned",
-    "DCGM",
-)
-"""Parts of lines that a healthy server without a GPU also logs. They do not explain a failure."""
-
-_USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
-"""Messages of Triton about its own arguments, which stand before or after the list of options."""
-
-_INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
-_BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
-
-
-def create(path: Path) -> IO[bytes]:
-    """Create the log's folder and file, and return the file, open for writing and empty.
-
-    A symbolic link is refused, because in a shared folder another user may have created it. Raises
-    ServerError with the path and the reason.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(os.open(path, flags, 0o666), "wb")
-    except OSError as error:
-        is_link = error.errno == errno.ELOOP
-        reason = "it is a symbolic link" if is_link else error.strerror
-        raise ServerError(
-            f"cannot write the log {path}: {reason}; name another file with --log FILE,"
-            " or - for standard output"
-        ) from None
-
-
-def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the text of the log from byte `start` on; "" if the log is not a file.
-
-    limit: maximum number of bytes to read. If there are more, only the last `limit` bytes are read.
-        The text then begins after the first line break, because the first line may be incomplete.
-    """
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        skipped = max(start, file.seek(0, 2) - limit)
-        file.seek(skipped)
-        content = file.read(limit)
-    if skipped > start:
-        # The first line may be incomplete.
-        content = content.partition(b"\n")[2]
-    return content.decode(errors="replace")
-
-
-def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of the models that failed to load.
-
-    If there are none, return the errors in the log. If there are no errors, return its end.
-
-    lines: maximum number of lines.
-    """
-    text = log.splitlines()
-    unloaded = [
-        line.split(STACK)[0]
-        for line in text
-        if "failed to load '" in line and not _INFORMATION.match(line)
-    ]
-    usage = [line for line in text if _USAGE.search(line)]
-    errors = usage or [line for line in text if line.startswith("E") or "error:" in line.lower()]
-    rest = [line for line in text if not line.startswith(TABLE)]
-    return "\n".join((unloaded or _without_noise(errors) or rest)[-lines:])
-
-
-def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
-    """Return the last warnings and errors since the server was ready; "" if there are none."""
-    problems = [line for line in log_since_ready.splitlines() if not _INFORMATION.match(line)]
-    return "\n".join(_without_noise(problems)[-lines:])
-
-
-def broken_adapters(log: str) -> list[str]:
-    """Return the names of adapters that could not be loaded, in the order of the log."""
-    matches = (_BROKEN.match(line) for line in log.splitlines())
-    return list(dict.fromkeys(match[1] for match in matches if match))
-
-
-def _without_noise(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.strip() and not any(noise in line for noise in NOISE)]
-
 
 __all__ = ["ServerError", "ServerOptions", "TritonServer", "default_repository"]
 
@@ -229,12 +127,6 @@ class TritonServer:
         return f"http://{reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
 
     @property
-    def names(self) -> list[str]:
-        """Names of all models in the repository, including those without a process."""
-        configs = self.options.repository.glob("*/config.pbtxt")
-        return sorted(config.parent.name for config in configs)
-
-    @property
     def is_running(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
@@ -288,7 +180,7 @@ class TritonServer:
         )
         log = None
         if self.log != STANDARD_OUTPUT:
-            log = self._stack.enter_context(create(self.log))
+            log = self._stack.enter_context(server_log.create(self.log))
         assembly = assemble(self._folder)
         repository = self._repository(self._folder)
         starting_file(self._folder, self.options.grpc_port).touch()
@@ -322,15 +214,12 @@ class TritonServer:
             time.sleep(0.1)
         protect_shared_memory(self._folder)
         self._models = model_processes(self.pid)
-        missing = [name for name in self.names if self._get(f"/v2/models/{name}/ready") is None]
+        models = self.options.models
+        missing = [name for name in models if self._get(f"/v2/models/{name}/ready") is None]
         if missing:
             raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
         starting_file(self._folder, self.options.grpc_port).unlink()
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
-
-    def wait(self) -> int:
-        """Wait until the server process ends, and return its exit status."""
-        return self._running.wait()
 
     def poll(self) -> int | None:
         """Return the exit status of the server's process; None while it is running."""
@@ -395,12 +284,12 @@ class TritonServer:
         If the server has become ready, only the errors since then are returned.
         """
         if self._ready_at is None:
-            return why_it_did_not_start(read_end(self.log))
-        return why_it_failed(read_end(self.log, self._ready_at))
+            return server_log.why_it_did_not_start(server_log.read_end(self.log))
+        return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
 
     def broken_adapters(self) -> list[str]:
         """Return the names of the adapters that failed to load, according to the log."""
-        return broken_adapters(read_end(self.log))
+        return server_log.broken_adapters(server_log.read_end(self.log))
 
     def _repository(self, folder: Path) -> Path:
         """Return the folder of the repository to serve.
