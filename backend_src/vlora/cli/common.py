@@ -76,39 +76,45 @@ def _worded(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+def option(word: str | None, text: str, *flags: str, **more: Any) -> Any:
+    """Return an option of a command.
+
+    word: placeholder for its value in the help; None for a flag.
+    text: help text.
+    flags: its names, if they differ from that of the parameter.
+    """
+    return typer.Option(*flags, metavar=word, help=text, **more)
+
+
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False)
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option(
-        "--model",
-        metavar="FOLDER",
-        help="Folder of the checkpoint. Default: the one in model.json.",
-    ),
+    option("FOLDER", "Folder of the checkpoint. Default: the one in model.json.", "--model"),
 ]
 AdaptersOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Folder of the adapters. Default: the one in model.json, or none if --model is set.",
         "--adapters",
-        metavar="FOLDER",
-        help="Folder of the adapters. Default: the one in model.json, or none if --model is set.",
     ),
 ]
 RepositoryOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Model repository with model.json. Default: the one in the package vlora.",
         "--repository",
-        metavar="FOLDER",
-        help="Model repository with model.json. Default: the one in the package vlora.",
     ),
 ]
 OptionsFileOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FILE",
+        "JSON file with keys that replace those of model.json, such as quantization.",
         "--options",
-        metavar="FILE",
-        help="JSON file with keys that replace those of model.json, such as quantization.",
     ),
 ]
 

@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from vlora.cli.common import Command, console, error_console, print_plain, report_errors
+from vlora.cli.common import Command, console, error_console, option, print_plain, report_errors
 from vlora.errors import InvalidArgument, known_names, shown
 
 if TYPE_CHECKING:
@@ -24,36 +24,41 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
+Model = Annotated[Path, option("FOLDER", "Folder of the checkpoint.")]
+Adapters = Annotated[Path, option("FOLDER", "Folder of the adapters.")]
+Out = Annotated[Path, option("FOLDER", "New folder for the results.")]
+Hot = Annotated[str | None, option("ADAPTER", "Name of the adapter to merge.")]
+Requests = Annotated[
+    Path | None,
+    option(
+        "FILE",
+        "Log of requests: JSON lines with the key lora_name, or one adapter name per"
+        " line. The adapter whose merge saves the most work is chosen.",
+    ),
+]
+MaxRank = Annotated[int, option("RANK", "Warn about delta adapters of a higher rank.", min=1)]
+Float32 = Annotated[
+    bool,
+    option(
+        None,
+        "Store fused weights in fp32 instead of rounding them to the"
+        " checkpoint's type; OUT/model is then served in fp32.",
+        "--float32",
+    ),
+]
+DryRun = Annotated[bool, option(None, "Show the choice and the ranks; write nothing.", "--dry-run")]
+
+
 @app.command(cls=Command)
 def premerge(
-    model: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the checkpoint.")],
-    adapters: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the adapters.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the results.")],
-    hot: Annotated[
-        str | None, typer.Option(metavar="ADAPTER", help="Name of the adapter to merge.")
-    ] = None,
-    requests: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Log of requests: JSON lines with the key lora_name, or one adapter name per"
-            " line. The adapter whose merge saves the most work is chosen.",
-        ),
-    ] = None,
-    max_rank: Annotated[
-        int, typer.Option(metavar="RANK", min=1, help="Warn about delta adapters of a higher rank.")
-    ] = 64,
-    float32: Annotated[
-        bool,
-        typer.Option(
-            "--float32",
-            help="Store fused weights in fp32 instead of rounding them to the"
-            " checkpoint's type; OUT/model is then served in fp32.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the choice and the ranks; write nothing.")
-    ] = False,
+    model: Model,
+    adapters: Adapters,
+    out: Out,
+    hot: Hot = None,
+    requests: Requests = None,
+    max_rank: MaxRank = 64,
+    float32: Float32 = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Merge one hot adapter into the checkpoint and adapt all others to it.
 
