@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -81,38 +82,33 @@ def premerge(
         config = load_config(model)
         shape = adapter_shape(model, config)
         folders, files, broken = _check_adapters(adapters, shape)
-        name = hot if requests is None else _choose(requests, files, shape)
+        name = _choose(requests, files, shape) if requests is not None else str(hot)
         if name in broken:
             raise broken[name]
-        if name is None or name not in files:
-            known = known_names(str(name), sorted(files))
-            raise InvalidArgument(f"no adapter '{name}' in {adapters}{known}")
+        if name not in files:
+            raise InvalidArgument(
+                f"no adapter '{name}' in {adapters}{known_names(name, sorted(files))}"
+            )
         for error in broken.values():
             error_console.print(f"[yellow]left out:[/] {escape(str(error))}", soft_wrap=True)
         if dry_run:
             _print_ranks(_planned_ranks(files, name), max_rank)
             return
-        readers = {
-            other: partial(_read, folders[other], one)
-            for other, one in files.items()
-            if other != name
-        }
-        started = time.monotonic()
-        with console.status("starting") as status:
-            report = run(
-                model,
-                config,
-                shape,
-                _read(folders[name], files[name]),
-                readers,
-                out,
-                max_rank,
-                float32,
-                lambda part: status.update(f"{escape(part)} ({time.monotonic() - started:.0f} s)"),
-            )
+        readers = {other: partial(_read, folders[other], one) for other, one in files.items()}
+        merged = readers.pop(name)()
+        with _progress() as progress:
+            report = run(model, config, shape, merged, readers, out, max_rank, float32, progress)
         _print_report(report, out)
         if broken or report.failed:
             raise typer.Exit(1)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Yield a function that shows what is being done, with the seconds since the start."""
+    started = time.monotonic()
+    with console.status("starting") as status:
+        yield lambda part: status.update(f"{escape(part)} ({time.monotonic() - started:.0f} s)")
 
 
 def _check_adapters(

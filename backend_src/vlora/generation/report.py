@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -215,29 +215,7 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
         f" {minutes:.1f} minutes."
     )
     yield ""
-    yield (
-        "Accuracies in this table are measured on the test split, which neither training nor"
-        " packing has used."
-    )
-    yield ""
-    yield "| item | task | metric | required | base | reached | teacher | promise | adapter |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for name, item in report["items"].items():
-        reached, teacher = (
-            "-" if item[key] is None else f"{item[key]:.3f}" for key in ("reached", "teacher")
-        )
-        promise = "kept" if item["kept"] else "**missed**"
-        yield (
-            f"| {name} | {item['task']} | {item['metric']} | {item['required']:.3f} |"
-            f" {item['base']:.3f} | {reached} | {teacher} | {promise} | {item['adapter'] or '-'} |"
-        )
-    yield ""
-    if outcome.left_out:
-        yield f"{len(outcome.left_out)} images were left out:"
-        yield ""
-        for reason in outcome.left_out:
-            yield f"- {reason}"
-        yield ""
+    yield from _item_lines(outcome, report["items"])
     yield "## Attempts"
     yield ""
     yield (
@@ -254,6 +232,32 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     for plot in plots:
         yield ""
         yield f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})"
+
+
+def _item_lines(outcome: Outcome, items: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "Accuracies in this table are measured on the test split, which neither training nor"
+        " packing has used."
+    )
+    yield ""
+    yield "| item | task | metric | required | base | reached | teacher | promise | adapter |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name, item in items.items():
+        reached, teacher = (
+            "-" if item[key] is None else f"{item[key]:.3f}" for key in ("reached", "teacher")
+        )
+        promise = "kept" if item["kept"] else "**missed**"
+        yield (
+            f"| {name} | {item['task']} | {item['metric']} | {item['required']:.3f} |"
+            f" {item['base']:.3f} | {reached} | {teacher} | {promise} | {item['adapter'] or '-'} |"
+        )
+    yield ""
+    if outcome.left_out:
+        yield f"{len(outcome.left_out)} images were left out:"
+        yield ""
+        for reason in outcome.left_out:
+            yield f"- {reason}"
+        yield ""
 
 
 def _result(outcome: Outcome, decision: Event | Merge) -> str:

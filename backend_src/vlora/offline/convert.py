@@ -268,7 +268,6 @@ def changes_of(
     installed.
     """
     try:
-        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise Unsupported(
@@ -279,6 +278,34 @@ def changes_of(
             raise invalid(f"has NaN or Inf in '{name}'")
     if config.get("bias", "none") != "none":
         raise invalid(f"has bias {config['bias']!r}, which no LoRA can express")
+    model = _adapted_model(config, tensors, checkpoint, invalid)
+    changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if not module.supports_lora_conversion(ADAPTER):
+            raise invalid(
+                f"is of type {config.get('peft_type')!r}, which PEFT cannot convert to LoRA"
+            )
+        try:
+            matrix = parse_key(f"{path}.weight", shape).matrix
+        except UnknownKey as reason:
+            raise invalid(f"changes '{path}', {reason}") from None
+        if matrix is None:
+            raise invalid(f"changes '{path}', the embeddings, which no LoRA can express")
+        changes[matrix] = partial(_change, module)
+    return changes
+
+
+def _adapted_model(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    checkpoint: Path,
+    invalid: ErrorFactory,
+) -> Any:
+    """Return the base model with the adapter, as PEFT loads it."""
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+
     try:
         parsed = PeftConfig.from_peft_type(**config)
         model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
@@ -296,22 +323,7 @@ def changes_of(
             f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
             f" {'expects' if missing else 'does not know'} for this checkpoint"
         )
-    changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        if not module.supports_lora_conversion(ADAPTER):
-            raise invalid(
-                f"is of type {config.get('peft_type')!r}, which PEFT cannot convert to LoRA"
-            )
-        try:
-            matrix = parse_key(f"{path}.weight", shape).matrix
-        except UnknownKey as reason:
-            raise invalid(f"changes '{path}', {reason}") from None
-        if matrix is None:
-            raise invalid(f"changes '{path}', the embeddings, which no LoRA can express")
-        changes[matrix] = partial(_change, module)
-    return changes
+    return model
 
 
 def _change(module: Any) -> torch.Tensor:

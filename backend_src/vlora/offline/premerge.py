@@ -359,26 +359,39 @@ def premerge(
         )
         base = str(out / "model")
         adapters = part / "adapters"
-
-        def write_delta(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
-            deltas = delta_pairs(pairs, adapter.pairs)
-            write_adapter(adapters / name, deltas, shape, base)
-            rank = max(pair.a.shape[0] for pair in deltas.values())
-            report.deltas.append(Delta(name, rank))
-
         write_adapter(adapters / name, no_change(adapter.pairs), shape, base)
         copy_head(folder, adapters / name)
-        write_delta(BASE_ADAPTER, {})
-        for cold_name, read in cold.items():
-            progress(cold_name)
-            try:
-                cold_folder, weights = read()
-                _check_mergeable(weights)
-            except InvalidArgument as error:
-                report.failed[cold_name] = str(error)
-                continue
-            write_delta(cold_name, weights.pairs)
-            copy_head(cold_folder, adapters / cold_name)
+        _write_deltas(adapters, adapter.pairs, cold, shape, base, report, progress)
         text = json.dumps(report.as_json(), indent=2)
         (part / REPORT).write_text(text + "\n", encoding="utf-8")
     return report
+
+
+def _write_deltas(
+    folder: Path,
+    hot: Mapping[MatrixId, LoraPair],
+    cold: Mapping[str, Callable[[], tuple[Path, Adapter]]],
+    shape: ModelShape,
+    base: str,
+    report: Report,
+    progress: Callable[[str], None],
+) -> None:
+    """Write the delta adapters of the base and of all cold adapters, and report their ranks."""
+
+    def write(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
+        deltas = delta_pairs(pairs, hot)
+        write_adapter(folder / name, deltas, shape, base)
+        rank = max(pair.a.shape[0] for pair in deltas.values())
+        report.deltas.append(Delta(name, rank))
+
+    write(BASE_ADAPTER, {})
+    for name, read in cold.items():
+        progress(name)
+        try:
+            source, weights = read()
+            _check_mergeable(weights)
+        except InvalidArgument as error:
+            report.failed[name] = str(error)
+            continue
+        write(name, weights.pairs)
+        copy_head(source, folder / name)
