@@ -57,8 +57,7 @@ CHUNK_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
 REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
 DROP = re.compile(r"\bCANCELLED: .*(superseded|past its deadline)")
-MAX_IN_FLIGHT = 4
-"""Maximum number of unanswered chunks of one stream. Further chunks are dropped."""
+MAX_IN_FLIGHT = 4  # Maximum number of unanswered chunks of one stream. Further chunks are dropped.
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -47,11 +47,11 @@ def grpc_options(host: str) -> tuple[tuple[str, int], ...]:
     return (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
 
 
+# Pattern of a gRPC address, HOST:PORT. Its group matches the port.
 GRPC_ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
-"""Pattern of a gRPC address, HOST:PORT. Its group matches the port."""
 
+# Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's.
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 
 
 def port_hint(details: str) -> str:
@@ -120,16 +120,13 @@ def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
 
 LOOPBACK = "127.0.0.1"
 
+# Protocols of Triton that let any client load models, write files or change the log.
 CLOSED = ("model-repository", "trace", "logging")
-"""Protocols of Triton that let any client load models, write files or change the log."""
 
+# Triton's protocol by which clients register shared memory on the server's machine. It is closed
+# unless an option opens it. Through a registered region, a client can read and write everything
+# that the server can open, including other clients' requests.
 SHARED_MEMORY = "shared-memory"
-"""Triton's protocol by which clients register shared memory on the server's machine.
-
-It is closed unless an option opens it. Through a registered region, a client can read and write
-everything that the server can open, including other clients' requests.
-"""
-
 RESTRICTIONS = ("--http-restricted-api", "--grpc-restricted-protocol")
 HEADER = "vlora-closed"
 
@@ -216,12 +213,11 @@ def _restricted_by(option: str, given: Sequence[str]) -> set[str]:
 
 
 MAX_PORT = 65535
+# File with the first and the last of the kernel's ephemeral ports.
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""File with the first and the last of the kernel's ephemeral ports."""
+# Ports from which a free one is chosen. Only those below the ephemeral ports are used.
 FREE_PORTS = range(20000, 30000)
-"""Ports from which a free one is chosen. Only those below the ephemeral ports are used."""
-TRIES = 100
-"""Maximum number of ports in FREE_PORTS that are tried."""
+TRIES = 100  # Maximum number of ports in FREE_PORTS that are tried.
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 GIB = 1 << 30
-
 app = typer.Typer(add_completion=False)
 
 

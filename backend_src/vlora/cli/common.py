@@ -30,11 +30,9 @@ from vlora.launcher.repository import default_repository
 # Help texts that name the values of options in words instead of Python types.
 
 
+# Words for values of options without a `metavar` of their own.
 WORDS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-"""Words for values of options without a `metavar` of their own."""
-
-REQUIRED = re.compile(r"\{(\w+)\}")
-"""Form in which typer shows a required argument in the usage."""
+REQUIRED = re.compile(r"\{(\w+)\}")  # Form in which typer shows a required argument in the usage.
 
 
 class Command(TyperCommand):

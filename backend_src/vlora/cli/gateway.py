@@ -13,11 +13,10 @@ from vlora.errors import ServerError
 from vlora.gateway.options import MIB, GatewayOptions
 
 app = typer.Typer(add_completion=False)
-
 DEFAULTS = GatewayOptions()
 
+# Packages that the extra `gateway` installs, by the names of their imports.
 PACKAGES = ("fastapi", "grpc", "httpcore2", "httptools", "prometheus_client", "uvicorn")
-"""Packages that the extra `gateway` installs, by the names of their imports."""
 
 
 def check_installed() -> None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 # Progress of a generation run: two bars on a terminal, and lines of text elsewhere.
 
 
+# Minimum number of seconds between two status lines if the output is not a terminal.
 STATUS_SECONDS = 5.0
-"""Minimum number of seconds between two status lines if the output is not a terminal."""
 
 
 @dataclass

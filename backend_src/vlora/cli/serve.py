@@ -38,8 +38,8 @@ from vlora.net import LOOPBACK, check_ports
 
 app = typer.Typer(add_completion=False)
 
+# File in the working directory that the printed command sends to a model of the user.
 OWN_PICTURE = "picture.png"
-"""File in the working directory that the printed command sends to a model of the user."""
 
 
 Host = Annotated[str, option("ADDRESS", "IP address to listen on; 0.0.0.0 opens all networks.")]

@@ -14,12 +14,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from vlora.cli.common import Command, option
 
 ROUNDS, QUICK_ROUNDS = 7, 3
+# Seconds after which MIN_ROUNDS samples of a shape are enough. They count separately for hot and
+# for cold adapters.
 BUDGET, QUICK_BUDGET = 0.12, 0.02
-"""Seconds after which MIN_ROUNDS samples of a shape are enough. They count separately for hot and
-for cold adapters."""
 QUICK_RANKS, QUICK_SEGMENTS, QUICK_ROWS = (64,), (4,), 256
 STATE = Path("out") / "tile-search"
-
 app = typer.Typer(add_completion=False)
 
 

@@ -12,10 +12,9 @@ from vlora.gateway.requests import Ask
 
 DONE = b"data: [DONE]\n\n"
 
+# Placeholder for the text in the JSON of an event. `_text_event` replaces its last occurrence,
+# because earlier fields may contain the same word.
 TEXT_MARK = "text"
-"""Placeholder for the text in the JSON of an event. `_text_event` replaces its last occurrence,
-because earlier fields may contain the same word.
-"""
 
 
 class CompletionWriter:

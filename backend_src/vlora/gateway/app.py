@@ -80,9 +80,11 @@ async def _until_gone(receive: Receive) -> None:
 
 
 PAGE = Path(__file__).parent / "static"
+# Sample images of the demo, for the gallery.
 EXAMPLES = paths.root() / "tools" / "demo" / "samples"
-"""Sample images of the demo, for the gallery."""
 
+# Content-Security-Policy. It allows only files of this gateway. Scripts cannot insert text as
+# markup or run it as code.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -98,9 +100,6 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""Content-Security-Policy. It allows only files of this gateway. Scripts cannot insert text as
-markup or run it as code.
-"""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -123,20 +122,19 @@ class StaticPages(StaticFiles):
         return response
 
 
-METRICS_SECONDS = 5.0
-"""Time limit in seconds for reading the server's metrics."""
+METRICS_SECONDS = 5.0  # Time limit in seconds for reading the server's metrics.
 
+# Headers of a stream of server-sent events.
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-"""Headers of a stream of server-sent events."""
 
 Pieces = AsyncGenerator[Piece, None]
 
+# Paths that the error for an unknown path may suggest.
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
-"""Paths that the error for an unknown path may suggest."""
 
 
 class Gateway:

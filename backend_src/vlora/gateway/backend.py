@@ -24,10 +24,9 @@ from vlora.serving.responder import from_message
 # The gateway's gRPC connection to a V-LoRA server.
 
 
+# Maximum number of seconds between two attempts to connect. gRPC's default is two minutes, so a
+# server that starts after the gateway would be noticed late.
 RECONNECT_SECONDS = 2.0
-"""Maximum number of seconds between two attempts to connect. gRPC's default is two minutes, so a
-server that starts after the gateway would be noticed late.
-"""
 
 OPTIONS = (
     # Other code limits the sizes of requests and answers.
@@ -102,21 +101,17 @@ class TimedCall:
 
 
 log = logging.getLogger(__name__)
-
 service_pb2, _ = load_grpc_stubs()
-
 METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
 MODEL = "lmm"
+# Time limit in seconds of a cancellation, and of a request for the server's description.
 CONTROL_SECONDS = 5.0
-"""Time limit in seconds of a cancellation, and of a request for the server's description."""
+DESCRIPTION_SECONDS = 1.0  # Seconds for which a description is reused.
 
-DESCRIPTION_SECONDS = 1.0
-"""Seconds for which a description is reused."""
-
+# Tag of a serialized `raw_input_contents`: its field number, and the type for bytes.
 CONTENT_TAG = bytes(
     [service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2]
 )
-"""Tag of a serialized `raw_input_contents`: its field number, and the type for bytes."""
 
 OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "details")
 HEAD_OUTPUTS = ("head_scores", "head_labels")
@@ -180,8 +175,8 @@ class Backend:
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString
         )
         self._cancels: set[asyncio.Task[None]] = set()
+        # Time and result of the last request for the server's description.
         self._described: tuple[float, dict[str, Any] | ApiError] | None = None
-        """Time and result of the last request for the server's description."""
         self._describing = asyncio.Lock()
 
     async def close(self) -> None:

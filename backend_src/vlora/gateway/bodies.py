@@ -14,25 +14,20 @@ from vlora.errors import shown
 from vlora.gateway.errors import ApiError
 from vlora.gateway.options import GatewayOptions
 
-BODY_SECONDS = 60.0
-"""Time limit in seconds for receiving a body."""
+BODY_SECONDS = 60.0  # Time limit in seconds for receiving a body.
 
+# Seconds after which a client should try again if there is no memory for its body.
 RETRY_SECONDS = 1.0
-"""Seconds after which a client should try again if there is no memory for its body."""
-
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-DISCARD_SECONDS = 5.0
-"""Limits of bytes and of time for receiving the unused rest of a body."""
+DISCARD_SECONDS = 5.0  # Limits of bytes and of time for receiving the unused rest of a body.
 
+# Number of commas above which a body is parsed in another thread. Parsing takes up to half a
+# second, during which the event loop could serve no other request.
 MANY_COMMAS = 4096
-"""Number of commas above which a body is parsed in another thread. Parsing takes up to half a
-second, during which the event loop could serve no other request.
-"""
-
 Parsed = TypeVar("Parsed")
 
+# Function that counts additional bytes in memory. It raises ApiError if they exceed the limit.
 Hold = Callable[[int], None]
-"""Function that counts additional bytes in memory. It raises ApiError if they exceed the limit."""
 
 
 class BodyReceiver:

@@ -71,9 +71,7 @@ class GatewayMetrics:
 
 
 MIN_KEY_LENGTH = 16
-
-ANYBODY = "-"
-"""Tenant of all requests to a gateway without keys."""
+ANYBODY = "-"  # Tenant of all requests to a gateway without keys.
 
 
 class Keys:
@@ -172,11 +170,9 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# Paths that need no key, with everything below them. They reveal nothing and cost little.
 OPEN_PATHS = ("/health", "/playground")
-"""Paths that need no key, with everything below them. They reveal nothing and cost little."""
-
-API = "/v1/"
-"""Prefix of the paths that count toward a tenant's rate limit."""
+API = "/v1/"  # Prefix of the paths that count toward a tenant's rate limit.
 
 
 @dataclass
@@ -196,8 +192,7 @@ class Visit:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
-    code: str | None = None
-    """Code of the error that the request got, even within a stream."""
+    code: str | None = None  # Code of the error that the request got, even within a stream.
 
 
 class Door:

@@ -16,6 +16,7 @@ from vlora.errors import VLoraError
 from vlora.net import port_hint
 from vlora.serving.responder import from_message
 
+# HTTP status of each code. OpenAI's clients retry after 408, 409, 429 and 5xx.
 STATUSES = {
     "INVALID_ARG": 400,
     "UNSUPPORTED": 400,
@@ -30,17 +31,15 @@ STATUSES = {
     "INTERNAL": 500,
     "UNAVAILABLE": 503,
 }
-"""HTTP status of each code. OpenAI's clients retry after 408, 409, 429 and 5xx."""
 
+# OpenAI's error type by status. Other types are `server_error` from 500 on, else
+# `invalid_request_error`.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""OpenAI's error type by status. Other types are `server_error` from 500 on, else
-`invalid_request_error`.
-"""
 
 _QUOTED = re.compile(r"'(\w+)'")
 

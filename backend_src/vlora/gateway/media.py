@@ -22,17 +22,12 @@ from vlora.gateway.errors import ApiError, invalid
 from vlora.gateway.messages import Media
 from vlora.gateway.options import GatewayOptions
 
-MAX_FETCHES = 16
-"""Maximum number of connections for fetching images at the same time."""
+MAX_FETCHES = 16  # Maximum number of connections for fetching images at the same time.
+MAX_HEADER = 256  # Maximum number of characters of a data URL before its content.
 
-MAX_HEADER = 256
-"""Maximum number of characters of a data URL before its content."""
-
+# Default port of each scheme. Any other port must be allowed explicitly, as HOST:PORT.
 PORTS = {"http": 80, "https": 443}
-"""Default port of each scheme. Any other port must be allowed explicitly, as HOST:PORT."""
-
-UNICAST6 = ipaddress.ip_network("2000::/3")
-"""Public unicast addresses of IPv6."""
+UNICAST6 = ipaddress.ip_network("2000::/3")  # Public unicast addresses of IPv6.
 
 
 class PrivateAddress(Exception):

@@ -16,14 +16,16 @@ from vlora.errors import shown
 from vlora.gateway.errors import invalid, unsupported
 from vlora.vision.prompts import PLACEHOLDER
 
+# Roles of OpenAI's messages, with the corresponding roles of chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of OpenAI's messages, with the corresponding roles of chat templates."""
 
+# Valid values of an image's `detail`. They have no effect, because the checkpoint's image processor
+# determines the resolution.
 DETAILS = ("auto", "low", "high", "original")
-"""Valid values of an image's `detail`. They have no effect, because the checkpoint's image
-processor determines the resolution.
-"""
 
+# Fields of a message, each with the values that it may have. None stands for a field that `_Reader`
+# reads and checks itself. The listed values of all other fields have no effect. `name` has no
+# effect either, because chat templates take no names.
 MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "role": None,
     "content": None,
@@ -34,24 +36,18 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "tool_calls": ([],),
     "annotations": ([],),
 }
-"""Fields of a message, each with the values that it may have.
-
-None stands for a field that `_Reader` reads and checks itself. The listed values of all other
-fields have no effect. `name` has no effect either, because chat templates take no names.
-"""
 
 
+# Maximum number of images and frames of a request. The server's limit, `max_images`, is lower by
+# default.
 MAX_MEDIA = 1024
-"""Maximum number of images and frames of a request. The server's limit, `max_images`, is lower by
-default.
-"""
 
+# Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM.
 CLIP = "data:video/jpeg;base64,"
-"""Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM."""
 
 
+# Start of an error message about an image or a frame, which are numbered from 0.
 NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
-"""Start of an error message about an image or a frame, which are numbered from 0."""
 
 
 @dataclass(frozen=True)

@@ -27,30 +27,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from vlora.gateway.errors import ApiError
 
+# Maximum size in bytes of a request without its body. The network read that contains the start of a
+# request is not counted; it has at most 256 KiB.
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size in bytes of a request without its body.
 
-The network read that contains the start of a request is not counted; it has at most 256 KiB.
-"""
-
+# Time limit in seconds for a head, from the start of the connection or the end of the last
+# response.
 HEAD_SECONDS = 30.0
-"""Time limit in seconds for a head, from the start of the connection or the end of the last
-response.
-"""
 
+# Maximum number of bytes of framing for each byte of a body that is sent in chunks.
 CHUNK_OVERHEAD = 8
-"""Maximum number of bytes of framing for each byte of a body that is sent in chunks."""
-
 MAX_SMALL_CHUNKS = 4096
+# Limits of the chunks of a body. MAX_SMALL_CHUNKS chunks may have any size. If there are more, the
+# others must have MIN_CHUNK_BYTES bytes on average. The number is limited because each chunk takes
+# several calls of Python functions.
 MIN_CHUNK_BYTES = 1024
-"""Limits of the chunks of a body. MAX_SMALL_CHUNKS chunks may have any size. If there are more, the
-others must have MIN_CHUNK_BYTES bytes on average.
 
-The number is limited because each chunk takes several calls of Python functions.
-"""
-
+# Maximum number of requests on a connection that wait until earlier ones are answered.
 MAX_WAITING = 16
-"""Maximum number of requests on a connection that wait until earlier ones are answered."""
 
 
 class LimitedConnection(HttpToolsProtocol):

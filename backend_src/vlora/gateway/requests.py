@@ -19,24 +19,18 @@ from vlora.strict_json import load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
 from vlora.value_readers import is_text
 
+# Maximum number of commas in a body. It limits the number of values, which take time to check.
 MAX_COMMAS = 1 << 18
-"""Maximum number of commas in a body. It limits the number of values, which take time to check."""
-
-MAX_MODEL_LENGTH = 256
-"""Maximum number of characters of a model's name."""
-
-MAX_HINT_LENGTH = 64
-"""Maximum length of an unknown field for which a similar field is suggested."""
-
+MAX_MODEL_LENGTH = 256  # Maximum number of characters of a model's name.
+MAX_HINT_LENGTH = 64  # Maximum length of an unknown field for which a similar field is suggested.
 MAX_TOP_LOGPROBS = 20
 
+# Sampling keys that are sent if the request lacks them. `stream_interval_ms` limits the cost of
+# fast models: sending one token alone takes as much time in the gateway and in the server as
+# sending ten tokens together.
 DEFAULTS: Mapping[str, Any] = {"temperature": 0, "stream_interval_ms": 20}
-"""Sampling keys that are sent if the request lacks them.
 
-`stream_interval_ms` limits the cost of fast models: sending one token alone takes as much time in
-the gateway and in the server as sending ten tokens together.
-"""
-
+# Fields that are accepted with any value, because they never change an answer here.
 NO_EFFECT = frozenset(
     {
         "metadata",
@@ -48,8 +42,9 @@ NO_EFFECT = frozenset(
         "user",
     }
 )
-"""Fields that are accepted with any value, because they never change an answer here."""
 
+# Fields of unsupported features, each with the values that do not request the feature. Each of
+# these fields may also be null.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "audio": (),
@@ -69,16 +64,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields of unsupported features, each with the values that do not request the feature.
 
-Each of these fields may also be null.
-"""
+OWN = frozenset({"task"})  # Fields of this server that are not sampling keys.
 
-OWN = frozenset({"task"})
-"""Fields of this server that are not sampling keys."""
-
+# Key of `structured_outputs` by vLLM's older name for it.
 STRUCTURED = {name: kind for name, kind in STRUCTURE_KEYS.items() if kind is not None}
-"""Key of `structured_outputs` by vLLM's older name for it."""
 
 COMMON = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "response_format", "structured_outputs"}
@@ -86,8 +76,8 @@ COMMON = frozenset(
 CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "logprobs"}
 
+# Sampling keys that are passed on to the server, which reads them or refuses them by name.
 PASSED = frozenset({*KNOWN_KEYS, *REFUSED}) - {"lora_name", "max_tokens", "logprobs", *STRUCTURED}
-"""Sampling keys that are passed on to the server, which reads them or refuses them by name."""
 
 
 @dataclass(frozen=True)

@@ -17,26 +17,20 @@ from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
 from vlora.net import GRPC_ADDRESS, MAX_PORT, check_host, check_keys, choose_ports, reachable_host
 
+# Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s.
 KEEP_ALIVE_SECONDS = 75
-"""Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s."""
-
-BACKLOG = 2048
-"""Maximum number of connections that wait to be accepted."""
+BACKLOG = 2048  # Maximum number of connections that wait to be accepted.
 
 
-MAX_FILES = 65_536
-"""Maximum number of open files, including connections, if the system allows it."""
+MAX_FILES = 65_536  # Maximum number of open files, including connections, if the system allows it.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Numbers of options in glibc's malloc.h.
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Numbers of options in glibc's malloc.h."""
-
+# Maximum size in bytes of freed memory that is not returned to the system.
 KEPT_BYTES = 64 * 1024 * 1024
-"""Maximum size in bytes of freed memory that is not returned to the system."""
 
+# Minimum size in bytes of a memory block that glibc maps separately, and therefore returns to the
+# system when the block is freed.
 MMAP_BYTES = 4 * 1024 * 1024
-"""Minimum size in bytes of a memory block that glibc maps separately, and therefore returns to the
-system when the block is freed.
-"""
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -23,8 +23,8 @@ from vlora.vision.results import parse_boxes
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 PLACEHOLDER = "<image>"
 BOX_EXAMPLE = "<ref>dog</ref><box>(120,80),(460,900)</box>"
+# Maximum share of an item's images that may be left out. If more fail, the item is refused.
 MAX_LEFT_OUT = 0.1
-"""Maximum share of an item's images that may be left out. If more fail, the item is refused."""
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
 

@@ -14,8 +14,7 @@ from vlora.generation.run import Outcome, folder_name
 
 
 MARKERS = "osD^vP*X<>hp"
-WIDTH_PER_ITEM = 0.8
-"""Width in inches of an item's bars."""
+WIDTH_PER_ITEM = 0.8  # Width in inches of an item's bars.
 WIDTH_PER_ATTEMPT = 0.4
 
 

@@ -85,8 +85,8 @@ class Outcome:
         return missed
 
 
+# Function that is called with a line of text about what the run is doing.
 Status = Callable[[str], None]
-"""Function that is called with a line of text about what the run is doing."""
 
 
 def load_splits(

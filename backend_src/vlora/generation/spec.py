@@ -23,8 +23,8 @@ from vlora.vision.prompts import TASKS
 # aliases that make a short file very large.
 
 
+# Maximum number of values. The values behind an alias count each time that the alias is used.
 MAX_VALUES = 100_000
-"""Maximum number of values. The values behind an alias count each time that the alias is used."""
 
 
 def load_yaml(content: bytes, what: str) -> Any:
@@ -100,13 +100,12 @@ def _count(node: yaml.Node, what: str, known: dict[int, int | None]) -> int:
 # Base class of the specification's models, and error messages about invalid values.
 
 
-MAX_PROBLEMS = 5
-"""Maximum number of problems that one error message lists."""
+MAX_PROBLEMS = 5  # Maximum number of problems that one error message lists.
 
+# Integer. YAML's `true` and quoted numbers are not accepted.
 Int = Annotated[int, Field(strict=True)]
-"""Integer. YAML's `true` and quoted numbers are not accepted."""
+# Finite number. YAML's `true` and quoted numbers are not accepted.
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""Finite number. YAML's `true` and quoted numbers are not accepted."""
 
 
 class StrictModel(BaseModel):
@@ -164,9 +163,8 @@ MAX_SPEC_BYTES = 1 << 20
 TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
 METRICS = ("top1", "vqa_score", "f1_iou50", "chrf")
 TRAINED_MODEL_TYPE = "llava"
+# Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it.
 BOX_TASKS = ("refer", "detect")
-"""Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it."""
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -344,10 +342,10 @@ class PackingOptions(StrictModel):
     merge_training: bool = True
 
 
+# The heuristic of the paper (§4.2.1).
 PAPER = PackingOptions(
     order="random", replay=0.0, focus=0.0, fit="last", merge="none", merge_training=False
 )
-"""The heuristic of the paper (§4.2.1)."""
 
 
 class Spec(StrictModel):

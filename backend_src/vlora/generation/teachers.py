@@ -18,11 +18,10 @@ from vlora.generation.examples import Example, digest_of
 from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
 
-SAVE_EVERY = 50
-"""Number of new answers of a teacher after which they are written to the file."""
+SAVE_EVERY = 50  # Number of new answers of a teacher after which they are written to the file.
 
+# Function that returns the answer for an image file, or None to leave the image out.
 Label = Callable[[Path], str | None]
-"""Function that returns the answer for an image file, or None to leave the image out."""
 
 
 def load_teacher(item: Item) -> Label | None:

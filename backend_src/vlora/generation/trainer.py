@@ -28,12 +28,10 @@ from vlora.generation.spec import Item, PackingOptions, Spec, Training
 
 
 WARMUP_STEPS = 20
-FINAL_RATE = 0.05
-"""Learning rate at the end of an attempt, as a share of the maximum."""
-COOLING_SHARE = 0.2
-"""Share of `max_steps` over which the rate falls if an attempt ends early."""
+FINAL_RATE = 0.05  # Learning rate at the end of an attempt, as a share of the maximum.
+COOLING_SHARE = 0.2  # Share of `max_steps` over which the rate falls if an attempt ends early.
+# Learning rate with which a further round of an attempt begins, as a share of the maximum.
 RESTART_RATE = 0.5
-"""Learning rate with which a further round of an attempt begins, as a share of the maximum."""
 AVERAGE_DECAY = 0.97
 
 
@@ -461,10 +459,9 @@ def row_shares(
 # together.
 
 
-EXAMPLES = 64
-"""Number of training examples of each item from which its gradient is computed."""
+EXAMPLES = 64  # Number of training examples of each item from which its gradient is computed.
+# Length of a sketch, the compressed gradient. The error of a cosine is about 1 / √BUCKETS.
 BUCKETS = 1 << 16
-"""Length of a sketch, the compressed gradient. The error of a cosine is about 1 / √BUCKETS."""
 
 
 def similarities(

@@ -24,6 +24,7 @@ from vlora.errors import ServerError
 
 PREFIX = "VLORA_"
 
+# Meaning of each variable with the prefix VLORA_ that any part of the project reads.
 KNOWN = {
     "VLORA_MODEL": "folder of the checkpoint, as --model",
     "VLORA_ADAPTERS": "folder of the adapters, as --adapters",
@@ -38,10 +39,9 @@ KNOWN = {
     "VLORA_GPU_TESTS": "set by tools.gpu: the tests of GPU kernels run on the GPU",
     "VLORA_GPU_SECONDS": "set by tools.gpu: the time limit of a stage",
 }
-"""Meaning of each variable with the prefix VLORA_ that any part of the project reads."""
 
+# Ending of a variable that Kubernetes sets for a service, since a service may be named `vlora`.
 _SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-"""Ending of a variable that Kubernetes sets for a service, since a service may be named `vlora`."""
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:

@@ -15,15 +15,13 @@ from vlora.launcher.processes import ended_with, start_tied
 from vlora.net import check_host, check_keys, choose_ports, reachable_host
 
 FIRST_WAIT_SECONDS = 1.0
+# Shortest and longest wait in seconds before a gateway that has ended is restarted. The wait
+# doubles each time.
 MAX_WAIT_SECONDS = 30.0
-"""Shortest and longest wait in seconds before a gateway that has ended is restarted. The wait
-doubles each time.
-"""
 
+# Seconds that the gateway gets to end. No request is running then, because the server has been
+# stopped.
 STOP_SECONDS = 5.0
-"""Seconds that the gateway gets to end. No request is running then, because the server has been
-stopped.
-"""
 
 
 class GatewayProcess:

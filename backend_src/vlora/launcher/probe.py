@@ -29,40 +29,33 @@ import grpc
 from vlora.net import get, grpc_options, is_local, load_grpc_stubs, port_hint
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
-
 ENSEMBLE = "video_analytics"
 QUESTION = b"ready?"
 SAMPLING = b'{"max_tokens": 1}'
+# Counters that grow while a server works, each with a description of what it counts.
 PROGRESS = {
     "vlora:engine_steps_total": "forward passes",
     "vlora:encoder_images_total": "encoded images",
 }
-"""Counters that grow while a server works, each with a description of what it counts."""
 
+# Share of the deadline that is reserved for reading the metrics of a server that does not answer.
 METRICS_SHARE = 0.25
-"""Share of the deadline that is reserved for reading the metrics of a server that does
-not answer.
-"""
 
+# Parts of the error messages of a healthy server that accepts no requests. The first is ours (queue
+# full or draining), the second is Triton's while it drains. The status alone does not suffice,
+# because gRPC uses the same status for a broken connection.
 BUSY_MESSAGES = ("UNAVAILABLE: ", "stopped accepting")
-"""Parts of the error messages of a healthy server that accepts no requests.
-
-The first is ours (queue full or draining), the second is Triton's while it drains. The status alone
-does not suffice, because gRPC uses the same status for a broken connection.
-"""
 
 
 class Health(IntEnum):
     """State of a server. The values are exit codes of `vlora probe`."""
 
-    READY = 0
-    """The server answers requests."""
+    READY = 0  # The server answers requests.
+    # The server does not listen, a model's process has ended, or neither an answer nor progress was
+    # seen within the deadline.
     DEAD = 1
-    """The server does not listen, a model's process has ended, or neither an answer nor progress
-    was seen within the deadline.
-    """
+    # The server runs but accepts no requests now: it starts, drains, or has a full queue.
     ALIVE = 3
-    """The server runs but accepts no requests now: it starts, drains, or has a full queue."""
 
 
 @dataclass(frozen=True)

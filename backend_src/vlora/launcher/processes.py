@@ -21,8 +21,8 @@ import psutil
 
 from vlora.launcher import tether
 
+# Seconds to wait for a killed process. Only a process that hangs in the kernel takes longer.
 KILL_SECONDS = 5.0
-"""Seconds to wait for a killed process. Only a process that hangs in the kernel takes longer."""
 
 
 def start_tied(

@@ -60,11 +60,9 @@ def copy_with_overrides(
 # Options of a server, for the command line, tests and benchmarks.
 
 
+# Default number of seconds that running requests get to finish when the server stops.
 GRACE_SECONDS = 30.0
-"""Default number of seconds that running requests get to finish when the server stops."""
-
-STANDARD_OUTPUT = Path("-")
-"""Value of `ServerOptions.log` for standard output."""
+STANDARD_OUTPUT = Path("-")  # Value of `ServerOptions.log` for standard output.
 
 
 def default_repository() -> Path:

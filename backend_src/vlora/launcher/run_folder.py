@@ -24,9 +24,8 @@ import psutil
 from vlora.errors import ServerError
 from vlora.launcher.processes import end
 
+# Environment variable by which a server and its models get the path of their run's folder.
 RUN_VARIABLE = "VLORA_RUN"
-"""Environment variable by which a server and its models get the path of their run's folder."""
-
 PROGRAMS = ("tritonserver", "triton_python_backend_stub")
 SHARED_MEMORY = Path("/dev/shm")
 TOKEN = re.compile(r"[0-9a-f]{16}")

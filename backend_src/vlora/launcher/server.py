@@ -66,21 +66,17 @@ from vlora.net import (
 )
 
 __all__ = ["ServerError", "ServerOptions", "TritonServer", "default_repository"]
+REPORT_SECONDS = 30.0  # Interval at which progress is reported while the server starts.
 
-REPORT_SECONDS = 30.0
-"""Interval at which progress is reported while the server starts."""
-
+# Seconds that the models get to cancel the requests that remain after the grace period.
 CANCEL_SECONDS = 5.0
-"""Seconds that the models get to cancel the requests that remain after the grace period."""
 
+# Seconds that Triton gets to unload its models when no request is running. Triton also waits this
+# long for idle HTTP connections, since no option of Triton 2.51 closes them.
 EXIT_SECONDS = 5.0
-"""Seconds that Triton gets to unload its models when no request is running.
 
-Triton also waits this long for idle HTTP connections, since no option of Triton 2.51 closes them.
-"""
-
+# Names of Triton's listeners. Each has an option for its port, such as `http_port`.
 LISTENERS = ("http", "grpc", "metrics")
-"""Names of Triton's listeners. Each has an option for its port, such as `http_port`."""
 
 PYTHON_BACKEND = {
     # A week instead of 30 s, for large checkpoints. `start_seconds` limits the start.
@@ -90,8 +86,7 @@ PYTHON_BACKEND = {
     "thread-pool-size": "160",
 }
 
-Report = Callable[[str], None]
-"""Function that prints a message for the user."""
+Report = Callable[[str], None]  # Function that prints a message for the user.
 
 
 class TritonServer:
@@ -111,8 +106,7 @@ class TritonServer:
         self._folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._models: dict[psutil.Process, str] = {}
-        self._ready_at: int | None = None
-        """Size of the log in bytes when all models were READY."""
+        self._ready_at: int | None = None  # Size of the log in bytes when all models were READY.
 
     @property
     def http_url(self) -> str:

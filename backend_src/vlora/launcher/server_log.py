@@ -10,15 +10,12 @@ from typing import IO
 
 from vlora.errors import ServerError
 
+# Maximum number of bytes of a log that are read, because a server may log for months.
 MAX_BYTES = 4 * 1024 * 1024
-"""Maximum number of bytes of a log that are read, because a server may log for months."""
+STACK = "\\n\\nAt:"  # Text that precedes a Python stack in a line of Triton's log.
+TABLE = ("+", "|")  # First characters of the lines that belong to a table of options or models.
 
-STACK = "\\n\\nAt:"
-"""Text that precedes a Python stack in a line of Triton's log."""
-
-TABLE = ("+", "|")
-"""First characters of the lines that belong to a table of options or models."""
-
+# Parts of lines that a healthy server without a GPU also logs. They do not explain a failure.
 NOISE = (
     "CudaDriverHelper",
     "unable to create stream",
@@ -26,11 +23,9 @@ NOISE = (
     "pinned",
     "DCGM",
 )
-"""Parts of lines that a healthy server without a GPU also logs. They do not explain a failure."""
 
+# Messages of Triton about its own arguments, which stand before or after the list of options.
 _USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
-"""Messages of Triton about its own arguments, which stand before or after the list of options."""
-
 _INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
 _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 

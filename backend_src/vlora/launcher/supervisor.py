@@ -17,8 +17,7 @@ from vlora.errors import ServerError
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
-WATCH_SECONDS = 0.5
-"""Interval at which the server's processes are checked."""
+WATCH_SECONDS = 0.5  # Interval at which the server's processes are checked.
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,8 @@ class RestartPolicy:
         return min(self.first_wait * 2.0 ** (failures - 1), self.max_wait)
 
 
+# Function that is called with a server that has become ready, and the seconds of its start.
 Announce = Callable[[TritonServer, float], None]
-"""Function that is called with a server that has become ready, and the seconds of its start."""
 
 
 class Supervisor:

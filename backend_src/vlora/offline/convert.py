@@ -50,8 +50,8 @@ from vlora.offline.peft_folder import CONFIG, copy_head, write_adapter, write_co
 # A pickle is read by torch's restricted reader, which makes tensors and runs no code.
 
 
+# Pattern that finds, in torch's error, the name of the code that a pickle would run.
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-"""Pattern that finds, in torch's error, the name of the code that a pickle would run."""
 
 
 class Tensors(Protocol):
@@ -133,18 +133,14 @@ def base_of(config: Mapping[str, Any]) -> str:
 # LoRA.
 
 
+# Maximum length of the smaller side of a matrix that is decomposed fully, in about a second. Larger
+# matrices are decomposed by random projection, which takes as long as a few products.
 EXACT_SIDE = 1024
-"""Maximum length of the smaller side of a matrix that is decomposed fully, in about a second.
-
-Larger matrices are decomposed by random projection, which takes as long as a few products.
-"""
+# Parameters of the random projection: additional dimensions, and number of power iterations. With
+# these, the error is within 1 % of the minimum even if the singular values decrease slowly.
 OVERSAMPLING, POWER_ITERATIONS = 16, 4
-"""Parameters of the random projection: additional dimensions, and number of power iterations.
-
-With these, the error is within 1 % of the minimum even if the singular values decrease slowly.
-"""
+# Singular values below this share of the largest one are treated as rounding errors.
 ROUNDING = 1e-5
-"""Singular values below this share of the largest one are treated as rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -345,8 +341,7 @@ def _stock_model(checkpoint: Path) -> Any:
 
 
 DEFAULT_RANK = 64
-DEFAULT_MAX_ERROR = 0.05
-"""Default maximum error of each matrix's change, relative to the change."""
+DEFAULT_MAX_ERROR = 0.05  # Default maximum error of each matrix's change, relative to the change.
 MAGNITUDE = "lora_magnitude_vector"
 
 

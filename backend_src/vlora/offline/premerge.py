@@ -39,10 +39,9 @@ from vlora.offline.peft_folder import copy_head, write_adapter
 # every other request.
 
 
+# Keys that may name the adapter in a request log. The first one that is present is used.
 NAME_KEYS = ("lora_name", "adapter", "model")
-"""Keys that may name the adapter in a request log. The first one that is present is used."""
-BASE_NAME = ""
-"""Name by which requests without an adapter are counted."""
+BASE_NAME = ""  # Name by which requests without an adapter are counted.
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -149,8 +148,8 @@ def _name_in(text: str, path: Path, number: int) -> str:
     raise InvalidArgument(f"{path}: line {number} names no adapter; use the key '{NAME_KEYS[0]}'")
 
 
+# Name of the delta adapter that restores the base model, by subtracting the hot adapter.
 BASE_ADAPTER = "base"
-"""Name of the delta adapter that restores the base model, by subtracting the hot adapter."""
 REPORT = "premerge.json"
 DEFAULT_MAX_RANK = 64
 
