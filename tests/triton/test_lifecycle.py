@@ -14,8 +14,10 @@ import pytest
 
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, picture
+from vlora.errors import ServerError
 from vlora.launcher.processes import children, is_alive
-from vlora.launcher.server import ServerError, ServerOptions, TritonServer, default_repository
+from vlora.launcher.repository import ServerOptions, default_repository
+from vlora.launcher.server import TritonServer
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 MODELS = {

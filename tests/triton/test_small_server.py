@@ -20,7 +20,8 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, picture, pixels
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 RUNNING, WAITING = 2, 6
 OPTIONS = {

@@ -8,8 +8,9 @@ import pytest
 
 from vlora.errors import ServerError
 from vlora.launcher import server_log
+from vlora.launcher.repository import ServerOptions
 from vlora.launcher.run_folder import kept_log, run_folder
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.server import TritonServer
 from vlora.launcher.server_log import (
     broken_adapters,
     read_end,

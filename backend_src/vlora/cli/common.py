@@ -60,7 +60,6 @@ def run_command(function: Callable[..., None]) -> None:
 
 
 def _worded(parameters: list[Any]) -> list[Any]:
-    """Give words to those parameters that have none."""
     for one in parameters:
         if isinstance(one, TyperArgument):
             one.metavar = one.metavar or one.name.upper()

@@ -259,7 +259,6 @@ def _run(spec: Spec, out: Path, work: Path, paper: bool, accelerator: Accelerato
 
 
 def _report(outcome: Outcome, out: Path) -> None:
-    """Print the outcome, and write the report into the folder of the adapters."""
     from vlora.generation.report import write_report
 
     _print_outcome(outcome)
@@ -272,7 +271,6 @@ def _report(outcome: Outcome, out: Path) -> None:
 
 
 def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
-    """Print the items, and the limits of the number of attempts and of their steps."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("item", "task", "metric"):
         table.add_column(heading)

@@ -105,7 +105,6 @@ def premerge(
 
 @contextmanager
 def _progress() -> Iterator[Callable[[str], None]]:
-    """Yield a function that shows what is being done, with the seconds since the start."""
     started = time.monotonic()
     with console.status("starting") as status:
         yield lambda part: status.update(f"{escape(part)} ({time.monotonic() - started:.0f} s)")

@@ -142,7 +142,6 @@ def _check_triton_arguments(arguments: list[str]) -> None:
 def _gateway(
     host: str, port: int | None, keys: Path | None
 ) -> AbstractContextManager[GatewayProcess | None]:
-    """Return the gateway of this port, which is not started yet, or None without a port."""
     if port is None:
         if keys is not None:
             raise ServerError("--gateway-keys needs --gateway-port")
@@ -158,10 +157,6 @@ def _gateway(
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
-    """Print the addresses of a ready server and a first request to try; start the gateway.
-
-    seconds: time that the server took to become ready.
-    """
     models = ", ".join(server.options.models)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)

@@ -109,7 +109,6 @@ def tile_search(
 def _on_cuda(
     dtypes: Sequence[str], output: Path | None, state: Path, seconds: float, *, fresh: bool
 ) -> None:
-    """Search on the GPU, most important shapes first, until the time is up."""
     from vlora.atmm.cuda import operator
     from vlora.atmm.search.cuda_search import CudaSearch, shapes, write_table
     from vlora.atmm.tiles import TABLES

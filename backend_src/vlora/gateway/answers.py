@@ -145,10 +145,6 @@ class CompletionWriter:
         }
 
     def _logprobs(self, tokens: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-        """Return the log probabilities of tokens.
-
-        Returns None if there are no tokens, or if the request did not ask for log probabilities.
-        """
         top = self._ask.top_logprobs
         if top is None or not tokens:
             return None
@@ -193,5 +189,4 @@ def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _extra(last: Piece) -> dict[str, Any]:
-    """Return the fields that this server adds to OpenAI's, from the last piece of the answer."""
     return {**last.details, **({"scores": last.scores} if last.scores else {})}

@@ -331,7 +331,6 @@ class _Events(Response):
 
 
 def _event(error: ApiError) -> bytes:
-    """Return the event that reports an error and ends the stream."""
     return b"data: %b\n\n" % error.as_json()
 
 
@@ -356,7 +355,6 @@ async def _api_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Return the response to a routing error, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     code = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "INVALID_ARG")
     path = f"{request.method} {request.url.path}"

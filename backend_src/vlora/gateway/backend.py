@@ -228,7 +228,6 @@ class Backend:
             answers.close()
 
     def _cancel(self, id: str) -> None:
-        """Cancel a question by its id, in the background."""
         task = asyncio.get_running_loop().create_task(self._send_cancel(id))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
@@ -259,7 +258,6 @@ class Backend:
             return result
 
     def _last_description(self, began: float) -> dict[str, Any] | ApiError | None:
-        """Return the last result if a call that began at this time can use it, else None."""
         if self._described is None:
             return None
         at, result = self._described
@@ -267,10 +265,6 @@ class Backend:
         return result if at >= oldest else None
 
     async def _control(self, flag: str, id: str = "") -> dict[str, Any]:
-        """Send a request with one BOOL input, and return the outputs of its response.
-
-        flag: name of the input, `cancel` or `describe`.
-        """
         request = service_pb2.ModelInferRequest(model_name=MODEL, id=id)
         request.inputs.add(name=flag, datatype="BOOL", shape=[1])
         request.raw_input_contents.append(b"\x01")
@@ -347,11 +341,6 @@ def _content(parts: Sequence[bytes]) -> list[bytes]:
 
 
 def _piece(outputs: Mapping[str, Any]) -> Piece:
-    """Return the piece for the outputs of one response.
-
-    outputs: list of values by output name.
-    """
-
     def first(name: str, default: Any) -> Any:
         values = outputs.get(name)
         return values[0] if values else default
@@ -370,7 +359,6 @@ def _piece(outputs: Mapping[str, Any]) -> Piece:
 
 
 def _outputs(response: Any) -> dict[str, Any]:
-    """Return the outputs of a response by name, each a list of strings or numbers."""
     raws = zip(response.outputs, response.raw_output_contents, strict=True)
     return {output.name: _values(output.datatype, raw) for output, raw in raws}
 

@@ -325,7 +325,6 @@ class Door:
 
 
 def _host(header: str) -> str:
-    """Return the host of a Host header, without its port."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:

@@ -63,10 +63,6 @@ class MediaLoader:
         return files
 
     async def _load(self, media: Media, limit: int) -> bytes:
-        """Return the file at an http(s) URL. Raises ApiError.
-
-        limit: maximum number of bytes.
-        """
         url, host = _read_url(media)
         if host not in self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"

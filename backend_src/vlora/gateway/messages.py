@@ -108,7 +108,6 @@ class _Reader:
         self.frames: list[Media] = []
 
     def message(self, message: Any, param: str) -> dict[str, str]:
-        """Return the role and the text of a message. Raises ApiError."""
         if not isinstance(message, dict):
             raise invalid(param, f"'{param}' must be an object with 'role' and 'content'")
         role = message.get("role")
@@ -177,7 +176,6 @@ class _Reader:
         return False, PLACEHOLDER
 
     def _clip(self, url: str, param: str) -> int:
-        """Add the frames of a clip, and return their number."""
         if self.frames:
             raise unsupported(param, "a request may have one clip only")
         if not url.startswith(CLIP):
@@ -190,7 +188,6 @@ class _Reader:
         return len(frames)
 
     def _check_number(self, more: int, param: str) -> None:
-        """Raise ApiError if `more` additional images and frames would exceed MAX_MEDIA."""
         number = len(self.images) + len(self.frames) + more
         if number > MAX_MEDIA:
             raise invalid(

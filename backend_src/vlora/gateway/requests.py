@@ -197,7 +197,6 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling keys in the request, including the structure of the answer."""
     sampling = {
         **DEFAULTS,
         **{key: given[key] for key in given if key in PASSED and key not in STRUCTURE_KEYS},
@@ -273,7 +272,6 @@ def _model(given: Mapping[str, Any]) -> str:
 
 
 def _max_tokens(given: Mapping[str, Any]) -> Any:
-    """Return the maximum number of tokens of the answer; None if only the context limits it."""
     newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
     if newer is not None and older is not None and newer != older:
         raise invalid(
@@ -285,7 +283,6 @@ def _max_tokens(given: Mapping[str, Any]) -> Any:
 
 
 def _chat_logprobs(given: Mapping[str, Any], sampling: dict[str, Any]) -> int | None:
-    """Return the number of alternatives to list; None without log probabilities."""
     top = given.get("top_logprobs")
     if not _boolean(given, "logprobs"):
         if top:
@@ -298,12 +295,6 @@ def _chat_logprobs(given: Mapping[str, Any], sampling: dict[str, Any]) -> int | 
 
 
 def _alternatives(name: str, value: Any) -> int:
-    """Return the number of alternatives per token.
-
-    name, value: field of the request, and its value.
-
-    Raises ApiError if it is invalid.
-    """
     if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
         raise invalid(
             name,

@@ -162,7 +162,6 @@ def _has_label_folders(item: Item) -> bool:
 
 
 def _check_labels(item: Item, parts: Mapping[str, Sequence[Example]]) -> None:
-    """Raise InvalidArgument if there is only one label, or if a label has no training example."""
     counts = Counter(example.answer for part in parts.values() for example in part)
     if len(counts) < 2:
         raise InvalidArgument(
@@ -207,7 +206,6 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
-    """Yield one example per question in a file of LLaVA conversations."""
     for number, record in _records(item, file):
         where = f"item '{item.name}': {file.name}: record {number}"
         images = record.get("image", record.get("images"))

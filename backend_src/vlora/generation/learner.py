@@ -284,7 +284,6 @@ class Learner(nn.Module):
         return torch.stack(losses).sum() / sum(len(batch.tokens) for batch in batches)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the rows' cross entropies."""
         hidden = self._hidden(batch.tokens, batch.mask, batch.features)
         shifted = batch.targets[:, 1:]
         asked = shifted != IGNORED

@@ -35,7 +35,6 @@ def write_plots(outcome: Outcome, folder: Path) -> list[str]:
 
 
 def _new_figure(width: float, title: str, ylabel: str) -> tuple[Any, Any]:
-    """Return a figure and its axes, whose y axis shows accuracies from 0 to 1."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.5, width), 4.2), layout="constrained")
@@ -48,7 +47,6 @@ def _new_figure(width: float, title: str, ylabel: str) -> tuple[Any, Any]:
 
 
 def _accuracy(outcome: Outcome) -> Any:
-    """Return a bar chart of each item's accuracies (base model, adapter) and required accuracy."""
     names = [item.name for item in outcome.spec.items]
     figure, axes = _new_figure(
         len(names) * WIDTH_PER_ITEM, "Accuracy of each item", "accuracy on the test split"
@@ -74,7 +72,6 @@ def _accuracy(outcome: Outcome) -> Any:
 
 
 def _fusion(outcome: Outcome) -> Any:
-    """Return a line chart of the items' accuracies after each attempt and each merge."""
     from matplotlib import colormaps
 
     state = outcome.state
@@ -110,7 +107,6 @@ def _fusion(outcome: Outcome) -> Any:
 
 
 def _capacity(outcome: Outcome) -> Any:
-    """Return a line chart of each task's mean accuracy by the number of items in the adapter."""
     figure, axes = _new_figure(
         6.5, "Accuracy by number of items in the adapter", "mean accuracy (validation)"
     )

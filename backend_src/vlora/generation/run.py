@@ -163,7 +163,6 @@ class _Journal:
         return replace(state, pending=(*state.pending, *new))
 
     def write(self, state: RunState) -> None:
-        """Replace the file atomically, if this process writes it."""
         if not self.writes:
             return
         content = {
@@ -262,7 +261,6 @@ def _measured_and_ordered(
     journal: _Journal,
     watcher: Watcher,
 ) -> RunState:
-    """Measure the base model on new items, and return the state with its items in order."""
     new = [item for item in spec.items if item.name not in journal.base]
     watcher.status("measuring the base model's accuracy")
     journal.base.update(trainer.base_scores(new, "test"))
@@ -285,7 +283,6 @@ def _packed(
     journal: _Journal,
     watcher: Watcher,
 ) -> RunState:
-    """Pack all items into adapters, merge these if the options say so, and return the state."""
     while state.pending:
         state = fuse_next(spec, options, trainer.goals, state, trainer, journal.write)
         journal.write(state)
@@ -299,9 +296,6 @@ def _packed(
 
 
 def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float]:
-    """Return the accuracy on the test split of each teacher for which the right answers
-    are known.
-    """
     scores = {
         item.name: teacher_score(item, splits[item.name].test, read_truth(item))
         for item in spec.items
@@ -351,7 +345,6 @@ def _write_folder(
     reached: Mapping[str, float],
     folder: Path,
 ) -> None:
-    """Write one adapter's folder in the form that the server reads."""
     items = [spec.item(name) for name in adapter.items]
     part = trainer.folder(adapter.version).with_name(folder.name)
     shutil.rmtree(part, ignore_errors=True)

@@ -61,7 +61,6 @@ def load_yaml(content: bytes, what: str) -> Any:
 
 
 def _one_line(error: yaml.YAMLError) -> str:
-    """Return the problem and its position, without an excerpt of the file."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unknown error"
     mark = getattr(error, "problem_mark", None)
     place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -403,10 +402,6 @@ def read_spec(path: Path) -> Spec:
 
 
 def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
-    """Return the specification with absolute paths; relative ones start at `folder`.
-
-    Raises InvalidArgument for a path that does not exist or is of the wrong kind.
-    """
     base = _existing(folder / spec.base, "base", is_folder=True)
     _check_base(base)
     items = []
@@ -433,7 +428,6 @@ def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
 
 
 def _existing(path: Path, what: str, *, is_folder: bool) -> Path:
-    """Return `path` if it is an existing folder or file, as required. Raises InvalidArgument."""
     try:
         if path.is_dir() if is_folder else path.is_file():
             return path
@@ -446,7 +440,6 @@ def _existing(path: Path, what: str, *, is_folder: bool) -> Path:
 
 
 def _check_base(base: Path) -> None:
-    """Raise InvalidArgument if a folder is not a checkpoint that can be trained."""
     config = base / "config.json"
     if not config.is_file():
         raise InvalidArgument(f"base: {base} is not a checkpoint: it has no config.json")

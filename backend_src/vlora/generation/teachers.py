@@ -149,7 +149,6 @@ def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
 
 
 def _onnx(teacher: OnnxTeacher) -> Callable[[Image.Image], str]:
-    """Return a classifier that runs an ONNX file with onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(

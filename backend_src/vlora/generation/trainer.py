@@ -343,7 +343,6 @@ class PeftTrainer:
     def _step(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, rows: list[Row]
     ) -> torch.Tensor:
-        """Train one step with this learning rate, and return the loss."""
         model.train()
         for group in optimizer.param_groups:
             group["lr"] = rate
@@ -365,10 +364,6 @@ class PeftTrainer:
         version: int,
         step: int,
     ) -> list[Row]:
-        """Return the examples of one step.
-
-        The item of each example is drawn with the probability in `shares`.
-        """
         process = self._accelerator.process_index
         rng = np.random.default_rng([self._spec.seed, version, step, process])
         size = self._spec.training.batch_size

@@ -1,14 +1,8 @@
 """Starts, watches, drains and ends a Triton server with our model repository.
 
-`TritonServer` is a context manager. `vlora serve`, the tests and the benchmarks use it. A server
-counts as ready when it reports every model of the repository as ready. Triton's own report about
-the whole server does not suffice: Triton ignores a model whose `config.pbtxt` has an unknown field,
-and only logs this.
-
 **Invariant:** all started processes are ended, including those of the models, which can outlive a
-crashed server. This object ends them. If this process is killed, the kernel (`tether.py`) ends the
-server, and the models end themselves (`lifeline.py`). Files that remain are removed by the next
-start.
+crashed server. `TritonServer` ends them. If this process is killed, the kernel (`tether.py`) ends
+the server, and the models end themselves (`lifeline.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +15,6 @@ from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import psutil
@@ -40,12 +33,7 @@ from vlora.launcher.processes import (
     model_processes,
     start_tied,
 )
-from vlora.launcher.repository import (
-    STANDARD_OUTPUT,
-    ServerOptions,
-    copy_with_overrides,
-    default_repository,
-)
+from vlora.launcher.repository import STANDARD_OUTPUT, ServerOptions, copy_with_overrides
 from vlora.launcher.run_folder import (
     RUN_VARIABLE,
     kept_log,
@@ -65,17 +53,15 @@ from vlora.net import (
     reachable_host,
 )
 
-__all__ = ["ServerError", "ServerOptions", "TritonServer", "default_repository"]
 REPORT_SECONDS = 30.0  # Interval at which progress is reported while the server starts.
 
 # Seconds that the models get to cancel the requests that remain after the grace period.
 CANCEL_SECONDS = 5.0
 
-# Seconds that Triton gets to unload its models when no request is running. Triton also waits this
-# long for idle HTTP connections, since no option of Triton 2.51 closes them.
+# Seconds to unload the models. Triton also waits this long for idle HTTP connections, since no
+# option of Triton 2.51 closes them.
 EXIT_SECONDS = 5.0
 
-# Names of Triton's listeners. Each has an option for its port, such as `http_port`.
 LISTENERS = ("http", "grpc", "metrics")
 
 PYTHON_BACKEND = {
@@ -143,19 +129,11 @@ class TritonServer:
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def open(self, report: Report | None = None) -> None:
-        """Start the server and wait until it is ready. If that fails, end its processes.
-
-        report: see `wait_ready`.
-        """
+        """Start the server and `wait_ready`. If that fails, end its processes."""
         try:
             self.start()
             self.wait_ready(report)
@@ -209,6 +187,8 @@ class TritonServer:
         protect_shared_memory(self._folder)
         self._models = model_processes(self.pid)
         models = self.options.models
+        # Triton's own report about the whole server does not suffice: a model whose `config.pbtxt`
+        # has an unknown field is only logged.
         missing = [name for name in models if self._get(f"/v2/models/{name}/ready") is None]
         if missing:
             raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
@@ -220,10 +200,8 @@ class TritonServer:
         return self._running.poll()
 
     def failure(self) -> str | None:
-        """Return a sentence that says which process has ended; None while all are running.
-
-        Triton neither restarts a model whose process has ended nor reports it.
-        """
+        """Return a sentence that says which process has ended; None while all are running."""
+        # Triton neither restarts a model whose process has ended nor reports it.
         status = self.poll()
         if status is not None:
             return f"the server ended unexpectedly with {ended_with(status)}"
@@ -237,8 +215,6 @@ class TritonServer:
         """Reject new requests, let running ones finish, cancel the rest, and end the server.
 
         grace_seconds: seconds that running requests get; by default those of the options.
-
-        A second call does nothing.
         """
         if self._process is not None and self.is_running:
             grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
@@ -253,7 +229,7 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes immediately. A second call does nothing."""
+        """End all processes immediately."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -262,9 +238,6 @@ class TritonServer:
         self._stack.close()
 
     def _drain(self, seconds: float) -> None:
-        """Make the models reject new requests and finish the running ones, and wait until they
-        have.
-        """
         deadline = time.monotonic() + seconds + CANCEL_SECONDS
         draining.begin(self._folder, seconds)
         while draining.unfinished(self._folder) and time.monotonic() < deadline:
@@ -273,10 +246,7 @@ class TritonServer:
             time.sleep(0.02)
 
     def explain(self) -> str:
-        """Return the errors in the log; "" if there are none.
-
-        If the server has become ready, only the errors since then are returned.
-        """
+        """Return the errors in the log, only the new ones if the server was ready; "" for none."""
         if self._ready_at is None:
             return server_log.why_it_did_not_start(server_log.read_end(self.log))
         return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
@@ -286,10 +256,6 @@ class TritonServer:
         return server_log.broken_adapters(server_log.read_end(self.log))
 
     def _repository(self, folder: Path) -> Path:
-        """Return the folder of the repository to serve.
-
-        It is the repository in the options or, if they contain overrides, a copy in `folder`.
-        """
         options = self.options
         if not (options.model_json or options.multi_lora):
             return options.repository
@@ -318,13 +284,11 @@ class TritonServer:
     def _environment(self, assembly: Assembly) -> dict[str, str]:
         environment = {**os.environ, **assembly.environment, **self.options.environment}
         environment[RUN_VARIABLE] = str(self._folder)
-        for variable, folder in (
-            (MODEL_VARIABLE, self.options.model),
-            (ADAPTERS_VARIABLE, self.options.adapters),
-        ):
+        model, adapters = self.options.model, self.options.adapters
+        for variable, folder in ((MODEL_VARIABLE, model), (ADAPTERS_VARIABLE, adapters)):
             if folder is not None:
                 environment[variable] = str(folder.resolve())
-            elif self.options.model is not None:
+            elif model is not None:
                 environment.pop(variable, None)
         return environment
 

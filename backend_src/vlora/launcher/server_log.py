@@ -33,9 +33,9 @@ _BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
 def create(path: Path) -> IO[bytes]:
     """Create the log's folder and file, and return the file, open for writing and empty.
 
-    A symbolic link is refused, because in a shared folder another user may have created it. Raises
-    ServerError with the path and the reason.
+    Raises ServerError with the path and the reason.
     """
+    # A symbolic link is refused, because in a shared folder another user may have created it.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,10 +50,9 @@ def create(path: Path) -> IO[bytes]:
 
 
 def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the text of the log from byte `start` on; "" if the log is not a file.
+    """Return the text of the log from byte `start` on, at most its last `limit` bytes.
 
-    limit: maximum number of bytes to read. If there are more, only the last `limit` bytes are read.
-        The text then begins after the first line break, because the first line may be incomplete.
+    Returns "" if the log is not a file.
     """
     if not path.is_file():
         return ""
@@ -68,12 +67,7 @@ def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
 
 
 def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of the models that failed to load.
-
-    If there are none, return the errors in the log. If there are no errors, return its end.
-
-    lines: maximum number of lines.
-    """
+    """Return the messages of models that failed to load, or else the errors, or else the end."""
     text = log.splitlines()
     unloaded = [
         line.split(STACK)[0]

@@ -299,7 +299,6 @@ def _adapted_model(
     checkpoint: Path,
     invalid: ErrorFactory,
 ) -> Any:
-    """Return the base model with the adapter, as PEFT loads it."""
     from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
 
     try:
@@ -329,7 +328,6 @@ def _change(module: Any) -> torch.Tensor:
 
 
 def _stock_model(checkpoint: Path) -> Any:
-    """Return transformers' model of a checkpoint in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -402,7 +400,6 @@ class _Source:
 
     @property
     def method(self) -> str:
-        """Name of the adapter's training method."""
         if self.config.get("peft_type") != "LORA":
             return str(self.config.get("peft_type"))
         if self.config.get("use_dora"):
@@ -563,9 +560,6 @@ def _pairs_of_lora(
 def _pairs_by_peft(
     source: _Source, limits: ConversionLimits, result: Conversion, progress: Callable[[str], None]
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return A and B for an adapter of another type, from the changes of weights that PEFT
-    computes.
-    """
     kept = {}
     for key in source.tensors.shapes:
         if source.is_copy(key):

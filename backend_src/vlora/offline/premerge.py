@@ -130,7 +130,6 @@ def _decode(line: bytes, path: Path, number: int) -> str:
 
 
 def _name_in(text: str, path: Path, number: int) -> str:
-    """Return the adapter's name in one line of a request log."""
     if not text.startswith("{"):
         return text
     try:
@@ -304,8 +303,6 @@ def fuse_checkpoint(
 
 
 def _declare_float32(path: Path) -> None:
-    """Replace every type that a config.json declares for weights by float32."""
-
     def declare(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
@@ -375,8 +372,6 @@ def _write_deltas(
     report: Report,
     progress: Callable[[str], None],
 ) -> None:
-    """Write the delta adapters of the base and of all cold adapters, and report their ranks."""
-
     def write(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
         deltas = delta_pairs(pairs, hot)
         write_adapter(folder / name, deltas, shape, base)
