@@ -1,7 +1,7 @@
 """Messages of a chat: their text, and the images and clips in them.
 
-If a chat has a single message, the request has the message's text and may have any task. Several
-messages become JSON, which the server renders with the checkpoint's chat template (task `chat`).
+The text of a single message is the request's, for any task. Several messages become JSON, which the
+server renders with the checkpoint's chat template (task `chat`).
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlora.errors import shown
-from vlora.gateway.errors import invalid, unsupported
+from vlora.gateway.errors import invalid, unsupported, wrong_value
 from vlora.vision.prompts import PLACEHOLDER
 
-# Roles of OpenAI's messages, with the corresponding roles of chat templates.
+# OpenAI's roles, with those of chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 
 # Valid values of an image's `detail`. They have no effect, because the checkpoint's image processor
@@ -97,10 +97,7 @@ def read_messages(messages: Any) -> Conversation:
 
 
 class _Reader:
-    """Collects the media of messages, in order.
-
-    places_all: whether images that stand before a message's text get placeholders, too.
-    """
+    """Collects the media of messages, in order."""
 
     def __init__(self, places_all: bool) -> None:
         self._places_all = places_all
@@ -112,10 +109,7 @@ class _Reader:
             raise invalid(param, f"'{param}' must be an object with 'role' and 'content'")
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise invalid(
-                f"{param}.role",
-                f"'{param}.role' must be one of {', '.join(ROLES)}, not {shown(role)}",
-            )
+            raise wrong_value(f"{param}.role", role, f"one of {', '.join(ROLES)}")
         if not isinstance(message.get("name", ""), str | None):
             raise invalid(f"{param}.name", f"'{param}.name' must be a string")
         for name, value in message.items():
@@ -139,6 +133,7 @@ class _Reader:
         if any(PLACEHOLDER in text for text in texts):
             return "\n".join(texts)  # The text already contains the placeholders.
         leading = sorted(parts, key=lambda part: part[0]) == parts
+        # In a chat of several messages, also images before the text need placeholders.
         if leading and not self._places_all:
             return "\n".join(texts)
         return "".join(text for _, text in parts)
@@ -161,10 +156,7 @@ class _Reader:
             raise invalid(param, f"'{param}' must be an object whose 'url' is a string")
         for name, option in value.items():
             if name == "detail" and option not in (None, *DETAILS):
-                raise invalid(
-                    f"{param}.detail",
-                    f"'{param}.detail' must be one of {', '.join(DETAILS)}, not {shown(option)}",
-                )
+                raise wrong_value(f"{param}.detail", option, f"one of {', '.join(DETAILS)}")
             if name not in ("url", "detail"):
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of '{param}'")
         if kind == "video_url":
@@ -179,10 +171,9 @@ class _Reader:
         if self.frames:
             raise unsupported(param, "a request may have one clip only")
         if not url.startswith(CLIP):
-            raise unsupported(
-                param, f"'{param}' must be a list of JPEG frames, {CLIP}FRAME,FRAME,…"
-            )
-        self._check_number(url.removeprefix(CLIP).count(",") + 1, param)
+            message = f"'{param}' must be a list of JPEG frames, {CLIP}FRAME,FRAME,…"
+            raise unsupported(param, message)
+        self._check_number(url.count(",", len(CLIP)) + 1, param)
         frames = url.removeprefix(CLIP).split(",")
         self.frames += [Media(f"data:image/jpeg;base64,{frame}", param) for frame in frames]
         return len(frames)
@@ -190,7 +181,5 @@ class _Reader:
     def _check_number(self, more: int, param: str) -> None:
         number = len(self.images) + len(self.frames) + more
         if number > MAX_MEDIA:
-            raise invalid(
-                param,
-                f"the request has {number} or more images and frames; the limit is {MAX_MEDIA}",
-            )
+            message = f"the request has {number} or more images and frames"
+            raise invalid(param, f"{message}; the limit is {MAX_MEDIA}")

@@ -1,7 +1,6 @@
 """Reading of request bodies: OpenAI's fields, vLLM's additional ones, and those of this server.
 
-A field that would change the answer is either passed on to the server or rejected with an error
-that names the field. No such field is ignored. The server checks the values of sampling keys.
+**Invariant:** a field that would change the answer is passed on or rejected by name, never ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.gateway.errors import ApiError, invalid, unsupported
+from vlora.gateway.errors import ApiError, invalid, unsupported, wrong_value
 from vlora.gateway.messages import Conversation, read_messages
 from vlora.sampling import KNOWN_KEYS, REFUSED
 from vlora.strict_json import load_object
@@ -84,12 +83,8 @@ PASSED = frozenset({*KNOWN_KEYS, *REFUSED}) - {"lora_name", "max_tokens", "logpr
 class Ask:
     """Content and options of a request.
 
-    chat: whether it is a chat completion.
-    model: the model's name in the request.
     conversation: text, images and clips. Their URLs are not fetched yet.
-    task: task that is sent to the server; None if no task is sent.
     sampling: the server's `sampling_parameters`, without the adapter.
-    stream: whether the answer is sent as a stream of events.
     include_usage: whether a stream ends with the numbers of tokens.
     top_logprobs: number of alternatives to list for each token; None without log probabilities.
     """
@@ -169,13 +164,7 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
 
 
 def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:
-    """Return the fields of a body that are not null.
-
-    known: fields that are read.
-    what: name of the body, for messages.
-
-    Raises ApiError for fields and values that this API does not support.
-    """
+    """Return the fields of a body that are not null. Raises ApiError for unsupported ones."""
     given = {}
     for name, value in body.items():
         if name == "lora_name":
@@ -184,9 +173,8 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
             continue
         if name in NEUTRAL:
             if value is not None and value not in NEUTRAL[name]:
-                raise unsupported(
-                    name, f"'{name}' = {shown(value)} is not supported; leave '{name}' out"
-                )
+                message = f"'{name}' = {shown(value)} is not supported; leave '{name}' out"
+                raise unsupported(name, message)
             continue
         if name not in known | OWN | PASSED | STRUCTURE_KEYS.keys():
             hint = nearest(name, known | PASSED) if len(name) <= MAX_HINT_LENGTH else ""
@@ -197,12 +185,9 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    sampling = {
-        **DEFAULTS,
-        **{key: given[key] for key in given if key in PASSED and key not in STRUCTURE_KEYS},
-    }
-    structure = _structure(given)
-    if structure is not None:
+    passed = {key: given[key] for key in given if key in PASSED and key not in STRUCTURE_KEYS}
+    sampling = {**DEFAULTS, **passed}
+    if (structure := _structure(given)) is not None:
         sampling["structured_outputs"] = json.dumps(structure)
     return sampling
 
@@ -235,11 +220,8 @@ def _response_format(value: Any) -> dict[str, Any] | None:
         if not isinstance(inner, dict | bool):
             raise invalid(param, "'response_format' needs the schema in 'json_schema.schema'")
         return {"json": inner}
-    raise invalid(
-        param,
-        "'response_format' must be an object whose 'type' is 'text', 'json_object' or"
-        f" 'json_schema', not {shown(value)}",
-    )
+    expected = "an object whose 'type' is 'text', 'json_object' or 'json_schema'"
+    raise wrong_value(param, value, expected)
 
 
 def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
@@ -265,9 +247,8 @@ def _model(given: Mapping[str, Any]) -> str:
     if not name:
         raise invalid("model", "'model' is missing; GET /v1/models lists the names")
     if len(name) > MAX_MODEL_LENGTH:
-        raise invalid(
-            "model", f"'model' has {len(name)} characters; the limit is {MAX_MODEL_LENGTH}"
-        )
+        message = f"'model' has {len(name)} characters; the limit is {MAX_MODEL_LENGTH}"
+        raise invalid("model", message)
     return name
 
 
@@ -283,23 +264,17 @@ def _max_tokens(given: Mapping[str, Any]) -> Any:
 
 
 def _chat_logprobs(given: Mapping[str, Any], sampling: dict[str, Any]) -> int | None:
-    top = given.get("top_logprobs")
     if not _boolean(given, "logprobs"):
-        if top:
+        if given.get("top_logprobs"):
             raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs' = true")
         return None
-    if top is None:
-        top = 0
-    sampling["logprobs"] = _alternatives("top_logprobs", top)
+    sampling["logprobs"] = top = _alternatives("top_logprobs", given.get("top_logprobs", 0))
     return top
 
 
 def _alternatives(name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
-        raise invalid(
-            name,
-            f"'{name}' must be a whole number from 0 to {MAX_TOP_LOGPROBS}, not {shown(value)}",
-        )
+        raise wrong_value(name, value, f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
     return value
 
 
@@ -320,12 +295,12 @@ def _include_usage(given: Mapping[str, Any]) -> bool:
 def _boolean(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise invalid(name, f"'{name}' must be true or false, not {shown(value)}")
+        raise wrong_value(name, value, "true or false")
     return value
 
 
 def _text(given: Mapping[str, Any], name: str) -> str | None:
     value = given.get(name)
     if value is not None and not isinstance(value, str):
-        raise invalid(name, f"'{name}' must be a string, not {shown(value)}")
+        raise wrong_value(name, value, "a string")
     return value
