@@ -32,8 +32,8 @@ from vlora.vision.families.base import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100
-# Maximum length of a batch's longest row, divided by that of its shortest. Longer rows get another
-# batch, so that questions about one image are not padded to the length of a clip.
+# Longest row of a batch, divided by its shortest. Longer rows get another batch, so that questions
+# about one image are not padded to the length of a clip.
 LENGTH_RATIO = 2
 HEAD_STATE = "head.json"
 MAX_TEXTS = 1 << 16  # Maximum number of texts whose tokens are cached.
@@ -84,8 +84,7 @@ class Base:
     ) -> None:
         """Load the checkpoint onto `device`, with at most `cache_mib` MiB of cached features.
 
-        fast_attention: whether to use fused attention on a CPU, too, where its bf16 gradient is
-            slow.
+        fast_attention: whether to fuse attention also on a CPU, where its bf16 gradient is slow.
         """
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
@@ -111,10 +110,7 @@ class Base:
         return int(self.model.config.text_config.hidden_size)
 
     def row(self, item: Item, example: Example, labels: Sequence[str]) -> Row:
-        """Return an example as tokens.
-
-        labels: labels of the head that answers the item; () for the LM head.
-        """
+        """Return an example as tokens, for a head over these labels, or else for the LM head."""
         images, frames = len(example.images), 0
         if item.task == "video":
             images, frames = frames, images
@@ -125,7 +121,7 @@ class Base:
 
     @cachedmethod(attrgetter("_tokens"))
     def _ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, cached because items and evaluations repeat texts."""
+        # Cached, because items and evaluations repeat texts.
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _prompt_ids(self, text: str) -> Iterable[int]:
@@ -136,14 +132,9 @@ class Base:
 
     @torch.inference_mode()
     def features(self, paths: Iterable[Path]) -> torch.Tensor:
-        """Return the features of images, [tokens of all images, hidden] fp32, on the device.
-
-        Images that are not cached are encoded in one batch and cached if there is space.
-        """
+        """Return the features of images, [tokens of all images, hidden] fp32, on the device."""
         paths = list(paths)
-        found = {
-            path: self._features[path] for path in dict.fromkeys(paths) if path in self._features
-        }
+        found = {path: self._features[path] for path in paths if path in self._features}
         missing = [path for path in dict.fromkeys(paths) if path not in found]
         if missing:
             pictures = [Image.open(path).convert("RGB") for path in missing]
@@ -226,10 +217,7 @@ class Learner(nn.Module):
         self._load_head(folder)
 
     def load_merged(self, folders: Sequence[Path], method: str) -> None:
-        """Load the merge of several adapters, each with weight 1, by PEFT's `add_weighted_adapter`.
-
-        method: PEFT's `combination_type`. All adapters, and their merge, have this adapter's rank.
-        """
+        """Load the merge of adapters of this rank, each with weight 1, by PEFT's method."""
         config = self.adapted.peft_config["default"]
         names = [f"part{number}" for number in range(len(folders))]
         for name, folder in zip(names, folders, strict=True):
@@ -276,10 +264,7 @@ class Learner(nn.Module):
             (folder / HEAD_STATE).write_text(json.dumps(self.labels))
 
     def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the mean cross entropy of the rows of all batches (§4.2.1, L = CE(y, ŷ)).
-
-        Every row has the same weight, independent of the length of its answer.
-        """
+        """Return the mean cross entropy of the rows (§4.2.1, L = CE(y, ŷ)), equally weighted."""
         losses = [self._loss(batch) for batch in batches]
         return torch.stack(losses).sum() / sum(len(batch.tokens) for batch in batches)
 
@@ -296,13 +281,9 @@ class Learner(nn.Module):
         of_head = batch.labels != IGNORED
         if self.head is not None and of_head.any():
             last = hidden[of_head, batch.ends[of_head]]
-            losses.append(
-                nn.functional.cross_entropy(
-                    self.head(last.to(self.head.weight.dtype)).float(),
-                    batch.labels[of_head],
-                    reduction="sum",
-                )
-            )
+            logits = self.head(last.to(self.head.weight.dtype)).float()
+            labels = batch.labels[of_head]
+            losses.append(nn.functional.cross_entropy(logits, labels, reduction="sum"))
         return torch.stack(losses).sum()
 
     def _embedded(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -322,9 +303,7 @@ class Learner(nn.Module):
 
     @torch.inference_mode()
     def answer(self, rows: Sequence[Row], task: str) -> list[str]:
-        """Return the answer to each row: the label with the highest score if there is a head, else
-        greedily decoded text within the task's token limit.
-        """
+        """Return the answers: the head's best labels, or else greedily decoded texts."""
         length = max(len(row.prompt) for row in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.long, device=self.base.device)
         mask = torch.zeros_like(tokens)

@@ -10,16 +10,16 @@ from typing import Any
 from vlora.generation.fusion import Attempt, Event, Merge
 from vlora.generation.run import Outcome, folder_name
 
-# Plots of a generation run, like figures 4, 5, 10 and 15 of the paper.
-
-
 MARKERS = "osD^vP*X<>hp"
 WIDTH_PER_ITEM = 0.8  # Width in inches of an item's bars.
 WIDTH_PER_ATTEMPT = 0.4
 
 
 def write_plots(outcome: Outcome, folder: Path) -> list[str]:
-    """Write the plots and return the names of their files. Without matplotlib, write nothing."""
+    """Write plots like figures 4, 5, 10 and 15 of the paper, and return the names of their files.
+
+    Without matplotlib, nothing is written.
+    """
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -164,11 +164,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "merges": [
             {"items": list(merge.attempt.scores), **_attempt(merge)} for merge in state.merges
         ],
-        "seconds": round(
-            sum(event.attempt.seconds for event in state.events)
-            + sum(merge.attempt.seconds for merge in state.merges),
-            1,
-        ),
+        "seconds": round(sum(one.attempt.seconds for one in (*state.events, *state.merges)), 1),
     }
 
 
@@ -182,10 +178,7 @@ def _attempt(decision: Event | Merge) -> dict[str, Any]:
 
 
 def write_report(outcome: Outcome, folder: Path) -> Path:
-    """Write the reports, and the plots if matplotlib is installed.
-
-    Returns the path of `report.md`.
-    """
+    """Write the reports, and the plots if matplotlib is installed. Return `report.md`'s path."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(as_json(outcome), indent=2)
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
@@ -199,7 +192,6 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     report = as_json(outcome)
     yield "# Adapters generated from knowledge items"
     yield ""
-    minutes = report["seconds"] / 60
     kept = sum(item["kept"] for item in report["items"].values())
     packed = sum(map(len, report["adapters"].values()))
     adapters = len(report["adapters"])
@@ -207,7 +199,7 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     yield (
         f"{kept} of {len(report['items'])} promises are kept. {packed} items are in {adapters}"
         f" {'adapter' if adapters == 1 else 'adapters'}. The {tried} attempts and merges took"
-        f" {minutes:.1f} minutes."
+        f" {report['seconds'] / 60:.1f} minutes."
     )
     yield ""
     yield from _item_lines(outcome, report["items"])
