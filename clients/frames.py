@@ -1,7 +1,7 @@
 """Sources of frames: a video file, a folder of pictures, or a synthetic camera.
 
-A source yields chunks. A chunk is one second of video, reduced to a few evenly spaced frames. Each
-frame is RGB, uint8 [height, width, 3].
+A source yields chunks: one second of video, reduced to a few evenly spaced frames. Each frame is
+RGB, uint8 [height, width, 3].
 """
 
 from __future__ import annotations
@@ -19,18 +19,13 @@ from clients.common import ClientError
 
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-# Number of frames that are kept of each second of a video, as a multiple of the number of frames
-# that a chunk needs.
-GRID = 4
+GRID = 4  # Frames that are kept of each second of a video, for each one that a chunk needs.
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Selected frames of one second of a stream.
-
-    truth: name of the motion that the frames show; None if it is unknown.
-    """
+    """Selected frames of one second of a stream, and the motion that they show if it is known."""
 
     frames: list[Pixels]
     truth: str | None = None
@@ -85,11 +80,9 @@ class FrameFolder:
     def chunks(self) -> Iterator[Chunk]:
         start = 0
         while True:
-            indices = [
-                start + i
-                for i in evenly_spaced(min(self._fps, len(self._paths)), self._frames_per_chunk)
-            ]
-            yield Chunk([self._read(i % len(self._paths)) for i in indices])
+            count = min(self._fps, len(self._paths))
+            indices = evenly_spaced(count, self._frames_per_chunk)
+            yield Chunk([self._read((start + i) % len(self._paths)) for i in indices])
             start = (start + self._fps) % len(self._paths)
 
     def _read(self, index: int) -> Pixels:
@@ -123,10 +116,7 @@ class VideoFile:
                 raise ClientError(f"{self._path} contains no video frames")
 
     def _play(self) -> Iterator[Chunk]:
-        """Yield the chunks of one pass.
-
-        The last chunk is dropped if it is shorter than 0.5 s, unless it is the only one.
-        """
+        """Yield the chunks of one pass, of which a last one under 0.5 s is dropped."""
         try:
             with self._av.open(str(self._path)) as container:
                 if not container.streams.video:
@@ -153,11 +143,7 @@ class VideoFile:
             ) from None
 
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
-        """Return a chunk of evenly spaced frames from `count` decoded frames.
-
-        kept: the stored frames, by their positions among the decoded ones. For a position without a
-            stored frame, the last stored frame before it is used.
-        """
+        # For a position without a stored frame, the last stored one before it is used.
         positions = evenly_spaced(count, self._frames_per_chunk)
         return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])
 
@@ -166,8 +152,6 @@ class SyntheticCamera:
     """Synthetic video: each second a coloured shape moves in one direction or stands still.
 
     The `truth` of a chunk names the motion. The same seed gives the same video.
-
-    height, width: size of the picture in pixels.
     """
 
     MOTIONS = (
@@ -186,7 +170,7 @@ class SyntheticCamera:
     ) -> None:
         self._fps = fps
         self._frames_per_chunk = frames_per_chunk
-        self._size = (height, width)
+        self._size = (height, width)  # in pixels
         self._random = np.random.default_rng(seed)
 
     def chunks(self) -> Iterator[Chunk]:

@@ -55,6 +55,7 @@ from clients.stream_log import StreamLog, describe, summarise
 MODEL = "video_analytics"
 CHUNK_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
+# Refusals of an invalid request, whose retry would fail too, and drops of a superseded or late one.
 REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
 DROP = re.compile(r"\bCANCELLED: .*(superseded|past its deadline)")
 MAX_IN_FLIGHT = 4  # Maximum number of unanswered chunks of one stream. Further chunks are dropped.
@@ -64,42 +65,19 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a video file, a folder of frames, or `camera`"
-    )
-    parser.add_argument(
-        "prompt", nargs="?", default="", metavar="PROMPT", help="text, if the task needs one"
-    )
+    text = "a video file, a folder of frames, or `camera`"
+    parser.add_argument("source", metavar="SOURCE", help=text)
+    text = "text, if the task needs one"
+    parser.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help=text)
     add_server_arguments(parser)
     parser.set_defaults(task="video")
-    parser.add_argument(
-        "--streams",
-        type=positive_number,
-        default=1,
-        metavar="N",
-        help="number of streams (default: 1)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive_number,
-        default=10,
-        metavar="SECONDS",
-        help="seconds to run (default: 10)",
-    )
-    parser.add_argument(
-        "--fps",
-        type=positive_number,
-        default=30,
-        metavar="N",
-        help="frames per second of a folder or of the camera (default: 30)",
-    )
-    parser.add_argument(
-        "--frames",
-        type=positive_number,
-        default=6,
-        metavar="N",
-        help="frames sent of each second (default: 6)",
-    )
+    for name, word, default, text in (
+        ("--streams", "N", 1, "number of streams (default: 1)"),
+        ("--seconds", "SECONDS", 10, "seconds to run (default: 10)"),
+        ("--fps", "N", 30, "frames per second of a folder or of the camera (default: 30)"),
+        ("--frames", "N", 6, "frames sent of each second (default: 6)"),
+    ):
+        parser.add_argument(name, type=positive_number, default=default, metavar=word, help=text)
     parser.add_argument(
         "--send",
         choices=("png", "jpeg", "raw"),
@@ -107,15 +85,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="format of the frames; raw sends pixels in shared memory, which needs a server on this"
         " machine with --allow-shared-memory (default: jpeg)",
     )
-    parser.add_argument(
-        "--deadline-ms",
-        type=positive_number,
-        metavar="MS",
-        help="drop a chunk that has no answer after this time (default: 4000)",
-    )
-    parser.add_argument(
-        "--jsonl", type=Path, metavar="FILE", help="also write every answer to this file"
-    )
+    text = "drop a chunk that has no answer after this time (default: 4000)"
+    parser.add_argument("--deadline-ms", type=positive_number, metavar="MS", help=text)
+    text = "also write every answer to this file"
+    parser.add_argument("--jsonl", type=Path, metavar="FILE", help=text)
     return parser.parse_args(arguments)
 
 
@@ -135,12 +108,7 @@ class Analysis:
         self.logs = [StreamLog() for _ in range(options.streams)]
 
     async def run(self) -> None:
-        """Play every stream to its end, or until an error that the user can correct.
-
-        A refusal before the first answer counts as such an error, because all requests have the
-        same adapter and task. The shared memory is removed when all requests that may read it have
-        ended, or after DRAIN_SECONDS.
-        """
+        """Play every stream to its end, or until an error that the user can correct."""
         try:
             async with asyncio.TaskGroup() as streams:
                 for stream in range(self._options.streams):
@@ -148,6 +116,7 @@ class Analysis:
         except ExceptionGroup as group:
             raise _first_leaf(group) from None
         finally:
+            # Requests in flight may read the shared memory.
             if self._calls:
                 await asyncio.wait(self._calls, timeout=DRAIN_SECONDS)
             if self._shared is not None:
@@ -186,13 +155,14 @@ class Analysis:
                 log.right += record["result"]["text"].strip() == chunk.truth
                 record |= {"truth": chunk.truth}
         except InferenceServerException as error:
-            if is_drop(error):
+            if DROP.search(str(error.message())):
                 log.dropped += 1
                 self._write(record | {"dropped": explain(error)})
                 return
             log.errors += 1
             record |= {"error": explain(error)}
-            if is_refusal(error) and not any(each.latencies for each in self.logs):
+            # All requests have the same adapter and task, so a first refusal ends the run.
+            if REFUSAL.search(str(error.message())) and not any(log.latencies for log in self.logs):
                 self._write(record)
                 raise ClientError(explain(error)) from error
         finally:
@@ -252,16 +222,6 @@ class Analysis:
             self._file.flush()
 
 
-def is_drop(error: InferenceServerException) -> bool:
-    """Return whether the server dropped the chunk as superseded or late."""
-    return DROP.search(str(error.message())) is not None
-
-
-def is_refusal(error: InferenceServerException) -> bool:
-    """Return whether the server refused the request as invalid, so that a retry would fail too."""
-    return REFUSAL.search(str(error.message())) is not None
-
-
 def _open_for_writing(path: Path) -> IO[str]:
     try:
         return path.open("w")
@@ -276,10 +236,9 @@ def _first_leaf(error: BaseException) -> BaseException:
 
 
 async def analyse(options: argparse.Namespace) -> int:
-    """Run all streams. Return 1 if any chunk had an error, otherwise 0.
+    """Run all streams. Return 1 if any chunk had an error, otherwise 0. Raises ClientError.
 
     SIGTERM stops the run like Ctrl-C: no further chunk is sent, and answers in flight are awaited.
-    Raise ClientError for an error that every chunk would have.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -54,27 +54,14 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         " classify and video need no question",
     )
     add_server_arguments(parser)
-    parser.add_argument(
-        "--max-tokens",
-        type=whole_number,
-        metavar="N",
-        help="maximum number of tokens in the answer",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=decimal_number,
-        metavar="T",
-        help="sampling temperature (default: 0, greedy)",
-    )
-    parser.add_argument(
-        "--seed", type=whole_number, metavar="N", help="seed for a temperature above 0"
-    )
-    parser.add_argument(
-        "--choices",
-        nargs="+",
-        metavar="ANSWER",
-        help="restrict the answer to one of these texts; give this option last",
-    )
+    text = "maximum number of tokens in the answer"
+    parser.add_argument("--max-tokens", type=whole_number, metavar="N", help=text)
+    text = "sampling temperature (default: 0, greedy)"
+    parser.add_argument("--temperature", type=decimal_number, metavar="T", help=text)
+    text = "seed for a temperature above 0"
+    parser.add_argument("--seed", type=whole_number, metavar="N", help=text)
+    text = "restrict the answer to one of these texts; give this option last"
+    parser.add_argument("--choices", nargs="+", metavar="ANSWER", help=text)
     parser.add_argument("--show-timing", action="store_true", help="print latency and token counts")
     return parser.parse_intermixed_args(arguments)
 
@@ -82,8 +69,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
     """Return the image files and the question. A word that names a file is an image file.
 
-    Raise ClientError for a folder, a video, or a missing file: a word that has the suffix of an
-    image or begins with the path of a folder.
+    Raises ClientError for a folder, a video, or a missing file.
     """
     images: list[Path] = []
     question: list[str] = []
@@ -123,10 +109,9 @@ def name_image(message: str, images: Sequence[Path]) -> str:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a path exists. A text that is too long for a path does not."""
     try:
         return path.exists()
-    except OSError:
+    except OSError:  # A text that is too long for a path.
         return False
 
 

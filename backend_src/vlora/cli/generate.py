@@ -5,17 +5,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
 
-from vlora.cli.common import console, counted, option, print_plain, report_errors
+from vlora.cli.common import console, counted, make_table, option, print_plain, report_errors
 from vlora.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
@@ -27,9 +24,6 @@ if TYPE_CHECKING:
     from vlora.generation.trainer import Progress
 
 
-# Progress of a generation run: two bars on a terminal, and lines of text elsewhere.
-
-
 # Minimum number of seconds between two status lines if the output is not a terminal.
 STATUS_SECONDS = 5.0
 
@@ -38,16 +32,12 @@ STATUS_SECONDS = 5.0
 class TimeLeft:
     """Estimates the remaining time from the time per step and the steps per item.
 
-    The estimate uses only steps that this process has trained, so it also holds for a run that was
-    killed and continued. Before the first item is packed, an item is assumed to take `max_steps`
-    steps.
+    Only what this process has trained counts, so the estimate also holds for a continued run.
 
     items: number of items that are not packed yet.
-    max_steps: maximum number of steps of an attempt.
+    max_steps: steps of an item until the first one is packed.
     now: present time in seconds.
-    packed: number of items that this process has packed.
-    steps: number of steps that this process has trained.
-    seconds: time of these steps.
+    packed, steps, seconds: number of items and steps of this process, and time of the steps.
     step, limit: number of steps of the present attempt so far, and maximum number.
     steps_of_item: number of steps that the present item has taken in all of its attempts.
     """
@@ -67,10 +57,8 @@ class TimeLeft:
         self.now = now
 
     def add(self, step: int, limit: int, now: float) -> None:
-        """Count the training up to `step` of the present attempt, which has at most `limit` steps.
-
-        A step that is not higher than the last one belongs to a new attempt.
-        """
+        """Count the training up to `step` of `limit` in the present attempt."""
+        # A step that is not higher than the last one belongs to a new attempt.
         trained = step - self.step if step > self.step else step
         self.step, self.limit = step, limit
         self.steps += trained
@@ -79,10 +67,7 @@ class TimeLeft:
         self.now = now
 
     def pack(self, items: int, now: float) -> None:
-        """Count the present item as packed, if it was trained.
-
-        items: number of items that are not packed yet.
-        """
+        """Count the present item as packed, if it was trained, and `items` as left."""
         if self.steps_of_item:
             self.packed += 1
         self.items, self.now = items, now
@@ -90,9 +75,7 @@ class TimeLeft:
 
     @property
     def estimate(self) -> float | None:
-        """Seconds until all items are packed and the present attempt ends; None if no step was
-        trained yet.
-        """
+        """Seconds until all items are packed and the present attempt ends; None if unknown."""
         if not self.steps:
             return None
         finished = self.steps - self.steps_of_item
@@ -110,16 +93,12 @@ class TimeLeft:
 
 
 class GenerationProgress:
-    """Display of the number of items that are decided, the present attempt and the time left.
+    """Watcher that shows two bars on a terminal, and lines of text elsewhere.
 
-    Its methods are the callbacks of `vlora.generation.run.generate`.
+    shown: whether to show anything. Of several processes, only the first does.
     """
 
     def __init__(self, spec: Spec, *, shown: bool) -> None:
-        """Create the progress display.
-
-        shown: whether to show anything. Of several processes, only the first does.
-        """
         columns = (
             TextColumn("{task.description}"),
             BarColumn(),
@@ -140,12 +119,7 @@ class GenerationProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def report(self, progress: Progress) -> None:
@@ -271,15 +245,11 @@ def _report(outcome: Outcome, out: Path) -> None:
 
 
 def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("item", "task", "metric"):
-        table.add_column(heading)
-    for heading in ("required", "training examples"):
-        table.add_column(heading, justify="right")
+    right = ("required", "training examples")
+    table = make_table(("item", "task", "metric", *right), right)
     for item in spec.items:
-        table.add_row(
-            item.name, item.task, item.metric, f"{item.required:.3f}", str(examples[item.name])
-        )
+        number = str(examples[item.name])
+        table.add_row(item.name, item.task, item.metric, f"{item.required:.3f}", number)
     console.print(table)
     count = len(spec.items)
     steps = spec.training.max_steps * (1 + spec.training.restarts)
@@ -290,11 +260,8 @@ def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("item", "adapter"):
-        table.add_column(heading)
-    for heading in ("required", "base", "reached"):
-        table.add_column(heading, justify="right")
+    right = ("required", "base", "reached")
+    table = make_table(("item", "adapter", *right), right)
     holders = outcome.holders
     for item in outcome.spec.items:
         reached = outcome.reached.get(item.name)

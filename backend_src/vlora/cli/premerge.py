@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
-from vlora.cli.common import Command, console, error_console, option, print_plain, report_errors
+from vlora.cli import common
+from vlora.cli.common import console, option, print_plain
 from vlora.errors import InvalidArgument, known_names, shown
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ Float32 = Annotated[
 DryRun = Annotated[bool, option(None, "Show the choice and the ranks; write nothing.", "--dry-run")]
 
 
-@app.command(cls=Command)
+@app.command(cls=common.Command)
 def premerge(
     model: Model,
     adapters: Adapters,
@@ -71,7 +70,7 @@ def premerge(
     adapter now use the hot one.
     A request that names the new adapter `base` gets the old checkpoint's answer.
     """
-    with report_errors():
+    with common.report_errors():
         if (hot is None) == (requests is None):
             raise InvalidArgument("pass either --hot NAME or --requests FILE")
         # Imported here because they import torch.
@@ -90,7 +89,7 @@ def premerge(
                 f"no adapter '{name}' in {adapters}{known_names(name, sorted(files))}"
             )
         for error in broken.values():
-            error_console.print(f"[yellow]left out:[/] {escape(str(error))}", soft_wrap=True)
+            _warn("left out", str(error))
         if dry_run:
             _print_ranks(_planned_ranks(files, name), max_rank)
             return
@@ -125,10 +124,7 @@ def _check_adapters(
 
 
 def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape) -> str:
-    """Return the adapter whose merge saves the most work, and print the amount saved.
-
-    requests: log of requests, from which the use of each adapter is counted.
-    """
+    """Return the adapter whose merge saves the most work for a log of requests, and print it."""
     from vlora.offline.premerge import BASE_NAME, choose_hot, lora_work, read_request_log
 
     work = {name: lora_work(one.description.ranks, shape) for name, one in files.items()}
@@ -154,16 +150,8 @@ def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape
     return choice.hot
 
 
-def _read(folder: Path, files: AdapterFiles) -> tuple[Path, Adapter]:
-    return folder, files.read()
-
-
 def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int]:
-    """Return the rank of each delta adapter, without reading weights.
-
-    A delta adapter is an adapter minus the hot one. On the checkpoint with the hot adapter merged
-    into it, a delta adapter has the effect that its original adapter has on the old checkpoint.
-    """
+    """Return the rank of each delta adapter (an adapter minus the hot one), without its weights."""
     from vlora.offline.premerge import BASE_ADAPTER
 
     merged = files[hot].description.ranks
@@ -176,21 +164,27 @@ def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int
 
 
 def _print_ranks(ranks: Mapping[str, int], max_rank: int) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("delta adapter")
-    table.add_column("rank", justify="right")
+    table = common.make_table(("delta adapter", "rank"), ("rank",))
     for name, rank in ranks.items():
         style = "yellow" if rank > max_rank else ""
         table.add_row(escape(name), str(rank), style=style)
     console.print(table)
 
 
+def _warn(kind: str, text: str) -> None:
+    common.error_console.print(f"[yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
+
+
+def _read(folder: Path, files: AdapterFiles) -> tuple[Path, Adapter]:
+    return folder, files.read()
+
+
 def _print_report(report: Report, out: Path) -> None:
-    _print_ranks({delta.name: delta.rank for delta in report.deltas}, report.max_rank)
+    _print_ranks(report.deltas, report.max_rank)
     for warning in report.warnings:
-        error_console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+        _warn("warning", warning)
     for error in report.failed.values():
-        error_console.print(f"[yellow]left out:[/] {escape(error)}", soft_wrap=True)
+        _warn("left out", error)
     print_plain(
         f"merged '{report.hot}' into {report.matrices} matrices; rounding to the stored type is"
         f" {report.rounding:.1e} of the adapter's largest change"

@@ -13,18 +13,8 @@ from typing import Annotated
 import typer
 
 from vlora import paths
-from vlora.cli.common import (
-    AdaptersOption,
-    ConfiguredCommand,
-    ModelOption,
-    OptionsFileOption,
-    RepositoryOption,
-    console,
-    load_configuration,
-    option,
-    print_plain,
-    report_errors,
-)
+from vlora.cli import common
+from vlora.cli.common import console, option, print_plain
 from vlora.cli.gateway import check_installed
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
@@ -53,7 +43,8 @@ GatewayPort = Annotated[
     option("PORT", "Also run `vlora gateway`, on this port of --host; 0 chooses a free one."),
 ]
 GatewayKeys = Annotated[
-    Path | None, option("FILE", "File of the gateway's API keys; needed unless --host is loopback.")
+    Path | None,
+    option("FILE", "File of the gateway's API keys; needed unless --host is loopback."),
 ]
 AllowSharedMemory = Annotated[
     bool,
@@ -81,11 +72,11 @@ Triton = Annotated[
 ]
 
 
-@app.command(cls=ConfiguredCommand)
+@app.command(cls=common.ConfiguredCommand)
 def serve(
-    model: ModelOption = None,
-    adapters: AdaptersOption = None,
-    repository: RepositoryOption = None,
+    model: common.ModelOption = None,
+    adapters: common.AdaptersOption = None,
+    repository: common.RepositoryOption = None,
     host: Host = LOOPBACK,
     http_port: HttpPort = 8000,
     grpc_port: GrpcPort = 8001,
@@ -97,17 +88,17 @@ def serve(
     grace: Grace = int(GRACE_SECONDS),
     start_timeout: StartTimeout = None,
     restart: Restart = False,
-    options_file: OptionsFileOption = None,
+    options_file: common.OptionsFileOption = None,
     triton: Triton = None,
 ) -> None:
     """Run a server in the foreground until Ctrl-C; by default with the demo model."""
-    with report_errors():
+    with common.report_errors():
         for warning in unknown_variables(os.environ):
             print_plain(f"warning: {warning}")
         _check_triton_arguments(triton or [])
         ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         check_ports(ports | ({} if gateway_port is None else {"gateway_port": gateway_port}))
-        configured = load_configuration(model, adapters, repository, options_file)
+        configured = common.load_configuration(model, adapters, repository, options_file)
         options = configured.options
         server_options = ServerOptions(
             repository=configured.repository,
@@ -157,23 +148,22 @@ def _gateway(
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
+    show = partial(console.print, soft_wrap=True)
     models = ", ".join(server.options.models)
-    console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
-    console.print(f"model     {options.model}", soft_wrap=True)
-    folder = options.adapters or "none; name a folder with --adapters"
-    console.print(f"adapters  {folder}", soft_wrap=True)
+    show(f"[bold green]ready[/] in {seconds:.1f} s: {models}")
+    show(f"model     {options.model}")
+    show(f"adapters  {options.adapters or 'none; name a folder with --adapters'}")
     if broken := server.broken_adapters():
         names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
-        print_plain(
-            f"{len(broken)} {'adapter' if len(broken) == 1 else 'adapters'} failed to load: {names}"
-            " (for the reasons, see the log or run `vlora adapters check` with the same options)"
-        )
+        reasons = "for the reasons, see the log or run `vlora adapters check` with the same options"
+        number = common.counted(len(broken), "adapter")
+        print_plain(f"{number} failed to load: {names} ({reasons})")
     console.print(f"HTTP      {server.http_url}")
     console.print(f"gRPC      {server.grpc_url}")
     console.print(f"metrics   {server.metrics_url}")
     if gateway is not None:
         console.print(f"gateway   {gateway.url} (starting)")
-    console.print(f"log       {server.log}", soft_wrap=True)
+    show(f"log       {server.log}")
     question = first_question(options, server.http_url)
     hint = f", with an image of yours as {OWN_PICTURE}" if OWN_PICTURE in question else ""
     console.print(f"Try this in another terminal{hint}:")
@@ -184,10 +174,10 @@ def _announce(
 
 
 def first_question(options: Options, url: str) -> str:
-    """Return a shell command that sends the server a question about an image.
+    """Return a shell command that sends the server a question.
 
-    With the demo model, the image is a sample of the demo. With any other model, it is
-    `OWN_PICTURE` in the working directory. A text-only model gets a question without an image.
+    It is about a sample of the demo, with another model about OWN_PICTURE, and has no image with a
+    text-only model.
     """
     generate = f"{url}/v2/models/video_analytics/generate"
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))

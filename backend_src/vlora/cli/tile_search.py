@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vlora.cli.common import Command, option
+from vlora.cli.common import Command, console, counted, option
+
+if TYPE_CHECKING:
+    from vlora.atmm.search.search import Space
 
 ROUNDS, QUICK_ROUNDS = 7, 3
 # Seconds after which MIN_ROUNDS samples of a shape are enough. They count separately for hot and
@@ -58,52 +61,64 @@ def tile_search(
         _on_cuda(dtypes.split(","), output, state, minutes * 60, fresh=fresh)
         return
     from vlora import native
-    from vlora.atmm.search import table
-    from vlora.atmm.search.cpu import CpuBackend
     from vlora.atmm.search.models import BENCH, sides_of
-    from vlora.atmm.search.search import Space, filled, search
-    from vlora.atmm.search.state import State
+    from vlora.atmm.search.search import Space
 
-    console = Console(highlight=False)
-    try:
+    with _errors(ImportError, ValueError, OSError):
         core = native.kernels().runtime
         sides = (*BENCH, *(sides_of(model) if model is not None else ()))
-    except (ImportError, ValueError, OSError) as error:
-        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
-        raise typer.Exit(1) from None
-    device = table.Cpu.here()
     counts = [int(count) for count in threads.split(",")]
     space = Space(sides)
     if quick:
         space = Space(sides, QUICK_RANKS, QUICK_SEGMENTS, max_rows=QUICK_ROWS)
-    folder = output or (state if quick else table.TABLES)
     started = time.monotonic()
     for dtype in dtypes.split(","):
-        isa = core.isa(dtype)
-        found: list[dict[str, Any]] = []
-        files, searched = [], 0
-        for count in counts:
-            backend = CpuBackend(dtype, count)
-            shapes = space.shapes(backend.key)
-            stamp = f"{device.name} {isa} {dtype} {count} quick={quick} {backend.digest}"
-            file = state / f"{isa}-{dtype}-{count}{'-quick' if quick else ''}.jsonl"
-            if fresh:
-                file.unlink(missing_ok=True)
-            known = State(file, stamp)
-            if known.done:
-                console.print(f"{dtype}: {len(known.done)} shapes are already in {file}")
-            effort = (QUICK_ROUNDS, QUICK_BUDGET) if quick else (ROUNDS, BUDGET)
-            entries = search(backend, shapes, known, rounds=effort[0], budget=effort[1])
-            label = f"{dtype}, {count} thread{'s' if count > 1 else ''}"
-            found += filled(_shown(console, label, entries, len(shapes)), backend.key)
-            files.append(file)
-            searched += len(shapes)
-        path = table.path_for(device, isa, dtype, folder)
-        table.write(path, device, isa, dtype, found, threads=counts, shapes=searched)
-        for file in files:
-            file.unlink(missing_ok=True)
-        console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)
+        _on_cpu(dtype, core.isa(dtype), counts, space, output, state, quick=quick, fresh=fresh)
     console.print(f"done in {(time.monotonic() - started) / 60:.1f} min")
+
+
+def _on_cpu(
+    dtype: str,
+    isa: str,
+    counts: list[int],
+    space: Space,
+    output: Path | None,
+    state: Path,
+    *,
+    quick: bool,
+    fresh: bool,
+) -> None:
+    """Search all shapes of a storage type with each number of threads, and write the table."""
+    from vlora.atmm.search import table
+    from vlora.atmm.search.cpu import CpuBackend
+    from vlora.atmm.search.search import filled, search
+    from vlora.atmm.search.state import State
+
+    device = table.Cpu.here()
+    rounds, budget = (QUICK_ROUNDS, QUICK_BUDGET) if quick else (ROUNDS, BUDGET)
+    found: list[dict[str, Any]] = []
+    files, searched = [], 0
+    for count in counts:
+        backend = CpuBackend(dtype, count)
+        shapes = space.shapes(backend.key)
+        stamp = f"{device.name} {isa} {dtype} {count} quick={quick} {backend.digest}"
+        file = state / f"{isa}-{dtype}-{count}{'-quick' if quick else ''}.jsonl"
+        if fresh:
+            file.unlink(missing_ok=True)
+        known = State(file, stamp)
+        if known.done:
+            console.print(f"{dtype}: {len(known.done)} shapes are already in {file}")
+        entries = search(backend, shapes, known, rounds=rounds, budget=budget)
+        found += filled(
+            _shown(f"{dtype}, {counted(count, 'thread')}", entries, len(shapes)), backend.key
+        )
+        files.append(file)
+        searched += len(shapes)
+    path = table.path_for(device, isa, dtype, output or (state if quick else table.TABLES))
+    table.write(path, device, isa, dtype, found, threads=counts, shapes=searched)
+    for file in files:
+        file.unlink(missing_ok=True)
+    console.print(f"{dtype}: {len(found)} entries in {path}", soft_wrap=True)
 
 
 def _on_cuda(
@@ -113,33 +128,29 @@ def _on_cuda(
     from vlora.atmm.search.cuda_search import CudaSearch, shapes, write_table
     from vlora.atmm.tiles import TABLES
 
-    console = Console(highlight=False)
-    try:
+    with _errors(ImportError, OSError, RuntimeError):
         device = operator.current()
-    except (ImportError, OSError, RuntimeError) as error:
-        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
-        raise typer.Exit(1) from None
     file = state / "cuda.jsonl"
     if fresh:
         file.unlink(missing_ok=True)
     wanted = shapes(dtypes)
-    entries = CudaSearch(device).search(wanted, file, seconds)
-    found = _shown(console, "cuda", entries, len(wanted))
+    found = _shown("cuda", CudaSearch(device).search(wanted, file, seconds), len(wanted))
     path = write_table(device, found, output or TABLES)
     console.print(f"{len(found)} of {len(wanted)} shapes in {path}", soft_wrap=True)
 
 
-def _shown(
-    console: Console, label: str, entries: Iterable[dict[str, Any]], total: int
-) -> list[dict[str, Any]]:
+@contextmanager
+def _errors(*kinds: type[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except kinds as error:
+        console.print(f"[bold red]error:[/] {error}", soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _shown(label: str, entries: Iterable[dict[str, Any]], total: int) -> list[dict[str, Any]]:
     """Return the entries as a list, and show a progress bar while they are computed."""
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    found = []
+    text, bar = TextColumn("{task.description}"), BarColumn()
+    columns = (text, bar, MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task(label, total=total)
-        for entry in entries:
-            found.append(entry)
-            progress.update(task, advance=1)
-    return found
+        return list(progress.track(entries, total=total, description=label))

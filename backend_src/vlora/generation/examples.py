@@ -126,10 +126,8 @@ def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed
     parts: dict[str, list[Example]] = {TRAIN: [], VALIDATION: [], TEST: []}
     for example in ranked[: item.max_examples]:
         position = _position(example, seed + 1)
-        name = TRAIN if position < shares[0] else TEST
-        if shares[0] <= position < shares[0] + shares[1]:
-            name = VALIDATION
-        parts[name].append(example)
+        later = VALIDATION if position < shares[0] + shares[1] else TEST
+        parts[TRAIN if position < shares[0] else later].append(example)
     for name, part in parts.items():
         if not part:
             raise InvalidArgument(

@@ -12,15 +12,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from cachetools import LRUCache, cachedmethod
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -193,7 +187,7 @@ class Learner(nn.Module):
         self.labels = list(labels)
         torch.manual_seed(seed)
         names = "|".join(training.targets)
-        config = LoraConfig(
+        config = peft.LoraConfig(
             r=training.rank,
             lora_alpha=training.alpha or 2 * training.rank,
             target_modules=rf".*language_model\.layers\.\d+\.(self_attn|mlp)\.({names})",
@@ -201,7 +195,7 @@ class Learner(nn.Module):
             bias="none",
             task_type="CAUSAL_LM",
         )
-        self.adapted: PeftModel = get_peft_model(base.model, config)
+        self.adapted: peft.PeftModel = peft.get_peft_model(base.model, config)
         self.head = nn.Linear(base.hidden, len(labels)).to(base.device) if labels else None
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.02)
@@ -213,7 +207,7 @@ class Learner(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Load the weights of an earlier adapter and its head, whose labels are all in `labels`."""
-        set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
+        peft.set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
         self._load_head(folder)
 
     def load_merged(self, folders: Sequence[Path], method: str) -> None:
@@ -222,7 +216,9 @@ class Learner(nn.Module):
         names = [f"part{number}" for number in range(len(folders))]
         for name, folder in zip(names, folders, strict=True):
             self.adapted.add_adapter(name, config)
-            set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS), adapter_name=name)
+            peft.set_peft_model_state_dict(
+                self.adapted, load_file(folder / WEIGHTS), adapter_name=name
+            )
             self._load_head(folder)
         self.adapted.add_weighted_adapter(
             names,
@@ -232,14 +228,14 @@ class Learner(nn.Module):
             svd_rank=config.r,
             density=MERGE_DENSITY if method != "svd" else None,
         )
-        state = get_peft_model_state_dict(self.adapted, adapter_name="merged")
+        state = peft.get_peft_model_state_dict(self.adapted, adapter_name="merged")
         # PEFT's merged adapter has the scale 1, but this adapter keeps its own scale.
         scale = config.lora_alpha / config.r
         state = {key: t / scale if ".lora_B." in key else t for key, t in state.items()}
         for name in (*names, "merged"):
             self.adapted.delete_adapter(name)
         self.adapted.set_adapter("default")
-        set_peft_model_state_dict(self.adapted, state)
+        peft.set_peft_model_state_dict(self.adapted, state)
 
     def _load_head(self, folder: Path) -> None:
         if (folder / HEAD_STATE).is_file() and self.head is not None:

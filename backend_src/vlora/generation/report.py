@@ -184,14 +184,13 @@ def write_report(outcome: Outcome, folder: Path) -> Path:
     (folder / "report.json").write_text(text + "\n", encoding="utf-8")
     plots = write_plots(outcome, folder)
     path = folder / "report.md"
-    path.write_text("\n".join(_lines(outcome, plots)) + "\n", encoding="utf-8")
+    path.write_text("\n\n".join(_paragraphs(outcome, plots)) + "\n", encoding="utf-8")
     return path
 
 
-def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
+def _paragraphs(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     report = as_json(outcome)
     yield "# Adapters generated from knowledge items"
-    yield ""
     kept = sum(item["kept"] for item in report["items"].values())
     packed = sum(map(len, report["adapters"].values()))
     adapters = len(report["adapters"])
@@ -201,50 +200,45 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
         f" {'adapter' if adapters == 1 else 'adapters'}. The {tried} attempts and merges took"
         f" {report['seconds'] / 60:.1f} minutes."
     )
-    yield ""
-    yield from _item_lines(outcome, report["items"])
-    yield "## Attempts"
-    yield ""
-    yield (
-        "If a promise is broken on the validation split, the attempt is undone. In parentheses are"
-        " the accuracy and the goal, which is the required accuracy plus the margin."
-    )
-    yield ""
-    yield "| item | to adapter | broken promises | steps | seconds |"
-    yield "|---|---|---|---|---|"
-    for event in outcome.state.events:
-        yield f"| {event.item} | {event.adapter} | {_result(outcome, event)} |"
-    for merge in outcome.state.merges:
-        yield f"| merge of {', '.join(merge.attempt.scores)} | - | {_result(outcome, merge)} |"
-    for plot in plots:
-        yield ""
-        yield f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})"
-
-
-def _item_lines(outcome: Outcome, items: Mapping[str, Any]) -> Iterator[str]:
     yield (
         "Accuracies in this table are measured on the test split, which neither training nor"
         " packing has used."
     )
-    yield ""
-    yield "| item | task | metric | required | base | reached | teacher | promise | adapter |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for name, item in items.items():
-        reached, teacher = (
-            "-" if item[key] is None else f"{item[key]:.3f}" for key in ("reached", "teacher")
-        )
-        promise = "kept" if item["kept"] else "**missed**"
-        yield (
-            f"| {name} | {item['task']} | {item['metric']} | {item['required']:.3f} |"
-            f" {item['base']:.3f} | {reached} | {teacher} | {promise} | {item['adapter'] or '-'} |"
-        )
-    yield ""
+    yield _table(
+        "item | task | metric | required | base | reached | teacher | promise | adapter",
+        [_item_row(name, item) for name, item in report["items"].items()],
+    )
     if outcome.left_out:
         yield f"{len(outcome.left_out)} images were left out:"
-        yield ""
-        for reason in outcome.left_out:
-            yield f"- {reason}"
-        yield ""
+        yield "\n".join(f"- {reason}" for reason in outcome.left_out)
+    yield "## Attempts"
+    yield (
+        "If a promise is broken on the validation split, the attempt is undone. In parentheses are"
+        " the accuracy and the goal, which is the required accuracy plus the margin."
+    )
+    state = outcome.state
+    rows = [f"{one.item} | {one.adapter} | {_result(outcome, one)}" for one in state.events]
+    for merge in state.merges:
+        rows.append(f"merge of {', '.join(merge.attempt.scores)} | - | {_result(outcome, merge)}")
+    yield _table("item | to adapter | broken promises | steps | seconds", rows)
+    for plot in plots:
+        yield f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})"
+
+
+def _table(heads: str, rows: list[str]) -> str:
+    line = "|" + "---|" * (heads.count("|") + 1)
+    return "\n".join([f"| {heads} |", line, *(f"| {row} |" for row in rows)])
+
+
+def _item_row(name: str, item: Mapping[str, Any]) -> str:
+    reached, teacher = (
+        "-" if item[key] is None else f"{item[key]:.3f}" for key in ("reached", "teacher")
+    )
+    promise = "kept" if item["kept"] else "**missed**"
+    return (
+        f"{name} | {item['task']} | {item['metric']} | {item['required']:.3f} | {item['base']:.3f}"
+        f" | {reached} | {teacher} | {promise} | {item['adapter'] or '-'}"
+    )
 
 
 def _result(outcome: Outcome, decision: Event | Merge) -> str:

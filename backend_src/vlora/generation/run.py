@@ -96,29 +96,21 @@ def load_splits(
     return splits
 
 
-@dataclass
 class _Journal:
     """The file from which a killed run continues.
 
-    settings: all settings that determine the result, except for the items.
-    items: settings of each item. Items may be added, but not changed.
     writes: whether this process writes the file. Of several processes, only the first does.
-    written: names of the adapter folders that the run has written.
     """
 
-    path: Path
-    settings: Mapping[str, Any]
-    items: Mapping[str, Any]
-    writes: bool
-    base: dict[str, float] = field(default_factory=dict)
-    written: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, spec: Spec, options: PackingOptions, work: Path, writes: bool) -> _Journal:
-        settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
-        settings["options"] = options.model_dump()
-        items = {item.name: item.model_dump(mode="json") for item in spec.items}
-        return cls(work / STATE, settings, items, writes)
+    def __init__(self, spec: Spec, options: PackingOptions, work: Path, writes: bool) -> None:
+        self.path = work / STATE
+        self.settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
+        self.settings["options"] = options.model_dump()
+        # Items may be added, but not changed.
+        self.items = {item.name: item.model_dump(mode="json") for item in spec.items}
+        self.writes = writes
+        self.base: dict[str, float] = {}  # Accuracy of the base model on the test split.
+        self.written: list[str] = []  # Names of the adapter folders.
 
     def read(self) -> RunState | None:
         """Return the saved state with new items added to `pending`; None if no state was saved."""
@@ -191,7 +183,7 @@ def generate(
         splits = load_splits(spec, work, watcher.status, left_out.append)
     teachers = _teacher_scores(spec, splits)
     trainer = PeftTrainer(spec, options, splits, work, accelerator, watcher.report)
-    journal = _Journal.of(spec, options, work, accelerator.is_main_process)
+    journal = _Journal(spec, options, work, accelerator.is_main_process)
     saved = journal.read()
     _check_output(spec, out, journal.written)
     accelerator.wait_for_everyone()

@@ -265,10 +265,7 @@ class PeftTrainer:
         adapter: int | None,
         version: int,
     ) -> tuple[dict[str, float], int]:
-        """Train until the promises are kept. Return the best weights' scores, and the steps taken.
-
-        new: item that joins the others, or None. adapter: number of the trained one, or None.
-        """
+        """Train until the promises are kept. Return the best weights' scores, and the steps."""
         training = self.spec.training
         weights = [weight for weight in learner.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=training.learning_rate, weight_decay=0.0)
@@ -282,8 +279,7 @@ class PeftTrainer:
         failed = step = 0
         while True:
             rate = training.learning_rate * schedule.rate(step)
-            batch = self._draw(rows, new, scores, version, step)
-            loss = self._step(model, optimizer, rate, batch)
+            loss = self._step(model, optimizer, rate, self._draw(rows, new, scores, version, step))
             step += 1
             average.add(weights)
             if step % training.evaluate_every and step < schedule.end:
@@ -295,12 +291,11 @@ class PeftTrainer:
             failed += 1
             if best is None or slack > best[0]:
                 best, failed = (slack, scores, average.values()), 0
-            ended = step == schedule.end
             # An attempt that nearly keeps its promises continues from its best weights.
             go_on = restarts and self._nearly_reached(best[1])
-            if not broken_promises(self.goals, scores) or (ended and not go_on):
+            if not broken_promises(self.goals, scores) or (step == schedule.end and not go_on):
                 break
-            if ended:
+            if step == schedule.end:
                 restarts, failed = restarts - 1, 0
                 schedule.restart(step)
                 assign(weights, best[2])

@@ -48,12 +48,7 @@ class Health(IntEnum):
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a probe.
-
-    health: state of the server.
-    reason: sentence for the user.
-    seconds: seconds that the probe took.
-    """
+    """Result of a probe, its reason for the user, and the seconds that it took."""
 
     health: Health
     reason: str
@@ -62,11 +57,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files for a connection with TLS.
+    """PEM files for a connection with TLS; key and certificate of the client for mutual TLS.
 
-    ca: certificate authority.
     name: name in the server's certificate, if it differs from the host.
-    key, certificate: key and certificate of the client, for mutual TLS.
     """
 
     ca: Path

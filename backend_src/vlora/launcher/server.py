@@ -19,39 +19,13 @@ from typing import Any
 
 import psutil
 
+from vlora import net
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.errors import ServerError
-from vlora.launcher import draining, server_log
+from vlora.launcher import draining, processes, run_folder, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
-from vlora.launcher.processes import (
-    describe_loading,
-    end,
-    ended_with,
-    how_it_ended,
-    is_alive,
-    model_processes,
-    start_tied,
-)
 from vlora.launcher.repository import STANDARD_OUTPUT, ServerOptions, copy_with_overrides
-from vlora.launcher.run_folder import (
-    RUN_VARIABLE,
-    kept_log,
-    processes_of,
-    protect_shared_memory,
-    release_shared_memory,
-    run_folder,
-    shared_memory_prefix,
-    starting_file,
-)
-from vlora.net import (
-    check_host,
-    choose_ports,
-    closing_arguments,
-    get,
-    listen_arguments,
-    reachable_host,
-)
 
 REPORT_SECONDS = 30.0  # Interval at which progress is reported while the server starts.
 
@@ -83,9 +57,9 @@ class TritonServer:
 
     def __init__(self, options: ServerOptions | None = None) -> None:
         options = options or ServerOptions()
-        check_host(options.host)
+        net.check_host(options.host)
         requested = {f"{name}_port": getattr(options, f"{name}_port") for name in LISTENERS}
-        chosen: dict[str, Any] = choose_ports(requested, options.host)
+        chosen: dict[str, Any] = net.choose_ports(requested, options.host)
         self.options = replace(options, **chosen)
         self.log = Path()
         self._stack = ExitStack()
@@ -96,15 +70,15 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"{reachable_host(self.options.host)}:{self.options.http_port}"
+        return f"{net.reachable_host(self.options.host)}:{self.options.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"{reachable_host(self.options.host)}:{self.options.grpc_port}"
+        return f"{net.reachable_host(self.options.host)}:{self.options.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
+        return f"http://{net.reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
 
     @property
     def is_running(self) -> bool:
@@ -143,56 +117,53 @@ class TritonServer:
 
     def start(self) -> None:
         """Start the process, without waiting until it is ready."""
-        self._folder = self._stack.enter_context(run_folder())
+        self._folder = self._stack.enter_context(run_folder.run_folder())
         self._stack.enter_context(guarded(self._folder))
-        self.log = self.options.log or (
-            kept_log(self.options.http_port)
-            if self.options.keep_log
-            else self._folder / "tritonserver.log"
-        )
         log = None
+        self.log = self.options.log or self._folder / "tritonserver.log"
+        if self.options.keep_log and not self.options.log:
+            self.log = run_folder.kept_log(self.options.http_port)
         if self.log != STANDARD_OUTPUT:
             log = self._stack.enter_context(server_log.create(self.log))
         assembly = assemble(self._folder)
-        repository = self._repository(self._folder)
-        starting_file(self._folder, self.options.grpc_port).touch()
+        repository = self._repository()
+        run_folder.starting_file(self._folder, self.options.grpc_port).touch()
         command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
-        self._process = start_tied(command, self._environment(assembly), log)
+        self._process = processes.start_tied(command, self._environment(assembly), log)
 
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
 
         report: called every REPORT_SECONDS with a sentence about the progress.
 
-        Raises ServerError, with the reason, if the server ends or is not ready within
-        `start_seconds`.
+        Raises ServerError with the reason if the server ends, or after `start_seconds`.
         """
         started = reported = time.monotonic()
         limit = self.options.start_seconds
         while self._get("/v2/health/ready") is None:
             status, now = self.poll(), time.monotonic()
             if status is not None:
-                raise ServerError(
-                    f"the server ended with {ended_with(status)} while starting\n{self.explain()}"
-                )
+                how = f"ended with {processes.ended_with(status)} while starting"
+                raise ServerError(f"the server {how}\n{self.explain()}")
             if limit is not None and now - started >= limit:
                 raise ServerError(
                     f"the server was not ready within {limit:g} s (--start-timeout):"
-                    f" {describe_loading(self.pid)}\n{self.explain()}"
+                    f" {processes.describe_loading(self.pid)}\n{self.explain()}"
                 )
             if report is not None and now - reported >= REPORT_SECONDS:
-                report(f"still loading after {now - started:.0f} s: {describe_loading(self.pid)}")
+                loading = processes.describe_loading(self.pid)
+                report(f"still loading after {now - started:.0f} s: {loading}")
                 reported = now
             time.sleep(0.1)
-        protect_shared_memory(self._folder)
-        self._models = model_processes(self.pid)
+        run_folder.protect_shared_memory(self._folder)
+        self._models = processes.model_processes(self.pid)
         models = self.options.models
         # Triton's own report about the whole server does not suffice: a model whose `config.pbtxt`
         # has an unknown field is only logged.
         missing = [name for name in models if self._get(f"/v2/models/{name}/ready") is None]
         if missing:
             raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
-        starting_file(self._folder, self.options.grpc_port).unlink()
+        run_folder.starting_file(self._folder, self.options.grpc_port).unlink()
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
 
     def poll(self) -> int | None:
@@ -204,10 +175,10 @@ class TritonServer:
         # Triton neither restarts a model whose process has ended nor reports it.
         status = self.poll()
         if status is not None:
-            return f"the server ended unexpectedly with {ended_with(status)}"
+            return f"the server ended unexpectedly with {processes.ended_with(status)}"
         for process, model in self._models.items():
-            if not is_alive(process):
-                how = how_it_ended(process)
+            if not processes.is_alive(process):
+                how = processes.how_it_ended(process)
                 return f"the process of model '{model}' ended" + (f" with {how}" if how else "")
         return None
 
@@ -233,8 +204,8 @@ class TritonServer:
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            end(processes_of(self._folder), grace_seconds=1.0)
-            release_shared_memory(self._folder)
+            processes.end(run_folder.processes_of(self._folder), grace_seconds=1.0)
+            run_folder.release_shared_memory(self._folder)
         self._stack.close()
 
     def _drain(self, seconds: float) -> None:
@@ -255,22 +226,22 @@ class TritonServer:
         """Return the names of the adapters that failed to load, according to the log."""
         return server_log.broken_adapters(server_log.read_end(self.log))
 
-    def _repository(self, folder: Path) -> Path:
+    def _repository(self) -> Path:
         options = self.options
         if not (options.model_json or options.multi_lora):
             return options.repository
-        copy = folder / "model_repository"
+        copy = self._folder / "model_repository"
         copy_with_overrides(options.repository, copy, options.model_json, options.multi_lora)
         return copy
 
     def _arguments(self, repository: Path) -> list[str]:
-        prefix = shared_memory_prefix(self._folder)
+        prefix = run_folder.shared_memory_prefix(self._folder)
         ports = {name: getattr(self.options, f"{name}_port") for name in LISTENERS}
         python = {**PYTHON_BACKEND, "shm-region-prefix-name": prefix}
         return [
             f"--model-repository={repository}",
-            *listen_arguments(self.options.host, ports),
-            *closing_arguments(self.options.allow_shared_memory, self.options.triton_arguments),
+            *net.listen_arguments(self.options.host, ports),
+            *net.closing_arguments(self.options.allow_shared_memory, self.options.triton_arguments),
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
@@ -283,7 +254,7 @@ class TritonServer:
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
         environment = {**os.environ, **assembly.environment, **self.options.environment}
-        environment[RUN_VARIABLE] = str(self._folder)
+        environment[run_folder.RUN_VARIABLE] = str(self._folder)
         model, adapters = self.options.model, self.options.adapters
         for variable, folder in ((MODEL_VARIABLE, model), (ADAPTERS_VARIABLE, adapters)):
             if folder is not None:
@@ -294,6 +265,6 @@ class TritonServer:
 
     def _get(self, path: str) -> bytes | None:
         try:
-            return get(f"http://{self.http_url}{path}", seconds=5, direct=True)
+            return net.get(f"http://{self.http_url}{path}", seconds=5, direct=True)
         except OSError:
             return None

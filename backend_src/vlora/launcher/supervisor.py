@@ -44,8 +44,7 @@ class Supervisor:
     """Runs servers with these options until a signal or a failure.
 
     say: function that prints a message for the user.
-    restart: conditions for restarting a server that has failed; None never restarts it.
-    make: function that creates a server without starting it.
+    restart: None never restarts a server that has failed.
     """
 
     def __init__(
