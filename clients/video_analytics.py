@@ -35,19 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run as a file
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from clients.common import (
-    ANSWER_SECONDS,
-    ClientError,
-    add_server_arguments,
-    connect,
-    explain,
-    first_string,
-    positive_number,
-    request_inputs,
-    run_main,
-    sampling_parameters,
-    string_input,
-)
+from clients import common
+from clients.common import ClientError
 from clients.frames import Chunk, encode_frame, open_source
 from clients.shared_frames import SharedFrames
 from clients.stream_log import StreamLog, describe, summarise
@@ -69,7 +58,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("source", metavar="SOURCE", help=text)
     text = "text, if the task needs one"
     parser.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help=text)
-    add_server_arguments(parser)
+    common.add_server_arguments(parser)
     parser.set_defaults(task="video")
     for name, word, default, text in (
         ("--streams", "N", 1, "number of streams (default: 1)"),
@@ -77,7 +66,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         ("--fps", "N", 30, "frames per second of a folder or of the camera (default: 30)"),
         ("--frames", "N", 6, "frames sent of each second (default: 6)"),
     ):
-        parser.add_argument(name, type=positive_number, default=default, metavar=word, help=text)
+        parser.add_argument(
+            name, type=common.positive_number, default=default, metavar=word, help=text
+        )
     parser.add_argument(
         "--send",
         choices=("png", "jpeg", "raw"),
@@ -86,7 +77,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         " machine with --allow-shared-memory (default: jpeg)",
     )
     text = "drop a chunk that has no answer after this time (default: 4000)"
-    parser.add_argument("--deadline-ms", type=positive_number, metavar="MS", help=text)
+    parser.add_argument("--deadline-ms", type=common.positive_number, metavar="MS", help=text)
     text = "also write every answer to this file"
     parser.add_argument("--jsonl", type=Path, metavar="FILE", help=text)
     return parser.parse_args(arguments)
@@ -149,7 +140,7 @@ class Analysis:
             latency = time.perf_counter() - start
             log.latencies.append(latency)
             record |= {"latency_ms": round(latency * 1e3, 2)}
-            record |= {"result": json.loads(first_string(answer, "result"))}
+            record |= {"result": json.loads(common.first_string(answer, "result"))}
             if self._knows_truth and chunk.truth is not None:
                 log.known += 1
                 log.right += record["result"]["text"].strip() == chunk.truth
@@ -157,14 +148,14 @@ class Analysis:
         except InferenceServerException as error:
             if DROP.search(str(error.message())):
                 log.dropped += 1
-                self._write(record | {"dropped": explain(error)})
+                self._write(record | {"dropped": common.explain(error)})
                 return
             log.errors += 1
-            record |= {"error": explain(error)}
+            record |= {"error": common.explain(error)}
             # All requests have the same adapter and task, so a first refusal ends the run.
             if REFUSAL.search(str(error.message())) and not any(log.latencies for log in self.logs):
                 self._write(record)
-                raise ClientError(explain(error)) from error
+                raise ClientError(common.explain(error)) from error
         finally:
             log.in_flight -= 1
             if slot is not None and self._shared is not None:
@@ -172,7 +163,7 @@ class Analysis:
         self._report(record)
 
     def _sampling(self, stream: int) -> str:
-        return sampling_parameters(
+        return common.sampling_parameters(
             self._options.adapter,
             stream_id=f"{self._run}-{stream}",
             supersede=True,
@@ -182,7 +173,7 @@ class Analysis:
     async def _call(self, inputs: list[Any]) -> Any:
         """Return the answer to one request. The request continues if its stream ends early."""
         call = asyncio.ensure_future(
-            self._client.infer(MODEL, inputs, client_timeout=ANSWER_SECONDS)
+            self._client.infer(MODEL, inputs, client_timeout=common.ANSWER_SECONDS)
         )
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -191,17 +182,17 @@ class Analysis:
     async def _inputs(self, chunk: Chunk, stream: int) -> tuple[int | None, list[Any]]:
         """Return the request's slot of shared memory, or None, and its inputs."""
         options, metadata = self._options, json.dumps({"stream": stream})
-        common = {"sampling": self._sampling(stream), "task": options.task, "metadata": metadata}
+        named = {"sampling": self._sampling(stream), "task": options.task, "metadata": metadata}
         if options.send == "raw":
             shared = await self._shared_frames(chunk)
             slot, frames_raw = shared.acquire(chunk.frames)
-            return slot, [*request_inputs(options.prompt, **common), frames_raw]
+            return slot, [*common.request_inputs(options.prompt, **named), frames_raw]
         format = options.send.upper()
         encoded = await asyncio.to_thread(
             lambda: [encode_frame(frame, format) for frame in chunk.frames]
         )
-        inputs = request_inputs(options.prompt, **common)
-        return None, [*inputs, string_input("frames", encoded)]
+        inputs = common.request_inputs(options.prompt, **named)
+        return None, [*inputs, common.string_input("frames", encoded)]
 
     async def _shared_frames(self, chunk: Chunk) -> SharedFrames:
         async with self._opening:
@@ -262,7 +253,7 @@ async def analyse(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     open_source(options.source, options.fps, options.frames, 0)
-    connect(options.url, MODEL).close()
+    common.connect(options.url, MODEL).close()
     try:
         return asyncio.run(analyse(options))
     except asyncio.CancelledError:
@@ -270,4 +261,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    common.run_main(main)
