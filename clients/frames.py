@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
@@ -31,19 +31,15 @@ class Chunk:
     truth: str | None = None
 
 
-class Source(Protocol):
-    """An endless sequence of chunks for one stream."""
-
-    def chunks(self) -> Iterator[Chunk]: ...
-
-
 def evenly_spaced(count: int, wanted: int) -> list[int]:
     """Return the indices of `wanted` evenly spaced frames out of `count`."""
     return [i * count // wanted for i in range(wanted)]
 
 
-def open_source(name: str, fps: int, frames_per_chunk: int, stream: int) -> Source:
-    """Return the source for `camera`, a folder or a video file. Raise ClientError otherwise."""
+def open_source(
+    name: str, fps: int, frames_per_chunk: int, stream: int
+) -> SyntheticCamera | FrameFolder | VideoFile:
+    """Return the source for `camera`, a folder or a video file. Raises ClientError otherwise."""
     if name == "camera":
         return SyntheticCamera(fps, frames_per_chunk, seed=stream)
     path = Path(name)

@@ -135,12 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(model.id)
             else:
                 ask(client, given)
-    except openai.NotFoundError as error:
-        # The gateway's errors have a code. Another server, such as Triton on port 8000, has none.
-        hint = "" if error.code else f"; is {given.url} the URL of a gateway?"
-        sys.exit(f"error: {explain(error)}{hint}")
     except openai.APIStatusError as error:
-        sys.exit(f"error: {explain(error)}")
+        # The gateway's errors have a code. Another server, such as Triton on port 8000, has none.
+        unknown = error.status_code == 404 and not error.code
+        hint = f"; is {given.url} the URL of a gateway?" if unknown else ""
+        sys.exit(f"error: {explain(error)}{hint}")
     except openai.APIConnectionError:
         sys.exit(
             f"error: no gateway answers at {given.url}; start one: vlora serve --gateway-port 8080"

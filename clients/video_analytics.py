@@ -160,7 +160,8 @@ class Analysis:
             log.in_flight -= 1
             if slot is not None and self._shared is not None:
                 self._shared.release(slot)
-        self._report(record)
+        self._write(record)
+        print(describe(record), flush=True)
 
     def _sampling(self, stream: int) -> str:
         return common.sampling_parameters(
@@ -202,10 +203,6 @@ class Analysis:
                 self._shared = SharedFrames(self._client, slots, clip_bytes)
                 await self._shared.open()
             return self._shared
-
-    def _report(self, record: dict[str, Any]) -> None:
-        self._write(record)
-        print(describe(record), flush=True)
 
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:

@@ -12,6 +12,7 @@ import typer
 
 from vlora.cli.common import Group
 
+# Modules of this package, in the order of `vlora --help`.
 COMMANDS = (
     "serve",
     "gateway",

@@ -77,10 +77,12 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
         table.add_column(head, no_wrap=head not in ("targets", "invocation", "tasks"))
     for info in infos:
         invocation = " ".join(map(str, info.invocation)) or "-"
+        # `vision` stands for the vision tower and the connector.
+        targets = (*info.targets, "vision") if info.vision_ranks else info.targets
         table.add_row(
             escape(info.name),
             " ".join(map(str, sorted({*info.ranks, *info.vision_ranks}))),
-            " ".join(target.removesuffix("_proj") for target in _targets_of(info)),
+            " ".join(target.removesuffix("_proj") for target in targets),
             *([invocation] if activated else []),
             escape(" ".join(info.tasks)) or "any",
             escape(f"{' '.join(info.head_tasks)}: {len(info.head_labels)}")
@@ -89,10 +91,6 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
             info.digest[:12],
         )
     return table
-
-
-def _targets_of(info: AdapterInfo) -> tuple[str, ...]:
-    return (*info.targets, "vision") if info.vision_ranks else info.targets
 
 
 def _read_all(

@@ -6,6 +6,7 @@ import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from vlora.gateway.backend import Piece
@@ -40,16 +41,13 @@ class CompletionWriter:
         logprobs = self._logprobs([token for piece in pieces for token in piece.logprobs])
         for piece in pieces:
             self._count(piece)
-        choice: dict[str, Any] = {"index": 0}
+        content: dict[str, Any] = {"text": text}
         if self._ask.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        choice |= {"logprobs": logprobs, "finish_reason": self.finish_reason}
-        kind = "chat.completion" if self._ask.chat else "text_completion"
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        end = {"logprobs": logprobs, "finish_reason": self.finish_reason}
         return {
-            **self._head(kind),
-            "choices": [choice],
+            **self._head("chat.completion" if self._ask.chat else "text_completion"),
+            "choices": [{"index": 0, **content, **end}],
             "usage": self._usage(),
             "vlora": _extra(pieces[-1]),
         }
@@ -135,7 +133,9 @@ class CompletionWriter:
         if top is None or not tokens:
             return None
         alternatives = [
-            sorted((entry for entry in token.values() if entry["rank"] <= top), key=_rank)
+            sorted(
+                (entry for entry in token.values() if entry["rank"] <= top), key=itemgetter("rank")
+            )
             for token in tokens
         ]
         sampled = [next(iter(token.values())) for token in tokens]
@@ -160,10 +160,6 @@ class CompletionWriter:
 
 def _event(chunk: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(chunk).encode()
-
-
-def _rank(entry: Mapping[str, Any]) -> int:
-    return int(entry["rank"])
 
 
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:

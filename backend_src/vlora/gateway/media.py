@@ -11,7 +11,7 @@ import asyncio
 import binascii
 import ipaddress
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -139,12 +139,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         self._backend = httpcore2.AnyIOBackend()
 
     async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
+        self, host: str, port: int, *args: Any, **kwargs: Any
     ) -> httpcore2.AsyncNetworkStream:
         """Return a connection to `host`, all of whose addresses must be public."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -154,9 +149,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
                 raise PrivateAddress(
                     f"images may not be fetched from {host!r}: its address is not public"
                 )
-        return await self._backend.connect_tcp(
-            addresses[0], port, timeout, local_address, socket_options
-        )
+        return await self._backend.connect_tcp(addresses[0], port, *args, **kwargs)
 
     async def connect_unix_socket(self, *args: Any, **kwargs: Any) -> Any:
         """Raise PrivateAddress, because a URL must not name a socket of this machine."""

@@ -243,7 +243,8 @@ def merge_next(
     pairs = [
         (first, second)
         for first, second in combinations(state.adapters, 2)
-        if (first.version, second.version) not in tried and _may_merge(spec, first, second)
+        if (first.version, second.version) not in tried
+        and all(may_share(spec, spec.item(name), first) for name in second.items)
     ]
     if not pairs:
         return None
@@ -270,10 +271,6 @@ def _hopeless(goals: Goals, state: RunState, first: Packed, second: Packed) -> b
         if event.item in items.get(event.adapter, ())
         for name in event.broken
     )
-
-
-def _may_merge(spec: Spec, first: Packed, second: Packed) -> bool:
-    return all(may_share(spec, spec.item(name), first) for name in second.items)
 
 
 def similar_order(names: Sequence[str], likeness: Callable[[str, str], float]) -> tuple[str, ...]:

@@ -59,13 +59,9 @@ def _accuracy(outcome: Outcome) -> Any:
     bars = axes.bar([place + 0.2 for place in places], reached, 0.4, label="adapter")
     texts = [f"{outcome.reached[n]:.2f}" if n in outcome.reached else "none" for n in names]
     axes.bar_label(bars, texts, fontsize=7)
-    axes.hlines(
-        [item.required for item in outcome.spec.items],
-        [place - 0.45 for place in places],
-        [place + 0.45 for place in places],
-        "black",
-        label="required",
-    )
+    required = [item.required for item in outcome.spec.items]
+    left, right = ([place + side for place in places] for side in (-0.45, 0.45))
+    axes.hlines(required, left, right, "black", label="required")
     axes.set_xticks(list(places), names, rotation=30, ha="right")
     figure.legend(loc="outside lower center", ncols=3)
     return figure
@@ -143,9 +139,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "seed": spec.seed,
         "items": {
             item.name: {
-                "task": item.task,
-                "metric": item.metric,
-                "required": item.required,
+                **item.model_dump(include={"task", "metric", "required"}),
                 "base": outcome.base[item.name],
                 "reached": outcome.reached.get(item.name),
                 "teacher": outcome.teachers.get(item.name),
@@ -158,12 +152,9 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "adapters": {folder_name(spec, adapter): list(adapter.items) for adapter in state.adapters},
         "items_per_adapter": round(len(holders) / len(state.adapters), 2) if state.adapters else 0,
         "attempts": [
-            {"item": event.item, "adapter": event.adapter, **_attempt(event)}
-            for event in state.events
+            {"item": one.item, "adapter": one.adapter, **_attempt(one)} for one in state.events
         ],
-        "merges": [
-            {"items": list(merge.attempt.scores), **_attempt(merge)} for merge in state.merges
-        ],
+        "merges": [{"items": list(one.attempt.scores), **_attempt(one)} for one in state.merges],
         "seconds": round(sum(one.attempt.seconds for one in (*state.events, *state.merges)), 1),
     }
 

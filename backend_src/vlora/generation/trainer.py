@@ -213,7 +213,8 @@ class PeftTrainer:
                 learner.load(self.folder(onto.version))
             number = onto.number if onto else None
             scores, steps = self._run(learner, items, item.name, number, version)
-            return self._stored(learner, version, scores, steps, started)
+            self._save(learner, version)
+        return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
     def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
         """Merge two adapters as `fusion.Trainer.merge` describes, with weight 1 each."""
@@ -225,7 +226,8 @@ class PeftTrainer:
             scores = self.evaluate(learner, items, "validation")
             if train and broken_promises(self.goals, scores):
                 scores, steps = self._run(learner, items, None, first.number, version)
-            return self._stored(learner, version, scores, steps, started)
+            self._save(learner, version)
+        return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
     def _items(self, names: Iterable[str]) -> list[Item]:
         return [self.spec.item(name) for name in names]
@@ -238,18 +240,10 @@ class PeftTrainer:
         finally:
             learner.release()
 
-    def _stored(
-        self,
-        learner: Learner,
-        version: int,
-        scores: Mapping[str, float],
-        steps: int,
-        started: float,
-    ) -> Attempt:
+    def _save(self, learner: Learner, version: int) -> None:
         if self._accelerator.is_main_process:
             learner.save(self.folder(version))
         self._accelerator.wait_for_everyone()
-        return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
     def labels(self, items: Sequence[Item]) -> list[str]:
         """Return the labels of the head that these items share, in a fixed order."""

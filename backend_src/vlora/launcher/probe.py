@@ -72,11 +72,9 @@ def _channel(address: str, tls: Tls | None) -> grpc.Channel:
     direct = grpc_options(address.rpartition(":")[0])
     if tls is None:
         return grpc.insecure_channel(address, direct)
-    credentials = grpc.ssl_channel_credentials(
-        tls.ca.read_bytes(),
-        None if tls.key is None else tls.key.read_bytes(),
-        None if tls.certificate is None else tls.certificate.read_bytes(),
-    )
+    files = (tls.ca, tls.key, tls.certificate)
+    contents = (None if file is None else file.read_bytes() for file in files)
+    credentials = grpc.ssl_channel_credentials(*contents)
     name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
     return grpc.secure_channel(address, credentials, (*direct, *name))
 

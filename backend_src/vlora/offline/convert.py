@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -50,17 +50,8 @@ ROUNDING = 1e-5  # Singular values below this share of the largest one are round
 _GLOBAL = re.compile(r"GLOBAL (\S+)")  # The code that a pickle would run, in torch's error.
 
 
-class Tensors(Protocol):
-    """Tensors by key, from a safetensors file or a pickle. `shapes` needs no reading."""
-
-    shapes: dict[str, tuple[int, ...]]
-
-    def stored(self, key: str) -> torch.Tensor:
-        """Return the tensor as it is stored. Raise InvalidArgument if it cannot be read."""
-
-
 class PickledTensors:
-    """Tensors of an `adapter_model.bin`, all in memory."""
+    """Tensors of an `adapter_model.bin`, all in memory, with the methods of `WeightsFile`."""
 
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
         """Read the file. Raises InvalidArgument for anything but dense floats of a legal size."""
@@ -76,6 +67,9 @@ class PickledTensors:
 
     def stored(self, key: str) -> torch.Tensor:
         return self._tensors[key]
+
+
+Tensors = WeightsFile | PickledTensors
 
 
 def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
@@ -187,92 +181,6 @@ def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: 
         q, r = torch.linalg.qr(weight)
         initial = LoraPair(r[:rank], scale * q[:, :rank])
     return LoraPair(torch.cat([pair.a, initial.a]), torch.cat([pair.b, -initial.b], dim=1))
-
-
-def changes_of(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    checkpoint: Path,
-    shape: ModelShape,
-    invalid: ErrorFactory,
-) -> dict[MatrixId, Callable[[], torch.Tensor]]:
-    """Return functions that compute the change of each matrix by PEFT, [d_out, d_in] fp32.
-
-    The whole model is loaded in fp32. Raises InvalidArgument if PEFT cannot express the adapter as
-    changes of matrices of the language model, and Unsupported if PEFT is not installed.
-    """
-    try:
-        from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError as error:
-        raise Unsupported(
-            f"converting this adapter needs {error.name}: pip install 'vlora[train]'"
-        ) from error
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise invalid(f"has NaN or Inf in '{name}'")
-    if config.get("bias", "none") != "none":
-        raise invalid(f"has bias {config['bias']!r}, which no LoRA can express")
-    model = _adapted_model(config, tensors, checkpoint, invalid)
-    changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        if not module.supports_lora_conversion(ADAPTER):
-            raise invalid(
-                f"is of type {config.get('peft_type')!r}, which PEFT cannot convert to LoRA"
-            )
-        try:
-            matrix = parse_key(f"{path}.weight", shape).matrix
-        except UnknownKey as reason:
-            raise invalid(f"changes '{path}', {reason}") from None
-        if matrix is None:
-            raise invalid(f"changes '{path}', the embeddings, which no LoRA can express")
-        changes[matrix] = partial(_change, module)
-    return changes
-
-
-def _adapted_model(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    checkpoint: Path,
-    invalid: ErrorFactory,
-) -> Any:
-    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-
-    try:
-        parsed = PeftConfig.from_peft_type(**config)
-        model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
-        loaded = set_peft_model_state_dict(model, dict(tensors), ADAPTER)
-    except Exception as error:  # PEFT raises any type for an invalid adapter.
-        raise invalid(
-            f"of type {config.get('peft_type')!r} cannot be loaded by PEFT:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    missing = [key for key in loaded.missing_keys if model.base_model.prefix in key]
-    if missing or loaded.unexpected_keys:
-        strange = (missing or loaded.unexpected_keys)[0]
-        raise invalid(
-            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
-            f" {'expects' if missing else 'does not know'} for this checkpoint"
-        )
-    return model
-
-
-def _change(module: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        change: torch.Tensor = module.get_delta_weight(ADAPTER).to(torch.float32)
-    return change
-
-
-def _stock_model(checkpoint: Path) -> Any:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    multimodal = type(AutoConfig.from_pretrained(checkpoint)) in (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    )
-    model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    return model.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -477,9 +385,91 @@ def _pairs_by_peft(source: _Source, result: Conversion) -> Mapping[MatrixId, Lor
             result.dropped.append(key)
         else:
             kept[key] = source.tensors.stored(key)
-    config = source.config_without("modules_to_save")
-    changes = changes_of(config, kept, source.base.folder, source.shape, source.invalid)
+    changes = _changes_of(source, kept)
     return _factorize(source, changes, lambda matrix: changes[matrix](), result)
+
+
+def _changes_of(
+    source: _Source, tensors: Mapping[str, torch.Tensor]
+) -> dict[MatrixId, Callable[[], torch.Tensor]]:
+    """Return functions that compute the change of each matrix by PEFT, [d_out, d_in] fp32.
+
+    The whole model is loaded in fp32. Raises InvalidArgument if PEFT cannot express the adapter as
+    changes of matrices of the language model, and Unsupported if PEFT is not installed.
+    """
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError as error:
+        raise Unsupported(
+            f"converting this adapter needs {error.name}: pip install 'vlora[train]'"
+        ) from error
+    config, invalid = source.config_without("modules_to_save"), source.invalid
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise invalid(f"has NaN or Inf in '{name}'")
+    if config.get("bias", "none") != "none":
+        raise invalid(f"has bias {config['bias']!r}, which no LoRA can express")
+    model = _adapted_model(config, tensors, source.base.folder, invalid)
+    changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if not module.supports_lora_conversion(ADAPTER):
+            raise invalid(
+                f"is of type {config.get('peft_type')!r}, which PEFT cannot convert to LoRA"
+            )
+        try:
+            matrix = parse_key(f"{path}.weight", source.shape).matrix
+        except UnknownKey as reason:
+            raise invalid(f"changes '{path}', {reason}") from None
+        if matrix is None:
+            raise invalid(f"changes '{path}', the embeddings, which no LoRA can express")
+        changes[matrix] = partial(_change, module)
+    return changes
+
+
+def _adapted_model(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    checkpoint: Path,
+    invalid: ErrorFactory,
+) -> Any:
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+
+    try:
+        parsed = PeftConfig.from_peft_type(**config)
+        model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
+        loaded = set_peft_model_state_dict(model, dict(tensors), ADAPTER)
+    except Exception as error:  # PEFT raises any type for an invalid adapter.
+        raise invalid(
+            f"of type {config.get('peft_type')!r} cannot be loaded by PEFT:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    missing = [key for key in loaded.missing_keys if model.base_model.prefix in key]
+    if missing or loaded.unexpected_keys:
+        strange = (missing or loaded.unexpected_keys)[0]
+        raise invalid(
+            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
+            f" {'expects' if missing else 'does not know'} for this checkpoint"
+        )
+    return model
+
+
+def _change(module: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        change: torch.Tensor = module.get_delta_weight(ADAPTER).to(torch.float32)
+    return change
+
+
+def _stock_model(checkpoint: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    multimodal = type(AutoConfig.from_pretrained(checkpoint)) in (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return model.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 def _factorize(
