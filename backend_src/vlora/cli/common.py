@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import takewhile
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from vlora.config import (
@@ -27,14 +29,9 @@ from vlora.config import (
 from vlora.errors import ServerError, VLoraError
 from vlora.launcher.repository import default_repository
 
-# Help texts that name the values of options in words instead of Python types.
-
-
+# Words for values of options without a `metavar` of their own, instead of Python types.
 WORDS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-"""Words for values of options without a `metavar` of their own."""
-
-REQUIRED = re.compile(r"\{(\w+)\}")
-"""Form in which typer shows a required argument in the usage."""
+REQUIRED = re.compile(r"\{(\w+)\}")  # Form in which typer shows a required argument in the usage.
 
 
 class Command(TyperCommand):
@@ -62,7 +59,6 @@ def run_command(function: Callable[..., None]) -> None:
 
 
 def _worded(parameters: list[Any]) -> list[Any]:
-    """Give words to those parameters that have none."""
     for one in parameters:
         if isinstance(one, TyperArgument):
             one.metavar = one.metavar or one.name.upper()
@@ -76,47 +72,46 @@ def _worded(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+def option(word: str | None, text: str, *flags: str, **more: Any) -> Any:
+    """Return an option with this placeholder for its value, or None for a flag, and help text."""
+    return typer.Option(*flags, metavar=word, help=text, **more)
+
+
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False)
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option(
-        "--model",
-        metavar="FOLDER",
-        help="Folder of the checkpoint. Default: the one in model.json.",
-    ),
+    option("FOLDER", "Folder of the checkpoint. Default: the one in model.json.", "--model"),
 ]
 AdaptersOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Folder of the adapters. Default: the one in model.json, or none if --model is set.",
         "--adapters",
-        metavar="FOLDER",
-        help="Folder of the adapters. Default: the one in model.json, or none if --model is set.",
     ),
 ]
 RepositoryOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Model repository with model.json. Default: the one in the package vlora.",
         "--repository",
-        metavar="FOLDER",
-        help="Model repository with model.json. Default: the one in the package vlora.",
     ),
 ]
 OptionsFileOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FILE",
+        "JSON file with keys that replace those of model.json, such as quantization.",
         "--options",
-        metavar="FILE",
-        help="JSON file with keys that replace those of model.json, such as quantization.",
     ),
 ]
 
 
 class ConfiguredCommand(Command):
-    """A command with `--options FILE`, which says so if a key of `model.json` is used as an option
-    of its own, such as `--quantization int8`.
-    """
+    """A command with `--options FILE`, which hints at it for a key of `model.json`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
@@ -137,9 +132,7 @@ class ConfiguredCommand(Command):
 class Configuration:
     """The options that a server with this repository would have, and their sources.
 
-    repository: folder of the model repository.
     replacing: keys that replace those of its `model.json`.
-    options: the resulting options.
     names: adapter folders by name, as in `multi_lora.json`.
     """
 
@@ -147,6 +140,14 @@ class Configuration:
     replacing: dict[str, Any]
     options: Options
     names: dict[str, str]
+
+
+def make_table(heads: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:
+    """Return an empty table with these columns, of which those in `right` are aligned right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title)
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left")
+    return table
 
 
 def print_plain(text: str) -> None:
@@ -177,12 +178,8 @@ def load_configuration(
 ) -> Configuration:
     """Return the configuration of a model repository, with these overrides.
 
-    model, adapters: folders that replace those in its `model.json`.
-    repository: folder of the model repository; None for the one of vlora.
-    options_file: JSON file with keys that replace those of `model.json`.
-
-    Raises ServerError if there is no checkpoint or no adapters folder at the configured paths, or
-    if the adapters folder is itself an adapter, and InvalidArgument for invalid options.
+    Raises ServerError without a checkpoint or a valid adapters folder at the configured paths, and
+    InvalidArgument for invalid options.
     """
     repository = repository or default_repository()
     version = repository / "lmm" / "1"
