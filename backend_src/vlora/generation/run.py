@@ -146,7 +146,7 @@ class _Journal:
 
 
 class Watcher(Protocol):
-    """Receives the progress of a run. A subclass ignores what it does not override."""
+    """Receives the progress of a run."""
 
     def report(self, progress: Progress) -> None:
         """Take the result of an evaluation."""
@@ -158,8 +158,17 @@ class Watcher(Protocol):
         """Take what the run does next, other than attempts."""
 
 
-class Unwatched(Watcher):
-    pass
+class Unwatched:
+    """A watcher that ignores everything."""
+
+    def report(self, progress: Progress) -> None:
+        pass
+
+    def decided(self, state: RunState) -> None:
+        pass
+
+    def status(self, text: str) -> None:
+        pass
 
 
 def generate(
