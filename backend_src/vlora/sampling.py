@@ -211,26 +211,29 @@ class SamplingParams:
         if "choices" in values or "structured_outputs" in values:
             values.setdefault("max_tokens", None)
         params = replace(defaults or SamplingParams(), **values)
-        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        params._check_combinations()
+        return params
+
+    def _check_combinations(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument(
-                f"'min_tokens' = {params.min_tokens} is above 'max_tokens' = {params.max_tokens}"
+                f"'min_tokens' = {self.min_tokens} is above 'max_tokens' = {self.max_tokens}"
             )
-        if params.supersede and params.stream_id is None:
+        if self.supersede and self.stream_id is None:
             raise InvalidArgument(
                 "'supersede' needs 'stream_id', the id of the stream whose requests it cancels"
             )
-        conflicts = [key for key in _NOT_WITH_CHOICES if getattr(params, key)]
-        if params.choices and conflicts:
+        conflicts = [key for key in _NOT_WITH_CHOICES if getattr(self, key)]
+        if self.choices and conflicts:
             raise InvalidArgument(
                 f"'choices' cannot be combined with '{conflicts[0]}': the answer is a full choice"
             )
         conflicts = [key for key in conflicts if key in _NOT_WITH_STRUCTURE]
-        if params.structured_outputs is not None and conflicts:
+        if self.structured_outputs is not None and conflicts:
             raise InvalidArgument(
                 f"'structured_outputs' cannot be combined with '{conflicts[0]}': the structure"
                 " determines where the answer may end"
             )
-        return params
 
 
 def is_known(key: str) -> bool:
@@ -239,10 +242,6 @@ def is_known(key: str) -> bool:
 
 
 def _check_refused(key: str, value: Any) -> None:
-    """Raise Unsupported for a refused key whose value differs from what this server does.
-
-    Raises InvalidArgument for an unknown key.
-    """
     if key not in REFUSED:
         raise InvalidArgument(
             f"unknown sampling parameter {shown(key)}{nearest(key, KNOWN_KEYS) or '.'}"
@@ -255,7 +254,6 @@ def _check_refused(key: str, value: Any) -> None:
 
 
 def _equals(value: Any, accepted: Any) -> bool:
-    """Return whether a client's value equals `accepted`. Numbers and booleans may be text."""
     if isinstance(value, str):
         try:
             value = BOOLEANS[value.lower()] if value.lower() in BOOLEANS else float(value)

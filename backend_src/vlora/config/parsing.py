@@ -166,10 +166,9 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
 
 
 def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of options by name, and notes about keys without effect.
+    """Return the values of options, and notes about keys without effect.
 
-    Combinations of options are not checked. Raises InvalidArgument with the key and its valid
-    values.
+    Combinations of options are not checked.
     """
     values: dict[str, Any] = {}
     notes = []
@@ -207,7 +206,6 @@ def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
 
 
 def _check_choices(values: Mapping[str, Any], where: str) -> None:
-    """Raise InvalidArgument if an option that names a choice has an unknown value."""
     for key, choices in (("dtype", DTYPES), ("merging", MERGING)):
         if values.get(key, choices[0]) not in choices:
             raise InvalidArgument(
@@ -229,7 +227,6 @@ def _check_choices(values: Mapping[str, Any], where: str) -> None:
 
 
 def _check_shares(options: Options, where: str) -> None:
-    """Raise InvalidArgument if the engine and the encoder may take more than all of a GPU."""
     engine, encoder = options.engine_memory_share, options.encoder_memory_share
     if engine + encoder > 1 + 1e-9:
         raise InvalidArgument(
@@ -257,13 +254,7 @@ def _one_of(values: Iterable[str]) -> str:
 
 
 def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values for the fields of a dataclass.
-
-    kind: the dataclass.
-    where: name of the file, for messages.
-
-    Raises InvalidArgument for an unknown key or a value of another type.
-    """
+    """Return the values for the fields of the dataclass `kind`."""
     known = {f.name for f in fields(kind)} - {"notes"}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
@@ -281,7 +272,7 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
     hint: type of the field.
     what: name of the value, for messages.
 
-    Raises InvalidArgument for another type. Numbers must be positive, but sizes in bytes may be 0.
+    Numbers must be positive, but sizes in bytes may be 0.
     """
     kinds = get_args(hint) or (hint,)
     if bool in kinds:

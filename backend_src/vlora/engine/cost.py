@@ -1,8 +1,10 @@
 """The cost model, which predicts the time of a step or of a switch of the live (merged) adapter.
 
 The prediction uses a profile, which is measured once per machine and model, and corrections, which
-are learned from later steps. This module handles sizes, seconds and slots, but no tensors. The
-predicted time of a forward pass is the sum of the times of:
+are learned from later steps. This module handles sizes, seconds and slots, but no tensors.
+
+A step consists of its forward pass and the overhead around it: scheduling, sampling and delivering
+outputs. The predicted time of a forward pass is the sum of the times of:
 
 - the matrix products of all layers, by number of rows;
 - the LM head, by number of answers (rows whose logits are computed);
@@ -10,6 +12,10 @@ predicted time of a forward pass is the sum of the times of:
   of a row and a position that the row sees;
 - the calls of the LoRA operator, if any adapter is applied;
 - each applied adapter, once for reading its weights and once per row.
+
+Two factors correct this sum: the pace, which is the ratio of measured to predicted time in the last
+few steps, and a factor for the error that remains in steps of the same kind. The overhead is
+learned only from the steps of this run, because the profile does not contain it (decision 42).
 """
 
 from __future__ import annotations
@@ -24,19 +30,6 @@ from typing import NamedTuple
 
 from vlora.engine.policies.base import Candidate
 from vlora.ids import BASE
-
-# Corrections of the cost model's predictions, learned from measured steps.
-#
-# A step consists of its forward pass and the overhead around it: scheduling, sampling and
-# delivering outputs. Two factors correct the predicted time of the forward pass:
-#
-# - The pace is the ratio of measured to predicted time in the last few steps.
-# - Each step has a kind (see `cost._kind`). The factor of a kind corrects the error that remains
-#   after the pace in steps of this kind.
-#
-# The overhead is learned only from the steps of this run, because the measured profile does not
-# contain it (decision 42).
-
 
 MAX_ERRORS = 512
 """Number of latest step predictions whose errors are kept."""
@@ -61,7 +54,11 @@ else.
 """
 
 StepKind = tuple[int, ...]
-"""Kind of a step. Predictions for steps of the same kind have similar errors."""
+"""Kind of a step. Predictions for steps of the same kind have similar errors.
+
+It consists of the bit length of the number of rows, whether any request has several rows, and
+whether any adapter is applied.
+"""
 
 
 @dataclass
@@ -142,9 +139,7 @@ class Corrections:
     _kinds: dict[StepKind, RatioEstimate] = field(default_factory=dict)
 
     def factor(self, kind: StepKind) -> float:
-        """Return the factor by which to multiply the predicted forward pass of a step
-        of this kind.
-        """
+        """Return the factor by which to multiply the predicted forward pass of such a step."""
         of_kind = self._kinds.get(kind)
         return self.pace.factor * (1.0 if of_kind is None else of_kind.factor)
 
@@ -308,9 +303,7 @@ class CostModel:
         return seconds
 
     def _applied(self, slot: int, live: int) -> tuple[float, float]:
-        """Return (seconds per step, seconds per row) of the adapters applied to a request with this
-        slot.
-        """
+        """Return (seconds per step, per row) of the adapters applied to a slot's requests."""
         applied = applied_adapters(slot, live)
         if not applied:
             return 0.0, 0.0
@@ -388,10 +381,6 @@ class CostModel:
         return seconds, _kind(rows, len(parts), adapted=bool(rows_of.keys() - {live}))
 
     def _adapters(self, rows_of: Mapping[int, int], live: int) -> float:
-        """Return the seconds of reading and applying adapters in a step.
-
-        rows_of: number of rows by slot.
-        """
         rows = rows_by_adapter(rows_of, live)
         calls = self.profile.lora_calls if rows else 0.0
         return calls + sum(
@@ -399,10 +388,7 @@ class CostModel:
         )
 
     def _products_at(self, rows: int) -> float:
-        """Return the seconds of `Profile.products` for this number of rows.
-
-        The interpolation is cached, because policies need it for each request in each step.
-        """
+        # Cached, because policies need it for each request in each step.
         seconds = self._product_seconds.get(rows)
         if seconds is None:
             seconds = self._product_seconds[rows] = _interpolate(self.profile.products, rows)
@@ -436,18 +422,11 @@ def rows_by_adapter(rows_of: Mapping[int, int], live: int) -> Mapping[int, int]:
 
 
 def _kind(rows: int, requests: int, *, adapted: bool) -> StepKind:
-    """Return the kind of a step with this many rows of this many requests.
-
-    The kind consists of the bit length of the number of rows, whether any request has several rows,
-    and whether any adapter is applied.
-    """
     return (rows.bit_length(), rows > requests, adapted)
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:
-    """Return the seconds for this number of rows, by linear interpolation between the knots.
-
-    knots: (rows, seconds), by ascending rows.
+    """Return the seconds for these rows by linear interpolation between (rows, seconds) knots.
 
     Beyond the last knot, the line through the last two continues.
     """

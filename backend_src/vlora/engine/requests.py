@@ -273,7 +273,7 @@ class RequestState:
             draw = sampler.draw(
                 row.logits.numpy(),
                 sequence.tokens[: sequence.prompt_length],
-                sequence.output,
+                sequence.tokens[sequence.prompt_length :],
                 budget=sequence.max_tokens - sequence.output_length,
                 mask=None if matcher is None else matcher.mask,
             )

@@ -47,6 +47,19 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 3
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
 """Upper bounds in seconds of the histogram buckets for the time per output token."""
 
+HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
+    "time_to_first_token_seconds": (
+        "Seconds from acceptance of a request to its first token.",
+        SECONDS,
+    ),
+    "time_per_output_token_seconds": ("Seconds between output tokens.", TOKEN_SECONDS),
+    "e2e_request_latency_seconds": ("Seconds from acceptance of a request to its end.", SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of an answered request.", None),
+    "request_generation_tokens": ("Output tokens of an answered request.", None),
+    "request_params_n": ("Requested number of answers; always 1.", (1, 2, 5, 10, 20)),
+}
+"""Help text and buckets of each histogram; None: buckets up to the longest request."""
+
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
 """Fields of `EngineStats` by value of the label `kv_cache_block_type`."""
 
@@ -249,32 +262,11 @@ class EngineExporter(Exporter):
         ]
         self._modes = {mode: _ModeLevels(registry, {**labels, "mode": mode.value}) for mode in Mode}
 
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Metric:
-            return registry.histogram(f"vllm:{name}", text, labels, buckets)
-
         tokens = _one_two_five(max_tokens)
-        self._first_token = histogram(
-            "time_to_first_token_seconds",
-            "Seconds from acceptance of a request to its first token.",
-            SECONDS,
-        )
-        self._per_token = histogram(
-            "time_per_output_token_seconds", "Seconds between output tokens.", TOKEN_SECONDS
-        )
-        self._latency = histogram(
-            "e2e_request_latency_seconds",
-            "Seconds from acceptance of a request to its end.",
-            SECONDS,
-        )
-        self._prompt = histogram(
-            "request_prompt_tokens", "Prompt tokens of an answered request.", tokens
-        )
-        self._generation = histogram(
-            "request_generation_tokens", "Output tokens of an answered request.", tokens
-        )
-        self._n = histogram(
-            "request_params_n", "Requested number of answers; always 1.", (1, 2, 5, 10, 20)
-        )
+        self._histograms = {
+            name: registry.histogram(f"vllm:{name}", text, labels, buckets or tokens)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
 
     def request(self) -> Callable[[Output], None]:
         """Return a function to call with each output of one request, in order. It never raises."""
@@ -285,15 +277,17 @@ class EngineExporter(Exporter):
             total = output.timings.total
             if output.token_ids:
                 if last is None:
-                    self._observe(self._first_token, output.timings.first_token)
+                    self._observe("time_to_first_token_seconds", output.timings.first_token)
                 else:
-                    self._observe(self._per_token, (total - last) / len(output.token_ids))
+                    self._observe(
+                        "time_per_output_token_seconds", (total - last) / len(output.token_ids)
+                    )
                 last = total
             if output.finish_reason is not None:
-                self._observe(self._latency, total)
-                self._observe(self._prompt, output.num_input_tokens)
-                self._observe(self._generation, output.num_output_tokens)
-                self._observe(self._n, 1)
+                self._observe("e2e_request_latency_seconds", total)
+                self._observe("request_prompt_tokens", output.num_input_tokens)
+                self._observe("request_generation_tokens", output.num_output_tokens)
+                self._observe("request_params_n", 1)
             if output.finished:
                 self._safely(self._write_observed if self._stats_written else self._write_once)
 
@@ -310,8 +304,8 @@ class EngineExporter(Exporter):
         self._safely(self._write_observed if fresh else self._write)
         self._stats_written = False
 
-    def _observe(self, metric: Metric, value: float) -> None:
-        self._observed.append((metric, value))
+    def _observe(self, name: str, value: float) -> None:
+        self._observed.append((self._histograms[name], value))
 
     def _write(self) -> None:
         stats = self._stats()

@@ -69,12 +69,6 @@ class Grammars:
     """Compiles grammars, shares them among requests, and ends their processes. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], TokenizerData], vocabulary: int, limits: Limits):
-        """Create an object without processes.
-
-        tokenizer: returns the description of the tokenizer.
-        vocabulary: number of the model's tokens.
-        limits: limits of grammars.
-        """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._limits = limits
@@ -126,7 +120,6 @@ class Grammars:
                 self._entries.pop(key).compiled.result().end()
 
     def __len__(self) -> int:
-        """Return the number of structures that are compiled or being compiled."""
         return len(self._entries)
 
     def check(self, structure: Structure) -> None:
@@ -157,9 +150,7 @@ class Grammars:
         self._ends.shutdown()
 
     def _make_room(self) -> None:
-        """End the least recently used idle grammar if the limit of grammars is reached.
-
-        The caller holds the lock.
+        """End the least recently used idle grammar at the limit. The caller holds the lock.
 
         Raises Unavailable if all grammars are in use, or after `close`.
         """
@@ -198,9 +189,6 @@ class Grammars:
         return compiled.done() and (compiled.exception() is not None or compiled.result().ended)
 
     def _compile(self, structure: Structure) -> Grammar:
-        """Return the grammar of a structure, compiled in a new process within limits of time and
-        memory.
-        """
         place = self._regular
         place.acquire()
         try:
@@ -240,7 +228,6 @@ class Grammars:
             place.release()
 
     def _fork(self) -> tuple[int, socket.socket]:
-        """Return a new process. Raises Unavailable if it cannot be started."""
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is shutting down")
@@ -254,10 +241,6 @@ class Grammars:
             raise Unavailable("the process that compiles grammars cannot be started") from None
 
     def _stop(self, process: int) -> Future[VLoraError]:
-        """End a process on another thread.
-
-        Returns a future of the error to report for the process's answers (see `grammar.Stop`).
-        """
         limits = self._limits
 
         def stop() -> VLoraError:

@@ -131,7 +131,6 @@ class Predictive:
     def _add_prompts(
         self, prompts: list[Candidate], work: _RemainingWork, step: _PlannedStep
     ) -> None:
-        """Add the prompts that raise the gain per second, by priority, then least work first."""
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
         for r in prompts:
@@ -270,7 +269,6 @@ class _PlannedStep:
         self.rows[r.id] = rows
 
     def _seconds(self, rows: int = 0, answers: int = 0, requests: int = 0) -> float:
-        """Return the predicted time of the step with this many more rows, answers and requests."""
         products = self._costs.products(self._row_count + rows, self._answers + answers)
         return products + self._other_seconds + self._costs.overhead(len(self.order) + requests)
 
@@ -338,7 +336,7 @@ def _gain_of(r: Candidate, rows: int) -> float:
 
 
 def _weight(r: Candidate) -> float:
-    """Return the weight of the request, 2 ** −`priority`, with `priority` limited to −8 … 8."""
+    """Return 2 ** −`priority`, with `priority` limited to −8 … 8."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
 
 
