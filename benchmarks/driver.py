@@ -18,11 +18,12 @@ from unittest.mock import patch
 
 import numpy as np
 
-from vlora.adapters.tensors import Layout, WeightsFile
+from vlora.adapters.tensors import WeightsFile
 from vlora.engine.engine import Engine
 from vlora.engine.requests import RequestState
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
+from vlora.weights.safetensors import Layout
 
 WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
 """Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""
@@ -131,7 +132,7 @@ class Driver:
         self._after_step = after_step
         self._count = 0
         self._news = threading.Event()
-        engine.adapters.on_change = self._news.set
+        engine.adapters.workers.on_post = self._news.set
 
     def close(self) -> None:
         self.engine.adapters.close()
@@ -143,7 +144,7 @@ class Driver:
         """
         if not watch:
             return self._run(requests)
-        self.engine.watch.start(self.engine.adapters.stamps)
+        self.engine.watch.start(self.engine.adapters.folders.stamps)
         try:
             return self._run(requests)
         finally:

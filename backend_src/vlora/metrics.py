@@ -219,10 +219,10 @@ class EngineStats:
     adapters_known: int = _gauge(
         "vlora:adapters_known",
         "Adapters that requests can ask for.",
-        lambda engine: len(engine.adapters),
+        lambda engine: len(engine.adapters.table.current),
     )
     adapter_host_bytes: int = _gauge(
-        "vlora:adapter_host_bytes", "Bytes of adapters in host memory.", "adapters.host_bytes"
+        "adapters.tiers.host.used_bytes",
     )
     cached_tokens: int = _counter(
         "vlora:prefix_cached_tokens_total", "Prompt tokens found in the prefix cache."
@@ -230,27 +230,27 @@ class EngineStats:
     adapter_hits: int = _counter(
         "vlora:adapter_hits_total",
         "Requests that found their adapter resident.",
-        "adapters.counters.hits",
+        "adapters.tiers.counters.hits",
     )
     adapter_host_hits: int = _counter(
         "vlora:adapter_host_hits_total",
         "Requests that found their adapter in host memory.",
-        "adapters.counters.host_hits",
+        "adapters.tiers.counters.host_hits",
     )
     adapter_misses: int = _counter(
         "vlora:adapter_misses_total",
         "Requests that found their adapter on disk only.",
-        "adapters.counters.misses",
+        "adapters.tiers.counters.misses",
     )
     adapter_loads: int = _counter(
         "vlora:adapter_loads_total",
         "Adapters read from disk for requests.",
-        "adapters.counters.loads",
+        "adapters.tiers.counters.loads",
     )
     adapter_evictions: int = _counter(
         "vlora:adapter_evictions_total",
         "Adapters evicted from the pool.",
-        "adapters.counters.evictions",
+        "adapters.tiers.counters.evictions",
     )
     grammars: int = _gauge(
         "vlora:grammars",

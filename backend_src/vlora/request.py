@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -288,7 +288,5 @@ def coalesce(outputs: Iterable[Output]) -> list[Output]:
     return [*sorted(merged.values(), key=lambda output: not output.finished), *errors]
 
 
-class OutputSink(Protocol):
-    """Function that receives the outputs of a request, in order, on the response thread."""
-
-    def __call__(self, output: Output) -> None: ...
+OutputSink = Callable[[Output], None]
+"""Function that receives the outputs of a request, in order, on the response thread."""

@@ -60,8 +60,8 @@ class ManyAdapters:
         handle = engine.adapters.handle(self.names[0])
         # All adapters have the same rank and targets, hence the same sizes.
         self.host_bytes = handle.description.host_bytes
-        self.packed_bytes = engine.adapters.packed_bytes(handle)
-        self.pool_bytes = engine.adapters.pages_of(handle) * engine.memory.kv_cache.page_bytes
+        self.packed_bytes = engine.adapters.tiers.packed_bytes(handle)
+        self.pool_bytes = engine.adapters.tiers.pages_of(handle) * engine.memory.kv_cache.page_bytes
         """Bytes of the pages of one resident adapter."""
 
     def options(self, root: Path, **options: Any) -> Options:
@@ -265,7 +265,7 @@ class ManyAdapters:
 
 def tier_figures(engine: Engine) -> dict[str, Any]:
     """Return the share of requests whose adapter was in each tier, and counts of events."""
-    counters = engine.adapters.counters
+    counters = engine.adapters.tiers.counters
     requests = max(1, counters.hits + counters.host_hits + counters.misses)
     return {
         "pool_hits": round(counters.hits / requests, 3),
@@ -319,7 +319,7 @@ def _load_seconds(engine: Engine, name: str) -> float:
     """Return the seconds an idle engine takes to read an adapter's files into host memory."""
     handle = engine.adapters.handle(name)
     started = perf_counter()
-    read_adapter(name, handle.folder, handle.description, engine.config.hidden)
+    read_adapter(handle.folder, handle.description)
     return perf_counter() - started
 
 

@@ -74,7 +74,7 @@ class SplitPool(PagePool):
 
     def _side(self, *, runs: bool) -> list[Evictor]:
         """Return the evictors of adapters if `runs`, otherwise those of keys and values."""
-        return [evictor for evictor in self.evictors if evictor.holds_runs == runs]
+        return [evictor for evictor in self.evictors if (evictor is self.run_evictor) == runs]
 
     def check_integrity(self) -> None:
         super().check_integrity()

@@ -102,13 +102,13 @@ def measure(
     """Measure each phase and number of starved requests with the adapters of an fp32 engine."""
     sizes, adapters = model.sizes, model.engine.adapters
     groups = [
-        adapters.group([(layer, target) for target in group])
+        adapters.slots.group([(layer, target) for target in group])
         for layer in range(sizes.layers)
         for group in GROUPS
         if group[0] in ATTENTION
     ]
     # Only adapters of the largest rank are used: all adapters of the paper have the same rank.
-    ranks = {slot: max(adapters.adapter(slot).info.ranks) for slot in model.slots}
+    ranks = {slot: max(adapters.slots.adapter(slot).info.ranks) for slot in model.slots}
     live, *others = [slot for slot in model.slots if ranks[slot] == max(ranks.values())]
     results = []
     for phase in ("decode", "prefill"):

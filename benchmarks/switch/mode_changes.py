@@ -78,7 +78,7 @@ def measure_changes(
     requests, context = grid["requests"], grid["context"]
     model.stage(requests, context + 1, context)
     # Only two adapters of the largest rank become live, so that all merges are equally large.
-    ranks = [model.engine.adapters.adapter(slot).info.ranks for slot in model.slots]
+    ranks = [model.engine.adapters.slots.adapter(slot).info.ranks for slot in model.slots]
     pair = [slot for slot, own in zip(model.slots, ranks, strict=True) if own == max(ranks)]
     pair *= 2  # The model may have only one such adapter.
     gaps: dict[str, list[float]] = {name: [] for name, _, _ in CHANGES}

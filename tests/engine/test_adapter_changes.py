@@ -38,7 +38,9 @@ def test_a_running_request_ends_with_the_adapter_version_it_started_with(
     engine.add(engine.prepare(asked), 0.0)
     before = engine.step()
     replace_weights(root / "a00", 99)
-    engine.adapters.update({p.name: (p, catalog.stamp_of(p)) for p in sorted(root.iterdir())})
+    engine.adapters.folders.update(
+        {p.name: (p, catalog.stamp_of(p)) for p in sorted(root.iterdir())}
+    )
     engine.adapters.apply()
     engine.add(
         engine.prepare(request("new", adapter="a00", prompt=asked.prompt, max_tokens=6)), 1.0
@@ -58,7 +60,7 @@ def test_a_removed_adapter_ends_waiting_requests_but_not_running_ones(
     for index, name in enumerate(("runs", "waits")):
         engine.add(engine.prepare(request(name, adapter="a01")), float(index))
     engine.step()
-    engine.adapters.update({})
+    engine.adapters.folders.update({})
     rest = finish(engine)
     assert rest["runs"].finish_reason == "length"
     assert isinstance(rest["waits"].error, NotFound)
@@ -90,7 +92,7 @@ def test_a_file_that_became_invalid_is_an_error_of_its_requests_only(
     ]
     if fault != "vanished":
         file.write_bytes(content)
-        engine.adapters.update({p.name: (p, catalog.stamp_of(p)) for p in root.iterdir()})
+        engine.adapters.folders.update({p.name: (p, catalog.stamp_of(p)) for p in root.iterdir()})
         engine.adapters.apply()
         assert run_in_order(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
 
@@ -147,7 +149,7 @@ def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_
         return real_aminmax(values)
 
     real_aminmax = torch.aminmax
-    engine.adapters.clock = count(step=60).__next__  # Each attempt is due at once.
+    engine.adapters.folders.clock = count(step=60).__next__  # Each attempt is due at once.
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", open_file)
         patch.setattr(os, "preadv", read)
@@ -159,8 +161,8 @@ def test_a_load_that_fails_at_any_stage_is_an_error_of_its_request_and_leaks_no_
     assert isinstance(outputs["r0"].error, InvalidArgument)
     assert "adapter 'a00'" in str(outputs["r0"].error)
     assert [outputs[f"r{i}"].token_ids for i in (1, 2)] == [burst_tokens[f"r{i}"] for i in (1, 2)]
-    engine.adapters.update({})  # The folders disappear and come back.
-    engine.adapters.update({p.name: (p, catalog.stamp_of(p)) for p in twelve.iterdir()})
+    engine.adapters.folders.update({})  # The folders disappear and come back.
+    engine.adapters.folders.update({p.name: (p, catalog.stamp_of(p)) for p in twelve.iterdir()})
     engine.adapters.apply()
     assert run_in_order(engine, burst(engine)[0])["r0"].token_ids == burst_tokens["r0"]
     assert engine.pool.free + engine.pool.cached + engine.pool.adapter == engine.pool.total

@@ -19,6 +19,7 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.engine.loop import FATAL_EXIT, EngineLoop
 from vlora.errors import Internal, InvalidArgument, Unavailable
+from vlora.live_requests import LiveRequest
 from vlora.model.sampler import TokenSampler
 from vlora.request import Output
 from vlora.sampling import RANGES, SamplingParams
@@ -255,7 +256,7 @@ def test_a_failed_engine_answers_all_requests_and_ends_the_process(
     sink = Collector()
     for index in range(6):
         loop.submit(endless(f"r{index}"), sink)
-    loop.admit("being prepared")
+    loop.admit(LiveRequest("being prepared"))
     sink.wait(lambda: len(sink.outputs["r0"]) > 2)
     if broken == "schedule":
         monkeypatch.setattr(engine.scheduler, "schedule", fault)
@@ -273,7 +274,7 @@ def test_a_failed_engine_answers_all_requests_and_ends_the_process(
     with pytest.raises(Unavailable, match="the engine has failed"):
         loop.submit(request("being prepared"), sink)
     with pytest.raises(Unavailable, match="the engine has failed"):
-        loop.admit("late")
+        loop.admit(LiveRequest("late"))
 
 
 def test_a_blocked_client_does_not_keep_a_failed_engine_alive(

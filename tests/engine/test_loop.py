@@ -12,8 +12,8 @@ from tests.support.engine_client import PATIENCE, Collector, endless, request
 from tests.support.polling import until
 from vlora.engine.engine import Engine
 from vlora.engine.loop import EngineLoop
-from vlora.engine.requests import MAX_IDS, PATIENCE_SECONDS, PendingCancels
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
+from vlora.live_requests import MAX_IDS, PATIENCE_SECONDS, EarlyCancels, LiveRequest
 from vlora.request import Output, Request, TokenLogprob, coalesce
 from vlora.sampling import SamplingParams
 
@@ -108,7 +108,7 @@ def test_a_cancellation_that_arrives_before_its_request_ends_it(loop: EngineLoop
 
 def test_a_pending_cancellation_expires_and_is_bounded_in_number() -> None:
     now = [0.0]
-    cancels = PendingCancels(clock=lambda: now[0])
+    cancels = EarlyCancels(clock=lambda: now[0])
     cancels.add("a")
     now[0] = PATIENCE_SECONDS + 1
     assert not cancels.take("a")
@@ -150,15 +150,16 @@ def test_a_full_queue_refuses_with_its_length_before_any_work_is_done(
 ) -> None:
     """Requests being prepared count toward the limit, and withdrawn ones do not."""
     loop = EngineLoop(engine, max_waiting=2)
-    loop.admit("one")
-    loop.admit("two")
+    one = LiveRequest("one")
+    loop.admit(one)
+    loop.admit(LiveRequest("two"))
     monkeypatch.setattr(engine, "prepare", lambda _: pytest.fail("prepared although refused"))
     with pytest.raises(Unavailable, match="the queue is full: 2 requests are waiting"):
-        loop.admit("three")
+        loop.admit(LiveRequest("three"))
     with pytest.raises(Unavailable, match="2 requests are waiting"):
         loop.submit(request("three"), Collector())
     monkeypatch.undo()
-    loop.withdraw("one")
+    loop.live.remove(one)
     sink = Collector()
     loop.submit(request("three"), sink)
     assert sink.last("three").finish_reason == "length"
@@ -189,9 +190,9 @@ def test_the_queue_holds_its_limit_while_other_requests_run(engine: Engine) -> N
 def test_a_request_that_is_being_prepared_can_be_cancelled(
     loop: EngineLoop, engine: Engine, monkeypatch: pytest.MonkeyPatch, stopped: bool
 ) -> None:
-    loop.admit("one", LONG_ID)
+    loop.admit(LiveRequest("one", LONG_ID))
     with pytest.raises(InvalidArgument, match="in use by another request"):
-        loop.admit("another", LONG_ID)
+        loop.admit(LiveRequest("another", LONG_ID))
     if stopped:
         loop.stop_client(LONG_ID)
     else:
@@ -203,20 +204,20 @@ def test_a_request_that_is_being_prepared_can_be_cancelled(
     ):
         loop.submit(request("one", client_id=LONG_ID), sink)
     assert not sink.outputs
-    loop.admit("one", LONG_ID)
-    loop.withdraw("one")
+    loop.admit(LiveRequest("one", LONG_ID))
+    loop.live.remove(next(iter(loop.live)))
 
 
 def test_shutdown_waits_for_requests_being_prepared(engine: Engine) -> None:
     loop = EngineLoop(engine, max_waiting=6)
     sink = Collector()
-    loop.admit("one")
+    loop.admit(LiveRequest("one"))
     closing = threading.Thread(target=loop.shutdown, args=(PATIENCE,))
     closing.start()
     with loop._wake:
         assert loop._wake.wait_for(lambda: not loop._accepting, PATIENCE)
     with pytest.raises(Unavailable, match="shutting down"):
-        loop.admit("late")
+        loop.admit(LiveRequest("late"))
     loop.submit(request("one"), sink)
     closing.join()
     assert sink.last("one").finish_reason == "length"

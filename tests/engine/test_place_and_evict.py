@@ -41,7 +41,7 @@ def start_of_the_cold_request(checkpoint: Path, adapters_dir: Path, crowd: Crowd
     """Return the time at which the request with the adapter begins. Its adapter is evicted again
     and again by the growing pages of the others."""
     sizes = Engine(Options(model=checkpoint, adapters=adapters_dir, block_size=4)).adapters
-    run = sizes.pages_of(sizes.handle("all-r8"))
+    run = sizes.tiers.pages_of(sizes.handle("all-r8"))
     now = 0.0
     engine = Engine(
         Options(

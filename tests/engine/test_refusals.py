@@ -61,7 +61,9 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
     ),
     (
         "image without placeholder",
-        lambda loop: request("x", images=images([[0, 4, 1, 2, 2, 0]], 4, loop.hidden_size)),
+        lambda loop: request(
+            "x", images=images([[0, 4, 1, 2, 2, 0]], 4, loop._engine.config.hidden)
+        ),
         InvalidArgument,
         "0 image placeholders for 1 image",
     ),
@@ -84,7 +86,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
         lambda loop: request(
             "x",
             prompt="<s><image> what?",
-            images=images([[0, 5, 1, 2, 2, 0]], 4, loop.hidden_size),
+            images=images([[0, 5, 1, 2, 2, 0]], 4, loop._engine.config.hidden),
         ),
         InvalidArgument,
         "covers 5 rows, 'image_features' has 4",
@@ -94,7 +96,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
         lambda loop: request(
             "x",
             prompt="<s><image> what?",
-            images=images([[1, 3, 1, 2, 2, 0]], 4, loop.hidden_size),
+            images=images([[1, 3, 1, 2, 2, 0]], 4, loop._engine.config.hidden),
         ),
         InvalidArgument,
         "must begin at row 0",
@@ -105,7 +107,7 @@ REFUSALS: list[tuple[str, Callable[[EngineLoop], Request], type[VLoraError], str
             "x",
             prompt="<s><image> what?",
             images=ImageFeatures(
-                np.full((4, loop.hidden_size), np.nan, dtype=np.float32),
+                np.full((4, loop._engine.config.hidden), np.nan, dtype=np.float32),
                 np.array([[0, 4, 1, 2, 2, 0]], dtype=np.int32),
             ),
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def put(root: Path, adapters_dir: Path, kind: str, *, head: bool = False) -> Non
 
 
 def update(engine: Engine, root: Path) -> None:
-    engine.adapters.update({p.name: (p, stamp_of(p)) for p in root.iterdir()})
+    engine.adapters.folders.update({p.name: (p, stamp_of(p)) for p in root.iterdir()})
     engine.adapters.apply()
 
 
@@ -60,7 +61,7 @@ def finish(engine: Engine) -> dict[str, Output]:
 
 def pages(checkpoint: Path, adapters_dir: Path, kind: str) -> int:
     engine = Engine(Options(model=checkpoint, adapters=adapters_dir))
-    return engine.adapters.pages_of(engine.adapters.handle(kind))
+    return engine.adapters.tiers.pages_of(engine.adapters.handle(kind))
 
 
 def test_a_waiting_request_is_refused_if_its_adapter_outgrows_the_pool(
@@ -82,7 +83,7 @@ def test_the_limit_of_an_answer_follows_the_version_of_the_adapter(
 ) -> None:
     large = pages(checkpoint, adapters_dir, "all-r8")
     engine = engine_of(checkpoint, root, kv_cache_tokens=16 * (large + 3), adapter_pool_bytes=0)
-    small = engine.adapters.pages_of(engine.adapters.handle("x"))
+    small = engine.adapters.tiers.pages_of(engine.adapters.handle("x"))
     context = min(engine.max_model_len, 16 * (large + 3 - small))
     limited = engine.prepare(request("limited", adapter="x", max_tokens=context - 20))
     unlimited = engine.prepare(request("unlimited", None, adapter="x"))  # type: ignore[arg-type]
@@ -131,16 +132,16 @@ def test_a_request_checked_before_a_change_and_queued_after_it_sees_the_change(
         assert last["late"].adapter_digest == engine.adapters.info("x").digest
 
 
-@pytest.mark.parametrize("view", ["matrices", "stamps", "broken"])
+@pytest.mark.parametrize("view", ["slots.matrices", "folders.stamps", "table.broken"])
 def test_a_view_of_the_names_does_not_change_while_another_thread_reads_it(
     checkpoint: Path, adapters_dir: Path, root: Path, view: str
 ) -> None:
     (root / "faulty").mkdir()
     engine = Engine(Options(model=checkpoint, adapters=root))
-    reading = iter(getattr(engine.adapters, view))
+    reading = iter(attrgetter(view)(engine.adapters))
     first = next(reading)
     (root / "faulty too").mkdir()
     put(root, adapters_dir, "all-r8")
     update(engine, root)
     assert first not in list(reading)
-    assert len(getattr(engine.adapters, view)) >= 2
+    assert len(attrgetter(view)(engine.adapters)) >= 2

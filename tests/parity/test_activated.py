@@ -73,7 +73,7 @@ def image() -> DecodedImage:
 def engine_of(family: Family, **options: Any) -> Engine:
     options = {"block_size": BLOCK, "kv_cache_tokens": 8192, "max_num_seqs": 6} | options
     engine = Engine(Options(model=family.checkpoint, adapters=family.adapters, **options))
-    assert not engine.adapters.broken
+    assert not engine.adapters.table.broken
     return engine
 
 

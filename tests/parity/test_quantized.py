@@ -228,7 +228,7 @@ def test_an_adapter_of_the_lm_head_acts_on_its_quantized_weight(
     torch.testing.assert_close(served, expected, rtol=0, atol=TOLERANCE)
     edit_tensors(adapters / "head", lambda tensors: tensors[copy][-1].add_(1))
     engine = Engine(Options(model=small.folder, adapters=adapters, quantization=quantization))
-    assert "differs from the base model's own lm_head" in str(engine.adapters.broken["head"])
+    assert "differs from the base model's own lm_head" in str(engine.adapters.table.broken["head"])
 
 
 @pytest.mark.parametrize("policy", ["unmerge_only", "predictive", "credit"])

@@ -86,7 +86,7 @@ def test_tokens_and_scores_equal_the_oracles_under_any_schedule(
 def packed(checkpoint: Path, parity_adapters: Path) -> dict[str, int]:
     """Return the bytes of each adapter's packed matrices."""
     store = Engine(Options(model=checkpoint, adapters=parity_adapters)).adapters
-    return {name: store.packed_bytes(store.handle(name)) for name in store.names()}
+    return {name: store.tiers.packed_bytes(store.handle(name)) for name in store.names()}
 
 
 def test_too_few_pages_preempt_a_request_without_changing_tokens(

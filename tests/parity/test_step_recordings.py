@@ -105,7 +105,7 @@ def test_repeated_steps_follow_changes_between_steps(
     """
     monkeypatch.setattr("vlora.model.rotary.INITIAL_POSITIONS", 16)
     adapters = Engine(Options(model=checkpoint, adapters=parity_adapters)).adapters
-    largest = max(adapters.packed_bytes(adapters.handle(name)) for name in adapters.names())
+    largest = max(adapters.tiers.packed_bytes(adapters.handle(name)) for name in adapters.names())
     options = Options(
         model=checkpoint,
         adapters=parity_adapters,

@@ -18,7 +18,8 @@ from peft.utils.other import get_pattern_key
 from transformers import LlavaForConditionalGeneration
 
 from tests.support.oracle import Oracle, Question
-from vlora.adapters.peft import ErrorFactory, PeftConfig, read_config
+from vlora.adapters.errors import ErrorFactory
+from vlora.adapters.peft import PeftConfig, read_config
 from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.errors import InvalidArgument
@@ -170,7 +171,7 @@ def test_adapters_with_special_targets_answer_as_with_peft(
 ) -> None:
     oracle = Oracle(checkpoint, adapters)
     engine = Engine(Options(model=checkpoint, adapters=adapters))
-    assert not engine.adapters.broken
+    assert not engine.adapters.table.broken
     answers = set()
     for name in (*ADAPTERS, "target-without-weights"):
         question = Question("<s>how many circles are there? Answer:", name, None)

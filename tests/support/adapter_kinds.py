@@ -203,7 +203,7 @@ def _questions(family: Family) -> Iterator[tuple[str, list[DecodedImage]]]:
 def _answers(family: Family, root: Path, names: list[str]) -> dict[str, list[list[int]]]:
     """Return the answers' tokens for all questions by each adapter, computed in one batch."""
     engine = Engine(Options(model=family.checkpoint, adapters=root))
-    assert not engine.adapters.broken
+    assert not engine.adapters.table.broken
     found: dict[str, list[list[int]]] = {name: [] for name in names}
     tokens: dict[str, list[int]] = {}
     for number, (prompt, images) in enumerate(_questions(family)):

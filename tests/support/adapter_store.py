@@ -67,7 +67,7 @@ class Harness:
     def __init__(self, model: ModelShape, root: Path, pages: int, host: int | None) -> None:
         self.root = root
         self.store = AdapterStore(model, host_bytes=host)
-        self.group = self.store.group([MATRIX])
+        self.group = self.store.slots.group([MATRIX])
         self.store.load(find_folders(root, {}), make_resident=False)
         self.pool, self.memory = PagePool(pages), Memory(pages)
         self.store.attach(self.pool, self.memory, 0)
@@ -89,7 +89,9 @@ class Harness:
     def reread(self) -> None:
         """Read the folders that have changed, as the watching thread does, and apply the result."""
         root = self.root
-        self.store.update({path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())})
+        self.store.folders.update(
+            {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
+        )
         self.store.apply()
 
     def resident(self) -> set[str]:

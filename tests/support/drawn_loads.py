@@ -247,7 +247,7 @@ class Load:
         """Replace, remove or add adapters, some of which have waiting or running requests."""
         names = [name for name in self.shape.adapters if name is not None] or ["a0"]
         kept = [name for name in names if self.draw.random() < 0.8]
-        self.engine.adapters.update(
+        self.engine.adapters.folders.update(
             {name: self._stamped[self.draw.choice(sorted(self._stamped))] for name in kept}
         )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from vlora.adapters.files import AdapterInfo
 from vlora.errors import Cancelled, NotFound, Unavailable, VLoraError
+from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.request import HeadScores, Output, OutputSink, Request
 from vlora.serving.tensors import Array, Tensors
 from vlora.vision.prompts import ChatTemplate
@@ -72,44 +73,55 @@ class FakeEngine:
     refuse: error that all calls raise. max_admitted: queue length at which requests are refused.
     """
 
-    def __init__(self, *infos: AdapterInfo) -> None:
+    def __init__(self, *infos: AdapterInfo, live: RequestTable | None = None) -> None:
         self.adapters = FakeAdapters(*infos)
+        self.live = RequestTable() if live is None else live
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []
         self.refuse: BaseException | None = None
-        self.admitted: set[str] = set()
         self.max_admitted: int | None = None
         self._sinks: dict[str, OutputSink] = {}
 
-    def admit(self, request_id: str, client_id: str = "") -> None:
-        """Admit a request. Raise Unavailable if the queue is full."""
-        if self.max_admitted is not None and len(self.admitted) >= self.max_admitted:
-            raise Unavailable(f"the queue is full: {len(self.admitted)} requests are waiting")
-        self.admitted.add(request_id)
+    @property
+    def admitted(self) -> int:
+        """Number of requests that were admitted and not submitted."""
+        return self.live.count(State.READING, State.TAKEN)
 
-    def withdraw(self, request_id: str) -> None:
-        """Undo `admit`."""
-        self.admitted.discard(request_id)
+    def admit(self, live: LiveRequest) -> None:
+        """Admit a request. Raise Unavailable if the queue is full."""
+        if self.max_admitted is not None and self.admitted >= self.max_admitted:
+            raise Unavailable(f"the queue is full: {self.admitted} requests are waiting")
+        self.live.admit(live)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Record an admitted request and the sink of its outputs."""
         if self.refuse is not None:
             raise self.refuse
-        self.admitted.remove(request.id)
+        live = self.live.get(request.id)
+        assert live is not None
+        live.state = State.IN_ENGINE
         self.requests.append(request)
         self._sinks[request.id] = sink
 
-    def abort(self, request_id: str) -> None:
-        """Record the call and end the request."""
+    def abort(self, request_id: str, reason: VLoraError | None = None) -> bool:
+        """End a request that waits. Otherwise record the call, and end the request."""
+        reason = reason or Cancelled("the request was cancelled")
+        live = self.live.get(request_id)
+        if live is not None and self.live.cancel(live, reason):
+            return True
         self.aborted.append(request_id)
-        self.fail(Cancelled("the request was cancelled"), request_id)
+        self.fail(reason, request_id)
+        return False
 
-    def stop_client(self, client_id: str) -> None:
-        """Record the call."""
+    def stop_client(self, client_id: str) -> list[str]:
+        """End the requests that wait. If there are none, record the call."""
         if self.refuse is not None:
             raise self.refuse
-        self.stopped.append(client_id)
+        found = self.live.requests_to_cancel(client_id)
+        if not found:
+            self.stopped.append(client_id)
+        return [live.id for live in found if self.abort(live.id)]
 
     def say(self, text: str, finish_reason: str | None = None, **more: object) -> None:
         """Send an output of the last request."""
@@ -123,20 +135,24 @@ class FakeEngine:
             adapter=request.adapter,
             **more,  # type: ignore[arg-type]
         )
-        self._sinks[request.id](output)
+        self._send(output)
 
     def answer_with_head(self, labels: tuple[str, ...], scores: tuple[float, ...]) -> None:
         """Send the scores of a task head as the only output of the last request."""
         request = self.requests[-1]
         head = HeadScores(labels, scores)
-        self._sinks[request.id](Output(request.id, finish_reason="stop", head=head))
+        self._send(Output(request.id, finish_reason="stop", head=head))
 
     def fail(self, error: VLoraError, request_id: str | None = None) -> None:
         """Send an error as the last output of a request, by default of the most recent one."""
-        request_id = request_id or self.requests[-1].id
-        sink = self._sinks.pop(request_id, None)
-        if sink is not None:
-            sink(Output(request_id, error=error))
+        self._send(Output(request_id or self.requests[-1].id, error=error))
+
+    def _send(self, output: Output) -> None:
+        sink, live = self._sinks.get(output.request_id), self.live.get(output.request_id)
+        if sink is not None and live is not None:
+            if output.finished:
+                self.live.remove(live)
+            sink(output)
 
 
 @dataclass

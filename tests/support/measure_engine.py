@@ -60,7 +60,7 @@ def main(checkpoint: str, dtype: str, adapters: str, folder: str) -> None:
     engine.check_integrity()
     figures = {"process": process, "planned": plan.configured_bytes, "measured": resident_bytes()}
     figures["grown"] = resident_bytes("RssAnon") - before
-    figures |= {"host": engine.adapters.host_bytes, "planned_host": plan.host_bytes}
+    figures |= {"host": engine.adapters.tiers.host.used_bytes, "planned_host": plan.host_bytes}
     print(json.dumps(figures))
 
 

@@ -13,8 +13,6 @@ from vlora.memory.prefix import BlockDigests, BlockKey
 class IdleAdapters:
     """Contiguous pages of unused adapters, which the pool may evict, the oldest first."""
 
-    holds_runs = True
-
     def __init__(self, pool: PagePool) -> None:
         self._pool = pool
         self.runs: dict[Run, int] = {}

@@ -19,7 +19,7 @@ ENSEMBLE = {"image_layout": np.zeros((0, 6), np.int32)}
 
 
 def writer(**tensors: np.ndarray) -> AnswerWriter:
-    call = read_call({"text_input": strings(["ask: "]), **tensors}, {}, "", Limits(), 0.0)
+    call = read_call({"text_input": strings(["ask: "]), **tensors}, {}, Limits(), 0.0)
     return AnswerWriter(call, "vqa")
 
 
@@ -53,7 +53,7 @@ def test_with_streaming_each_response_has_the_new_text_and_tokens() -> None:
 def test_tokens_within_the_interval_are_sent_together_and_the_first_and_last_never_wait() -> None:
     times = iter([5.0, 5.005, 5.009, 5.010, 5.012])
     tensors = {"stream": flag(True), "return_num_output_tokens": flag(True)}
-    call = read_call({"text_input": strings(["ask"]), **tensors}, {}, "", Limits(), 0.0)
+    call = read_call({"text_input": strings(["ask"]), **tensors}, {}, Limits(), 0.0)
     answers = AnswerWriter(call, "vqa", interval=0.01, clock=lambda: next(times))
     produced = [Output("r", text=letter, token_ids=(1,)) for letter in "abcde"]
     produced.append(Output("r", text="f", token_ids=(1,), finish_reason="stop"))

@@ -27,7 +27,7 @@ LAYERS = [
         "paths",
         "strict_json",
     },
-    {"config", "cores", "net", "request", "sampling", "structured"},
+    {"config", "cores", "live_requests", "net", "request", "sampling", "structured"},
     {"atmm", "backends", "device", "kernels"},
     {"memory", "weights"},
     {"adapters"},

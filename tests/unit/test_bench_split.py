@@ -16,7 +16,7 @@ from tests.support.adapters_grid import SMALL_GRID
 from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.config import Options
 from vlora.memory.kv_cache import BlockTable
-from vlora.memory.pool import PagePool, Run
+from vlora.memory.pool import Owner, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.request import Request
 from vlora.sampling import SamplingParams
@@ -101,7 +101,7 @@ def test_the_accounting_of_the_split_holds_under_random_use(seed: int) -> None:
         pool.check_integrity()
         prefix.check_integrity()
         assert {page for held in live for page in held.table.pages} == {
-            page for page in range(pool.total) if pool.is_held(page)
+            page for page in range(pool.total) if pool.owner(page) is Owner.KV
         }
     assert refused, "no allocation was refused"
     assert pool.pages_moved == 0

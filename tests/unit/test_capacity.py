@@ -35,11 +35,11 @@ def test_planned_pages_adapters_and_weights_equal_those_of_an_engine(
     engine = Engine(options)
     assert plan.page_bytes == engine.memory.kv_cache.page_bytes
     assert {cost.name: cost.pages for cost in plan.adapters} == {
-        name: engine.adapters.pages_of(engine.adapters.handle(name))
+        name: engine.adapters.tiers.pages_of(engine.adapters.handle(name))
         for name in engine.adapters.names()
     }
     assert engine.pool.adapter == plan.adapter_pages
-    assert engine.adapters.host_bytes == plan.host_bytes
+    assert engine.adapters.tiers.host.used_bytes == plan.host_bytes
     assert plan.host_bytes == sum(cost.host_bytes for cost in plan.adapters)
     assert engine.slab.base.nbytes < plan.weights_bytes
     # The engine merges in huge pages, at most one more at each end of each group.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,7 +11,8 @@ import pytest
 from tests.support.fakes import TEMPLATE, adapter, features
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
-from vlora.serving.codec import Call, Prepared, is_cancel, prepare, read_call, sampling_keys
+from vlora.request import Request
+from vlora.serving.codec import Call, is_cancel, prepare, read_call, sampling_keys
 from vlora.serving.tensors import flag, strings
 from vlora.vision.prompts import TASKS
 
@@ -20,23 +21,28 @@ THROUGH_ENCODER = {"image_layout": np.zeros((0, 6), np.int32)}
 
 def read(parameters: dict[str, Any] | None = None, **tensors: np.ndarray) -> Call:
     inputs = {"text_input": strings(["hello"]), **tensors}
-    return read_call(inputs, parameters or {}, "client", Limits(), 42.5)
+    return read_call(inputs, parameters or {}, Limits(), 42.5)
 
 
 def keys(**values: Any) -> np.ndarray:
     return strings([json.dumps(values)])
 
 
+class Prepared(NamedTuple):
+    request: Request
+    task: str
+
+
 def prepare_call(call: Call, *, info: Any = None) -> Prepared:
-    return prepare(call, "id", info, TEMPLATE)
+    return Prepared(*prepare(call, "id", info, TEMPLATE))
 
 
 def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
     call = read()
     assert not call.ensemble
-    assert not call.outputs.stream
-    assert call.outputs.prepend_input
-    assert not call.outputs.finish_reason
+    assert not call.stream
+    assert call.prepend_input
+    assert not call.outputs
     prepared = prepare_call(call)
     assert (prepared.task, prepared.request.prompt) == ("raw", "hello")
     assert prepared.request.arrival == 42.5
@@ -48,11 +54,9 @@ def test_a_plain_request_has_the_defaults_of_the_vllm_backend() -> None:
 
 def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> None:
     call = read(**THROUGH_ENCODER)
-    assert call.outputs.stream
-    assert not call.outputs.prepend_input
-    assert call.outputs.finish_reason
-    assert call.outputs.num_input_tokens
-    assert call.outputs.num_output_tokens
+    assert call.stream
+    assert not call.prepend_input
+    assert {"finish_reason", "num_input_tokens", "num_output_tokens"} <= call.outputs
     prepared = prepare_call(call)
     assert prepared.task == "vqa"
     assert prepared.request.prompt.startswith(TEMPLATE.prefix)
@@ -109,7 +113,7 @@ def test_the_prompt_is_prepended_as_the_vllm_backend_does(
         inputs["stream"] = flag(stream)
     if exclude is not None:
         inputs["exclude_input_in_output"] = flag(exclude)
-    assert read(**inputs).outputs.prepend_input == prepend
+    assert read(**inputs).prepend_input == prepend
 
 
 def test_streaming_with_the_prompt_in_the_output_is_rejected() -> None:
@@ -150,14 +154,14 @@ def test_sampling_parameters_replace_all_request_parameters() -> None:
 def test_the_limit_of_json_inputs_is_an_option_and_named_in_the_error() -> None:
     inputs = {"text_input": strings(["x"]), "sampling_parameters": keys(stop=["x" * 100])}
     with pytest.raises(InvalidArgument, match=r"'sampling_parameters' has \d+ bytes.* is 50"):
-        read_call(inputs, {}, "", Limits(max_json_bytes=50), 0.0)
+        read_call(inputs, {}, Limits(max_json_bytes=50), 0.0)
 
 
 def test_metadata_up_to_its_limit_is_not_changed() -> None:
     assert read(metadata=strings([b"\xff\x00 "])).metadata == b"\xff\x00 "
     inputs = {"text_input": strings(["x"]), "metadata": strings(["12345"])}
     with pytest.raises(InvalidArgument, match="'metadata' has 5 bytes; the limit is 4"):
-        read_call(inputs, {}, "", Limits(max_metadata_bytes=4), 0.0)
+        read_call(inputs, {}, Limits(max_metadata_bytes=4), 0.0)
 
 
 def test_images_and_frames_are_counted_from_the_layout() -> None:
@@ -173,7 +177,7 @@ def test_a_clip_of_joined_frames_is_counted_by_its_frames() -> None:
     assert read(**tensors).counts == (1, 6)
     tensors["image_layout"][1, 5] = 11
     with pytest.raises(InvalidArgument, match="has 11 frames in column is_video; 5 rows of"):
-        read(**tensors)
+        prepare_call(read(**tensors))
 
 
 def test_images_wait_for_the_encoder() -> None:
@@ -209,7 +213,7 @@ def test_a_wrong_input_is_rejected_with_its_valid_form(
 
 def test_a_missing_prompt_is_rejected() -> None:
     with pytest.raises(InvalidArgument, match="'text_input' is missing"):
-        read_call({}, {}, "", Limits(), 0.0)
+        read_call({}, {}, Limits(), 0.0)
 
 
 def test_keys_of_real_time_streams_are_read_from_the_sampling_parameters() -> None:

@@ -108,7 +108,7 @@ def test_memory_for_the_factors_of_two_merges_is_kept(checkpoint: Path, adapters
         largest = sorted(
             sum(
                 pair.a.nbytes + pair.b.nbytes
-                for pair in engine.adapters.adapter(slot).pairs.values()
+                for pair in engine.adapters.slots.adapter(slot).pairs.values()
             )
             for slot in engine.adapters.resident
         )[-2:]

@@ -302,7 +302,7 @@ def loaded(zoo: Path, shape: ModelShape) -> Iterator[AdapterStore]:
 
 def test_healthy_adapters_are_served_in_spite_of_broken_ones(loaded: AdapterStore) -> None:
     assert loaded.names() == HEALTHY
-    pairs = loaded.group([(0, "q_proj")]).pairs[0]
+    pairs = loaded.slots.group([(0, "q_proj")]).pairs[0]
     assert len(pairs) == len(HEALTHY)
     assert pairs[0] is not None
     assert pairs[1] is not None
@@ -346,7 +346,10 @@ def test_any_value_of_any_key_loads_or_is_rejected(
             (tmp_path / "x" / CONFIG).write_text(json.dumps(changed))
             store = AdapterStore(shape)
             store.load({"x": tmp_path / "x"})
-            assert not store.broken or "failed to load" not in str(store.broken["x"]), (key, value)
+            assert not store.table.broken or "failed to load" not in str(store.table.broken["x"]), (
+                key,
+                value,
+            )
 
 
 @pytest.mark.parametrize("file", [CONFIG, WEIGHTS])
@@ -365,7 +368,7 @@ def test_flipped_bits_load_or_are_rejected(
         (tmp_path / "x" / file).write_bytes(flipped)
         store = AdapterStore(shape)
         store.load({"x": tmp_path / "x"})
-        assert not store.broken or "failed to load" not in str(store.broken["x"])
+        assert not store.table.broken or "failed to load" not in str(store.table.broken["x"])
 
 
 def test_an_unexpected_exception_is_an_error_of_that_adapter(
@@ -374,14 +377,14 @@ def test_an_unexpected_exception_is_an_error_of_that_adapter(
     """The error names the adapter and its folder."""
     from vlora.adapters import catalog as module
 
-    files = module.AdapterFiles
+    describe = module.describe_adapter
 
     def fails(name: str, *more: Any) -> Any:
         if name == "bad":
             raise MemoryError("\ud800")
-        return files(name, *more)
+        return describe(name, *more)
 
-    monkeypatch.setattr(module, "AdapterFiles", fails)
+    monkeypatch.setattr(module, "describe_adapter", fails)
     store = AdapterStore(shape)
     store.load({"bad": zoo / "a-healthy", "good": zoo / "a-healthy"})
     assert store.names() == ("good",)

@@ -9,7 +9,7 @@ import pytest
 
 from vlora.config import Options
 from vlora.errors import InvalidArgument
-from vlora.serving.instance import options_of_instance, require_one_instance
+from vlora.serving.model_process import options_of_instance, require_one_instance
 
 
 def _args(*groups: dict[str, Any], kind: str = "MODEL", gpu: int = 0) -> dict[str, str]:

@@ -18,7 +18,7 @@ from tests.support.polling import until
 from vlora.launcher import draining
 from vlora.launcher.processes import is_alive
 from vlora.launcher.run_folder import RUN_VARIABLE
-from vlora.serving.lifeline import Lifeline
+from vlora.serving.model_process import Lifeline
 
 
 @pytest.fixture
@@ -87,11 +87,11 @@ model.wait()
 """
 MODEL = """
 import time
-from vlora.serving import lifeline
+from vlora.serving import model_process
 def fail(folder):
     raise PermissionError("the memory belongs to another user")
-lifeline.release_shared_memory = fail
-lifeline.Lifeline("lmm")
+model_process.release_shared_memory = fail
+model_process.Lifeline("lmm")
 print("watching", flush=True)
 time.sleep(60)
 """

@@ -14,9 +14,9 @@ from tests.support.fakes import FakeResponder, first
 from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, NotFound, Unavailable
+from vlora.live_requests import RequestTable
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService, inner_request
-from vlora.serving.requests import WaitingRequests
 from vlora.serving.tensors import Tensors, flag, strings
 
 STAMPS = ArrivalStamps(b"key")
@@ -55,9 +55,9 @@ def service(inner: Inner) -> Iterator[LmmUnaryService]:
         created = LmmUnaryService(
             inner,
             pool,
-            Limits(max_in_flight_bytes=10_000),
+            Limits(),
             STAMPS,
-            WaitingRequests(),
+            RequestTable(max_bytes=10_000),
             max_requests=4,
             max_running=2,
         )
@@ -157,7 +157,7 @@ def test_a_full_queue_rejects_a_request_with_its_length_before_copying_it(
     assert refused.failure.message == "the queue is full: 2 requests are waiting"
     inner.gate.set()
     assert all(responder.done.wait(5) for responder in responders)
-    until(lambda: service.live == 0)
+    until(lambda: not service.live)
 
 
 def test_a_waiting_request_ends_at_once_when_its_client_disconnects(
@@ -168,7 +168,7 @@ def test_a_waiting_request_ends_at_once_when_its_client_disconnects(
     assert last.done.wait(5)
     assert isinstance(last.failure, Cancelled)
     assert len(inner.calls) == 2, "`lmm` was not called for it"
-    assert service.live == 3
+    assert len(service.live) == 3
 
 
 def test_a_waiting_request_ends_at_once_when_its_id_is_cancelled(

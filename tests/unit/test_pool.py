@@ -112,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.check_integrity()
         self.prefix.check_integrity()
         assert {p for blocks in self.live for p in blocks.table.pages} == {
-            page for page in range(24) if self.pool.is_held(page)
+            page for page in range(24) if self.pool.owner(page) is Owner.KV
         }
         assert sum(run.count for run in (*self.busy, *self.idle.runs)) == self.pool.adapter
         for run in (*self.busy, *self.idle.runs):

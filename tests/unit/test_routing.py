@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from vlora.adapters.peft import ErrorFactory
+from vlora.adapters.errors import ErrorFactory
 from vlora.adapters.routing import MAX_WORDS, Router, Skill, read_skills, usual_words
 from vlora.errors import InvalidArgument
 

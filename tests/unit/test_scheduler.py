@@ -241,8 +241,6 @@ def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
 class IdleAdapter:
     """An adapter in the pool without requests; evictable unless it is protected."""
 
-    holds_runs = True
-
     def __init__(self, pool: PagePool, count: int, slot: int) -> None:
         self._pool, self._slot = pool, slot
         self._run = pool.allocate_run(count)

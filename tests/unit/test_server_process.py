@@ -174,7 +174,7 @@ model.wait()
 """
 MODEL = """
 import time
-from vlora.serving.lifeline import Lifeline
+from vlora.serving.model_process import Lifeline
 lifeline = Lifeline("lmm")
 lifeline.on_drain(lambda seconds: print(0 < seconds <= 50, lifeline.draining, flush=True))
 print(lifeline.draining, flush=True)

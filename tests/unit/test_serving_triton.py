@@ -89,17 +89,22 @@ def forget_package() -> None:
 
 @pytest.fixture
 def responder(backend: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.responder")
+    return importlib.import_module(f"{PACKAGE}.requests")
 
 
 @pytest.fixture
 def tensors(backend: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.responder")
+    return importlib.import_module(f"{PACKAGE}.requests")
 
 
 @pytest.fixture
 def bls(backend: ModuleType) -> ModuleType:
-    return importlib.import_module(f"{PACKAGE}.bls")
+    return importlib.import_module(f"{PACKAGE}.requests")
+
+
+@pytest.fixture
+def process(backend: ModuleType) -> ModuleType:
+    return importlib.import_module(f"{PACKAGE}.process")
 
 
 def test_the_package_can_be_imported_before_triton_sets_the_attributes(
@@ -156,13 +161,14 @@ def test_an_error_that_cannot_be_sent_still_ends_its_request(responder: ModuleTy
     ids=["id", "long-id", "nan", "surrogate", "long"],
 )
 def test_a_request_that_cannot_be_read_is_rejected_and_the_other_one_is_handled(
-    responder: ModuleType, broken: dict[str, Any]
+    process: ModuleType, broken: dict[str, Any]
 ) -> None:
     bad, good = FakeSender(), FakeSender()
     handled: list[str] = []
     service = SimpleNamespace(handle=lambda tensors, keys, id, responder: handled.append(id))
     requests = [FakeRequest(bad, **broken), FakeRequest(good, id="good")]
-    responder.hand_over(requests, service, ErrorCounts(), Limits())
+    settings = SimpleNamespace(_errors=ErrorCounts(), options=SimpleNamespace(limits=Limits()))
+    process.TritonProcess.hand_over(settings, requests, service)
     assert handled == ["good"]
     assert bad.finals == 1
     assert bad.sent[0][0].error.message.startswith("INVALID_ARG: ")

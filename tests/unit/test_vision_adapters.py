@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.polling import until
 from vlora.adapters.catalog import FolderFinder, stamp_of
-from vlora.adapters.files import AdapterFiles, load_adapter
+from vlora.adapters.files import describe_adapter, load_adapter
 from vlora.adapters.handle import AdapterHandle, version_of
 from vlora.adapters.model_shape import ModelShape
 from vlora.engine.checks import admissible
@@ -176,7 +176,7 @@ def test_a_part_of_the_wrong_shape_is_refused(
 ) -> None:
     change(write(root / "x", shape), key, torch.ones(shape_of_a))
     with pytest.raises(InvalidArgument, match="adapter 'x'") as caught:
-        AdapterFiles("x", root / "x", shape)
+        describe_adapter("x", root / "x", shape)
     assert reason in str(caught.value)
 
 
@@ -193,7 +193,7 @@ def test_matrices_that_are_no_linear_layers_are_refused(root: Path, shape: Model
     renamed = {key.replace(LAYER, table): value for key, value in tensors.items()}
     save_file(renamed, root / "x" / WEIGHTS)
     with pytest.raises(InvalidArgument, match=f"{table}.*, which is not a linear layer"):
-        AdapterFiles("x", root / "x", shape)
+        describe_adapter("x", root / "x", shape)
 
 
 @pytest.mark.parametrize("change", ["removed", "replaced"])
@@ -246,7 +246,7 @@ def test_a_request_whose_images_another_version_encoded_is_refused(
 ) -> None:
     folder = write(root / "x", shape)
     stamp = stamp_of(folder)
-    seeing = AdapterHandle("x", folder, stamp, AdapterFiles("x", folder, shape).description)
+    seeing = AdapterHandle("x", folder, stamp, describe_adapter("x", folder, shape))
     features = ImageFeatures(np.zeros((1, 4), np.float32), np.array([[0, 1, 1, 1, 1, 0]], np.int32))
     request = Request("r", "p", SamplingParams(), adapter="x", images=features)
 

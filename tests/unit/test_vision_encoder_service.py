@@ -16,8 +16,8 @@ from tests.support.fakes import FakeResponder, RustPanic
 from tests.support.polling import until
 from vlora.config import Limits
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
+from vlora.live_requests import RequestTable
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
-from vlora.serving.requests import WaitingRequests
 from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.vision_encoder import VisionService, features_from
 from vlora.vision.adapters import VisionPart
@@ -126,19 +126,19 @@ class Setting:
         self,
         decoder: ImageDecoder,
         part_of: Callable[[str | None], VisionPart | None] = lambda name: None,
-        **limits: Any,
+        max_bytes: int = 1 << 20,
     ) -> None:
         self.decoder = HeldDecoder(decoder)
         self.encoder = FakeEncoder()
         self.stamps = ArrivalStamps(b"key")
-        self.waiting = WaitingRequests()
+        self.live = RequestTable(max_bytes)
         self.flushed = 0
         self.service = VisionService(
             self.decoder,
             self.encoder,
-            Limits(**limits),
+            Limits(),
             self.stamps,
-            self.waiting,
+            self.live,
             max_requests=4,
             before_answers=self._flush,
             part_of=part_of,
@@ -149,11 +149,7 @@ class Setting:
 
     def ask(self, tensors: Tensors, client_id: str = "") -> FakeResponder:
         responder = FakeResponder()
-        at_once = self.service.handle(tensors, {}, client_id, lambda: responder)
-        if isinstance(at_once, VLoraError):
-            responder.fail(at_once)
-        elif at_once is not None:
-            responder.send(at_once, final=True)
+        self.service.handle(tensors, {}, client_id, responder)
         return responder
 
     def occupy(self) -> FakeResponder:
@@ -259,8 +255,8 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_request_at_once(setting: S
     answer_of(setting.ask(encoder_request(png(), png())))
     assert setting.encoder.parts == [[2]]
     assert setting.decoder.decoded == decoded + 2
-    assert setting.waiting.expired == 2
-    assert setting.service._held.total == 0
+    assert setting.live.expired == 2
+    assert setting.live.bytes == 0
 
 
 def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:
@@ -270,13 +266,13 @@ def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -
     *older, newest = [setting.ask(encoder_request(png(), **stream)) for _ in range(3)]
     for one in older:
         assert isinstance(failure_of(one), Cancelled)
-    assert setting.service._held.total == 4 * (48 + len(png())), "the decoder still has their bytes"
+    assert setting.live.bytes == 4 * (48 + len(png())), "the decoder still has their bytes"
     setting.decoder.release()
     setting.encoder.gate.set()
     answer_of(newest)
     assert setting.encoder.parts == [[1]]
-    assert setting.waiting.superseded == 2
-    assert setting.service._held.total == 0
+    assert setting.live.superseded == 2
+    assert setting.live.bytes == 0
 
 
 def test_a_cancelled_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:
@@ -298,7 +294,7 @@ def test_a_cancelled_request_is_neither_decoded_nor_encoded(setting: Setting) ->
 
 
 def test_the_queue_is_bounded_in_requests_and_bytes(decoder: ImageDecoder) -> None:
-    setting = Setting(decoder, max_in_flight_bytes=3 * (48 + len(png())))
+    setting = Setting(decoder, max_bytes=3 * (48 + len(png())))
     setting.decoder.holds = True
     stream = {"stream_id": "camera", "supersede": True}
     for _ in range(3):

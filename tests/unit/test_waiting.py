@@ -2,26 +2,41 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.support.fakes import Clock, FakeRegistry
 from vlora.errors import Cancelled
+from vlora.live_requests import LiveRequest, RequestTable
 from vlora.request import Freshness
-from vlora.serving.requests import WaitingExporter, WaitingRequests
+from vlora.serving.service import WaitingExporter
 
 
 class Line:
-    """Waiting requests, and the errors that ended them."""
+    """A table of waiting requests, and the errors that ended them."""
 
     def __init__(self) -> None:
         self.clock = Clock(0.0)
-        self.waiting = WaitingRequests(self.clock)
-        self.ended: dict[str, Exception] = {}
+        self.table = RequestTable(clock=self.clock)
+        self.ended: dict[str, BaseException] = {}
 
     def add(self, key: str, arrival: float = 0.0, client_id: str = "", **terms: object) -> None:
-        def end(error: Exception) -> None:
-            assert key not in self.ended
-            self.ended[key] = error
+        request = _Recorded(key, client_id, self.ended)
+        self.table.add(request)
+        self.table.wait(request, Freshness(arrival, **terms))  # type: ignore[arg-type]
 
-        self.waiting.add(key, Freshness(arrival, **terms), end, client_id)  # type: ignore[arg-type]
+    def take(self, key: str) -> bool:
+        request = self.table.get(key)
+        return request is not None and self.table.take(request)
+
+
+class _Recorded(LiveRequest):
+    def __init__(self, id: str, client_id: str, ended: dict[str, BaseException]) -> None:
+        super().__init__(id, client_id)
+        self._ended = ended
+
+    def fail(self, error: BaseException) -> None:
+        assert self.id not in self._ended
+        self._ended[self.id] = error
 
 
 def test_a_newer_request_ends_only_older_ones_of_its_stream() -> None:
@@ -33,9 +48,9 @@ def test_a_newer_request_ends_only_older_ones_of_its_stream() -> None:
     line.add("new", 2.0, stream_id="s", supersede=True)
     assert set(line.ended) == {"old"}
     assert "stream 's' superseded" in str(line.ended["old"])
-    assert line.waiting.superseded == 1
-    assert not line.waiting.take("old")
-    assert all(line.waiting.take(key) for key in ("other", "none", "newest", "new"))
+    assert line.table.superseded == 1
+    assert not line.take("old")
+    assert all(line.take(key) for key in ("other", "none", "newest", "new"))
 
 
 def test_a_deadline_counts_from_the_arrival() -> None:
@@ -44,38 +59,61 @@ def test_a_deadline_counts_from_the_arrival() -> None:
     line.add("b", deadline_ms=1000)
     line.add("c", deadline_ms=1500)
     line.clock.now = 0.4
-    line.waiting.end_late()
+    line.table.end_late()
     assert not line.ended
     line.clock.now = 0.5
-    line.waiting.end_late()
+    line.table.end_late()
     assert set(line.ended) == {"a"}
     line.clock.now = 1.2
-    assert not line.waiting.take("b"), "it is late when it is taken"
+    assert not line.take("b"), "it is late when it is taken"
     assert isinstance(line.ended["b"], Cancelled)
-    assert line.waiting.take("c")
-    assert line.waiting.expired == 2
+    assert line.take("c")
+    assert line.table.expired == 2
 
 
 def test_a_waiting_request_is_taken_or_ended_only_once() -> None:
     line = Line()
     for key in "abcd":
         line.add(key, client_id="ab" * 8 if key in "ab" else "")
-    assert line.waiting.take("a")
-    assert line.waiting.end_client("ab" * 8, Cancelled("x")) == ["b"]
-    assert line.waiting.end_client("ab" * 8, Cancelled("x")) == []
-    assert line.waiting.end_client("", Cancelled("x")) == [], "others may have the same id"
-    assert line.waiting.end("c", Cancelled("x"))
-    line.waiting.end_all(Cancelled("x"))
+    assert line.take("a")
+    for _ in range(2):
+        line.table.cancel_client("ab" * 8, Cancelled("x"))
+        assert set(line.ended) == {"b"}
+    line.table.cancel_client("", Cancelled("x"))
+    assert set(line.ended) == {"b"}, "others may have the same id"
+    for request in line.table:
+        line.table.end_waiting(request, Cancelled("x"))
     assert sorted(line.ended) == ["b", "c", "d"]
-    assert not len(line.waiting)
+    assert [request.id for request in line.table] == ["a"]
 
 
 def test_the_exporter_writes_the_length_and_the_totals() -> None:
     line, registry = Line(), FakeRegistry()
-    exporter = WaitingExporter(registry, {"model": "m"}, line.waiting)
+    exporter = WaitingExporter(registry, {"model": "m"}, line.table)
     line.add("a", stream_id="s")
     line.add("b", 1.0, stream_id="s", supersede=True)
     exporter.flush()
     assert registry["vlora:requests_before_engine"].value == 1
     assert registry["vlora:requests_superseded_total"].value == 1
     assert registry["vlora:requests_expired_total"].value == 0
+
+
+def test_a_request_that_is_cancelled_while_it_is_read_does_not_begin_to_wait() -> None:
+    table, reason = RequestTable(), Cancelled("x")
+    request = LiveRequest("a", "ab" * 8)
+    table.admit(request)
+    assert not table.cancel(request, reason), "its owner ends it"
+    with pytest.raises(Cancelled) as raised:
+        table.wait(request, Freshness(0.0))
+    assert raised.value is reason
+
+
+def test_a_pinned_request_keeps_its_bytes_after_its_end() -> None:
+    table, request = RequestTable(max_bytes=10), LiveRequest("a")
+    table.add(request)
+    table.hold(request, 7)
+    table.wait(request, Freshness(0.0), pinned=True)
+    table.end(request, Cancelled("x"))
+    assert table.bytes == 7
+    table.remove(request)
+    assert (table.bytes, len(table)) == (0, 0)

@@ -19,7 +19,6 @@ from tools.gpu import step_costs
 from vlora.adapters.files import Adapter, AdapterInfo
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.residency import Slots
-from vlora.adapters.store import AdapterStore
 from vlora.atmm.types import LoraPair
 from vlora.device.device import Device
 from vlora.ids import BASE, order_of
@@ -101,7 +100,7 @@ class RandomModel:
         return Runner(
             self._config,
             self._weights,
-            cast(AdapterStore, self._slots),
+            self._slots,
             self.switcher,
             self._kv_cache,
             StepSizes(rows, rows, self._sizes.context) if graphs else None,

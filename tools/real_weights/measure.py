@@ -64,8 +64,8 @@ class Measured:
         store = AdapterStore(shape, 1 << 30, dtype, 1 << 30)
         store.load(find_folders(adapters, {}))
         self._slot = store.slot(store.names()[0]) if adapters else BASE
-        self._switcher = Switcher(weights.slab, store)
-        self._decoder = Decoder(self._config, weights, store, self._switcher)
+        self._switcher = Switcher(weights.slab, store.slots)
+        self._decoder = Decoder(self._config, weights, store.slots, self._switcher)
         self._pages = tuple(range(-(-longest // chosen.block_size)))
         sizes = (
             self._config.layers,

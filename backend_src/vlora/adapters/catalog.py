@@ -1,7 +1,11 @@
-"""Adapters by name. Each name refers to a handle, or to the error of a folder that cannot be used.
+"""Catalogue of adapters: their folders, the watch over them, and the table of their names.
 
-The engine's thread changes the mapping. It publishes each state as an immutable table, which other
-threads read without a lock.
+`FolderWatch` scans the folders, and `FolderReader` reads those that have changed; both run on the
+thread that watches them. The engine's thread applies what the reader reports and maps names to
+handles. It publishes each state as an immutable table, which other threads read without a lock.
+
+Symbolic links are followed, because hub caches consist of them. A link that points to another file
+counts as a change.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from queue import SimpleQueue
@@ -22,27 +26,21 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 
 from vlora import native
-from vlora.adapters.errors import Backoff, as_adapter_error, is_transient
+from vlora.adapters.errors import Backoff, ErrorFactory, as_adapter_error, as_text, is_transient
 from vlora.adapters.files import (
     Adapter,
     AdapterDescription,
-    AdapterFiles,
-    AdapterInfo,
-    load_adapter,
+    describe_adapter,
+    read_adapter,
 )
 from vlora.adapters.handle import AdapterHandle, Stamp
 from vlora.adapters.model_shape import ModelShape
-from vlora.adapters.peft import ErrorFactory, as_text
 from vlora.adapters.routing import Router
 from vlora.errors import InvalidArgument, NotFound, known_names
 
-# Adapter folders: where they are, and whether their files have changed.
-#
-# Symbolic links are followed, because hub caches consist of them. A link that points to another
-# file counts as a change.
-
-
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 SETTLED_SECONDS = 1.0
 """Time without changes after which a folder is read."""
@@ -59,33 +57,39 @@ MAX_LOOK_SECONDS = 1.5
 A change takes effect after two scans and a load. The documentation promises five seconds for this.
 """
 
+MAX_HINT_LENGTH = 256
+"""Maximum length of an unknown name for which similar names are suggested."""
 
-def find_folders(
-    root: Path | None, names: Mapping[str, str], *, quiet: bool = False
-) -> dict[str, Path]:
+HINT_NEIGHBOURS = 16
+"""Number of names before and after an unknown name that are compared with it, in each of two
+orders.
+
+Comparing two names takes about 70 µs.
+"""
+
+
+# -- folders and their stamps ----------------------------------------------------------------------
+
+
+def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
     """Return name → folder of all adapters.
 
     root: folder whose subfolders are adapters under their own names; None for no such folder.
     names: name → folder of further adapters, which take precedence over subfolders with the same
         name. The folders are relative to the root, as in the vLLM backend's `multi_lora.json`, or
         absolute if there is no root.
-    quiet: whether to omit the log message about names that are defined twice.
     """
-    present = () if root is None else folders_in(root)
-    return _named(root, present, names, quiet=quiet)
-
-
-def _named(
-    root: Path | None, present: Sequence[str], names: Mapping[str, str], *, quiet: bool
-) -> dict[str, Path]:
-    folders = {} if root is None else {name: root / name for name in present}
-    for name, folder in names.items():
-        path = Path(folder) if root is None else root / folder
-        if not quiet and name in folders and not _same_file(folders[name], path):
-            texts = map(as_text, (name, str(path), str(folders[name])))
+    own = {} if root is None else {name: root / name for name in folders_in(root)}
+    named = _paths(root, names)
+    for name in named:
+        if name in own and not _same_file(own[name], named[name]):
+            texts = map(as_text, (name, str(named[name]), str(own[name])))
             log.warning("adapter '%s' is defined twice: %s is used, and %s is not", *texts)
-        folders[name] = path
-    return folders
+    return own | named
+
+
+def _paths(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
+    return {name: Path(at) if root is None else root / at for name, at in names.items()}
 
 
 class FolderFinder:
@@ -95,16 +99,15 @@ class FolderFinder:
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
-        self._names = names
+        self._named = _paths(root, names)
         self._present: Sequence[str] | None = None
-        self._folders: dict[str, Path] = {}
+        self._folders = self._named
 
     def __call__(self) -> Mapping[str, Path]:
         """Return name → folder. Raise InvalidArgument if the root cannot be read."""
-        present = () if self._root is None else folders_in(self._root)
-        if present != self._present:
-            self._folders = _named(self._root, present, self._names, quiet=True)
+        if self._root is not None and (present := folders_in(self._root)) != self._present:
             self._present = present
+            self._folders = {name: self._root / name for name in present} | self._named
         return self._folders
 
 
@@ -125,17 +128,13 @@ def folders_in(root: Path) -> Sequence[str]:
 
 
 def _folders_in(root: Path) -> list[str]:
-    """Return what `folders_in` returns, without the compiled core."""
     entries = sorted(root.iterdir(), key=os.fsencode)
     return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
 
 def _may_be_adapter(entry: Path) -> bool:
-    """Return whether an entry may be an adapter: it is a folder, or a broken link.
-
-    A broken link is reported as an adapter that cannot be loaded.
-    """
     try:
+        # A broken link is reported as an adapter that cannot be loaded.
         return entry.is_dir() or (entry.is_symlink() and not entry.exists())
     except OSError:
         return True
@@ -174,9 +173,9 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Return what `stamp_of` returns, without the compiled core.
+    """Return the stamp of a folder, without the compiled core.
 
-    The stamp contains the name of each entry and, after following links, its device, inode, size
+    It contains the name of each entry and, after following links, its device, inode, size
     and time of modification. If the folder cannot be read, the stamp contains the number of the
     error.
     """
@@ -201,60 +200,40 @@ def _entry_stamp(entry: os.DirEntry[bytes]) -> bytes:
 
 @cache
 def _native() -> Any:
-    """Return the compiled functions, or None if they are not compiled.
-
-    One call scans thousands of folders without holding the GIL.
-    """
     try:
+        # One call scans thousands of folders without holding the GIL.
         return native.kernels().folder_scan
     except ImportError:
         return None
 
 
-def _failed_transiently(stamp: Stamp) -> bool:
-    """Return whether this is the stamp of a folder whose reading failed transiently.
-
-    The cause of such a failure lies outside the folder's files.
-    """
-    error = error_of(stamp)
-    return error is not None and is_transient(error)
-
-
+@dataclass(eq=False)
 class FolderWatch:
-    """Thread that scans the adapters' folders repeatedly until it is closed.
+    """Thread that scans the adapters' folders repeatedly, from `start` until it is closed.
 
     It reports a change once the files have been unchanged for SETTLED_SECONDS.
+
+    find: returns the present folders by name.
+    changed: called when a folder was added or removed, or has changed and then settled. Its
+        argument has the folder and the stamp of every present name. A folder that is still changing
+        keeps the stamp that was last reported, and is missing if there is none.
+    retry: called after each scan, to retry folders that could not be read.
     """
 
-    def __init__(
-        self,
-        find: Callable[[], Mapping[str, Path]],
-        changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None],
-        clock: Callable[[], float] = time.monotonic,
-        retry: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Create the watch; `start` starts its thread.
-
-        find: returns the present folders by name.
-        changed: called when a folder was added or removed, or has changed and then settled. Its
-            argument has the folder and the stamp of every present name. A folder that is still
-            changing keeps the stamp that was last reported, and is missing if there is none.
-        retry: called after each scan, to retry folders that could not be read.
-        """
-        self._find = find
-        self._changed = changed
-        self._clock = clock
-        self._retry = retry
-        self._seen: dict[str, tuple[Path, Stamp, float]] = {}
-        self._reported: dict[str, tuple[Path, Stamp]] = {}
-        self._folders: Mapping[str, Path] = {}
-        self._paths: list[bytes] = []
-        self._stamps: list[Stamp] = []
-        self._settled = False
-        """True if no folder was still changing at the last scan."""
-        self._closed = threading.Event()
-        self._pause = LOOK_SECONDS
-        self._thread: threading.Thread | None = None
+    find: Callable[[], Mapping[str, Path]]
+    changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None]
+    retry: Callable[[], None] = lambda: None
+    _reported: dict[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    _seen: dict[str, tuple[Path, Stamp, float]] = field(default_factory=dict)
+    """Folder and stamp of each name at the last scan, and when it was first seen like this."""
+    _folders: Mapping[str, Path] = field(default_factory=dict)
+    _paths: list[bytes] = field(default_factory=list)
+    _stamps: list[Stamp] = field(default_factory=list)
+    _settled: bool = False
+    """True if no folder was still changing at the last scan."""
+    _closed: threading.Event = field(default_factory=threading.Event)
+    _pause: float = field(default_factory=lambda: LOOK_SECONDS)
+    _thread: threading.Thread | None = None
 
     def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
         """Start the thread.
@@ -273,33 +252,30 @@ class FolderWatch:
 
     def _run(self) -> None:
         while not self._closed_before_next():
-            began = self._clock()
+            began = time.monotonic()
             try:
                 self.look(began)
-                self._retry()
+                self.retry()
             except Exception:
                 log.exception("looking at the adapters' folders failed; trying again")
-            took = self._clock() - began
+            took = time.monotonic() - began
             self._pause = min(max(LOOK_SECONDS, took / MAX_CORE_SHARE), MAX_LOOK_SECONDS)
 
     def _closed_before_next(self) -> bool:
-        """Wait until the next scan is due or the watch is closed; return whether it is closed.
-
-        If the watch is closed during the wait and started again, the next call waits for the rest
-        of the time.
-        """
-        began = self._clock()
+        """Wait until the next scan is due or the watch is closed; return whether it is closed."""
+        # If the watch is closed during the wait and started again, the rest of the time is waited.
+        began = time.monotonic()
         closed = self._closed.wait(self._pause)
-        self._pause = max(0.0, self._pause - (self._clock() - began))
+        self._pause = max(0.0, self._pause - (time.monotonic() - began))
         return closed
 
     def look(self, now: float) -> None:
         """Scan the folders once, and call `changed` if a folder has changed and then settled.
 
-        now: seconds on the watch's clock.
+        now: seconds on a clock that never goes back.
         """
         try:
-            folders = self._find()
+            folders = self.find()
         except InvalidArgument:
             return  # The root cannot be read. Known adapters stay available.
         if folders is not self._folders:
@@ -310,37 +286,42 @@ class FolderWatch:
         if self._settled and stamps == self._stamps:
             return
         self._stamps = stamps
-        settled: dict[str, tuple[Path, Stamp]] = {}
-        seen: dict[str, tuple[Path, Stamp, float]] = {}
         self._settled = True
+        seen, self._seen = self._seen, {}
+        settled = {}
         for (name, folder), stamp in zip(folders.items(), stamps, strict=True):
-            before = self._seen.get(name)
-            if name in self._reported and _failed_transiently(stamp):
-                stamp = self._reported[name][1]
-                self._settled = False
-            unchanged = before is not None and before[:2] == (folder, stamp)
-            seen[name] = before if before is not None and unchanged else (folder, stamp, now)
-            if (
-                self._reported.get(name) == (folder, stamp)
-                or now - seen[name][2] >= SETTLED_SECONDS
-            ):
-                settled[name] = (folder, stamp)
-                continue
-            self._settled = False
-            if name in self._reported:
-                settled[name] = self._reported[name]  # The old version serves until then.
-        self._seen = seen
+            version = self._version_of(name, folder, stamp, seen.get(name), now)
+            if version is not None:
+                settled[name] = version
         if settled != self._reported:
             self._reported = settled
-            self._changed(settled)
+            self.changed(settled)
+
+    def _version_of(
+        self,
+        name: str,
+        folder: Path,
+        stamp: Stamp,
+        before: tuple[Path, Stamp, float] | None,
+        now: float,
+    ) -> tuple[Path, Stamp] | None:
+        """Return the folder and stamp to report for a name, or None if it must not be used yet.
+
+        before: entry of the name in `_seen` at the scan before.
+        """
+        reported, error = self._reported.get(name), error_of(stamp)
+        if reported is not None and error is not None and is_transient(error):
+            stamp = reported[1]
+            self._settled = False
+        unchanged = before is not None and before[:2] == (folder, stamp)
+        self._seen[name] = before if before is not None and unchanged else (folder, stamp, now)
+        if reported == (folder, stamp) or now - self._seen[name][2] >= SETTLED_SECONDS:
+            return folder, stamp
+        self._settled = False
+        return reported  # The old version serves until the new one has settled.
 
 
-# Reading of adapter folders that were added or changed, and reporting of removed ones.
-#
-# The thread that watches the folders uses this module. The engine's thread applies the results.
-
-
-T = TypeVar("T")
+# -- reading folders -------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -376,37 +357,28 @@ class FolderRemoved:
 FolderResult = FolderRead | FolderFailed | FolderRemoved
 
 
+@dataclass(eq=False)
 class FolderReader:
-    """Reads adapter folders and reports each result."""
+    """Reads adapter folders and reports each result, on the thread that watches the folders.
 
-    def __init__(
-        self,
-        model: ModelShape,
-        max_bytes: int,
-        allowed_bytes: Callable[[], float],
-        report: Callable[[FolderResult], None],
-        clock: Callable[[], float],
-    ) -> None:
-        """Create a reader that has read no folder.
-
-        max_bytes: maximum size of one adapter's weights in fp32.
-        allowed_bytes: returns the maximum size in bytes of all weights that this reader has read
-            and will read. If an adapter's weights would exceed it, only the declarations are read.
-        report: called with each result.
-        clock: returns seconds.
-        """
-        self._model = model
-        self._max_bytes = max_bytes
-        self._allowed_bytes = allowed_bytes
-        self._report = report
-        self._clock = clock
-        self._read_bytes = 0
-        self._retries: dict[str, Backoff] = {}
-        self._to_retry: SimpleQueue[tuple[str, float]] = SimpleQueue()
-        self.stamps: Mapping[str, tuple[Path, Stamp]] = {}
-        """Folder and stamp of each name when it was last read. The mapping is replaced, not
+    max_bytes: maximum size of one adapter's weights in fp32.
+    allowed_bytes: returns the maximum size in bytes of all weights that this reader has read and
+        will read. If an adapter's weights would exceed it, only the declarations are read.
+    report: called with each result.
+    clock: returns seconds.
+    stamps: folder and stamp of each name when it was last read. The mapping is replaced, not
         changed.
-        """
+    """
+
+    model: ModelShape
+    max_bytes: int
+    allowed_bytes: Callable[[], float]
+    report: Callable[[FolderResult], None]
+    clock: Callable[[], float] = time.monotonic
+    stamps: Mapping[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    _read_bytes: int = 0
+    _retries: dict[str, Backoff] = field(default_factory=dict)
+    _to_retry: SimpleQueue[tuple[str, float]] = field(default_factory=SimpleQueue)
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
         """Read the folders that are new or changed, in order of name, and report removed ones.
@@ -419,7 +391,7 @@ class FolderReader:
         for name in before.keys() - folders.keys():
             log.info("adapter '%s' was removed", as_text(name))
             self._retries.pop(name, None)
-            self._report(FolderRemoved(name))
+            self.report(FolderRemoved(name))
         for name, (folder, stamp) in sorted(folders.items()):
             if before.get(name) != (folder, stamp):
                 self._read(name, folder, stamp)
@@ -430,7 +402,7 @@ class FolderReader:
 
         Call this if the folder could not be loaded for a cause outside its files.
         """
-        self._to_retry.put((name, self._clock()))
+        self._to_retry.put((name, self.clock()))
 
     def retry(self) -> None:
         """Retry the folders that could not be read for a cause outside their files.
@@ -438,7 +410,7 @@ class FolderReader:
         A folder is left out while its backoff lasts. If its files have changed, `update` reads it
         instead.
         """
-        now = self._clock()
+        now = self.clock()
         while not self._to_retry.empty():
             name, failed_at = self._to_retry.get()
             self._retries.setdefault(name, Backoff()).failed(failed_at)
@@ -450,41 +422,38 @@ class FolderReader:
                 self._read(name, folder, stamp)
 
     def _read(self, name: str, folder: Path, stamp: Stamp) -> None:
-        """Read the adapter of a folder and report it, or the error of reading it."""
         try:
             description, adapter = self._read_files(name, folder, stamp)
         except BaseException as error:  # A panic of a Rust library is not an Exception.
             transient = is_transient(error)
             if transient:
-                self._retries.setdefault(name, Backoff()).failed(self._clock())
+                self._retries.setdefault(name, Backoff()).failed(self.clock())
             else:
                 self._retries.pop(name, None)
-            self._report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
+            self.report(FolderFailed(name, as_adapter_error(name, folder, error), transient))
             return
         self._retries.pop(name, None)
         self._read_bytes += 0 if adapter is None else description.host_bytes
-        self._report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
+        self.report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
 
     def _read_files(
         self, name: str, folder: Path, stamp: Stamp
     ) -> tuple[AdapterDescription, Adapter | None]:
-        """Return the description of an adapter, and its weights if they fit into the bytes that
-        `allowed_bytes` returns.
+        """Return the description of an adapter, and its weights if they fit into `allowed_bytes`.
 
         Raises a transient error if the files are no longer those of the stamp. Without this check,
         engine and encoder could apply different weights as one version of the adapter.
         """
         try:
-            files = AdapterFiles(name, folder, self._model, self._max_bytes)
-            size = files.description.host_bytes
-            fits = self._read_bytes + size <= self._allowed_bytes()
-            adapter = files.read() if fits else None
+            description = describe_adapter(name, folder, self.model, self.max_bytes)
+            fits = self._read_bytes + description.host_bytes <= self.allowed_bytes()
+            adapter = read_adapter(folder, description) if fits else None
         except BaseException as error:
             if not is_transient(error):
                 _require_unchanged(name, folder, stamp)
             raise
         _require_unchanged(name, folder, stamp)
-        return files.description, adapter
+        return description, adapter
 
 
 def _require_unchanged(name: str, folder: Path, stamp: Stamp) -> None:
@@ -510,32 +479,7 @@ def read_each(
     return found, errors
 
 
-def read_infos(
-    folders: Mapping[str, Path], model: ModelShape, max_bytes: int
-) -> tuple[list[AdapterInfo], dict[str, InvalidArgument]]:
-    """Read each folder with its weights, in order of name.
-
-    At most one adapter's weights are in memory at a time.
-
-    max_bytes: maximum size of one adapter's weights in fp32.
-
-    Returns (descriptions with digests, errors by name).
-    """
-    infos, errors = read_each(
-        folders, lambda name, folder: load_adapter(name, folder, model, max_bytes).info
-    )
-    return list(infos.values()), errors
-
-
-MAX_HINT_LENGTH = 256
-"""Maximum length of an unknown name for which similar names are suggested."""
-
-HINT_NEIGHBOURS = 16
-"""Number of names before and after an unknown name that are compared with it, in each of two
-orders.
-
-Comparing two names takes about 70 µs.
-"""
+# -- names -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -591,9 +535,6 @@ class NameTable:
 
 
 def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
-    """Return up to HINT_NEIGHBOURS words before and after the position of `word` in a sorted
-    sequence.
-    """
     position = bisect_left(words, word)
     return words[max(0, position - HINT_NEIGHBOURS) : position + HINT_NEIGHBOURS]
 
@@ -633,7 +574,6 @@ class AdapterNames:
         return self._current.pop(as_text(name), None)
 
     def __contains__(self, name: str) -> bool:
-        """Return whether the name refers to a version that requests can use."""
         return as_text(name) in self._current
 
     def is_current(self, handle: AdapterHandle) -> bool:

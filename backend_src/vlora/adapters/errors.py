@@ -1,23 +1,98 @@
-"""Transient failures, which an adapter's files did not cause, and the wait before the next attempt.
+"""Errors of adapters: their text, the files that cause them, and failures that are tried again.
 
-For example, the process had no free file descriptor or memory, or a disk reported an error. An
-operation with such a failure is tried again.
+A failure is *transient* if the adapter's files did not cause it: for example, the process had no
+free file descriptor or memory, or a disk reported an error.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import re
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 
-from vlora.adapters.peft import ErrorFactory, as_text
 from vlora.errors import InvalidArgument, OutOfMemory
 
 log = logging.getLogger(__name__)
+
+MAX_JSON_BYTES = 1024 * 1024
+MAX_REASON_CHARACTERS = 500
+
+_SURROGATE = re.compile("[\ud800-\udfff]")
+"""One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot."""
+
+
+def as_text(name: str) -> str:
+    """Return `name` as valid UTF-8, in which invalid parts are escaped.
+
+    The name of a folder may contain any bytes, and JSON may contain surrogates.
+    """
+    return name.encode(errors="backslashreplace").decode()
+
+
+class ErrorFactory:
+    """Makes errors that name the adapter and the file. Their text is always valid UTF-8."""
+
+    def __init__(self, name: str, file: str = "") -> None:
+        self.name = name
+        self._file = file
+
+    def in_file(self, file: str) -> ErrorFactory:
+        """Return a factory of errors in another file of the same adapter."""
+        return ErrorFactory(self.name, file)
+
+    def __call__(self, reason: str) -> InvalidArgument:
+        if len(reason) > MAX_REASON_CHARACTERS:
+            reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
+        return InvalidArgument(as_text(f"adapter '{self.name}': {self._file} {reason}"))
+
+
+def is_names(value: Any) -> bool:
+    """Return whether `value` is a list of non-empty names that are valid UTF-8."""
+    return isinstance(value, list) and all(
+        isinstance(name, str) and name and not _SURROGATE.search(name) for name in value
+    )
+
+
+def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
+    """Return the JSON object in a file of the adapter's folder. Raises InvalidArgument."""
+    invalid = invalid.in_file(path.name)
+    require_file(path, invalid)
+    try:
+        with path.open("rb") as opened:
+            content = opened.read(MAX_JSON_BYTES + 1)
+        if len(content) > MAX_JSON_BYTES:
+            raise invalid(f"has more than {MAX_JSON_BYTES} bytes")
+        value = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise invalid(f"is not valid JSON: {error}") from error
+    except OSError as error:
+        raise invalid(f"cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise invalid("must hold a JSON object")
+    return value
+
+
+def require_file(path: Path, invalid: ErrorFactory) -> None:
+    """Raise InvalidArgument unless the file exists and is a regular file.
+
+    Other kinds of files are refused because reading a pipe or a device might never end.
+    """
+    try:
+        kind = path.stat().st_mode
+    except FileNotFoundError:
+        raise invalid("is missing") from None
+    except OSError as error:
+        raise invalid(f"cannot be read: {error}") from error
+    if not stat.S_ISREG(kind):
+        raise invalid("is not a regular file")
+
 
 CONTENT_ERRNOS = frozenset(
     {

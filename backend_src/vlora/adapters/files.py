@@ -1,7 +1,8 @@
-"""Loading of adapters: a PEFT folder → checked weights in fp32.
+"""A PEFT folder: its files are read, checked against the model, and described.
 
-Checks are strict, because PEFT itself silently accepts many broken files. Unsupported options are
-rejected by name, and each tensor in the file must belong to a matrix of the model.
+The description has a plan by which the weights are read, at once or later. Checks are strict,
+because PEFT itself silently accepts many broken files: unsupported options are rejected by name,
+and each tensor must belong to a matrix of the model.
 """
 
 from __future__ import annotations
@@ -13,101 +14,33 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vlora.adapters.model_shape import LM_HEAD, ModelShape, for_each_matrix, split_pairs
-from vlora.adapters.patterns import suffixes
+from vlora.adapters.errors import ErrorFactory, as_text, is_names, read_json
+from vlora.adapters.model_shape import (
+    LM_HEAD,
+    ModelShape,
+    for_each_matrix,
+    paths_of,
+    split_pairs,
+    suffixes,
+)
 from vlora.adapters.peft import (
     CONVERT,
-    ErrorFactory,
     PeftConfig,
-    as_text,
-    is_names,
+    TensorKey,
+    UnknownKey,
+    parse_key,
     read_config,
-    read_json,
 )
 from vlora.adapters.routing import Skill, read_skills
-from vlora.adapters.tensors import (
-    WeightsFile,
-    WeightsReader,
-    assign_tensors,
-    check_pair,
-    make_reader,
-)
+from vlora.adapters.tensors import WeightsFile, WeightsReader, make_reader
 from vlora.atmm.types import HeadMatrix, LoraPair
 from vlora.errors import nearest
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS
 
-# Vision task heads (§4.2.2 of the paper): linear layers that replace the LM head.
-#
-# A head is applied to the hidden state of the last prompt token after the final norm. The request
-# then ends without a decode step.
-
-
-@dataclass(frozen=True)
-class TaskHead:
-    """Vision task head of one adapter.
-
-    linear: weight [classes, hidden] and bias [classes], fp32.
-    labels: one label per class.
-    tasks: tasks that the head serves.
-    """
-
-    linear: HeadMatrix
-    labels: tuple[str, ...]
-    tasks: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.linear)
-
-
-def load_head(
-    folder: Path,
-    declared: Any,
-    hidden: int,
-    invalid: ErrorFactory,
-    max_bytes: int,
-    others: int = 0,
-) -> TaskHead | None:
-    """Return the vision task head in an adapter's folder; None if it has none.
-
-    declared: value of "head" in `vlora.json`, which must be given if and only if `head.safetensors`
-        exists.
-    hidden: width of the model.
-    max_bytes: maximum size in bytes of the adapter in fp32.
-    others: size in bytes of the adapter's other weights in fp32.
-
-    Raises InvalidArgument if the declaration and the file do not match, or if the head does not fit
-    the model.
-    """
-    path = folder / "head.safetensors"
-    if declared is None and not path.exists():
-        return None
-    labels, tasks = _declaration(declared, invalid.in_file("vlora.json"))
-    invalid = invalid.in_file(path.name)
-    file = WeightsFile(path, invalid)
-    expected = {"weight": (len(labels), hidden), "bias": (len(labels),)}
-    if set(file.shapes) != set(expected):
-        raise invalid(f"must hold 'weight' and 'bias', not {sorted(file.shapes)}")
-    for name, shape in expected.items():
-        if file.shapes[name] != shape:
-            raise invalid(f"has '{name}' {file.shapes[name]}; it must be {shape}")
-    file.require_fits(expected, max_bytes, others)
-    return TaskHead(HeadMatrix(file.read("weight"), file.read("bias")), labels, tasks)
-
-
-def _declaration(declared: Any, invalid: ErrorFactory) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (labels, tasks) of "head" in vlora.json. Raises InvalidArgument."""
-    if declared is None:
-        raise invalid("declares no 'head', though head.safetensors exists")
-    if not isinstance(declared, dict) or set(declared) != {"labels", "tasks"}:
-        raise invalid('must give \'head\' as {"labels": [...], "tasks": [...]}')
-    for key, value in declared.items():
-        if not value or not is_names(value) or len(set(value)) != len(value):
-            raise invalid(f"must give head.{key} as a list of different names")
-    return tuple(declared["labels"]), tuple(declared["tasks"])
-
-
+CONFIG = "adapter_config.json"
+EXTRA = "vlora.json"
+HEAD = "head.safetensors"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
 OUTSIDE_LORA = "non_lora_trainables.bin"
@@ -152,6 +85,26 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
+class TaskHead:
+    """Vision task head of one adapter (§4.2.2 of the paper): a linear layer that replaces the LM
+    head. It is applied to the hidden state of the last prompt token after the final norm, and the
+    request then ends without a decode step.
+
+    linear: weight [classes, hidden] and bias [classes], fp32.
+    labels: one label per class.
+    tasks: tasks that the head serves.
+    """
+
+    linear: HeadMatrix
+    labels: tuple[str, ...]
+    tasks: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.linear)
+
+
+@dataclass(frozen=True)
 class Adapter:
     """Weights of an adapter in fp32, with the scale folded into B.
 
@@ -165,7 +118,7 @@ class Adapter:
 
 @dataclass(frozen=True)
 class AdapterDescription:
-    """Everything that an adapter's files declare, known without reading the weights.
+    """Everything that an adapter's files declare, known without keeping the weights.
 
     info: description for users, without the digest.
     ranks: rank of each matrix of the language model that it changes, in ascending order of the ids
@@ -173,6 +126,7 @@ class AdapterDescription:
     host_bytes: size in bytes of the weights of these matrices and of the head, in fp32.
     reader: reads the weights of these matrices; None for a simulated adapter.
     vision: reads the weights of the vision tower and the connector; None if there are none.
+    hidden: width of the model, and so of the head.
     """
 
     info: AdapterInfo
@@ -180,114 +134,80 @@ class AdapterDescription:
     host_bytes: int
     reader: WeightsReader | None = None
     vision: WeightsReader | None = None
+    hidden: int = 0
 
 
-class AdapterFiles:
-    """The files of one adapter. The constructor checks them, and `read` reads the weights.
+def describe_adapter(
+    name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
+) -> AdapterDescription:
+    """Read and check the files of an adapter, and plan how its weights are read.
 
-    Attributes:
-        description: what the files declare.
+    max_bytes: maximum size of the weights in fp32.
+
+    Raises InvalidArgument, which names the adapter, the file and the reason.
     """
-
-    def __init__(
-        self, name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
-    ) -> None:
-        """Check the files without reading the weights.
-
-        max_bytes: maximum size of the weights in fp32.
-
-        Raises InvalidArgument, which names the adapter, the file and the reason.
-        """
-        invalid = ErrorFactory(name)
-        self._invalid = invalid.in_file(WEIGHTS)
-        self._folder = folder
-        if as_text(name) != name:
-            raise invalid.in_file(str(folder))("has a name that is not UTF-8; rename it")
-        config = read_config(folder, invalid)
-        _check_no_pickles(folder, invalid)
-        file = WeightsFile(folder / WEIGHTS, self._invalid)
-        keys = assign_tensors(file, model, self._invalid)
-        if not keys:
-            raise self._invalid("holds no LoRA weights")
-        _check_names(config, model, invalid.in_file("adapter_config.json"))
-        all_bytes = file.require_fits(
-            [key for pair in keys.values() for key in (pair.a, pair.b) if key], max_bytes
-        )
-        scales: dict[MatrixId, float] = {}
-        ranks: dict[MatrixId, int] = {}
-        for matrix, pair in sorted(keys.items()):
-            ranks[matrix], scales[matrix] = check_pair(
-                matrix, pair, file, config, model, self._invalid
-            )
-        extra = _read_extra(folder, invalid)
-        self._head = load_head(
-            folder, extra.get("head"), model.hidden, invalid, max_bytes, all_bytes
-        )
-        _check_invocation(config, self._head, model, invalid.in_file("adapter_config.json"))
-        in_vision = {matrix: rank for matrix, rank in ranks.items() if matrix[0] == VISION}
-        ranks = {matrix: rank for matrix, rank in ranks.items() if matrix[0] != VISION}
-        if in_vision:
-            _check_vision(config, extra, invalid)
-        info = AdapterInfo(
-            name=name,
-            digest="",
-            ranks=tuple(sorted(set(ranks.values()))),
-            targets=tuple(
-                t for t in (*TARGETS, LM_HEAD) if any(m[1] == t for m in for_each_matrix(ranks))
-            ),
-            tasks=tuple(extra.get("tasks", ())),
-            accuracy=dict(extra.get("accuracy", {})),
-            head_labels=self._head.labels if self._head else (),
-            head_tasks=self._head.tasks if self._head else (),
-            skills=read_skills(extra.get("skills", []), invalid.in_file("vlora.json")),
-            invocation=config.invocation,
-            vision_ranks=tuple(sorted(set(in_vision.values()))),
-        )
-        reader = make_reader(file, keys, ranks, scales)
-        vision = make_reader(file, keys, in_vision, scales) if in_vision else None
-        host_bytes = reader.nbytes + (self._head.nbytes if self._head else 0)
-        self.description = AdapterDescription(
-            info, for_each_matrix(reader.ranks), host_bytes, reader, vision
-        )
-
-    def read(self) -> Adapter:
-        """Return the adapter. Raise InvalidArgument if weights cannot be read or are not finite."""
-        return _read(self._folder, self.description, self._head, self._invalid)
+    files = _read_files(name, folder)
+    return _plan(files, _check(files, model, max_bytes), model.hidden)
 
 
-def read_adapter(name: str, folder: Path, description: AdapterDescription, hidden: int) -> Adapter:
-    """Return an adapter whose files have been checked, with its weights.
+def read_adapter(folder: Path, description: AdapterDescription) -> Adapter:
+    """Return an adapter with its weights. Its files must not have changed since `describe_adapter`.
 
-    description: result of the check. The weights file must not have changed since.
-    hidden: width of the model.
-
-    Raises the same errors as `AdapterFiles.read`.
+    Raises InvalidArgument if weights cannot be read or are not finite.
     """
-    invalid = ErrorFactory(name)
+    info, hidden = description.info, description.hidden
+    invalid = ErrorFactory(info.name)
     head = None
-    if description.info.head_labels:
-        declared = _read_extra(folder, invalid).get("head")
-        head = load_head(folder, declared, hidden, invalid, description.host_bytes)
-    return _read(folder, description, head, invalid.in_file(WEIGHTS))
-
-
-def _read(
-    folder: Path, description: AdapterDescription, head: TaskHead | None, invalid: ErrorFactory
-) -> Adapter:
+    if info.head_labels:
+        labels, tasks = info.head_labels, info.head_tasks
+        head = _read_head(folder, labels, tasks, hidden, invalid, description.host_bytes)
     assert description.reader is not None
+    invalid = invalid.in_file(WEIGHTS)
     pairs, digest = description.reader.read(folder / WEIGHTS, invalid)
     if description.vision is not None:
         _, of_vision = description.vision.read(folder / WEIGHTS, invalid)
         digest = hashlib.sha256(f"{digest} {of_vision}".encode()).hexdigest()
-    if description.info.invocation:
-        digest = hashlib.sha256(f"{digest} {description.info.invocation}".encode()).hexdigest()
-    return Adapter(replace(description.info, digest=digest), split_pairs(pairs), head)
+    if info.invocation:
+        digest = hashlib.sha256(f"{digest} {info.invocation}".encode()).hexdigest()
+    return Adapter(replace(info, digest=digest), split_pairs(pairs), head)
 
 
 def load_adapter(
     name: str, folder: Path, model: ModelShape, max_bytes: int = MAX_ADAPTER_BYTES
 ) -> Adapter:
-    return AdapterFiles(name, folder, model, max_bytes).read()
+    return read_adapter(folder, describe_adapter(name, folder, model, max_bytes))
+
+
+# -- read ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Files:
+    """Content of an adapter's folder, of which only the syntax has been checked.
+
+    extra: content of `vlora.json`; "head" and "skills" have not been checked.
+    weights: the open weights file, of which only the header has been read.
+    """
+
+    name: str
+    folder: Path
+    config: PeftConfig
+    weights: WeightsFile
+    extra: Mapping[str, Any]
+
+    @property
+    def invalid(self) -> ErrorFactory:
+        return ErrorFactory(self.name)
+
+
+def _read_files(name: str, folder: Path) -> _Files:
+    invalid = ErrorFactory(name)
+    if as_text(name) != name:
+        raise invalid.in_file(str(folder))("has a name that is not UTF-8; rename it")
+    config = read_config(folder, invalid)
+    _check_no_pickles(folder, invalid)
+    weights = WeightsFile(folder / WEIGHTS, invalid.in_file(WEIGHTS))
+    return _Files(name, folder, config, weights, _read_extra(folder, invalid))
 
 
 def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
@@ -303,73 +223,18 @@ def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
         )
 
 
-def _check_invocation(
-    config: PeftConfig, head: TaskHead | None, model: ModelShape, invalid: ErrorFactory
-) -> None:
-    """Raise InvalidArgument for an activated LoRA with invalid tokens or a vision task head.
-
-    If a prompt lacked the invocation, its request would reach the head without the adapter.
-    """
-    unknown = [token for token in config.invocation if token >= model.vocabulary]
-    if unknown:
-        raise invalid(
-            f"has {unknown[0]} in alora_invocation_tokens; ids run from 0 to {model.vocabulary - 1}"
-        )
-    if config.invocation and head is not None:
-        raise invalid("has alora_invocation_tokens, which cannot be used with a vision task head")
-
-
-def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument if an adapter with a vision part has an invocation or skills.
-
-    Images are encoded before the engine reads the prompt. But an activated LoRA must not change
-    images that stand before its invocation tokens. With skills (`adapters/routing.py`), the server
-    chooses the adapters of requests that name none, but only after the images were encoded.
-    """
-    if config.invocation:
-        raise invalid.in_file("adapter_config.json")(
-            "has alora_invocation_tokens, which cannot be used with weights of the vision tower or"
-            " connector: an image may stand before the invocation"
-        )
-    if extra.get("skills"):
-        raise invalid.in_file("vlora.json")(
-            "has 'skills', which cannot be used with weights of the vision tower or connector:"
-            " images are encoded before an adapter is chosen by its skills"
-        )
-
-
-def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument if a name in `target_modules` names no module of the model.
-
-    A pattern needs no check: if it matches nothing, each tensor of the file is rejected because the
-    config does not target its module.
-    """
-    if isinstance(config.target_modules, str):
-        return
-    unknown = config.target_modules - model.suffixes
-    if unknown:
-        unknown -= {suffix for path in model.other_modules() for suffix in suffixes(path)}
-    if unknown:
-        raise invalid(f"has '{min(unknown)}' in target_modules, which names no module of the model")
-
-
 def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the content of `vlora.json`; {} if it does not exist.
-
-    "head" and "skills" are not checked here.
-    """
-    path = folder / "vlora.json"
+    path = folder / EXTRA
     if not path.is_symlink() and not path.exists():
         return {}
     extra = read_json(path, invalid)
-    invalid = invalid.in_file(path.name)
+    invalid = invalid.in_file(EXTRA)
     unknown = set(extra) - set(EXTRA_KEYS)
     if unknown:
         key = min(unknown)
         hint = nearest(key, EXTRA_KEYS) or "."
         raise invalid(f"has the unknown key '{key}'{hint} Known: {', '.join(EXTRA_KEYS)}")
-    tasks = extra.get("tasks", [])
-    if not is_names(tasks):
+    if not is_names(extra.get("tasks", [])):
         raise invalid("must give 'tasks' as a list of names")
     accuracy = extra.get("accuracy", {})
     if not isinstance(accuracy, dict) or not all(
@@ -377,3 +242,233 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
     ):
         raise invalid("must give 'accuracy' as an object of finite numbers by task")
     return extra
+
+
+# -- check -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """What the files say about the model, by matrix in ascending order.
+
+    keys: keys of A and B in the weights file.
+    """
+
+    keys: Mapping[MatrixId, tuple[str, str]]
+    ranks: Mapping[MatrixId, int]
+    scales: Mapping[MatrixId, float]
+    head: TaskHead | None
+    skills: tuple[Skill, ...]
+
+
+def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
+    config, invalid = files.config, files.invalid
+    in_weights = invalid.in_file(WEIGHTS)
+    found = _assign_tensors(files.weights, model, in_weights)
+    if not found:
+        raise in_weights("holds no LoRA weights")
+    _check_names(config, model, invalid.in_file(CONFIG))
+    present = [key for pair in found.values() for key in (pair.a, pair.b) if key]
+    lora_bytes = files.weights.require_fits(present, max_bytes)
+    ranks: dict[MatrixId, int] = {}
+    scales: dict[MatrixId, float] = {}
+    for matrix, pair in sorted(found.items()):
+        ranks[matrix], scales[matrix] = _check_pair(matrix, pair, files, model)
+    head = _declared_head(files, model.hidden, max_bytes, lora_bytes)
+    _check_invocation(config, head, model, invalid.in_file(CONFIG))
+    if any(layer == VISION for layer, _ in ranks):
+        _check_vision(config, files.extra, invalid)
+    skills = read_skills(files.extra.get("skills", []), invalid.in_file(EXTRA))
+    keys = {matrix: (pair.a, pair.b) for matrix, pair in found.items()}
+    return _Checked(keys, ranks, scales, head, skills)
+
+
+@dataclass
+class _PairKeys:
+    """Keys of one matrix's A and B in the weights file; "" until they are found.
+
+    path: path of the matrix's module, as the file spells it.
+    """
+
+    path: str
+    a: str = ""
+    b: str = ""
+
+
+def _assign_tensors(
+    file: WeightsFile, model: ModelShape, invalid: ErrorFactory
+) -> dict[MatrixId, _PairKeys]:
+    """Return the keys of each matrix's A and B. Each tensor must belong to a matrix, or be an
+    unchanged copy of the base model's LM head.
+    """
+    keys: dict[MatrixId, _PairKeys] = {}
+    for key in file.shapes:
+        try:
+            parsed = parse_key(key, model)
+        except UnknownKey as reason:
+            raise invalid(f"holds '{key}', {reason}") from None
+        if parsed.part == "magnitude":
+            raise invalid(f"holds '{key}', a DoRA magnitude; make it a plain LoRA with {CONVERT}")
+        if parsed.part == "weight":
+            _check_copy(file, key, parsed, model, invalid)
+            continue
+        assert parsed.matrix is not None
+        pair = keys.setdefault(parsed.matrix, _PairKeys(parsed.path))
+        if pair.path != parsed.path:
+            raise invalid(f"holds '{key}', but other keys name the same module '{pair.path}'")
+        which = parsed.part.lower()
+        if getattr(pair, which):
+            raise invalid(
+                f"holds '{key}' a second time under another name, '{getattr(pair, which)}'"
+            )
+        setattr(pair, which, key)
+    return keys
+
+
+def _check_copy(
+    file: WeightsFile, key: str, parsed: TensorKey, model: ModelShape, invalid: ErrorFactory
+) -> None:
+    """Require a whole weight to be an unchanged copy of the base model's LM head, which PEFT stores
+    with an adapter of the LM head.
+    """
+    if parsed.matrix != (-1, LM_HEAD):
+        what = "embeddings" if parsed.matrix is None else "a whole weight"
+        raise invalid(
+            f"holds '{key}', {what} besides the LoRA; if the tensor equals that of the base model,"
+            f" {CONVERT} drops it"
+        )
+    expected = (model.vocabulary, model.hidden)
+    if file.shapes[key] != expected or not file.equals(key, model.lm_head()):
+        raise invalid(
+            f"holds '{key}', which differs from the base model's own lm_head;"
+            " train the LM head as a LoRA target"
+        )
+
+
+def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
+    if isinstance(config.target_modules, str):
+        return  # A pattern that matches nothing targets no tensor's module, and each is rejected.
+    unknown = config.target_modules - model.suffixes
+    if unknown:
+        unknown -= {suffix for path in model.other_modules() for suffix in suffixes(path)}
+    if unknown:
+        raise invalid(f"has '{min(unknown)}' in target_modules, which names no module of the model")
+
+
+def _check_pair(
+    matrix: MatrixId, pair: _PairKeys, files: _Files, model: ModelShape
+) -> tuple[int, float]:
+    """Return the (rank, scale) of A and B, which must be there, targeted, and fit the matrix."""
+    config, invalid = files.config, files.invalid.in_file(WEIGHTS)
+    module, paths = pair.path, paths_of(matrix, model, pair.path)
+    if not pair.a or not pair.b:
+        raise invalid(f"has no lora_{'B' if pair.a else 'A'} for {module}")
+    if not config.targets(paths):
+        raise invalid(f"holds '{pair.a}', but adapter_config.json does not target {module}")
+    d_out, d_in = model.shape_of(matrix)
+    rank = config.rank_of(paths)
+    a, b = files.weights.shapes[pair.a], files.weights.shapes[pair.b]
+    if (a, b) != ((rank, d_in), (d_out, rank)):
+        raise invalid(
+            f"has A {a} and B {b} for {module};"
+            f" with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
+        )
+    return rank, config.scale_of(paths)
+
+
+def _check_invocation(
+    config: PeftConfig, head: TaskHead | None, model: ModelShape, invalid: ErrorFactory
+) -> None:
+    unknown = [token for token in config.invocation if token >= model.vocabulary]
+    if unknown:
+        raise invalid(
+            f"has {unknown[0]} in alora_invocation_tokens; ids run from 0 to {model.vocabulary - 1}"
+        )
+    if config.invocation and head is not None:
+        # If a prompt lacked the invocation, its request would reach the head without the adapter.
+        raise invalid("has alora_invocation_tokens, which cannot be used with a vision task head")
+
+
+def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
+    """Refuse what needs the prompt: images are encoded before the engine reads it."""
+    if config.invocation:
+        raise invalid.in_file(CONFIG)(
+            "has alora_invocation_tokens, which cannot be used with weights of the vision tower or"
+            " connector: an image may stand before the invocation"
+        )
+    if extra.get("skills"):
+        raise invalid.in_file(EXTRA)(
+            "has 'skills', which cannot be used with weights of the vision tower or connector:"
+            " images are encoded before an adapter is chosen by its skills"
+        )
+
+
+def _declared_head(files: _Files, hidden: int, max_bytes: int, lora_bytes: int) -> TaskHead | None:
+    """Return the vision task head, which must be declared if and only if its file exists."""
+    declared, invalid = files.extra.get("head"), files.invalid.in_file(EXTRA)
+    if declared is None:
+        if (files.folder / HEAD).exists():
+            raise invalid("declares no 'head', though head.safetensors exists")
+        return None
+    if not isinstance(declared, dict) or set(declared) != {"labels", "tasks"}:
+        raise invalid('must give \'head\' as {"labels": [...], "tasks": [...]}')
+    for key, value in declared.items():
+        if not value or not is_names(value) or len(set(value)) != len(value):
+            raise invalid(f"must give head.{key} as a list of different names")
+    labels, tasks = tuple(declared["labels"]), tuple(declared["tasks"])
+    return _read_head(files.folder, labels, tasks, hidden, invalid, max_bytes, lora_bytes)
+
+
+def _read_head(
+    folder: Path,
+    labels: tuple[str, ...],
+    tasks: tuple[str, ...],
+    hidden: int,
+    invalid: ErrorFactory,
+    max_bytes: int,
+    lora_bytes: int = 0,
+) -> TaskHead:
+    """Return the vision task head, which must fit the model.
+
+    max_bytes: maximum size in bytes of the head and of `lora_bytes`, the other weights, in fp32.
+    """
+    invalid = invalid.in_file(HEAD)
+    file = WeightsFile(folder / HEAD, invalid)
+    expected = {"weight": (len(labels), hidden), "bias": (len(labels),)}
+    if set(file.shapes) != set(expected):
+        raise invalid(f"must hold 'weight' and 'bias', not {sorted(file.shapes)}")
+    for name, shape in expected.items():
+        if file.shapes[name] != shape:
+            raise invalid(f"has '{name}' {file.shapes[name]}; it must be {shape}")
+    file.require_fits(expected, max_bytes, lora_bytes)
+    return TaskHead(HeadMatrix(file.read("weight"), file.read("bias")), labels, tasks)
+
+
+# -- plan ------------------------------------------------------------------------------------------
+
+
+def _plan(files: _Files, checked: _Checked, hidden: int) -> AdapterDescription:
+    ranks = {matrix: r for matrix, r in checked.ranks.items() if matrix[0] != VISION}
+    in_vision = {matrix: r for matrix, r in checked.ranks.items() if matrix[0] == VISION}
+    reader = make_reader(files.weights, checked.keys, ranks, checked.scales)
+    vision = None
+    if in_vision:
+        vision = make_reader(files.weights, checked.keys, in_vision, checked.scales)
+    head = checked.head
+    changed = for_each_matrix(reader.ranks)
+    targets = {target for _, target in changed}
+    info = AdapterInfo(
+        name=files.name,
+        digest="",
+        ranks=tuple(sorted(set(ranks.values()))),
+        targets=tuple(target for target in (*TARGETS, LM_HEAD) if target in targets),
+        tasks=tuple(files.extra.get("tasks", ())),
+        accuracy=dict(files.extra.get("accuracy", {})),
+        head_labels=head.labels if head else (),
+        head_tasks=head.tasks if head else (),
+        skills=checked.skills,
+        invocation=files.config.invocation,
+        vision_ranks=tuple(sorted(set(in_vision.values()))),
+    )
+    host_bytes = reader.nbytes + (head.nbytes if head else 0)
+    return AdapterDescription(info, changed, host_bytes, reader, vision, hidden)

@@ -63,6 +63,9 @@ TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
 COPIED = (AdapterState.IN_MEMORY, AdapterState.PACKING, AdapterState.RESIDENT)
 """States in which a version has a host copy: its weights in fp32 in host memory."""
 
+IN_SLOT = (AdapterState.PACKING, AdapterState.RESIDENT)
+"""States in which a version has a slot of the operator."""
+
 
 @dataclass(eq=False)
 class AdapterHandle:
@@ -73,8 +76,8 @@ class AdapterHandle:
 
     info: description of the adapter. After the first load it includes the digest and never changes.
     adapter: the host copy; set only in the states of COPIED.
-    slot: slot of the operator; set only in PACKING and RESIDENT.
-    run: pages of the packed copy; set only in PACKING and RESIDENT, and None without a page pool.
+    slot: slot of the operator; set only in the states of IN_SLOT.
+    run: pages of the packed copy; set only in the states of IN_SLOT, and None without a page pool.
     error: reason why the version cannot be loaded; set only in FAILED.
     retired: True once the adapter's name refers to another version. New requests cannot use this
         version.
@@ -101,58 +104,29 @@ class AdapterHandle:
     def __post_init__(self) -> None:
         self.info: AdapterInfo = self.description.info
 
-    # -- transitions -----------------------------------------------------------------------------
+    def enter(self, state: AdapterState) -> None:
+        """Change the state, and drop what a version in the new state does not have.
 
-    def _enter(self, state: AdapterState) -> None:
+        The caller sets the fields that the new state needs (see `check_integrity`).
+        """
         assert state in TRANSITIONS[self.state], f"{self.name!r}: {self.state} → {state}"
         self.state = state
-
-    def load(self) -> None:
-        """Record that the loader has started to read the weights."""
-        self._enter(AdapterState.LOADING)
-
-    def load_later(self) -> None:
-        """Mark the weights as only on disk, because reading them failed or they became obsolete."""
-        self._enter(AdapterState.ON_DISK)
-
-    def loaded(self, adapter: Adapter) -> None:
-        """Store the host copy. If the version was read before, its digest must be the same."""
-        assert adapter.info.digest, "weights have a digest"
-        assert self.info.digest in ("", adapter.info.digest), "a version has one digest"
-        self._enter(AdapterState.IN_MEMORY)
-        self.adapter, self.info = adapter, adapter.info
-
-    def drop(self) -> None:
-        """Record that the host copy was evicted."""
-        self._enter(AdapterState.ON_DISK)
-        self.adapter = None
-
-    def pack(self, slot: int, run: Run | None) -> None:
-        """Record that the weights are being packed into a slot."""
-        self._enter(AdapterState.PACKING)
-        self.slot, self.run = slot, run
-
-    def packed(self) -> None:
-        """Record that the version is packed, so that steps can use its slot."""
-        self._enter(AdapterState.RESIDENT)
-
-    def unpack(self) -> None:
-        """Record that the version has lost its slot and its pages."""
-        self._enter(AdapterState.IN_MEMORY)
-        self.slot = self.run = None
-
-    def fail(self, error: InvalidArgument) -> None:
-        """Store the reason why the version cannot be loaded or packed."""
-        self._enter(AdapterState.FAILED)
-        self.error = error
-        self.adapter = self.slot = self.run = None
-
-    # -- use -------------------------------------------------------------------------------------
+        if state not in COPIED:
+            self.adapter = None
+        if state not in IN_SLOT:
+            self.slot = self.run = None
 
     @property
     def resident(self) -> bool:
         """True if steps can use the version."""
         return self.state is AdapterState.RESIDENT
+
+    def may_begin(self, now: float) -> bool:
+        """Return whether a load or packing of the version may begin: it is not resident, and no
+        failure forbids it at the time `now`, in seconds.
+        """
+        settled = self.state in (AdapterState.RESIDENT, AdapterState.FAILED)
+        return not settled and self.backoff.due <= now
 
     @property
     def digest(self) -> str:
@@ -187,7 +161,7 @@ class AdapterHandle:
     @property
     def needs_host_copy(self) -> bool:
         """True if the host copy may not be evicted."""
-        return self.state in (AdapterState.PACKING, AdapterState.RESIDENT) or self.held
+        return self.state in IN_SLOT or self.held
 
     def pin(self) -> None:
         self._pins += 1
@@ -208,9 +182,7 @@ class AdapterHandle:
         not set although it must be.
         """
         assert (self.adapter is not None) == (self.state in COPIED)
-        assert (self.slot is not None) == (
-            self.state in (AdapterState.PACKING, AdapterState.RESIDENT)
-        )
+        assert (self.slot is not None) == (self.state in IN_SLOT)
         assert self.run is None or self.slot is not None
         assert (self.error is not None) == (self.state is AdapterState.FAILED)
         assert self.adapter is None or self.info is self.adapter.info, "not its own digest"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Protocol, TypeVar
 
 import torch
 
-from vlora.adapters.patterns import suffixes
 from vlora.atmm.types import LoraPair
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import ATTENTION
@@ -76,6 +75,16 @@ def vision_path(path: str) -> str | None:
     """
     match = _VISION_PATH.fullmatch(path)
     return f"{match[1]}.{match[2]}" if match else None
+
+
+def suffixes(path: str) -> Iterator[str]:
+    """Yield the names that a pattern may use for the module at `path`: the whole path, and the rest
+    after each dot.
+    """
+    yield path
+    while "." in path:
+        path = path.split(".", 1)[1]
+        yield path
 
 
 class Rows(Protocol):

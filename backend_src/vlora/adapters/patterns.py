@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -35,16 +35,6 @@ that patterns can name.
 """
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
-
-
-def suffixes(path: str) -> Iterator[str]:
-    """Yield the names that a pattern may use for the module at `path`: the whole path, and the rest
-    after each dot.
-    """
-    yield path
-    while "." in path:
-        path = path.split(".", 1)[1]
-        yield path
 
 
 class PatternMatcher:
@@ -115,10 +105,8 @@ class PatternMatcher:
 
 
 def _unlike_re(pattern: str) -> str | None:
-    """Return which construct of the pattern `re` and `regex` interpret differently, or None.
-
-    The result is the end of a sentence about the pattern, such as "has a set within a set".
-    Patterns of module names need no such construct.
+    """Return which construct of the pattern `re` and `regex` interpret differently, or None, as the
+    end of a sentence. Patterns of module names need no such construct.
     """
     if "[[" in pattern or "[:" in pattern:
         return "has a set within a set"
@@ -129,10 +117,6 @@ def _unlike_re(pattern: str) -> str | None:
 
 
 def _too_many(pattern: str) -> str | None:
-    """Return what is wrong with a pattern that has too many repetitions, or None.
-
-    The result is the end of a sentence about the pattern.
-    """
     product = 1
     for braces in _braces(pattern):
         highest = braces.split(",")[-1] or braces.split(",")[0]

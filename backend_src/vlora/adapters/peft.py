@@ -1,31 +1,26 @@
-"""Reader of `adapter_config.json`: target modules, ranks and scales by PEFT's rules.
+"""PEFT's format: the keys of an adapter's tensors, and the rules of `adapter_config.json`.
 
-Unsupported options are rejected by name. This module does not read weights.
+A key contains the path of a module in the model that was trained, and the role of the tensor. The
+layouts of transformers (`LAYOUTS`) have different paths for the same matrix, which `parse_key` maps
+to one matrix id. The config says which modules have a LoRA, and its rank and scale. Unsupported
+options are rejected by name.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from vlora.adapters.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape, vision_path
-from vlora.adapters.patterns import MAX_PATTERNS, PatternMatcher, suffixes
-from vlora.errors import InvalidArgument, nearest, shown
+from vlora.adapters.errors import ErrorFactory, is_names, read_json
+from vlora.adapters.model_shape import HEADS, LAYOUTS, LM_HEAD, ModelShape, suffixes, vision_path
+from vlora.adapters.patterns import MAX_PATTERNS, PatternMatcher
+from vlora.errors import nearest, shown
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS
-
-# Keys of an adapter's tensors, as PEFT writes them.
-#
-# A key contains the path of a module in the model that was trained, and the role of the tensor. The
-# layouts of transformers (`LAYOUTS`) have different paths for the same matrix. This module maps all
-# of them to one matrix id.
-
 
 Part = Literal["A", "B", "magnitude", "weight"]
 """Role of a tensor: a factor of the LoRA, the magnitudes of DoRA, or a whole weight."""
@@ -81,24 +76,26 @@ def parse_key(key: str, model: ModelShape) -> TensorKey:
         return TensorKey(path, (-1, LM_HEAD), part)
     if path.removesuffix(EMBEDDINGS) in LAYOUTS and path.endswith(EMBEDDINGS) and part == "weight":
         return TensorKey(path, None, part)
+    return TensorKey(path, _matrix_at(path, key, model), part)
+
+
+def _matrix_at(path: str, key: str, model: ModelShape) -> MatrixId:
     in_tower = vision_path(path)
     if in_tower is not None:
         if in_tower not in model.vision():
             raise UnknownKey(_reason(key))
-        return TensorKey(path, (VISION, in_tower), part)
+        return VISION, in_tower
     own = _OWN_MODULE.fullmatch(path)
     if own is not None and own["module"] in model.modules:
         matrix = (int(own["layer"]), model.modules[own["module"]])
-        if matrix not in model.matrices:
-            raise UnknownKey(_reason_no_matrix(matrix, model))
-        return TensorKey(path, matrix, part)
-    module = _MODULE.fullmatch(path)
-    if module is None or module["prefix"] not in LAYOUTS or model.modules:
-        raise UnknownKey(_reason(key, module["prefix"] if module else None))
-    matrix = (int(module["layer"]), module["target"])
+    else:
+        module = _MODULE.fullmatch(path)
+        if module is None or module["prefix"] not in LAYOUTS or model.modules:
+            raise UnknownKey(_reason(key, module["prefix"] if module else None))
+        matrix = (int(module["layer"]), module["target"])
     if matrix not in model.matrices:
         raise UnknownKey(_reason_no_matrix(matrix, model))
-    return TensorKey(path, matrix, part)
+    return matrix
 
 
 def _reason(key: str, prefix: str | None = None) -> str:
@@ -122,10 +119,6 @@ def _reason_no_matrix(matrix: MatrixId, model: ModelShape) -> str:
         hint = nearest(target, TARGETS) or ";"
         return f"which this model does not have{hint} targets are {', '.join(model.shapes)}"
     return f"which this model does not have: its layers are 0 to {model.layers - 1}"
-
-
-# Options of PEFT's LoRA: those that are used, those without effect at inference, and those that
-# are refused.
 
 
 REFUSED_WHEN_SET: dict[str, str] = {
@@ -204,7 +197,7 @@ HARMLESS = frozenset(
 """Keys of `adapter_config.json` that change nothing at inference."""
 
 
-def option_fault(config: Mapping[str, Any]) -> str | None:
+def _option_fault(config: Mapping[str, Any]) -> str | None:
     """Return why an option of an adapter's config is not supported, with the remedy, or None."""
     fault = _initialisation_fault(config.get("init_lora_weights"))
     if fault is not None:
@@ -218,10 +211,7 @@ def option_fault(config: Mapping[str, Any]) -> str | None:
 
 
 def _initialisation_fault(kind: Any) -> str | None:
-    """Return why a value of `init_lora_weights` is refused, or None if it is not.
-
-    A value is refused if it changes the base model or is unknown.
-    """
+    """Return why a value of `init_lora_weights` is refused, or None if it is not."""
     if kind is None or isinstance(kind, bool):
         return None
     name = kind.lower() if isinstance(kind, str) else ""
@@ -244,43 +234,13 @@ def _initialisation_fault(kind: Any) -> str | None:
     return None
 
 
-MAX_JSON_BYTES = 1024 * 1024
-MAX_REASON_CHARACTERS = 500
 MAX_INVOCATION = 256
 """Maximum number of invocation tokens. Each prompt is searched for them."""
 
 ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 """Pattern by which PEFT finds the layer of a module if `layers_pattern` is empty."""
 
-_SURROGATE = re.compile("[\ud800-\udfff]")
-"""One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot."""
-
 T = TypeVar("T")
-
-
-def as_text(name: str) -> str:
-    """Return `name` as valid UTF-8, in which invalid parts are escaped.
-
-    The name of a folder may contain any bytes, and JSON may contain surrogates.
-    """
-    return name.encode(errors="backslashreplace").decode()
-
-
-class ErrorFactory:
-    """Makes errors that name the adapter and the file. Their text is always valid UTF-8."""
-
-    def __init__(self, name: str, file: str = "") -> None:
-        self.name = name
-        self._file = file
-
-    def in_file(self, file: str) -> ErrorFactory:
-        """Return a factory of errors in another file of the same adapter."""
-        return ErrorFactory(self.name, file)
-
-    def __call__(self, reason: str) -> InvalidArgument:
-        if len(reason) > MAX_REASON_CHARACTERS:
-            reason = reason[: MAX_REASON_CHARACTERS - 1] + "…"
-        return InvalidArgument(as_text(f"adapter '{self.name}': {self._file} {reason}"))
 
 
 @dataclass(frozen=True)
@@ -356,6 +316,30 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
     """Return the content of the folder's `adapter_config.json`. Raises InvalidArgument."""
     config = read_json(folder / "adapter_config.json", invalid)
     invalid = invalid.in_file("adapter_config.json")
+    _check_options(config, invalid)
+    rslora = config.get("use_rslora") or False
+    if not isinstance(rslora, bool):
+        raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
+    targets = _modules(config.get("target_modules") or None, config, "target_modules", invalid)
+    layers, layers_pattern = _layers(config, isinstance(targets, str), invalid)
+    return PeftConfig(
+        rank=_rank(config.get("r"), "r", invalid),
+        alpha=_alpha(config.get("lora_alpha"), "lora_alpha", invalid),
+        rslora=rslora,
+        rank_pattern=_patterns(config, "rank_pattern", _rank, invalid),
+        alpha_pattern=_patterns(config, "alpha_pattern", _alpha, invalid),
+        target_modules=targets,
+        exclude_modules=_modules(
+            config.get("exclude_modules") or [], config, "exclude_modules", invalid
+        ),
+        layers_to_transform=layers,
+        layers_pattern=layers_pattern,
+        invocation=_invocation(config.get("alora_invocation_tokens"), invalid),
+        matcher=PatternMatcher(invalid),
+    )
+
+
+def _check_options(config: Mapping[str, Any], invalid: ErrorFactory) -> None:
     if config.get("peft_type") != "LORA":
         raise invalid(
             f"has peft_type {shown(config.get('peft_type'))}; only 'LORA' is served. {CONVERT}"
@@ -363,40 +347,15 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
         )
     if config.get("bias", "none") != "none":
         raise invalid(f"has bias {config['bias']!r}; only 'none' is served")
-    fault = option_fault(config)
+    fault = _option_fault(config)
     if fault is not None:
         raise invalid(fault)
-    rslora = config.get("use_rslora") or False
-    if not isinstance(rslora, bool):
-        raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
-    return PeftConfig(
-        matcher=PatternMatcher(invalid),
-        rank=_rank(config.get("r"), "r", invalid),
-        alpha=_alpha(config.get("lora_alpha"), "lora_alpha", invalid),
-        rslora=rslora,
-        rank_pattern=_patterns(config, "rank_pattern", _rank, invalid),
-        alpha_pattern=_patterns(config, "alpha_pattern", _alpha, invalid),
-        invocation=_invocation(config.get("alora_invocation_tokens"), invalid),
-        **_chosen_modules(config, invalid),
-    )
 
 
-def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the values of the keys that select modules.
-
-    Raises InvalidArgument for values that PEFT does not allow, alone or together.
-    """
-    names = config.get("target_modules")
-    if not names or not _names_or_pattern(names):
-        raise invalid(
-            f"has target_modules = {names!r}; it must be names of modules, or a regular expression"
-        )
-    excluded = config.get("exclude_modules") or ()
-    if not _names_or_pattern(excluded):
-        raise invalid(
-            f"has exclude_modules = {excluded!r}; it must be names of modules, or a regular"
-            " expression"
-        )
+def _layers(
+    config: Mapping[str, Any], targets_pattern: bool, invalid: ErrorFactory
+) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Return (`layers_to_transform`, `layers_pattern`)."""
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
@@ -404,23 +363,28 @@ def _chosen_modules(config: Mapping[str, Any], invalid: ErrorFactory) -> dict[st
             f"has layers_to_transform = {layers!r}; it must be the number of a layer, or a list of"
             " numbers"
         )
-    if not _names_or_pattern(pattern):
+    if not isinstance(pattern, str) and pattern and not is_names(pattern):
         raise invalid(
             f"has layers_pattern = {pattern!r}; it must be a pattern, or a list of patterns"
         )
-    if isinstance(names, str) and (layers is not None or pattern):
+    if targets_pattern and (layers is not None or pattern):
         raise invalid(
             "has 'layers_to_transform' or 'layers_pattern' with a 'target_modules' that"
             " is a pattern, which PEFT does not allow"
         )
     if pattern and layers is None:
         raise invalid("has 'layers_pattern' without 'layers_to_transform'")
-    return {
-        "target_modules": names if isinstance(names, str) else frozenset(names),
-        "exclude_modules": excluded if isinstance(excluded, str) else frozenset(excluded),
-        "layers_to_transform": frozenset(numbers),
-        "layers_pattern": (pattern,) if isinstance(pattern, str) else tuple(pattern),
-    }
+    return frozenset(numbers), (pattern,) if isinstance(pattern, str) else tuple(pattern)
+
+
+def _modules(
+    value: Any, config: Mapping[str, Any], key: str, invalid: ErrorFactory
+) -> str | frozenset[str]:
+    if not isinstance(value, str) and not is_names(value):
+        raise invalid(
+            f"has {key} = {config.get(key)!r}; it must be names of modules, or a regular expression"
+        )
+    return value if isinstance(value, str) else frozenset(value)
 
 
 def _invocation(tokens: Any, invalid: ErrorFactory) -> tuple[int, ...]:
@@ -433,17 +397,6 @@ def _invocation(tokens: Any, invalid: ErrorFactory) -> tuple[int, ...]:
             f" {MAX_INVOCATION} token ids"
         )
     return tuple(tokens)
-
-
-def _names_or_pattern(value: Any) -> bool:
-    return isinstance(value, str) or value == () or is_names(value)
-
-
-def is_names(value: Any) -> bool:
-    """Return whether `value` is a list of non-empty names that are valid UTF-8."""
-    return isinstance(value, list) and all(
-        isinstance(name, str) and name and not _SURROGATE.search(name) for name in value
-    )
 
 
 def _rank(value: Any, what: str, invalid: ErrorFactory) -> int:
@@ -478,37 +431,3 @@ def _patterns(
     return {
         pattern: read(value, f"{key}[{pattern!r}]", invalid) for pattern, value in patterns.items()
     }
-
-
-def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
-    """Return the JSON object in a file of the adapter's folder. Raises InvalidArgument."""
-    invalid = invalid.in_file(path.name)
-    require_file(path, invalid)
-    try:
-        with path.open("rb") as opened:
-            content = opened.read(MAX_JSON_BYTES + 1)
-        if len(content) > MAX_JSON_BYTES:
-            raise invalid(f"has more than {MAX_JSON_BYTES} bytes")
-        value = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise invalid(f"is not valid JSON: {error}") from error
-    except OSError as error:
-        raise invalid(f"cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise invalid("must hold a JSON object")
-    return value
-
-
-def require_file(path: Path, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument unless the file exists and is a regular file.
-
-    Other kinds of files are refused because reading a pipe or a device might never end.
-    """
-    try:
-        kind = path.stat().st_mode
-    except FileNotFoundError:
-        raise invalid("is missing") from None
-    except OSError as error:
-        raise invalid(f"cannot be read: {error}") from error
-    if not stat.S_ISREG(kind):
-        raise invalid("is not a regular file")

@@ -1,7 +1,9 @@
 """Memory of adapters: host copies, slots of the operator, and pages of the pool.
 
-This module handles neither names nor threads. It belongs to the engine's thread, except for
-`AdapterTiers.write`. `memory/pool.py` describes the order of eviction.
+`AdapterTiers` moves adapters between these tiers; the other classes do the bookkeeping of one tier
+each. This module handles neither names nor folders nor waiting requests. It belongs to the engine's
+thread, except for `AdapterTiers.write` and `Residents.by_slot`. `memory/pool.py` describes the
+order of eviction.
 """
 
 from __future__ import annotations
@@ -25,14 +27,9 @@ from vlora.ids import BASE, MatrixId
 from vlora.memory.pool import PageMemory, PagePool, Run, UseOrder
 from vlora.metrics import TierCounters
 
-# Host tier: fp32 copies of adapters in host memory, within a byte budget.
-#
-# This module handles neither folders nor the page pool. Only the engine's thread uses it.
-# `memory/pool.py` describes the order of eviction.
-
 
 class HostTier:
-    """Host copies of adapters.
+    """Host copies of adapters: their weights in fp32, within a byte budget.
 
     A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
     exceeded. This property is true while the adapter is resident or being packed. It is also true
@@ -65,8 +62,13 @@ class HostTier:
         return self._budget - sum(handle.description.host_bytes for handle in self._in_use)
 
     def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Store the copy of an adapter that was just read."""
-        handle.loaded(adapter)
+        """Store the copy of an adapter that was just read. If the version was read before, its
+        digest must be the same.
+        """
+        assert adapter.info.digest, "weights have a digest"
+        assert handle.info.digest in ("", adapter.info.digest), "a version has one digest"
+        handle.enter(AdapterState.IN_MEMORY)
+        handle.adapter, handle.info = adapter, adapter.info
         self._order.add(handle)
         self.used_bytes += handle.description.host_bytes
 
@@ -83,7 +85,7 @@ class HostTier:
     def drop(self, handle: AdapterHandle) -> None:
         """Drop a copy that is not needed."""
         self.remove(handle)
-        handle.drop()
+        handle.enter(AdapterState.ON_DISK)
 
     def evict_until_fits(self, size: int) -> int:
         """Evict copies until `size` more bytes fit or no copy can be evicted.
@@ -110,17 +112,15 @@ class HostTier:
             handle.check_integrity()
 
 
-# Slots of the LoRA operator.
-#
-# A slot is an index into every group of projections and into the vision task heads. The slot of an
-# evicted adapter is reused. This module handles no names, files or waiting requests.
-
-
 class Slots:
-    """Owner of the groups of projections and of the heads.
+    """Slots of the LoRA operator: owner of the groups of projections and of the heads.
 
-    An adapter first gets a slot from `take`. `pack` then writes its weights, after which steps may
-    use the slot.
+    A slot is an index into every group and into the heads. An adapter first gets a slot from
+    `take`. `pack` then writes its weights, after which steps may use the slot. The slot of an
+    evicted adapter is reused.
+
+    heads: vision task heads by slot.
+    matrices: matrices that any adapter seen so far changes. The set is replaced when it grows.
     """
 
     def __init__(self, model: ModelShape, dtype: torch.dtype, device: Device = HOST) -> None:
@@ -133,6 +133,7 @@ class Slots:
         self._dtype = dtype
         self._device = device
         self._groups: dict[tuple[MatrixId, ...], LoraGroup] = {}
+        self.matrices: frozenset[MatrixId] = frozenset()
         self.heads = HeadGroup(model.hidden, device.torch_device.type)
         self._adapters: list[Adapter | None] = []
         self._released: set[int] = set()
@@ -210,7 +211,6 @@ class Slots:
             self.heads.put(slot, HeadMatrix(*load.tensors), load.wait)
 
     def _put(self, group: LoraGroup, slot: int, row: Sequence[LoraPair | None]) -> None:
-        """Set the pairs of a slot, and begin to copy them if they are not on the device yet."""
         device, pairs = self._device, [pair for pair in row if pair is not None]
         if device.in_host_memory or not pairs or pairs[0].a.device == device.torch_device:
             group.put(slot, row)
@@ -249,18 +249,14 @@ class Slots:
         return adapter
 
 
-# Resident adapters by slot, and the order in which the page pool evicts unused ones.
-#
-# Only the engine's thread may use this module, but any thread may call `by_slot`.
-
-
 class Residents:
-    """Adapters that steps can use. `memory/pool.py` describes the order of eviction.
+    """Resident adapters by slot, and the order in which the page pool evicts unused ones.
 
     evict: function that releases the slot and the pages of an adapter, and calls `remove`.
+    protected_slot: slot whose adapter is never evicted because it is live in the next step; BASE
+        for none.
+    needed: adapters that older waiting requests need. They are not evicted.
     """
-
-    holds_runs = True
 
     def __init__(self, evict: Callable[[AdapterHandle], None]) -> None:
         self._evict = evict
@@ -268,31 +264,23 @@ class Residents:
         self._order: UseOrder[AdapterHandle] = UseOrder()
         self._retired: set[AdapterHandle] = set()
         self.protected_slot = BASE
-        """Slot whose adapter is never evicted."""
         self.needed: set[AdapterHandle] = set()
-        """Adapters that older waiting requests need. They are not evicted."""
 
     def add(self, handle: AdapterHandle) -> None:
         assert handle.slot is not None
-        handle.packed()
         self._handles[handle.slot] = handle
         self._order.add(handle)
         if handle.retired:
             self._retired.add(handle)
 
     def remove(self, handle: AdapterHandle) -> None:
-        """Remove an adapter whose slot and pages have been released."""
-        assert handle.slot is not None, f"adapter {handle.name!r} is not resident"
+        assert handle.slot is not None
         del self._handles[handle.slot]
         self._order.remove(handle)
         self._retired.discard(handle)
-        handle.unpack()
 
     def retire(self, handle: AdapterHandle) -> None:
-        """Record that the adapter's name refers to another version than this one.
-
-        As soon as no started request uses this version, it is first in the order of eviction.
-        """
+        """Record that the adapter's name refers to another version than this one."""
         self._retired.add(handle)
 
     @property
@@ -303,10 +291,8 @@ class Residents:
     # -- called by the pool ----------------------------------------------------------------------
 
     def _idle(self) -> Iterator[AdapterHandle]:
-        """Yield the adapters that may be evicted, the next one to evict first.
-
-        The method skips adapters in use, so the time to the first result grows with their number.
-        """
+        """Yield the adapters that may be evicted, the next one to evict first."""
+        # Adapters in use are skipped, so the time to the first result grows with their number.
         yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
         for handle in self._order.oldest_first():
             if not handle.obsolete and self._unused(handle):
@@ -354,49 +340,37 @@ class Residents:
 
 
 class AdapterTiers:
-    """Owner of the host copies and packed copies. Its methods move adapters between the tiers."""
+    """Owner of the host copies and packed copies. Its methods move adapters between the tiers.
+
+    counters: counts of all transitions. The object itself never changes; `count` replaces it.
+    on_evict: called with slot and handle before a resident adapter is evicted.
+    pool: pool of the packed copies' pages, set by `attach`.
+    """
 
     def __init__(
-        self,
-        model: ModelShape,
-        dtype: torch.dtype,
-        host_bytes: int | None,
-        on_evict: Callable[[int, AdapterHandle], None],
-        device: Device,
+        self, model: ModelShape, dtype: torch.dtype, host_bytes: int | None, device: Device
     ) -> None:
         """Create empty tiers without a pool.
 
         dtype: dtype of the packed copies. Host copies stay fp32, as merging needs them.
         host_bytes: maximum size of the host copies that may be evicted; None for no limit.
-        on_evict: called with slot and handle before a resident adapter is evicted.
         device: device whose steps use the adapters.
         """
         self.host = HostTier(host_bytes)
         self.slots = Slots(model, dtype, device)
         self.residents = Residents(self.evict)
         self.counters = TierCounters()
-        """Counts of all transitions. The object itself never changes; `count` replaces it."""
-        self._on_evict = on_evict
+        self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
+        self.pool: PagePool | None = None
+        self._memory: PageMemory | None = None
         self._obsolete: set[AdapterHandle] = set()
         """Retired versions that may still have weights in host memory or in the pool."""
-        self._pool: PagePool | None = None
-        self._memory: PageMemory | None = None
 
     def attach(self, pool: PagePool, memory: PageMemory) -> None:
         """Store packed copies in the pool's pages from now on."""
-        self._pool, self._memory = pool, memory
+        self.pool, self._memory = pool, memory
         pool.evictors.append(self.residents)
         pool.run_evictor = self.residents
-
-    @property
-    def pool(self) -> PagePool:
-        assert self._pool is not None, "no pool is attached"
-        return self._pool
-
-    @property
-    def memory(self) -> PageMemory:
-        assert self._memory is not None, "no pool is attached"
-        return self._memory
 
     def pages_of(self, handle: AdapterHandle) -> int:
         """Return the number of contiguous pages that the adapter needs; 0 without a pool."""
@@ -407,20 +381,22 @@ class AdapterTiers:
     def packed_bytes(self, handle: AdapterHandle) -> int:
         """Return the size in bytes of the adapter's packed copies."""
         if not handle.packed_bytes:
-            handle.packed_bytes = self.bytes_of(handle.description.ranks)
+            handle.packed_bytes = self.slots.bytes_of(handle.description.ranks)
         return handle.packed_bytes
-
-    def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Return the size in bytes of the packed copies of an adapter with these ranks.
-
-        All groups must have been created.
-        """
-        return self.slots.bytes_of(ranks)
 
     def count(self, **increments: int) -> None:
         """Add to counts. The keyword of each increment is a field of `TierCounters`."""
         counts: dict[str, Any] = {n: getattr(self.counters, n) + i for n, i in increments.items()}
         self.counters = replace(self.counters, **counts)
+
+    def count_request(self, handle: AdapterHandle) -> None:
+        """Count a queued request by the tier that its adapter is in."""
+        if handle.resident:
+            self.count(hits=1)
+        elif handle.adapter is not None:
+            self.count(host_hits=1)
+        else:
+            self.count(misses=1)
 
     # -- transitions -----------------------------------------------------------------------------
 
@@ -430,33 +406,30 @@ class AdapterTiers:
         self.host.add(handle, adapter)
         self.count(host_evictions=evicted)
 
-    def reserve(self, handle: AdapterHandle, kv_pages: int) -> bool:
-        """Assign pages and a slot to the adapter, so that it can be packed.
+    def reserve(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
+        """Assign a slot, and pages if there is a pool, to an adapter in memory that is to be
+        packed.
 
         Returns False if the pool has too few pages for it and for `kv_pages` pages of keys and
         values.
         """
-        pages = self.pages_of(handle)
-        if not self.pool.can_allocate_run(pages, kv_pages):
-            return False
-        self.host.use(handle)
-        # If the run evicts an adapter, the host copy that is to be packed must not be dropped.
-        handle.hold()
-        run = self.pool.allocate_run(pages)
-        handle.release()
-        if run is None:
-            return False
-        self.take_slot(handle, run)
-        return True
-
-    def take_slot(self, handle: AdapterHandle, run: Run | None = None) -> None:
-        """Assign a slot to the adapter, so that it can be packed.
-
-        run: pages for the packed copies. If None, the compiled core allocates their memory.
-        """
         assert handle.adapter is not None
+        run = None
+        if self.pool is not None:
+            pages = self.pages_of(handle)
+            if not self.pool.can_allocate_run(pages, kv_pages):
+                return False
+            # If the run evicts an adapter, the host copy that is to be packed must not be dropped.
+            self.host.use(handle)
+            handle.hold()
+            run = self.pool.allocate_run(pages)
+            handle.release()
+            if run is None:
+                return False
         self.host.use(handle)
-        handle.pack(self.slots.take(handle.adapter), run)
+        handle.enter(AdapterState.PACKING)
+        handle.slot, handle.run = self.slots.take(handle.adapter), run
+        return True
 
     def write(self, slot: int, run: Run | None) -> None:
         """Write the packed copies of a slot's adapter.
@@ -466,49 +439,54 @@ class AdapterTiers:
         if run is None:
             self.slots.pack(slot)
         else:
-            size = run.count * self.memory.page_bytes
-            self.slots.pack(slot, self.memory.address(run.first), size)
+            assert self._memory is not None
+            size = run.count * self._memory.page_bytes
+            self.slots.pack(slot, self._memory.address(run.first), size)
 
     def packed(self, handle: AdapterHandle) -> None:
         """Make an adapter resident whose packed copies have been written."""
+        handle.enter(AdapterState.RESIDENT)
         self.residents.add(handle)
         self.count(packs=1)
 
     def undo(self, handle: AdapterHandle) -> None:
         """Reset an adapter to its state before a load or a packing that failed."""
         if handle.state is AdapterState.LOADING:
-            handle.load_later()
+            handle.enter(AdapterState.ON_DISK)
         else:
-            self._release_pages(handle)
-            handle.unpack()
+            self._clear_slot(handle)
+            handle.enter(AdapterState.IN_MEMORY)
 
     def fail(self, handle: AdapterHandle, error: InvalidArgument) -> None:
         """Record why an adapter could not be loaded or packed, and release its slot and pages."""
         if handle.state is AdapterState.PACKING:
-            self._release_pages(handle)
+            self._clear_slot(handle)
             self.host.remove(handle)
-        handle.fail(error)
+        handle.enter(AdapterState.FAILED)
+        handle.error = error
 
-    def _release_pages(self, handle: AdapterHandle) -> None:
-        """Release slot and pages of an adapter that could not be packed."""
+    def _clear_slot(self, handle: AdapterHandle) -> None:
         assert handle.slot is not None
         self.slots.clear(handle.slot)
         self._release_run(handle.run)
 
     def evict(self, handle: AdapterHandle) -> None:
         """Release slot and pages of a resident adapter."""
-        assert handle.slot is not None
-        self._on_evict(handle.slot, handle)
+        assert handle.slot is not None, f"adapter {handle.name!r} is not resident"
+        self.on_evict(handle.slot, handle)
         self.slots.release(handle.slot)
-        run = handle.run
         self.residents.remove(handle)
+        run = handle.run
+        handle.enter(AdapterState.IN_MEMORY)
         self._release_run(run)
         self.drop_obsolete()
         self.count(evictions=1, host_evictions=self.host.evict_until_fits(0))
 
     def _release_run(self, run: Run | None) -> None:
         if run is not None:
-            self.memory.clear(run.pages)
+            assert self.pool is not None
+            assert self._memory is not None
+            self._memory.clear(run.pages)
             self.pool.release_run(run)
 
     def retire(self, handle: AdapterHandle | None) -> None:
@@ -542,8 +520,8 @@ class AdapterTiers:
         resident = self.residents.by_slot
         for slot, handle in resident.items():
             assert handle.adapter is self.slots.adapter(slot), "not the weights that are packed"
-        if self._pool is not None:
+        if self.pool is not None:
             runs = [handle.run for handle in resident.values() if handle.run is not None]
-            assert sum(run.count for run in runs) == self._pool.adapter, (
+            assert sum(run.count for run in runs) == self.pool.adapter, (
                 "a run belongs to no resident adapter"
             )

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vlora.adapters.peft import ErrorFactory, is_names
+from vlora.adapters.errors import ErrorFactory, is_names
 
 MIN_FIT = 0.5
 """Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers."""

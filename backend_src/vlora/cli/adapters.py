@@ -130,7 +130,8 @@ def _read_all(
     configured: Configuration,
 ) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
     """Return (adapters that a server with this configuration would load, errors by name)."""
-    from vlora.adapters.catalog import find_folders, read_infos
+    from vlora.adapters.catalog import find_folders, read_each
+    from vlora.adapters.files import load_adapter
     from vlora.model.decoder_config import load_config
     from vlora.model.loader import adapter_shape
 
@@ -139,4 +140,9 @@ def _read_all(
     logging.getLogger("vlora").addHandler(logging.NullHandler())
     shape = adapter_shape(options.model, load_config(options.model))
     folders = find_folders(options.adapters, configured.names)
-    return read_infos(folders, shape, options.limits.max_adapter_bytes)
+    limit = options.limits.max_adapter_bytes
+    # The weights of one adapter at a time are in memory.
+    infos, errors = read_each(
+        folders, lambda name, folder: load_adapter(name, folder, shape, limit).info
+    )
+    return list(infos.values()), errors

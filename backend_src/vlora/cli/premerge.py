@@ -17,7 +17,7 @@ from vlora.cli.common import Command, console, error_console, print_plain, repor
 from vlora.errors import InvalidArgument, known_names, shown
 
 if TYPE_CHECKING:
-    from vlora.adapters.files import Adapter, AdapterFiles
+    from vlora.adapters.files import Adapter, AdapterDescription
     from vlora.adapters.model_shape import ModelShape
     from vlora.offline.premerge import Report
 
@@ -112,26 +112,26 @@ def premerge(
 
 def _check_adapters(
     root: Path, shape: ModelShape
-) -> tuple[dict[str, Path], dict[str, AdapterFiles], dict[str, InvalidArgument]]:
-    """Return (folders under `root`, files of readable adapters, errors), each by adapter name."""
+) -> tuple[dict[str, Path], dict[str, AdapterDescription], dict[str, InvalidArgument]]:
+    """Return (folders under `root`, descriptions of valid adapters, errors), each by name."""
     from vlora.adapters.catalog import find_folders, read_each
-    from vlora.adapters.files import AdapterFiles
+    from vlora.adapters.files import describe_adapter
 
     if not root.is_dir():
         raise InvalidArgument(f"no adapters folder at {root}")
     folders = find_folders(root, {})
-    files, broken = read_each(folders, lambda name, folder: AdapterFiles(name, folder, shape))
+    files, broken = read_each(folders, lambda name, folder: describe_adapter(name, folder, shape))
     return folders, files, broken
 
 
-def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape) -> str:
+def _choose(requests: Path, files: Mapping[str, AdapterDescription], shape: ModelShape) -> str:
     """Return the adapter whose merge saves the most work, and print the amount saved.
 
     requests: log of requests, from which the use of each adapter is counted.
     """
     from vlora.offline.premerge import BASE_NAME, choose_hot, lora_work, read_request_log
 
-    work = {name: lora_work(one.description.ranks, shape) for name, one in files.items()}
+    work = {name: lora_work(one.ranks, shape) for name, one in files.items()}
     counts = read_request_log(requests)
     if not counts:
         raise InvalidArgument(f"{requests} has no requests")
@@ -154,11 +154,13 @@ def _choose(requests: Path, files: Mapping[str, AdapterFiles], shape: ModelShape
     return choice.hot
 
 
-def _read(folder: Path, files: AdapterFiles) -> tuple[Path, Adapter]:
-    return folder, files.read()
+def _read(folder: Path, description: AdapterDescription) -> tuple[Path, Adapter]:
+    from vlora.adapters.files import read_adapter
+
+    return folder, read_adapter(folder, description)
 
 
-def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int]:
+def _planned_ranks(files: Mapping[str, AdapterDescription], hot: str) -> dict[str, int]:
     """Return the rank of each delta adapter, without reading weights.
 
     A delta adapter is an adapter minus the hot one. On the checkpoint with the hot adapter merged
@@ -166,10 +168,10 @@ def _planned_ranks(files: Mapping[str, AdapterFiles], hot: str) -> dict[str, int
     """
     from vlora.offline.premerge import BASE_ADAPTER
 
-    merged = files[hot].description.ranks
+    merged = files[hot].ranks
     ranks = {BASE_ADAPTER: max(merged.values())}
     for name, one in files.items():
-        own = one.description.ranks
+        own = one.ranks
         if name != hot:
             ranks[name] = max(own.get(m, 0) + merged.get(m, 0) for m in own.keys() | merged.keys())
     return ranks

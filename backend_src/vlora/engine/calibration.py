@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from vlora import backends, native
-from vlora.adapters.store import AdapterStore
+from vlora.adapters.residency import Slots
 from vlora.atmm.cpu import Cpu
 from vlora.atmm.tiles import DTYPE_NAMES
 from vlora.atomic_file import replace_text
@@ -119,7 +119,7 @@ def read_profile(value: Any) -> Profile:
 class AdapterSizes:
     """Callable that returns the size of the adapter in a slot. Each size is computed once."""
 
-    def __init__(self, adapters: AdapterStore) -> None:
+    def __init__(self, adapters: Slots) -> None:
         self._adapters = adapters
         self._by_digest: dict[str, AdapterSize] = {}
 

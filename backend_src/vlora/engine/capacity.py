@@ -174,10 +174,10 @@ def plan(
     weights = weights_bytes(config, dtype.itemsize, form)
     merged = 0
     if options.merging == "out_of_place" and form is None:
-        merged = _merged_bytes(config, store.matrices, dtype.itemsize)
+        merged = _merged_bytes(config, store.slots.matrices, dtype.itemsize)
     handles = (store.handle(name) for name in store.names())
     adapters = tuple(
-        _cost(h.name, store.packed_bytes(h), h.description.host_bytes, page) for h in handles
+        _cost(h.name, store.tiers.packed_bytes(h), h.description.host_bytes, page) for h in handles
     )
     adapter_pages = pages_for_adapters(options, page, sum(cost.pages for cost in adapters))
     return Capacity(
@@ -207,7 +207,7 @@ def _store(
     limit = options.limits.max_adapter_bytes
     store = AdapterStore(adapter_shape(options.model, config), limit, dtype, host_bytes=0)
     for matrices in lora_groups(config.layers):
-        store.group(matrices)
+        store.slots.group(matrices)
     store.load(find_folders(options.adapters, names), make_resident=False)
     return store
 
@@ -286,7 +286,7 @@ def _example_cost(
     }
     shapes = [config.target_shapes[target] for _, target in ranks]
     host = sum(rank * sum(shape) * FP32_BYTES for shape in shapes)
-    return _cost(f"rank {rank}, {label}", store.bytes_of(ranks), host, page)
+    return _cost(f"rank {rank}, {label}", store.slots.bytes_of(ranks), host, page)
 
 
 def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize: int) -> int:

@@ -90,12 +90,8 @@ def _check_features(request: Request, adapter: AdapterHandle | None) -> None:
 
 
 def answer_limit(request: Request, prompt: int, context: int) -> int:
-    """Return the maximum number of tokens of the answer; 0 for a vision task head.
-
-    prompt: number of tokens of the prompt.
-    context: maximum number of tokens of prompt and answer together.
-
-    Raises InvalidArgument if the prompt or `max_tokens` exceeds the context.
+    """Return the maximum number of tokens of the answer; 0 for a vision task head. See
+    `admissible`.
     """
     if prompt < 1:
         raise InvalidArgument("the prompt is empty; give a text")

@@ -67,7 +67,7 @@ class Engine:
         """Time at which the last step ended, or None if the engine has been idle since."""
         self._stalled = False
         """True if the last step had nothing to compute."""
-        self.adapters.on_evict = self._on_evict
+        self.adapters.tiers.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:
         """Load or measure the profile of the cost model. Call this before the first request.
@@ -111,7 +111,7 @@ class Engine:
         self._requests.add(state)
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
-            self.adapters.count_request(sequence.adapter)
+            self.adapters.tiers.count_request(sequence.adapter)
         self._stalled = False
         return ended
 
@@ -306,7 +306,7 @@ class Engine:
     @property
     def stalled(self) -> bool:
         """True if all requests wait for adapters and no load ended since the last step."""
-        return self._stalled and not self.adapters.has_results
+        return self._stalled and not self.adapters.workers.pending
 
     @property
     def idle(self) -> bool:

@@ -1,8 +1,4 @@
-"""The engine's thread and the response thread.
-
-Any thread may submit requests. One thread runs the steps of the engine. Another calls the sinks, so
-that sending outputs slowly never delays a step.
-"""
+"""The engine's thread, which runs its steps, and the response thread, which sends their outputs."""
 
 from __future__ import annotations
 
@@ -20,8 +16,9 @@ from vlora import cores
 from vlora.adapters.store import AdapterStore
 from vlora.config import Options
 from vlora.engine.engine import Engine
-from vlora.engine.requests import Clients, RequestState
+from vlora.engine.requests import RequestState
 from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
+from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.metrics import EngineStats
 from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesce
 
@@ -41,9 +38,9 @@ class EngineLoop:
     """Owner of the engine and its two threads, from construction until `shutdown`.
 
     A request takes two calls: `admit` before any work is done on it, and `submit` when its images
-    are encoded. From `admit` on, it counts toward the limit of the queue and can be ended by
-    `abort` and `stop_client`. If it is never submitted, `withdraw` frees its position in the
-    queue.
+    are encoded. From `admit` on, it is in the table `live`, counts toward the limit of the queue
+    until it runs, and can be ended by `abort` and `stop_client`. If it is never submitted, its
+    owner removes it from the table.
 
     **Invariant:** each submitted request gets exactly one last output, whatever fails. A fault in a
     row ends its request. A fault in a forward pass ends the requests of the step. After any other
@@ -56,19 +53,20 @@ class EngineLoop:
         self,
         engine: Engine,
         max_waiting: int,
+        live: RequestTable | None = None,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start the threads. `max_waiting` is the maximum number of admitted requests that do not
-        run yet.
+        """Start the threads.
+
+        max_waiting: maximum number of admitted requests that do not run yet.
+        live: table of the model's requests, new by default.
         """
         self._engine = engine
         self._max_waiting = max_waiting
         self._end_process = end_process
-        self._wake = threading.Condition()
+        self.live = RequestTable() if live is None else live
+        self._wake = self.live.changed
         self._inbox: deque[Callable[[], list[Output]]] = deque()
-        self._clients = Clients()
-        self._to_add = 0
-        """Number of submitted requests that are still in the inbox."""
         self._accepting = True
         self._stopping = False
         self._failed = False
@@ -77,8 +75,8 @@ class EngineLoop:
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
         self.after_outputs: Callable[[], None] = lambda: None
         """Called on the response thread after each round of outputs."""
-        engine.adapters.on_change = self._on_adapters_changed
-        engine.watch.start(engine.adapters.stamps)
+        engine.adapters.workers.on_post = self._on_adapters_changed
+        engine.watch.start(engine.adapters.folders.stamps)
         self._responses.start()
         self._steps.start()
 
@@ -93,15 +91,12 @@ class EngineLoop:
         engine = Engine(options, adapter_names)
         if engine.scheduler.policy.uses_costs:
             engine.calibrate()
-        return cls(engine, options.max_num_waiting)
+        live = RequestTable(options.limits.max_in_flight_bytes)
+        return cls(engine, options.max_num_waiting, live)
 
     @property
     def adapters(self) -> AdapterStore:
         return self._engine.adapters
-
-    @property
-    def hidden_size(self) -> int:
-        return self._engine.config.hidden
 
     @property
     def max_model_len(self) -> int:
@@ -109,28 +104,20 @@ class EngineLoop:
 
     # -- on the callers' threads -------------------------------------------------------------
 
-    def admit(self, request_id: str, client_id: str = "") -> None:
-        """Reserve a position in the queue for a request before any work is done on it.
+    def admit(self, live: LiveRequest) -> None:
+        """Add a request to the table before any work is done on it.
 
-        The request holds the position until it runs, is refused by `submit`, or is withdrawn.
-
-        Raises Unavailable if the queue is full or the server is shutting down, InvalidArgument if
-        an id is in use, and Cancelled if the client has cancelled the request already.
+        Raises Unavailable if the queue is full or the server is shutting down, and the errors of
+        `RequestTable.admit`.
         """
         with self._wake:
             if not self._accepting:
                 raise self._closed()
-            waiting = self._clients.preparing + self._to_add + len(self._engine.scheduler.waiting)
+            waiting = self.live.count(State.READING, State.SUBMITTED)
+            waiting += len(self._engine.scheduler.waiting)
             if waiting >= self._max_waiting:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-            self._clients.admit(request_id, client_id)
-
-    def withdraw(self, request_id: str) -> None:
-        """Free the queue position of an admitted request not submitted yet; ignore other ids."""
-        with self._wake:
-            client = self._clients.get(request_id)
-            if client is not None and client.sink is None:
-                self._remove(request_id)
+            self.live.admit(live)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Check a request on the caller's thread and queue it; admit it first if necessary.
@@ -139,44 +126,56 @@ class EngineLoop:
         receives every output in order, on the response thread. The last output has a
         `finish_reason` or an `error`.
         """
-        if request.id not in self._clients:
-            self.admit(request.id, request.client_id)
+        live = self.live.get(request.id)
+        if live is None:
+            live = LiveRequest(request.id, request.client_id)
+            self.admit(live)
         state = None
         try:
-            self._check_not_ended(request.id)
+            self._check_not_ended(live)
             state = self._engine.prepare(request)
             with self._wake:
-                self._check_not_ended(request.id)
-                self._clients.submit(request.id, sink)
-                self._to_add += 1
-                self._inbox.append(partial(self._add, state, request.arrival))
+                self._check_not_ended(live)
+                live.sink, live.state = sink, State.SUBMITTED
+                self._inbox.append(partial(self._add, live, state, request.arrival))
                 self._wake.notify_all()
-        except BaseException:
+        except BaseException as error:
             if state is not None:
                 self._engine.discard(state)
-            self.withdraw(request.id)
+            self.live.end(live, error)
             raise
 
-    def _check_not_ended(self, request_id: str) -> None:
+    def _check_not_ended(self, live: LiveRequest) -> None:
         if self._stopping:
             raise self._closed()
-        client = self._clients.get(request_id)
-        if client is None:
-            raise Cancelled("the request was withdrawn")
-        if client.ended is not None:
-            raise client.ended
+        if live.cancelled is not None:
+            raise live.cancelled
 
     def _closed(self) -> Unavailable:
         if self._failed:
             return Unavailable("the engine has failed, and its process ends")
         return Unavailable("the server is shutting down")
 
-    def abort(self, request_id: str) -> None:
-        """End a request with Cancelled. An unknown id is ignored."""
-        self._abort(request_id, Cancelled("the request was cancelled"))
+    def abort(self, request_id: str, reason: VLoraError | None = None) -> bool:
+        """End a request with `reason`, by default Cancelled. An unknown id is ignored.
 
-    def stop_client(self, client_id: str) -> None:
-        """End the requests with this client id with Cancelled.
+        Returns True if the request waited for a thread of its service, and has ended.
+        """
+        live = self.live.get(request_id)
+        if live is None:
+            return False
+        reason = reason or Cancelled("the request was cancelled")
+        if self.live.cancel(live, reason):
+            return True
+        with self._wake:
+            if live.state in (State.SUBMITTED, State.IN_ENGINE):
+                self._inbox.append(partial(self._engine.abort, request_id, reason))
+                self._wake.notify_all()
+        return False
+
+    def stop_client(self, client_id: str) -> list[str]:
+        """End the requests with this client id with Cancelled; return the ids of those that waited
+        for a thread of their service.
 
         If there are none, the cancellation is stored for a while, because the images of the request
         may still be in the encoder. Raises InvalidArgument for an id that is too short to be
@@ -187,21 +186,9 @@ class EngineLoop:
                 f"'cancel' = '{client_id}' is too short; the id must have at least"
                 f" {MIN_STOPPABLE_ID} characters, because load tools reuse shorter ids"
             )
-        with self._wake:
-            request_ids = self._clients.requests_to_cancel(client_id)
-        for request_id in request_ids:
-            self._abort(request_id, Cancelled(f"the request '{client_id}' was cancelled"))
-
-    def _abort(self, request_id: str, reason: VLoraError) -> None:
-        with self._wake:
-            client = self._clients.get(request_id)
-            if client is None:
-                return
-            if client.sink is None:
-                client.ended = reason
-                return
-            self._inbox.append(partial(self._engine.abort, request_id, reason))
-            self._wake.notify_all()
+        reason = Cancelled(f"the request '{client_id}' was cancelled")
+        found = self.live.requests_to_cancel(client_id)
+        return [live.id for live in found if self.abort(live.id, reason)]
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -213,7 +200,7 @@ class EngineLoop:
         with self._wake:
             self._accepting = False
             self._wake.notify_all()
-            self._wake.wait_for(lambda: not self._clients, drain_seconds)
+            self._wake.wait_for(lambda: not self.live, drain_seconds)
             self._stopping = True
             self._wake.notify_all()
         self._steps.join()
@@ -244,7 +231,6 @@ class EngineLoop:
                 self._end_process(FATAL_EXIT)
 
     def _run_once(self) -> None:
-        """Wait for work, apply what has arrived, and compute one step."""
         with self._wake:
             self._wake.wait_for(self._has_work)
             if not self._inbox and not self._stopping and self._engine.stalled:
@@ -260,24 +246,22 @@ class EngineLoop:
 
     def _has_work(self) -> bool:
         busy = self._stopping or not self._engine.idle
-        return busy or bool(self._inbox) or self._engine.adapters.has_results
+        return busy or bool(self._inbox) or self._engine.adapters.workers.pending
 
     def _on_adapters_changed(self) -> None:
-        """Wake the engine's thread to apply results of adapter loading. Called from any thread."""
         with self._wake:
             self._wake.notify_all()
 
-    def _add(self, state: RequestState, arrival: float) -> list[Output]:
-        request_id = state.sequence.id
+    def _add(self, live: LiveRequest, state: RequestState, arrival: float) -> list[Output]:
         try:
             return self._engine.add(state, arrival)
         except Exception:
-            log.exception("queueing request %s failed; it is ended", request_id)
+            log.exception("queueing request %s failed; it is ended", live.id)
             self._engine.discard(state)
-            return [Output(request_id, error=Internal("the engine failed on this request"))]
+            return [Output(live.id, error=Internal("the engine failed on this request"))]
         finally:
             with self._wake:
-                self._to_add -= 1
+                live.state = State.IN_ENGINE
 
     def _fail(self, thread: str) -> None:
         """Stop accepting requests. The response thread then answers all requests that have not yet
@@ -290,7 +274,6 @@ class EngineLoop:
             self._wake.notify_all()
 
     def _shutdown_reason(self) -> VLoraError:
-        """Return the error that ends the remaining requests."""
         if self._failed:
             return Internal("the engine failed, and its process ends; see the server's log")
         return Cancelled("the server is shutting down")
@@ -308,17 +291,15 @@ class EngineLoop:
         except BaseException:
             self._fail("the response thread")
         reason = self._shutdown_reason()
-        for request_id in self._clients.request_ids:
-            self._answer(Output(request_id, error=reason))
+        for live in self.live:
+            self._answer(Output(live.id, error=reason))
         if self._failed:
             self._end_process(FATAL_EXIT)
 
     def _next_outputs(self) -> tuple[list[Output], bool]:
-        """Wait for outputs; return all that are queued, and whether more will come.
-
-        If sending takes longer than a step, the outputs of several steps are merged into one
-        response per request (decision 55). Separate responses would be delayed more with each step.
-        """
+        """Wait for outputs; return all that are queued, and whether more will come."""
+        # If sending takes longer than a step, separate responses would be delayed more with each
+        # step, so the outputs of several steps are merged (decision 55).
         outputs: list[Output] = []
         of_step = self._outbox.get()
         while of_step is not None:
@@ -330,20 +311,13 @@ class EngineLoop:
         return coalesce(outputs), False
 
     def _answer(self, output: Output) -> None:
-        client = self._clients.get(output.request_id)
-        if client is None or client.sink is None:
+        live = self.live.get(output.request_id)
+        if live is None or live.sink is None:
             return
         if output.finished:
-            with self._wake:
-                self._remove(output.request_id)
+            self.live.remove(live)
         try:
-            client.sink(output)
+            live.sink(output)
         except Exception:
             log.exception("answering request %s failed; it is ended", output.request_id)
             self.abort(output.request_id)
-
-    def _remove(self, request_id: str) -> None:
-        """Remove a request, and wake `shutdown` if it was the last. The caller holds the lock."""
-        self._clients.remove(request_id)
-        if not self._clients:
-            self._wake.notify_all()

@@ -22,7 +22,7 @@ from vlora.engine.sequence import Sequence, scopes_of
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.ids import BASE
 from vlora.memory.kv_cache import BlockTable, KVCache, page_bytes
-from vlora.memory.pool import Moves, PagePool, Run
+from vlora.memory.pool import Moves, Owner, PagePool, Run
 from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
@@ -78,7 +78,7 @@ class EngineMemory:
         self.arrival_cutoff = math.inf
         """Time of arrival; requests that arrived later may not begin."""
         for matrices in lora_groups(config.layers):
-            adapters.group(matrices)
+            adapters.slots.group(matrices)
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim
         self._page_bytes = page_bytes(*layout, dtype, device.page_layout)
         self._adapter_pages = self._pages_for_adapters(options)
@@ -96,7 +96,7 @@ class EngineMemory:
         return pages_for_adapters(options, self._page_bytes, needed)
 
     def _run_length(self, handle: AdapterHandle) -> int:
-        return Run.length(self._adapters.packed_bytes(handle), self._page_bytes)
+        return Run.length(self._adapters.tiers.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
         """Pack as many adapters as fit into the pages for adapters."""
@@ -134,7 +134,7 @@ class EngineMemory:
 
         Returns (request id, error) of the requests whose adapter was removed or cannot be loaded.
         """
-        self._adapters.protected_slot = BASE
+        self._adapters.tiers.residents.protected_slot = BASE
         self._adapters.apply()
         failed: list[tuple[str, VLoraError]] = []
         first_of = queue.first_of_each_adapter()
@@ -209,5 +209,5 @@ class EngineMemory:
         if self.prefix is not None:
             self.prefix.check_integrity()
         held = {page for sequence in running for page in sequence.table.pages}
-        assert all(self.pool.is_held(page) for page in held)
+        assert all(self.pool.owner(page) is Owner.KV for page in held)
         assert len(held) == self.pool.kv, (len(held), self.pool.kv)

@@ -77,16 +77,16 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters, max_model_len, device)
-    switcher = Switcher(weights.slab, adapters, options.merging)
+    switcher = Switcher(weights.slab, adapters.slots, options.merging)
     sizes = StepSizes(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
     graph_sizes = None if options.enforce_eager else sizes
-    runner = Runner(config, weights, adapters, switcher, memory.kv_cache, graph_sizes)
+    runner = Runner(config, weights, adapters.slots, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
     costs = _cost_model(options, weights, dtype, adapters, switcher)
     scheduler = Scheduler(
         Budgets(options.max_num_seqs, options.max_num_batched_tokens),
         make_policy(options, costs),
-        protect=partial(setattr, adapters, "protected_slot"),
+        protect=partial(setattr, adapters.tiers.residents, "protected_slot"),
     )
     may_merge = options.may_merge and scheduler.policy.merges
     _limit_merging(options, switcher, memory, adapters, device, reserve=may_merge)
@@ -154,7 +154,7 @@ def _load_adapters(
 ) -> FolderWatch:
     adapters.load(find_folders(options.adapters, names), make_resident=False)
     finder = FolderFinder(options.adapters, names)
-    return FolderWatch(finder, adapters.update, retry=adapters.retry)
+    return FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
 
 
 def _cost_model(
@@ -167,7 +167,7 @@ def _cost_model(
     slab, head = weights.slab, math.prod(weights.lm_head.shape)
     return CostModel(
         guess(slab.elements, dtype.itemsize, head, stored=slab.nbytes),
-        AdapterSizes(adapters),
+        AdapterSizes(adapters.slots),
         merged_slot=lambda: switcher.merged,
         can_merge=lambda slot: options.may_merge and switcher.can_merge(slot),
         in_place=options.merging == "in_place",

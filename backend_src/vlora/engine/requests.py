@@ -1,14 +1,10 @@
-"""The state of one in-flight request: its sequence, its sampler and its output so far."""
+"""Requests of the engine: their checks on arrival, and their state until their last output."""
 
 from __future__ import annotations
 
-import bisect
 import math
-import time
-from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections import Counter
+from typing import NamedTuple
 
 import torch
 
@@ -18,180 +14,15 @@ from vlora.config import Limits
 from vlora.engine.checks import admissible, check_choices
 from vlora.engine.memory import EngineMemory
 from vlora.engine.sequence import Sequence
-from vlora.errors import (
-    Cancelled,
-    Internal,
-    InvalidArgument,
-    VLoraError,
-)
+from vlora.errors import Internal, InvalidArgument, VLoraError
 from vlora.memory.prefix import BlockDigests
 from vlora.model.decoder_config import DecoderConfig
 from vlora.model.inputs import PromptReader
 from vlora.model.sampler import TokenSampler
 from vlora.model.tokenizer import TextStream, Vocabulary
-from vlora.request import (
-    MIN_STOPPABLE_ID,
-    NO_MODES,
-    HeadScores,
-    Output,
-    OutputSink,
-    Request,
-    Timings,
-    TokenLogprob,
-)
+from vlora.request import NO_MODES, HeadScores, Output, Request, Timings, TokenLogprob
 from vlora.structured.grammar import Grammar, Matcher
 from vlora.structured.grammars import Grammars, tokenizer_data
-
-# Checks of a request: its lengths, its `choices`, and whether its adapter can serve it.
-#
-# An error about a limit states the value and the limit.
-
-
-# Cancellations that arrive before their request.
-#
-# A client can cancel a request of an ensemble while its images are still being encoded, before the
-# engine has seen it. Such a cancellation is stored for a while. This module handles only ids and a
-# clock. It is not thread-safe.
-
-
-PATIENCE_SECONDS = 30.0
-"""Seconds for which a cancellation is stored. The cancelled request arrives once its images are
-encoded, which takes far less time.
-"""
-
-MAX_IDS = 4096
-"""Maximum number of stored cancellations, and of stored ids of ended requests."""
-
-
-class PendingCancels:
-    """Stores cancellations by client id, and the client ids of requests that ended recently.
-
-    A cancellation of a request that ended recently came too late. It is not stored, because it
-    would cancel a new request with the same id.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._pending: OrderedDict[str, float] = OrderedDict()
-        self._ended: OrderedDict[str, None] = OrderedDict()
-
-    def ended(self, client_id: str) -> None:
-        """Record that the request with this id has ended."""
-        self._ended[client_id] = None
-        self._ended.move_to_end(client_id)
-        _evict_oldest(self._ended)
-
-    def add(self, client_id: str) -> None:
-        """Store a cancellation, unless a request with this id ended recently.
-
-        The caller has checked that no live request has the id.
-        """
-        if client_id not in self._ended:
-            self._pending[client_id] = self._clock()
-            _evict_oldest(self._pending)
-
-    def take(self, client_id: str) -> bool:
-        """Remove the cancellation of a new request. Return True if there was one and it was at most
-        PATIENCE_SECONDS old.
-        """
-        since = self._pending.pop(client_id, None)
-        return since is not None and self._clock() - since <= PATIENCE_SECONDS
-
-
-def _evict_oldest(entries: OrderedDict[str, Any]) -> None:
-    if len(entries) > MAX_IDS:
-        entries.popitem(last=False)
-
-
-# Requests that were admitted and have not ended, by request id and by the client's id.
-
-
-@dataclass
-class Client:
-    """A request that was admitted and has not ended.
-
-    id: id that the client gave; may be empty.
-    sink: function that receives the outputs; None until the request is submitted.
-    ended: error that `submit` must raise because the request was cancelled before `submit` was
-        called; else None.
-    """
-
-    id: str
-    sink: OutputSink | None = None
-    ended: VLoraError | None = None
-
-
-class Clients:
-    """Admitted requests by request id and by client id. Not thread-safe: the callers hold the lock
-    of `EngineLoop`.
-
-    preparing: number of requests that were admitted and not yet submitted.
-    """
-
-    def __init__(self) -> None:
-        self.preparing = 0
-        self._clients: dict[str, Client] = {}
-        self._by_client_id: defaultdict[str, set[str]] = defaultdict(set)
-        self._pending_cancels = PendingCancels()
-
-    def __len__(self) -> int:
-        return len(self._clients)
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._clients
-
-    def get(self, request_id: str) -> Client | None:
-        return self._clients.get(request_id)
-
-    @property
-    def request_ids(self) -> list[str]:
-        return list(self._clients)
-
-    def admit(self, request_id: str, client_id: str) -> None:
-        """Add a request that is being prepared.
-
-        Raises InvalidArgument if the request id is in use, or if the client id is in use and has at
-        least MIN_STOPPABLE_ID characters. Raises Cancelled if the client has cancelled the request
-        already.
-        """
-        if request_id in self._clients:
-            raise InvalidArgument(f"the id '{request_id}' is in use by another request")
-        if len(client_id) >= MIN_STOPPABLE_ID:
-            if self._by_client_id.get(client_id):
-                raise InvalidArgument(f"the id '{client_id}' is in use by another request")
-            if self._pending_cancels.take(client_id):
-                raise Cancelled(f"the request '{client_id}' was cancelled")
-        self._clients[request_id] = Client(client_id)
-        self._by_client_id[client_id].add(request_id)
-        self.preparing += 1
-
-    def submit(self, request_id: str, sink: OutputSink) -> None:
-        """Set the sink of an admitted request."""
-        self._clients[request_id].sink = sink
-        self.preparing -= 1
-
-    def remove(self, request_id: str) -> None:
-        """Remove a request that has ended or that will never be submitted."""
-        client = self._clients.pop(request_id)
-        if client.sink is None:
-            self.preparing -= 1
-        request_ids = self._by_client_id[client.id]
-        request_ids.discard(request_id)
-        if not request_ids:
-            del self._by_client_id[client.id]
-            if len(client.id) >= MIN_STOPPABLE_ID:
-                self._pending_cancels.ended(client.id)
-
-    def requests_to_cancel(self, client_id: str) -> list[str]:
-        """Return the ids of the requests with this client id.
-
-        If there are none, and none has ended recently, the cancellation is stored for a while (see
-        `PendingCancels`). A request that arrives with this client id meanwhile is cancelled.
-        """
-        request_ids = sorted(self._by_client_id.get(client_id, ()))
-        if not request_ids:
-            self._pending_cancels.add(client_id)
-        return request_ids
 
 
 class LogitsRow(NamedTuple):
@@ -238,14 +69,11 @@ class RequestState:
 
     @property
     def _adapter(self) -> AdapterInfo | None:
-        """Version of the adapter that the request uses."""
         handle = self.sequence.adapter
         return None if handle is None else handle.info
 
     def scheduled(self, mode: str, now: float) -> None:
-        """Count a step of the request in this mode. If it is the first step, note its
-        time, `now`.
-        """
+        """Count a step of the request, which begins at `now` in this mode."""
         self._modes[mode] += 1
         if self._first_scheduled is None:
             self._first_scheduled = now
@@ -265,27 +93,25 @@ class RequestState:
             raise self._not_finite()
         if self._first_token is None:
             self._first_token = now
-        sequence, sampler = self.sequence, self.sampler
-        logprobs = None
-        token = row.token
-        if token is None:
-            assert row.logits is not None
-            draw = sampler.draw(
-                row.logits.numpy(),
-                sequence.tokens[: sequence.prompt_length],
-                sequence.tokens[sequence.prompt_length :],
-                budget=sequence.max_tokens - sequence.output_length,
-                mask=None if matcher is None else matcher.mask,
-            )
-            token = draw.token
-            logprobs = None if draw.logprobs is None else (draw.logprobs,)
-        sequence.tokens.append(token)
+        token, logprobs = (row.token, None) if row.token is not None else self._draw(row)
+        self.sequence.tokens.append(token)
         text, finish_reason = self._read(token)
         if matcher is not None and finish_reason is None:
             matcher.advance(token)
-        return self._output(
-            now, text=text, token_ids=(token,), logprobs=logprobs, finish_reason=finish_reason
+        return self._output(now, text, (token,), logprobs, finish_reason)
+
+    def _draw(self, row: LogitsRow) -> tuple[int, tuple[tuple[TokenLogprob, ...], ...] | None]:
+        """Draw a token with the request's own sampler; return it with its log probabilities."""
+        assert row.logits is not None
+        sequence = self.sequence
+        draw = self.sampler.draw(
+            row.logits.numpy(),
+            sequence.tokens[: sequence.prompt_length],
+            sequence.tokens[sequence.prompt_length :],
+            budget=sequence.max_tokens - sequence.output_length,
+            mask=None if self.matcher is None else self.matcher.mask,
         )
+        return draw.token, None if draw.logprobs is None else (draw.logprobs,)
 
     def _read(self, token: int) -> tuple[str, str | None]:
         """Return (new text, finish reason or None) after `token` was drawn."""
@@ -324,12 +150,8 @@ class RequestState:
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
-        """Return the error for a row whose logits are not finite. Stop sharing the request's prefix
-        blocks.
-
-        The error names the cause: the adapter if there is one, else the image features if there are
-        any, else the model.
-        """
+        """Return the error for a row whose logits are not finite, which names the cause."""
+        # Other requests must not compute with these keys and values.
         self.sequence.table.discard_shared()
         if self._adapter is not None:
             return InvalidArgument(
@@ -378,9 +200,6 @@ class RequestState:
         )
 
 
-# Checks of a request before it is queued. They run on the thread that submits the request.
-
-
 class Admission:
     """Checks requests and creates the `RequestState` objects that the engine queues. Thread-safe.
 
@@ -416,29 +235,13 @@ class Admission:
     def prepare(self, request: Request) -> RequestState:
         """Check a request, tokenize its prompt and return its state, which holds no pages yet.
 
-        If the request restricts its answer by a grammar, the grammar is compiled here, which may
-        take some seconds. Raises a VLoraError if the request is refused.
+        Compiling the grammar of a structured request may take some seconds. Raises a VLoraError if
+        the request is refused.
         """
-        params = request.sampling
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)
-        vocabulary = self._config.vocabulary
-        invalid = [t for t in params.stop_token_ids if not 0 <= t < vocabulary]
-        if invalid:
-            raise InvalidArgument(
-                f"'stop_token_ids' holds {invalid[0]}; ids run from 0 to {vocabulary - 1}"
-            )
-        check_choices(params.choices, self._limits)
-        if params.structured_outputs is not None:
-            if request.use_head:
-                raise InvalidArgument(
-                    "'structured_outputs' cannot be combined with a vision task head, which answers"
-                    " with a label"
-                )
-            self.grammars.check(params.structured_outputs)
-        if not request.prompt:
-            raise InvalidArgument("the prompt is empty; give a text")
-        self.reader.check_length(request.prompt, self._max_model_len)
+        self._check(request)
         prompt = self.reader.read(request.prompt, request.images)
+        params = request.sampling
         sampler = TokenSampler(params, request.id, self._config.eos_tokens, self._vocabulary)
         longest_choice = 0 if sampler.choices is None else sampler.choices.required_tokens
         context = self._memory.context(handle)
@@ -462,17 +265,33 @@ class Admission:
         )
         return RequestState(sequence, sampler, self._vocabulary, grammar)
 
-
-# The in-flight requests of an engine: those that were added and have not ended.
+    def _check(self, request: Request) -> None:
+        params, vocabulary = request.sampling, self._config.vocabulary
+        invalid = [t for t in params.stop_token_ids if not 0 <= t < vocabulary]
+        if invalid:
+            raise InvalidArgument(
+                f"'stop_token_ids' holds {invalid[0]}; ids run from 0 to {vocabulary - 1}"
+            )
+        check_choices(params.choices, self._limits)
+        if params.structured_outputs is not None:
+            if request.use_head:
+                raise InvalidArgument(
+                    "'structured_outputs' cannot be combined with a vision task head, which answers"
+                    " with a label"
+                )
+            self.grammars.check(params.structured_outputs)
+        if not request.prompt:
+            raise InvalidArgument("the prompt is empty; give a text")
+        self.reader.check_length(request.prompt, self._max_model_len)
 
 
 class InFlightRequests:
-    """Request states by id, and the requests' ids by deadline."""
+    """The requests that were added to an engine and have not ended: their states by id."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
-        self._by_deadline: list[tuple[float, str]] = []
-        """(deadline, id) of the requests that have a deadline, in ascending order."""
+        self._next_deadline = math.inf
+        """Time before which no deadline of these requests passes."""
 
     def __getitem__(self, request_id: str) -> RequestState:
         return self._states[request_id]
@@ -490,26 +309,25 @@ class InFlightRequests:
         if sequence.id in self._states:
             raise ValueError(f"request id {sequence.id!r} is in use already")
         self._states[sequence.id] = state
-        if sequence.deadline < math.inf:
-            bisect.insort(self._by_deadline, (sequence.deadline, sequence.id))
+        self._next_deadline = min(self._next_deadline, sequence.deadline)
 
     def remove(self, state: RequestState) -> None:
-        sequence = state.sequence
-        del self._states[sequence.id]
-        if sequence.deadline < math.inf:
-            entry = (sequence.deadline, sequence.id)
-            del self._by_deadline[bisect.bisect_left(self._by_deadline, entry)]
+        # `_next_deadline` may then be too early, which costs one search.
+        del self._states[state.sequence.id]
 
     def expired(self, now: float) -> list[RequestState]:
         """Return the requests whose deadline has passed, earliest deadline first."""
-        end = bisect.bisect_right(self._by_deadline, now, key=lambda entry: entry[0])
-        return [self._states[request_id] for _, request_id in self._by_deadline[:end]]
+        if now < self._next_deadline:
+            return []
+        by_deadline = sorted(self._states.values(), key=lambda state: state.sequence.deadline)
+        late = [state for state in by_deadline if state.sequence.deadline <= now]
+        following = by_deadline[len(late) :]
+        # The caller ends the late requests.
+        self._next_deadline = following[0].sequence.deadline if following else math.inf
+        return late
 
     def check_integrity(self, scheduled_ids: set[str]) -> None:
-        """Raise AssertionError unless the ids equal `scheduled_ids` and all deadlines
-        are listed.
-        """
+        """Raise AssertionError unless the ids equal `scheduled_ids` and no deadline is missed."""
         assert scheduled_ids == set(self._states), scheduled_ids ^ set(self._states)
-        sequences = (state.sequence for state in self._states.values())
-        with_deadline = ((s.deadline, s.id) for s in sequences if s.deadline < math.inf)
-        assert self._by_deadline == sorted(with_deadline)
+        deadlines = (state.sequence.deadline for state in self._states.values())
+        assert self._next_deadline <= min(deadlines, default=math.inf)

@@ -1,27 +1,33 @@
-"""Page pool: the pages of one region of memory, and the owner of each page.
-
-A page has one of four owners:
-
-- FREE: it has no content.
-- KV: it holds keys and values of running sequences. The sequences that share it, its holders, are
-  counted.
-- CACHE: it holds keys and values that a later prompt may reuse.
-- ADAPTER: it is part of an adapter.
+"""Page pool: the pages of one region of memory, their owners, and the order of eviction.
 
 KV pages are allocated from the end of the region. Adapters need contiguous pages, called a run, and
 are allocated from the start of the region. So the two rarely fragment each other. If they do, keys
-and values are moved.
-
-The pool holds no memory, only the owners of pages. `memory/kv_cache.py` holds their memory, and
-`memory/pool.py` describes the order of eviction.
+and values are moved. The pool holds no memory, only the owners of pages; `memory/kv_cache.py` holds
+their memory.
 
 **Invariant:** free + KV + adapter + cached = total, and each page has one owner.
+
+The pool evicts cached blocks (`memory/prefix.py`) and resident adapters, and the host tier evicts
+fp32 copies (both in `adapters/residency.py`). All of them follow these rules:
+
+1. Only unused items are evicted: blocks that no sequence holds; resident adapters that are neither
+   pinned nor protected nor needed by an older waiting request; host copies of adapters that are not
+   resident, not being packed and not held by a request.
+2. The least recently used item goes first. The time of a use is a tick of the pool's clock
+   (`PagePool.tick`), which blocks and adapters share. If a block and an adapter were used at the
+   same time, the block goes first.
+3. An item marked EVICT_FIRST goes before all others. These are the blocks of an evicted adapter,
+   and an outdated version of an adapter that no started request uses.
+4. Of blocks that are released together, the later ones in the sequence go first, so that the
+   remaining blocks are still a prefix.
+5. To make room for an adapter, the pool first looks for contiguous pages without adapters. If there
+   are none, it evicts all adapters in one window of pages: the one whose most recently used adapter
+   was used longest ago.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -31,243 +37,20 @@ from typing import Any, Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-# Search for contiguous pages between the runs of adapters. All functions are pure.
-
-
 Array = NDArray[Any]
 
-
-def gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
-    """Yield the ranges within 0 … total-1 that no run overlaps, in order."""
-    start = 0
-    for run in sorted(runs, key=lambda run: run.start):
-        if start < run.start:
-            yield range(start, run.start)
-        start = run.stop
-    if start < total:
-        yield range(start, total)
-
-
-def runs_to_evict(
-    total: int, busy: Sequence[range], idle: Sequence[range], count: int
-) -> list[range] | None:
-    """Return the idle runs to evict so that the pool has `count` contiguous pages without a run.
-
-    The runs to evict are those in one window of `count` pages. The window is the one whose most
-    recently used run was used longest ago. Of equal windows, the one with the fewest pages to evict
-    is chosen. The list is empty if some window already contains no run.
-
-    total: number of pages of the pool.
-    busy: runs that stay.
-    idle: runs that may be evicted, the least recently used first.
-
-    Returns None if evicting all idle runs would not suffice.
-    """
-
-    def window_exists(evicted: int) -> bool:
-        return any(len(gap) >= count for gap in gaps(total, [*busy, *idle[evicted:]]))
-
-    if not window_exists(len(idle)):
-        return None
-    evicted = bisect_left(range(len(idle)), True, key=window_exists)
-    if not evicted:
-        return []
-    last = idle[evicted - 1].start
-    gap = next(gap for gap in gaps(total, [*busy, *idle[evicted:]]) if last in gap)
-    inside = [run for run in idle[:evicted] if run.start in gap]
-    starts = [gap.start, gap.stop - count]
-    starts += [run.stop for run in inside] + [run.start - count for run in inside]
-    victims = (
-        [run for run in inside if run.start < start + count and start < run.stop]
-        for start in starts
-        if gap.start <= start <= gap.stop - count
-    )
-    return min(victims, key=lambda runs: sum(map(len, runs)))
-
-
-def cheapest_window(owners: bytearray, free: int, adapter: int, count: int) -> int:
-    """Return the first page of the best window of `count` pages without an adapter.
-
-    The best window has the most free pages, so that the fewest pages must be moved. There must be a
-    window without an adapter.
-
-    owners: owner of each page.
-    free, adapter: values in `owners` of free pages and of pages of adapters.
-    """
-    pages = np.frombuffer(owners, np.uint8)
-    used = _sums(pages != free, count)
-    used[_sums(pages == adapter, count) > 0] = count + 1
-    return int(used.argmin())
-
-
-def _sums(values: Array, count: int) -> Array:
-    """Return the sum of each window of `count` values."""
-    sums: Array = np.concatenate([[0], np.cumsum(values)])
-    windows: Array = sums[count:] - sums[:-count]
-    return windows
-
-
-# Order of eviction of cached blocks, resident adapters and host copies.
-#
-# The page pool evicts cached blocks (`memory/prefix.py`) and resident adapters
-# (`adapters/residency.py`). The host tier evicts fp32 copies (`adapters/residency.py`). All of them
-# follow these rules:
-#
-# 1. Only unused items are evicted: blocks that no sequence holds; resident adapters that are
-# neither pinned nor protected nor needed by an older waiting request; host copies of adapters that
-# are not resident, not being packed and not held by a request. 2. The least recently used item goes
-# first. The time of a use is a tick of the pool's clock (`PagePool.tick`), which blocks and
-# adapters share. If a block and an adapter were used at the same time, the block goes first. 3. An
-# item marked EVICT_FIRST goes before all others. These are the blocks of an evicted adapter, and an
-# outdated version of an adapter that no started request uses. 4. Of blocks that are released
-# together, the later ones in the sequence go first, so that the remaining blocks are still a
-# prefix. 5. To make room for an adapter, the pool first looks for contiguous pages without
-# adapters. If there are none, it evicts all adapters in one window of pages. The pool chooses the
-# window whose most recently used adapter was used longest ago (`memory/pool.py`).
-
+Moves = Mapping[int, int]
+"""Moves of content between pages: old page → new page."""
 
 EVICT_FIRST = 0
 """Time of last use of items that are evicted before all others. The clock's first tick is 1."""
 
 
-class HasLastUse(Protocol):
-    """Item with the time of its last use on the pool's clock."""
-
-    @property
-    def last_used(self) -> int: ...
-
-
-Item = TypeVar("Item", bound=HasLastUse)
-
-
-class Evictor(Protocol):
-    """Owner of evictable items, which occupy pages: cached blocks or idle adapters."""
-
-    @property
-    def holds_runs(self) -> bool:
-        """True if the items are adapters, each in a run of contiguous pages."""
-        ...
-
-    def evictable_pages(self, enough: int) -> int:
-        """Return the number of pages that eviction could free. Counting may stop at `enough`."""
-        ...
-
-    def oldest_use(self) -> int | None:
-        """Return the time of last use of the item to evict next; None if there is none."""
-        ...
-
-    def evict_oldest(self) -> None:
-        """Evict the least recently used item and free its pages."""
-        ...
-
-
-class RunEvictor(Evictor, Protocol):
-    """Evictor whose items are adapters."""
-
-    def idle_runs(self) -> list[range]:
-        """Return the pages of each adapter that may be evicted, the least recently used first."""
-        ...
-
-    def evict_run(self, first: int) -> None:
-        """Evict the idle adapter whose run begins at page `first`."""
-        ...
-
-
-def evict_oldest(evictors: Sequence[Evictor]) -> bool:
-    """Evict the least recently used item of all evictors; return False if there is none."""
-    uses = ((evictor.oldest_use(), index) for index, evictor in enumerate(evictors))
-    candidates = [(last_used, index) for last_used, index in uses if last_used is not None]
-    if not candidates:
-        return False
-    evictors[min(candidates)[1]].evict_oldest()
-    return True
-
-
-class UseOrder(Generic[Item]):
-    """Items in the order of their last use.
-
-    A use only changes the time that the item stores, which is cheap. The item's position in this
-    order is corrected later, when `oldest_first` reaches it.
+class Owner(IntEnum):
+    """Owner of a page. Pages in KV belong to running sequences, of which several may share a page;
+    a later prompt may reuse pages in CACHE.
     """
 
-    def __init__(self) -> None:
-        self._entries: list[tuple[int, int, Item]] = []
-        self._entry_of: dict[Item, tuple[int, int, Item]] = {}
-        self._serial = counter()
-
-    def add(self, item: Item) -> None:
-        self._entry_of[item] = entry = (item.last_used, next(self._serial), item)
-        insort(self._entries, entry)
-
-    def remove(self, item: Item) -> None:
-        entry = self._entry_of.pop(item)
-        del self._entries[bisect_left(self._entries, entry)]
-
-    def oldest_first(self) -> Iterator[Item]:
-        """Yield the items, the least recently used first.
-
-        No item may be added or removed during the iteration.
-        """
-        index = 0
-        while index < len(self._entries):
-            last_used, _, item = self._entries[index]
-            if item.last_used > last_used:
-                self.remove(item)
-                self.add(item)
-            else:
-                yield item
-                index += 1
-
-
-class IdlePages:
-    """Pages that can be evicted, least recently used first."""
-
-    def __init__(self) -> None:
-        self._last_used: OrderedDict[int, int] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._last_used)
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._last_used)
-
-    def __contains__(self, page: int) -> bool:
-        return page in self._last_used
-
-    def add(self, chain: Sequence[int], now: int) -> None:
-        """Add pages that were released together; the last one is evicted first."""
-        for page in reversed(chain):
-            self._last_used[page] = now
-
-    def remove(self, page: int) -> None:
-        """Remove a page that is in use again. Do nothing if it is missing."""
-        self._last_used.pop(page, None)
-
-    def evict_first(self, pages: Iterable[int]) -> None:
-        """Mark the pages that are idle among `pages` as the first to evict."""
-        for page in pages:
-            if page in self._last_used:
-                self._last_used[page] = EVICT_FIRST
-                self._last_used.move_to_end(page, last=False)
-
-    def oldest_use(self) -> int | None:
-        return next(iter(self._last_used.values()), None)
-
-    def pop(self) -> int:
-        """Remove and return the page to evict next."""
-        return self._last_used.popitem(last=False)[0]
-
-    def relocate(self, moves: Mapping[int, int]) -> None:
-        """Update the page numbers after the content of pages was moved.
-
-        moves: page → new page.
-        """
-        if any(page in self._last_used for page in moves):
-            renamed = ((moves.get(page, page), used) for page, used in self._last_used.items())
-            self._last_used = OrderedDict(renamed)
-
-
-class Owner(IntEnum):
     FREE = 0
     KV = 1
     CACHE = 2
@@ -300,8 +83,32 @@ class PageMemory(Protocol):
     def clear(self, pages: range) -> None: ...
 
 
-Moves = Mapping[int, int]
-"""Moves of content between pages: old page → new page."""
+class Evictor(Protocol):
+    """Owner of evictable items, which occupy pages: cached blocks or idle adapters."""
+
+    def evictable_pages(self, enough: int) -> int:
+        """Return the number of pages that eviction could free. Counting may stop at `enough`."""
+        ...
+
+    def oldest_use(self) -> int | None:
+        """Return the time of last use of the item to evict next; None if there is none."""
+        ...
+
+    def evict_oldest(self) -> None:
+        """Evict the least recently used item and free its pages."""
+        ...
+
+
+class RunEvictor(Evictor, Protocol):
+    """Evictor whose items are adapters."""
+
+    def idle_runs(self) -> list[range]:
+        """Return the pages of each adapter that may be evicted, the least recently used first."""
+        ...
+
+    def evict_run(self, first: int) -> None:
+        """Evict the idle adapter whose run begins at page `first`."""
+        ...
 
 
 class PagePool:
@@ -410,11 +217,8 @@ class PagePool:
         assert self._owner[page] == Owner.CACHE, f"page {page} is not cached"
         self._set_owner(page, Owner.FREE)
 
-    def is_held(self, page: int) -> bool:
-        return self._owner[page] == Owner.KV
-
-    def is_cached(self, page: int) -> bool:
-        return self._owner[page] == Owner.CACHE
+    def owner(self, page: int) -> Owner:
+        return Owner(self._owner[page])
 
     # -- adapters --------------------------------------------------------------------------------
 
@@ -444,9 +248,8 @@ class PagePool:
         return run
 
     def _evict_runs_for(self, count: int) -> bool:
-        """Evict adapters until `count` contiguous pages contain no adapter.
-
-        Returns False, and evicts none, if that is impossible.
+        """Evict adapters until `count` contiguous pages contain no adapter. Return False, and evict
+        none, if that is impossible.
         """
         if self._owner.find(bytes(count)) >= 0:
             return True
@@ -488,7 +291,6 @@ class PagePool:
     # -- bookkeeping -----------------------------------------------------------------------------
 
     def _evict_until_free(self, count: int) -> bool:
-        """Evict until `count` pages are free; return False if that is impossible."""
         if not self.can_allocate(count):
             return False
         while self.free < count:
@@ -511,3 +313,128 @@ class PagePool:
         for page, refs in enumerate(self._refs):
             owner = Owner(self._owner[page])
             assert (refs > 0) == (owner == Owner.KV), f"page {page}: {refs} holders, {owner.name}"
+
+
+def _gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
+    """Yield the ranges within 0 … total-1 that no run overlaps, in order."""
+    start = 0
+    for run in sorted(runs, key=lambda run: run.start):
+        if start < run.start:
+            yield range(start, run.start)
+        start = run.stop
+    if start < total:
+        yield range(start, total)
+
+
+def runs_to_evict(
+    total: int, busy: Sequence[range], idle: Sequence[range], count: int
+) -> list[range] | None:
+    """Return the idle runs to evict so that the pool has `count` contiguous pages without a run.
+
+    The runs to evict are those in one window of `count` pages. The window is the one whose most
+    recently used run was used longest ago. Of equal windows, the one with the fewest pages to evict
+    is chosen. The list is empty if some window already contains no run.
+
+    total: number of pages of the pool.
+    busy: runs that stay.
+    idle: runs that may be evicted, the least recently used first.
+
+    Returns None if evicting all idle runs would not suffice.
+    """
+
+    def window_exists(evicted: int) -> bool:
+        return any(len(gap) >= count for gap in _gaps(total, [*busy, *idle[evicted:]]))
+
+    if not window_exists(len(idle)):
+        return None
+    evicted = bisect_left(range(len(idle)), True, key=window_exists)
+    if not evicted:
+        return []
+    last = idle[evicted - 1].start
+    gap = next(gap for gap in _gaps(total, [*busy, *idle[evicted:]]) if last in gap)
+    inside = [run for run in idle[:evicted] if run.start in gap]
+    starts = [gap.start, gap.stop - count]
+    starts += [run.stop for run in inside] + [run.start - count for run in inside]
+    victims = (
+        [run for run in inside if run.start < start + count and start < run.stop]
+        for start in starts
+        if gap.start <= start <= gap.stop - count
+    )
+    return min(victims, key=lambda runs: sum(map(len, runs)))
+
+
+def cheapest_window(owners: bytearray, free: int, adapter: int, count: int) -> int:
+    """Return the first page of the best window of `count` pages without an adapter.
+
+    The best window has the most free pages, so that the fewest pages must be moved. There must be a
+    window without an adapter.
+
+    owners: owner of each page.
+    free, adapter: values in `owners` of free pages and of pages of adapters.
+    """
+    pages = np.frombuffer(owners, np.uint8)
+    used = _sums(pages != free, count)
+    used[_sums(pages == adapter, count) > 0] = count + 1
+    return int(used.argmin())
+
+
+def _sums(values: Array, count: int) -> Array:
+    sums: Array = np.concatenate([[0], np.cumsum(values)])
+    windows: Array = sums[count:] - sums[:-count]
+    return windows
+
+
+class _HasLastUse(Protocol):
+    """Item with the time of its last use on the pool's clock."""
+
+    @property
+    def last_used(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=_HasLastUse)
+
+
+def evict_oldest(evictors: Sequence[Evictor]) -> bool:
+    """Evict the least recently used item of all evictors; return False if there is none."""
+    uses = ((evictor.oldest_use(), index) for index, evictor in enumerate(evictors))
+    candidates = [(last_used, index) for last_used, index in uses if last_used is not None]
+    if not candidates:
+        return False
+    evictors[min(candidates)[1]].evict_oldest()
+    return True
+
+
+class UseOrder(Generic[Item]):
+    """Items in the order of their last use.
+
+    A use only changes the time that the item stores, which is cheap. The item's position in this
+    order is corrected later, when `oldest_first` reaches it.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[int, int, Item]] = []
+        self._entry_of: dict[Item, tuple[int, int, Item]] = {}
+        self._serial = counter()
+
+    def add(self, item: Item) -> None:
+        self._entry_of[item] = entry = (item.last_used, next(self._serial), item)
+        insort(self._entries, entry)
+
+    def remove(self, item: Item) -> None:
+        entry = self._entry_of.pop(item)
+        del self._entries[bisect_left(self._entries, entry)]
+
+    def oldest_first(self) -> Iterator[Item]:
+        """Yield the items, the least recently used first.
+
+        No item may be added or removed during the iteration.
+        """
+        index = 0
+        while index < len(self._entries):
+            last_used, _, item = self._entries[index]
+            if item.last_used > last_used:
+                self.remove(item)
+                self.add(item)
+            else:
+                yield item
+                index += 1

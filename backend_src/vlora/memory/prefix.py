@@ -8,14 +8,14 @@ block. So a cached block is never stale. This module handles no requests.
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from vlora.ids import NO_IMAGE
-from vlora.memory.pool import IdlePages, Moves, PagePool
+from vlora.memory.pool import EVICT_FIRST, Moves, Owner, PagePool
 
 if TYPE_CHECKING:
     import torch
@@ -75,8 +75,6 @@ class PrefixCache:
     is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """
 
-    holds_runs = False
-
     def __init__(
         self,
         pool: PagePool,
@@ -87,7 +85,8 @@ class PrefixCache:
         self._pages: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
         self._scopes: defaultdict[str, set[int]] = defaultdict(set)
-        self._idle = IdlePages()
+        self._idle: OrderedDict[int, int] = OrderedDict()
+        """Pages that can be evicted, with the time of their last use, the next to evict first."""
         self.evictions = 0
         pool.evictors.append(self)
         pool.movers.append(self.relocate)
@@ -105,7 +104,7 @@ class PrefixCache:
         """
         pages = [self._pages[key] for key in keys[: self.count_matching(keys)]]
         for page in pages:
-            self._idle.remove(page)
+            self._idle.pop(page, None)
             self._pool.share(page)
         return pages
 
@@ -123,8 +122,7 @@ class PrefixCache:
         for page in pages:
             if page in self._keys:
                 self._forget(page)
-            if page in self._idle:
-                self._idle.remove(page)
+            if self._idle.pop(page, None) is not None:
                 self._pool.drop(page)
 
     def _forget(self, page: int) -> None:
@@ -140,13 +138,18 @@ class PrefixCache:
         Blocks that were added stay in the cache until they are evicted. Other pages become free.
         """
         now = self._pool.tick()
-        self._idle.add(self._pool.release(pages, keep=self._keys), now)
+        # Of pages that are released together, the last one is evicted first.
+        for page in reversed(self._pool.release(pages, keep=self._keys)):
+            self._idle[page] = now
 
     def evict_first(self, scope: str) -> None:
         """Mark the idle blocks of a scope as the first to evict. Call it when their adapter is
         evicted.
         """
-        self._idle.evict_first(self._scopes.get(scope, ()))
+        for page in self._scopes.get(scope, ()):
+            if page in self._idle:
+                self._idle[page] = EVICT_FIRST
+                self._idle.move_to_end(page, last=False)
 
     # -- called by the pool ----------------------------------------------------------------------
 
@@ -154,10 +157,10 @@ class PrefixCache:
         return len(self._idle)
 
     def oldest_use(self) -> int | None:
-        return self._idle.oldest_use()
+        return next(iter(self._idle.values()), None)
 
     def evict_oldest(self) -> None:
-        page = self._idle.pop()
+        page, _ = self._idle.popitem(last=False)
         self._forget(page)
         self._pool.drop(page)
         self.evictions += 1
@@ -169,12 +172,16 @@ class PrefixCache:
                 self._keys[to] = key
                 self._pages[key] = to
                 self._scopes[key.scope].symmetric_difference_update((page, to))
-        self._idle.relocate(moves)
+        if not self._idle.keys().isdisjoint(moves):
+            renamed = ((moves.get(page, page), used) for page, used in self._idle.items())
+            self._idle = OrderedDict(renamed)
 
     def check_integrity(self) -> None:
         """Raise AssertionError if the tables are inconsistent with each other or with the pool."""
         assert {page: key for key, page in self._pages.items()} == self._keys
         assert len(self._idle) == self._pool.cached, (len(self._idle), self._pool.cached)
-        assert all(self._pool.is_cached(page) and page in self._keys for page in self._idle)
+        assert all(
+            self._pool.owner(page) is Owner.CACHE and page in self._keys for page in self._idle
+        )
         by_scope = {page for pages in self._scopes.values() for page in pages}
         assert by_scope == set(self._keys)

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
-from vlora.adapters.tensors import FLOATS
 from vlora.errors import InvalidArgument
+from vlora.weights.safetensors import FLOATS, offset_of, open_tensors, read_header, read_rows
 
 # Finding and opening the weight files of a checkpoint folder.
 
@@ -70,10 +70,8 @@ def indexed_weight_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
 
 def open_weights(file: Path) -> Any:
     """Open a safetensors file and return it. Raise InvalidArgument if it cannot be read."""
-    # The file is not mapped. A mapped file would take memory in addition to the slab, and
-    # truncating it would end the process.
     try:
-        return safe_open(file, framework="pt", backend="pread")
+        return open_tensors(file)
     except (SafetensorError, OSError) as error:
         hint = LFS_HINT if _is_lfs_pointer(file) else ""
         raise InvalidArgument(f"model: {file} cannot be read: {error}{hint}") from error
@@ -148,22 +146,12 @@ class StoredRows:
                 stored = opened.get_slice(self.key)
                 name, shape = str(stored.get_dtype()), tuple(stored.get_shape())
             check(self.shape, shape, FLOATS.get(name, name), f"{self.file} holds '{self.key}'")
-            stored_dtype = FLOATS[name]
-            first, last, _ = rows.indices(shape[0])
-            count, row_bytes = max(0, last - first), shape[1] * stored_dtype.itemsize
-            # Slices of safetensors would read the whole tensor, because the file is not mapped.
+            wanted = range(shape[0])[rows]
             with self.file.open("rb") as file:
-                header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-                start, _ = header[self.key]["data_offsets"]
-                file.seek(file.tell() + start + first * row_bytes)
-                content = bytearray(file.read(count * row_bytes))
-        except (SafetensorError, OSError) as error:
+                offset = offset_of(read_header(file), self.key)
+                return read_rows(file, offset, wanted, shape[1], name).to(self.dtype)
+        except (SafetensorError, OSError, EOFError) as error:
             raise unreadable(self.file, self.key, error) from error
-        if len(content) < count * row_bytes:
-            raise unreadable(self.file, self.key, EOFError("the file ends early"))
-        if not content:
-            return torch.empty(0, shape[1], dtype=self.dtype)
-        return torch.frombuffer(content, dtype=stored_dtype).view(count, shape[1]).to(self.dtype)
 
 
 def read(opened: Any, file: Path, key: str) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from vlora import backends
 from vlora.adapters.model_shape import LM_HEAD
-from vlora.adapters.store import AdapterStore
+from vlora.adapters.residency import Slots
 from vlora.atmm import op
 from vlora.atmm.types import Segments
 from vlora.ids import MatrixId
@@ -56,7 +56,7 @@ class Decoder:
         self,
         config: DecoderConfig,
         weights: DecoderWeights,
-        adapters: AdapterStore,
+        adapters: Slots,
         switcher: Switcher,
     ) -> None:
         self._config = config
@@ -236,7 +236,7 @@ class DecoderLayer:
         layer: int,
         config: DecoderConfig,
         weights: DecoderWeights,
-        adapters: AdapterStore,
+        adapters: Slots,
         switcher: Switcher,
     ) -> None:
         self._layer = layer

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from vlora.adapters.store import AdapterStore
+from vlora.adapters.residency import Slots
 from vlora.atmm import op
 from vlora.atmm.segments import signed_segments
 from vlora.atmm.types import Segments
@@ -126,7 +126,7 @@ class Runner:
         self,
         config: DecoderConfig,
         weights: DecoderWeights,
-        adapters: AdapterStore,
+        adapters: Slots,
         switcher: Switcher,
         kv_cache: KVCache,
         graph_sizes: StepSizes | None = None,

@@ -162,7 +162,6 @@ class Switcher:
 
     @property
     def _slab(self) -> WeightSlab:
-        """The base weights, which must not be quantized."""
         assert isinstance(self.stored, WeightSlab)
         return self.stored
 
@@ -242,7 +241,6 @@ class Switcher:
         self.active = self._base if prepared is None else prepared.active
 
     def _ready(self, slot: int) -> _Prepared:
-        """Return the prepared merge of an adapter; prepare it before its first merge."""
         if (reason := self.refusal(slot)) is not None:
             raise ValueError(f"slot {slot} cannot be merged: {reason}")
         adapter = self._adapters.adapter(slot)
@@ -268,8 +266,8 @@ class Switcher:
             self._in_slab = None
 
     def _forget(self, slot: int, gone: weakref.ref[Adapter]) -> None:
-        """Delete the prepared merge of a slot whose adapter no longer exists, with its copies of A
-        and B.
+        """Delete the prepared merge, with its copies of A and B, of an adapter that no longer
+        exists.
         """
         prepared = self._prepared.get(slot)
         if prepared is not None and prepared.adapter is gone:

@@ -27,23 +27,27 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
-from vlora.adapters.files import MAX_ADAPTER_BYTES, OUTSIDE_LORA, PICKLED, WEIGHTS, AdapterFiles
-from vlora.adapters.model_shape import LM_HEAD, ModelShape
-from vlora.adapters.peft import (
-    KNOWN_CHANGES,
-    ErrorFactory,
-    UnknownKey,
-    parse_key,
-    read_json,
-    require_file,
+from vlora.adapters.errors import ErrorFactory, read_json, require_file
+from vlora.adapters.files import (
+    MAX_ADAPTER_BYTES,
+    OUTSIDE_LORA,
+    PICKLED,
+    WEIGHTS,
+    AdapterDescription,
+    describe_adapter,
+    load_adapter,
+    read_adapter,
 )
-from vlora.adapters.tensors import FLOATS, WeightsFile
+from vlora.adapters.model_shape import LM_HEAD, ModelShape
+from vlora.adapters.peft import KNOWN_CHANGES, UnknownKey, parse_key
+from vlora.adapters.tensors import WeightsFile
 from vlora.atmm.types import LoraPair
 from vlora.atomic_file import new_folder
 from vlora.errors import InvalidArgument, Unsupported
 from vlora.ids import VISION, MatrixId
 from vlora.offline.base_weights import BaseWeights
 from vlora.offline.peft_folder import CONFIG, copy_head, write_adapter, write_config
+from vlora.weights.safetensors import FLOATS
 
 # Tensors of a PEFT folder that is to be converted, from safetensors or from a pickle.
 #
@@ -489,19 +493,19 @@ def convert(
         copy_head(source, part)
         if config.get("peft_type") == "LORA":
             plain = _write_plain(adapter, part, name, result)
-            pairs = _pairs_of_lora(adapter, plain, limits, result, progress)
+            pairs = _pairs_of_lora(adapter, part, plain, limits, result, progress)
         else:
             pairs = _pairs_by_peft(adapter, limits, result, progress)
         if pairs:
             write_adapter(part, pairs, shape, base_of(config))
-        result.ranks = AdapterFiles(name, part, shape).read().info.ranks
+        result.ranks = load_adapter(name, part, shape).info.ranks
     return result
 
 
-def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> AdapterFiles:
+def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> AdapterDescription:
     """Write A and B of the source unchanged to the folder `part`, with the config of a plain LoRA.
 
-    Returns the written files, which have passed the checks of adapters.
+    Returns the description of the written files, which have passed the checks of adapters.
     """
     factors = {}
     for key in source.tensors.shapes:
@@ -516,12 +520,13 @@ def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> 
     if source.method in KNOWN_CHANGES:
         plain["init_lora_weights"] = True
     write_config(part / CONFIG, plain)
-    return AdapterFiles(name, part, source.shape)
+    return describe_adapter(name, part, source.shape)
 
 
 def _pairs_of_lora(
     source: _Source,
-    plain: AdapterFiles,
+    part: Path,
+    plain: AdapterDescription,
     limits: ConversionLimits,
     result: Conversion,
     progress: Callable[[str], None],
@@ -531,9 +536,9 @@ def _pairs_of_lora(
     """
     if source.method == "LoRA":
         return {}
-    if plain.description.vision is not None:
+    if plain.vision is not None:
         raise source.invalid(_vision_stays(source))
-    pairs, reader = plain.read().pairs, plain.description.reader
+    pairs, reader = read_adapter(part, plain).pairs, plain.reader
     assert reader is not None
     if source.method == "DoRA":
         magnitudes = source.magnitudes(pairs)

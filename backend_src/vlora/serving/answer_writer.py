@@ -1,7 +1,4 @@
-"""Conversion of engine outputs to response tensors, in the format of the vLLM backend.
-
-This module does not depend on Triton or on when a response is sent.
-"""
+"""Conversion of engine outputs to response tensors, in the format of the vLLM backend."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from vlora.request import HeadScores, Output, Timings, TokenLogprob
+from vlora.request import Output, TokenLogprob
 from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
 
@@ -49,13 +46,12 @@ class AnswerWriter:
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """Return the next response, or None if the content of `output` is sent later.
-
-        `output` must not be an error.
+        """Return the next response, or None if the content of `output`, which is no error, is sent
+        later.
         """
         self._collect(output)
         if not output.finished:
-            if not self._call.outputs.stream:
+            if not self._call.stream:
                 return None
             if self._interval:
                 now = self._clock()
@@ -81,26 +77,28 @@ class AnswerWriter:
             self._logprobs = (self._logprobs or []) + [_listed(token) for token in output.logprobs]
 
     def _response(self, output: Output) -> dict[str, Array]:
-        options = self._call.outputs
+        requested = self._call.outputs
         text = "".join(self._text)
-        if options.prepend_input:
+        if self._call.prepend_input:
             text = self._call.text + text
         tensors = {"text_output": strings([text])}
-        if options.finish_reason:
+        if "finish_reason" in requested:
             tensors["finish_reason"] = strings([str(output.finish_reason)])
-        if options.num_input_tokens:
+        if "num_input_tokens" in requested:
             tensors["num_input_tokens"] = np.array([output.num_input_tokens], dtype=np.uint32)
-        if options.num_output_tokens:
+        if "num_output_tokens" in requested:
             tensors["num_output_tokens"] = np.array([self._num_tokens], dtype=np.uint32)
-        if options.logprobs:
+        if "logprobs" in requested:
             tensors["logprobs"] = strings([json.dumps(self._logprobs, allow_nan=False)])
-        if options.cumulative_logprob:
+        if "cumulative_logprob" in requested:
             tensors["cumulative_logprob"] = np.array([self._cumulative], dtype=np.float32)
         metadata = self._call.metadata if output.finished else None
-        if metadata is not None or options.everything:
+        if metadata is not None or "metadata" in requested:
             tensors["metadata"] = strings([metadata or b""])
-        if output.head is not None or options.everything:
-            tensors |= _head_tensors(output.head)
+        head = output.head
+        if head is not None or "head" in requested:
+            tensors["head_scores"] = np.array(head.scores if head else (), dtype=np.float32)
+            tensors["head_labels"] = strings(head.labels if head else ())
         if output.finished:
             tensors["details"] = strings([self._details(output)])
         return tensors
@@ -114,7 +112,7 @@ class AnswerWriter:
                 "task": self._task,
                 "adapter": adapter,
                 "num_cached_tokens": output.num_cached_tokens,
-                "timings": _timings(output.timings),
+                "timings": {name: round(t, 6) for name, t in output.timings._asdict().items()},
                 "modes": dict(output.modes),
             },
             allow_nan=False,
@@ -126,7 +124,6 @@ def _finite(logprob: float) -> float:
 
 
 def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
-    """Return the log probabilities of one position as JSON values, by token id."""
     return {
         str(entry.token_id): {
             "logprob": _finite(entry.logprob),
@@ -134,20 +131,4 @@ def _listed(token: Sequence[TokenLogprob]) -> dict[str, dict[str, object]]:
             "decoded_token": entry.text,
         }
         for entry in token
-    }
-
-
-def _head_tensors(head: HeadScores | None) -> dict[str, Array]:
-    scores, labels = (head.scores, head.labels) if head is not None else ((), ())
-    return {
-        "head_scores": np.array(scores, dtype=np.float32),
-        "head_labels": strings(labels),
-    }
-
-
-def _timings(timings: Timings) -> dict[str, float]:
-    return {
-        "queued": round(timings.queued, 6),
-        "first_token": round(timings.first_token, 6),
-        "total": round(timings.total, 6),
     }

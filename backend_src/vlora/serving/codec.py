@@ -4,7 +4,7 @@ Names, shapes and defaults are those of the vLLM backend, so that its clients wo
 request with `image_layout` came through an ensemble, whose first step, the vision encoder, always
 sends it. Such a request gets the defaults of the ensembles instead.
 
-All functions are pure. They do not depend on Triton, threads or the engine.
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -69,53 +69,51 @@ DEFAULT_TASK = "vqa"
 """Task of a request to an ensemble if neither the request nor its adapter determines one."""
 
 
-@dataclass(frozen=True)
-class OutputOptions:
-    """Outputs that the client requests in addition to the text, and the form of the text.
+RETURNED = (
+    "finish_reason",
+    "num_input_tokens",
+    "num_output_tokens",
+    "logprobs",
+    "cumulative_logprob",
+)
+"""Outputs that a request gets only if its input `return_…` is true."""
 
-    stream: whether every new piece of text is sent as a response of its own.
-    prepend_input: whether the text begins with the prompt.
-    """
-
-    stream: bool
-    prepend_input: bool
-    finish_reason: bool
-    num_input_tokens: bool
-    num_output_tokens: bool
-    logprobs: bool
-    cumulative_logprob: bool
-    everything: bool
-    """True if every response must have all outputs, as the steps of an ensemble require."""
+ENSEMBLE_OUTPUTS = frozenset(
+    {"finish_reason", "num_input_tokens", "num_output_tokens", "metadata", "head"}
+)
+"""Outputs that every response to an ensemble has, because the next model requires them."""
 
 
 @dataclass(frozen=True)
 class Call:
     """One `lmm` request as received, before adapter, task and template are applied.
 
+    stream: whether every new piece of text is sent as a response of its own.
+    prepend_input: whether the text begins with the prompt.
+    outputs: names of the outputs that each response has in addition to the text.
     images: image features that the request contains; None without images, or until `raw_images`
         are encoded.
-    counts: (number of images, number of frames).
     raw_images: image inputs that are still to be encoded.
     metadata: content of the input `metadata`, which the answer returns; None without it.
     ensemble: True if the request came through an ensemble.
-    freshness: arrival, deadline and stream of the request.
     """
 
     text: str
     task: str | None
     sampling: Mapping[str, Any]
-    outputs: OutputOptions
-    client_id: str
+    stream: bool
+    prepend_input: bool
+    outputs: frozenset[str]
     images: ImageFeatures | None
-    counts: tuple[int, int]
     raw_images: Tensors
     metadata: bytes | None
     ensemble: bool
     freshness: Freshness
 
-    def with_images(self, images: ImageFeatures) -> Call:
-        """Return a copy of this call with image features in place of `raw_images`."""
-        return replace(self, images=images, counts=images.counts, raw_images={})
+    @property
+    def counts(self) -> tuple[int, int]:
+        """Number of images, and number of frames."""
+        return (0, 0) if self.images is None else self.images.counts
 
 
 def is_cancel(tensors: Tensors) -> bool:
@@ -129,11 +127,7 @@ def is_describe(tensors: Tensors) -> bool:
 
 
 def read_call(
-    tensors: Tensors,
-    parameters: Mapping[str, Any],
-    client_id: str,
-    limits: Limits,
-    arrival: float,
+    tensors: Tensors, parameters: Mapping[str, Any], limits: Limits, arrival: float
 ) -> Call:
     """Return the call in a request. `prepare` checks its task and its sampling parameters later.
 
@@ -153,15 +147,18 @@ def read_call(
         )
     check_count(sum(tensor.shape[0] for tensor in raw_images.values()), limits)
     sampling = read_sampling(inputs, parameters, limits)
+    stream, prepend_input = _read_form(inputs, ensemble)
+    returned = {name for name in RETURNED if inputs.flag(f"return_{name}")}
     return Call(
         text=text,
         task=inputs.text("task") or None,
         sampling=sampling,
-        outputs=_read_output_options(inputs, ensemble),
-        client_id=client_id,
+        stream=stream,
+        prepend_input=prepend_input,
+        outputs=ENSEMBLE_OUTPUTS | returned if ensemble else frozenset(returned),
         images=images,
-        counts=(0, 0) if images is None else images.counts,
-        raw_images=raw_images,
+        # Triton's tensors become invalid while the request waits for the encoder.
+        raw_images={name: np.array(tensor) for name, tensor in raw_images.items()},
         metadata=inputs.blob("metadata", limits.max_metadata_bytes),
         ensemble=ensemble,
         freshness=freshness_of(sampling, arrival),
@@ -169,10 +166,7 @@ def read_call(
 
 
 def freshness_of(sampling: Mapping[str, Any], arrival: float) -> Freshness:
-    """Return the freshness of a request with these sampling parameters. Raises InvalidArgument.
-
-    Only the keys in FRESHNESS_KEYS are read.
-    """
+    """Return the freshness of a request with these sampling keys. Raises InvalidArgument."""
     params = SamplingParams.parse(freshness_keys(sampling))
     return Freshness(arrival, params.deadline_ms, params.stream_id, params.supersede)
 
@@ -218,7 +212,8 @@ def sampling_keys(parameters: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def _read_output_options(inputs: Inputs, ensemble: bool) -> OutputOptions:
+def _read_form(inputs: Inputs, ensemble: bool) -> tuple[bool, bool]:
+    """Return whether the answer streams, and whether its text begins with the prompt."""
     stream = inputs.flag("stream")
     if stream is None:
         stream = ensemble
@@ -230,20 +225,7 @@ def _read_output_options(inputs: Inputs, ensemble: bool) -> OutputOptions:
             "'exclude_input_in_output' = false is not possible with 'stream' = true;"
             " leave one of them out"
         )
-
-    def requested(name: str) -> bool:
-        return bool(inputs.flag(name))
-
-    return OutputOptions(
-        stream=stream,
-        prepend_input=not exclude,
-        finish_reason=requested("return_finish_reason") or ensemble,
-        num_input_tokens=requested("return_num_input_tokens") or ensemble,
-        num_output_tokens=requested("return_num_output_tokens") or ensemble,
-        logprobs=requested("return_logprobs"),
-        cumulative_logprob=requested("return_cumulative_logprob"),
-        everything=ensemble,
-    )
+    return stream, not exclude
 
 
 def _read_features(inputs: Inputs) -> ImageFeatures | None:
@@ -272,22 +254,14 @@ def _read_features(inputs: Inputs) -> ImageFeatures | None:
     return ImageFeatures(features, layout, inputs.text(ADAPTER_VERSION))
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A request that is ready for the engine, and the task that was chosen for it."""
-
-    request: Request
-    task: str
-
-
 def prepare(
     call: Call, request_id: str, info: AdapterInfo | None, template: ChatTemplate
-) -> Prepared:
-    """Choose the task, render the prompt and parse the sampling parameters; return the request.
+) -> tuple[Request, str]:
+    """Choose the task, render the prompt and parse the sampling parameters.
 
     info: description of the adapter that the request uses; None for the base model.
 
-    Raises InvalidArgument or Unsupported.
+    Returns the request for the engine, and its task. Raises InvalidArgument or Unsupported.
     """
     task = _task_of(call, info)
     prompt = render(task, call.text, *call.counts, template)
@@ -295,7 +269,7 @@ def prepare(
     if call.ensemble:
         defaults = SamplingParams(temperature=0.0, max_tokens=max_tokens_of(task))
     sampling = SamplingParams.parse(call.sampling, defaults)
-    if call.outputs.cumulative_logprob and sampling.logprobs is None:
+    if "cumulative_logprob" in call.outputs and sampling.logprobs is None:
         sampling = replace(sampling, logprobs=0)
     request = Request(
         id=request_id,
@@ -304,17 +278,13 @@ def prepare(
         adapter=None if info is None else info.name,
         images=call.images,
         use_head=info is not None and task in info.head_tasks,
-        client_id=call.client_id,
         arrival=call.freshness.arrival,
     )
-    return Prepared(request, task)
+    return request, task
 
 
 def adapter_name(sampling: Mapping[str, Any]) -> str | None:
-    """Return the adapter's name in a request's sampling keys; None for the base model.
-
-    Raises InvalidArgument.
-    """
+    """Return the adapter's name in sampling keys, or None. Raises InvalidArgument."""
     name = sampling.get(ADAPTER_KEY)
     if name is not None and not isinstance(name, str):
         raise InvalidArgument(f"'{ADAPTER_KEY}' must be a string, not {json.dumps(name)}")

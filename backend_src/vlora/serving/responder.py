@@ -27,11 +27,7 @@ not ASCII takes three bytes there.
 
 
 class Responder(Protocol):
-    """Answers one request. The service owns it until it has sent the final response.
-
-    All methods may be called from any thread. Responses are sent in the order of the calls. After a
-    final response, nothing more is sent.
-    """
+    """Answers one request. Thread-safe. After a final response, nothing more is sent."""
 
     def send(self, tensors: Tensors, final: bool) -> None: ...
 
@@ -95,9 +91,8 @@ def from_message(message: str) -> VLoraError:
 
 
 def as_vlora_error(error: BaseException, what: str) -> VLoraError:
-    """Return `error` itself if it is a VLoraError, else an Internal error without details.
-
-    An exception of any other type is a bug, so it is logged with its traceback.
+    """Return `error` itself if it is a VLoraError. Else log it, because it is a bug, and return an
+    Internal error without details.
 
     what: the action that failed, for the log and the message.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,9 @@ from vlora.errors import InvalidArgument
 
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, Array]
+
+ELEMENT_BYTES = 48
+"""Bytes that an element of a STRING tensor takes in addition to its content."""
 
 
 class Inputs:
@@ -37,10 +40,7 @@ class Inputs:
         return None if value is None else self.decode(name, as_bytes(value))
 
     def blob(self, name: str, limit: int) -> bytes | None:
-        """Return the bytes of a STRING[1]; None if it is missing.
-
-        limit: maximum number of bytes. A longer tensor is invalid.
-        """
+        """Return the bytes of a STRING[1], at most `limit`; None if it is missing."""
         value = self._one(name, "STRING")
         if value is None:
             return None
@@ -66,9 +66,8 @@ class Inputs:
     def array(
         self, name: str, dtype: type[np.generic], shape: tuple[int | None, ...]
     ) -> Array | None:
-        """Return a copy of a tensor; None if it is missing.
-
-        shape: required shape, with None for a dimension of any size.
+        """Return a copy of a tensor, whose shape may be any where `shape` is None; None if it is
+        missing.
         """
         tensor = self._tensors.get(name)
         if tensor is None:
@@ -89,10 +88,7 @@ class Inputs:
         return np.array(tensor)
 
     def decode(self, name: str, content: bytes) -> str:
-        """Return `content` decoded from UTF-8.
-
-        name: tensor that contains it, for the error message.
-        """
+        """Return `content`, which is from the tensor `name`, decoded from UTF-8."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -124,3 +120,15 @@ def strings(values: Sequence[str | bytes]) -> Array:
 def flag(value: bool) -> Array:
     """Return a BOOL tensor of shape [1]."""
     return np.array([value], dtype=np.bool_)
+
+
+def bytes_of(tensors: Tensors) -> int:
+    """Return the number of bytes that these tensors take in memory."""
+    return sum(map(_size, tensors.values()))
+
+
+def _size(tensor: Array) -> int:
+    if tensor.dtype != np.object_:
+        return int(tensor.nbytes)
+    items: Iterable[bytes | str] = tensor.reshape(-1)
+    return sum(ELEMENT_BYTES + len(as_bytes(item)) for item in items)

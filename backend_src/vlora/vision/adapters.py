@@ -18,11 +18,10 @@ import torch
 from cachetools import LRUCache
 
 from vlora.adapters.catalog import FolderWatch, stamp_of
-from vlora.adapters.errors import as_adapter_error, is_transient
-from vlora.adapters.files import WEIGHTS, AdapterFiles
+from vlora.adapters.errors import ErrorFactory, as_adapter_error, as_text, is_transient
+from vlora.adapters.files import WEIGHTS, describe_adapter
 from vlora.adapters.handle import Stamp, version_of
 from vlora.adapters.model_shape import ModelShape, vision_path
-from vlora.adapters.peft import ErrorFactory, as_text
 from vlora.adapters.tensors import WeightsReader
 from vlora.atmm.types import LoraPair
 from vlora.errors import InvalidArgument, Unavailable
@@ -139,14 +138,14 @@ class VisionAdapters:
             self._parts.pop(gone, None)
         with _unchanged(name, folder, stamp):
             try:
-                files = AdapterFiles(name, folder, self._model, self._max_bytes)
-                self._check_layers(name, files.description.vision)
+                description = describe_adapter(name, folder, self._model, self._max_bytes)
+                self._check_layers(name, description.vision)
             except BaseException as failure:  # A panic of a Rust library is not an Exception.
                 error = as_adapter_error(name, folder, failure)
                 if is_transient(failure):
                     raise error from failure
                 return _Described(stamp, error=error)
-            return _Described(stamp, files.description.vision)
+            return _Described(stamp, description.vision)
 
     def _check_layers(self, name: str, reader: WeightsReader | None) -> None:
         """Raise InvalidArgument if an adapter changes a matrix that is not a linear layer.

@@ -11,11 +11,10 @@ from typing import Any
 
 from vlora.engine.loop import EngineLoop
 from vlora.serving.arrivals import ArrivalStamps
-from vlora.serving.description import ServerDescription
-from vlora.serving.instance import options_of_instance, require_one_instance
-from vlora.serving.lmm import LmmService
+from vlora.serving.lmm import LmmService, ServerDescription
 from vlora.serving.metrics import ENGINE_PROGRESS, EngineExporter, ProgressExporter
-from vlora.serving.requests import WaitingRequests
+from vlora.serving.model_process import options_of_instance, require_one_instance
+from vlora.serving.service import with_waiting
 from vlora.serving.triton.process import TritonProcess
 from vlora.vision.prompts import ChatTemplate
 
@@ -34,12 +33,11 @@ class TritonPythonModel:
             log.info(note)
         self._loop = EngineLoop.from_options(options, self._process.adapter_names())
         self._pool = ThreadPoolExecutor(ENCODE_THREADS, thread_name_prefix="encode")
-        waiting = WaitingRequests()
         exporter = self._process.export(
             lambda registry: EngineExporter(
                 registry,
                 self._process.labels,
-                lambda: waiting.add_to(self._loop.stats()),
+                lambda: with_waiting(self._loop.stats(), self._loop.live),
                 max_tokens=self._loop.max_model_len,
             ),
             progress=lambda registry: ProgressExporter(
@@ -61,7 +59,6 @@ class TritonPythonModel:
             self._process.calls.encode_images,
             self._pool,
             ArrivalStamps.of_this_server(),
-            waiting,
             observe=(lambda: lambda output: None) if exporter is None else exporter.request,
             cancel_elsewhere=self._process.calls.cancel,
             routes=options.route_adapters,

@@ -5,9 +5,10 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from vlora.live_requests import RequestTable
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.lmm_unary import LmmUnaryService
-from vlora.serving.requests import WaitingExporter, WaitingRequests
+from vlora.serving.service import WaitingExporter
 from vlora.serving.triton.process import TritonProcess
 
 MAX_CALLS = 128
@@ -19,16 +20,14 @@ class TritonPythonModel:
         self._process = TritonProcess(args)
         options = self._process.options
         self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="relay")
-        waiting = WaitingRequests()
-        self._process.export(
-            lambda registry: WaitingExporter(registry, self._process.labels, waiting)
-        )
+        live = RequestTable(options.limits.max_in_flight_bytes)
+        self._process.export(lambda registry: WaitingExporter(registry, self._process.labels, live))
         self._service = LmmUnaryService(
             self._process.calls.ask_lmm,
             self._pool,
             options.limits,
             ArrivalStamps.of_this_server(),
-            waiting,
+            live,
             max_requests=options.max_num_seqs + options.max_num_waiting,
             max_running=options.max_num_seqs,
         )

@@ -9,7 +9,7 @@ from vlora.serving.responder import as_vlora_error
 from vlora.serving.task_head import to_result
 from vlora.serving.tensors import Tensors
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.triton.responder import inputs_of
+from vlora.serving.triton.requests import inputs_of
 
 
 class TritonPythonModel:

@@ -11,17 +11,14 @@ from typing import Any
 from vlora import cores
 from vlora.adapters.catalog import FolderFinder
 from vlora.device.cuda import open_device
-from vlora.errors import Unavailable, VLoraError
+from vlora.live_requests import RequestTable
 from vlora.model.decoder_config import dtype_of, load_config
 from vlora.model.loader import adapter_shape
 from vlora.serving.arrivals import ArrivalStamps
-from vlora.serving.instance import options_of_instance
 from vlora.serving.metrics import ENCODER_PROGRESS, EncoderExporter, ProgressExporter
-from vlora.serving.requests import WaitingExporter, WaitingRequests
-from vlora.serving.responder import as_vlora_error
-from vlora.serving.tensors import Tensors
+from vlora.serving.model_process import options_of_instance
+from vlora.serving.service import WaitingExporter
 from vlora.serving.triton.process import TritonProcess
-from vlora.serving.triton.responder import id_of, inputs_of, parameters_of
 from vlora.serving.vision_encoder import VisionService
 from vlora.vision.adapters import VisionAdapters
 from vlora.vision.decoding import ImageDecoder
@@ -63,16 +60,14 @@ class TritonPythonModel:
             options.adapter_host_bytes,
             encoder.layers,
         )
-        waiting = WaitingRequests()
-        self._process.export(
-            lambda registry: WaitingExporter(registry, self._process.labels, waiting)
-        )
+        live = RequestTable(options.limits.max_in_flight_bytes)
+        self._process.export(lambda registry: WaitingExporter(registry, self._process.labels, live))
         self._service = VisionService(
             decoder,
             service,
             options.limits,
             ArrivalStamps.of_this_server(),
-            waiting,
+            live,
             max_requests=options.max_num_seqs + options.max_num_waiting,
             # The metrics must count an answer before its client receives it.
             before_answers=(lambda: None) if exporter is None else exporter.flush,
@@ -84,20 +79,11 @@ class TritonPythonModel:
         else:
             log.info("image features have a width of %d", encoder.hidden)
 
-    def execute(self, requests: list[Any]) -> list[Any]:
-        """Answer the requests without images. Queue the others, and return None in their place."""
-        answers = [self._answer(request) for request in requests]
-        return [None if one is None else self._process.response(one) for one in answers]
-
-    def _answer(self, request: Any) -> Tensors | VLoraError | None:
+    def execute(self, requests: list[Any]) -> list[None]:
         if self._process.lifeline.draining:
-            return Unavailable("the server is shutting down")
-        try:
-            limits = self._process.options.limits
-            arguments = inputs_of(request), parameters_of(request, limits), id_of(request)
-        except Exception as error:
-            return as_vlora_error(error, "reading the request")
-        return self._service.handle(*arguments, lambda: self._process.responder(request))
+            self._service.refuse()
+        self._process.hand_over(requests, self._service)
+        return [None] * len(requests)
 
     def finalize(self) -> None:
         self._service.close()

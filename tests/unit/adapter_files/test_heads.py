@@ -13,22 +13,22 @@ from tests.support.small_adapter import (
     HIDDEN,
     edit_config,
 )
-from vlora.adapters.files import AdapterFiles, load_adapter
+from vlora.adapters.files import describe_adapter, load_adapter
 from vlora.adapters.model_shape import ModelShape
 from vlora.errors import InvalidArgument
 
 
 def test_a_head_counts_toward_the_size_of_an_adapter(folder: Path, model: ModelShape) -> None:
-    lora = AdapterFiles("x", folder, model).description.host_bytes
+    lora = describe_adapter("x", folder, model).host_bytes
     labels = [f"label {i}" for i in range(100)]
     declared = {"head": {"labels": labels, "tasks": ["classify"]}}
     (folder / "vlora.json").write_text(json.dumps(declared))
     tensors = {"weight": torch.zeros(100, HIDDEN), "bias": torch.zeros(100)}
     save_file(tensors, folder / "head.safetensors")
     size = lora + 4 * 100 * (HIDDEN + 1)
-    assert AdapterFiles("x", folder, model, size).description.host_bytes == size
+    assert describe_adapter("x", folder, model, size).host_bytes == size
     with pytest.raises(InvalidArgument, match=rf"head\.safetensors declares .* {size} bytes"):
-        AdapterFiles("x", folder, model, size - 1)
+        describe_adapter("x", folder, model, size - 1)
 
 
 def test_an_activated_adapter_has_no_task_head(folder: Path, model: ModelShape) -> None:

@@ -195,7 +195,7 @@ def test_a_broken_adapter_does_not_affect_others(
     store = AdapterStore(model)
     store.load(find_folders(tmp_path / "root", {}))
     assert store.names() == ("good",)
-    q_pairs, k_pairs = store.group([(0, "q_proj"), (0, "k_proj")]).pairs
+    q_pairs, k_pairs = store.slots.group([(0, "q_proj"), (0, "k_proj")]).pairs
     assert q_pairs[store.slot("good")] is not None
     assert k_pairs[store.slot("good")] is None
     with pytest.raises(InvalidArgument, match=r"adapter 'bad'.*DoRA"):

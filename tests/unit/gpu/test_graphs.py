@@ -70,7 +70,7 @@ def test_loads_evictions_and_switches_leave_all_graphs_valid(options: Options) -
             for name in names:
                 for merged in (False, True)[: 1 + (name is not None)]:
                     live[0] = BASE
-                    engine.adapters.protected_slot = BASE
+                    engine.adapters.tiers.residents.protected_slot = BASE
                     item = _requests(name)[0]
                     engine.add(engine.prepare(item), arrival=0.0)
                     while engine.scheduler.waiting:

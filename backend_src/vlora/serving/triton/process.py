@@ -12,20 +12,23 @@ import triton_python_backend_utils as pb_utils
 
 from vlora.config import load_adapter_names, load_options
 from vlora.errors import VLoraError
-from vlora.serving.lifeline import Lifeline
 from vlora.serving.metrics import ErrorCounts, ErrorExporter, Exporter, Metric, Refresher, Registry
+from vlora.serving.model_process import Lifeline
 from vlora.serving.responder import as_vlora_error
+from vlora.serving.service import Service
 from vlora.serving.tensors import Tensors
-from vlora.serving.triton.bls import LMM, ModelCalls
-from vlora.serving.triton.responder import (
-    Service,
+from vlora.serving.triton.requests import (
+    LMM,
+    ModelCalls,
     TritonResponder,
-    hand_over,
+    id_of,
+    inputs_of,
     make_error_response,
-    make_response,
+    parameters_of,
+    to_triton,
 )
 
-# Handler that writes the log records of `vlora` to Triton's log.
+log = logging.getLogger(__name__)
 
 
 class TritonHandler(logging.Handler):
@@ -56,11 +59,8 @@ def log_to_triton(model: str) -> None:
     logger.propagate = False
 
 
-# Triton's custom metrics as an implementation of `Registry`.
-
-
 class TritonRegistry:
-    """Makes custom metrics, with one family per name.
+    """Makes Triton's custom metrics, with one family per name.
 
     The registry must live as long as its metrics, because Triton removes a family's metrics
     together with the family.
@@ -95,8 +95,6 @@ class TritonRegistry:
         return metric
 
 
-log = logging.getLogger(__name__)
-
 AnyExporter = TypeVar("AnyExporter", bound=Exporter)
 
 
@@ -106,18 +104,12 @@ class TritonProcess:
     Construction redirects the log to Triton's, starts the lifeline, reads the options that all
     models of the repository share, and starts to export the errors that this process sends.
 
-    Attributes:
-        options: the options in `lmm/1/model.json`.
-        lifeline: watches the server.
-        calls: calls other models.
-        labels: the labels of the vLLM backend's metrics.
+    args: the argument that Triton passes to `initialize`.
+    options: the options in `lmm/1/model.json`.
+    labels: the labels of the vLLM backend's metrics.
     """
 
     def __init__(self, args: Mapping[str, str]) -> None:
-        """Start the process.
-
-        args: the argument that Triton passes to `initialize`.
-        """
         log_to_triton(args["model_name"])
         self.lifeline = Lifeline(args["model_name"])
         self._lmm_version = Path(args["model_repository"]).parent / LMM / "1"
@@ -151,7 +143,6 @@ class TritonProcess:
         return None
 
     def _start(self, make: Callable[[Registry], AnyExporter]) -> AnyExporter | None:
-        """Start an exporter and return it; return None if the server exports no metrics."""
         registry = TritonRegistry()
         self._registries.append(registry)
         try:
@@ -164,21 +155,25 @@ class TritonProcess:
         return exporter
 
     def hand_over(self, requests: Sequence[Any], service: Service) -> None:
-        """Pass the requests of a decoupled model to the service that answers them."""
-        hand_over(requests, service, self._errors, self.options.limits)
-
-    def responder(self, request: Any) -> TritonResponder:
-        return TritonResponder(request, self._errors)
+        """Pass requests to the service, which may answer them later. Refuse those that cannot be
+        read.
+        """
+        for request in requests:
+            responder = TritonResponder(request, self._errors)
+            try:
+                parameters = parameters_of(request, self.options.limits)
+                arguments = inputs_of(request), parameters, id_of(request)
+            except Exception as error:
+                responder.fail(as_vlora_error(error, "reading the request"))
+            else:
+                service.handle(*arguments, responder)
 
     def response(self, answer: Tensors | VLoraError) -> Any:
-        """Return the response that `execute` returns for a request.
-
-        If the response cannot be made, an error response is returned.
-        """
+        """Return the response that `execute` returns; an error response if it cannot be made."""
         try:
             if isinstance(answer, VLoraError):
                 raise answer
-            return make_response(answer)
+            return pb_utils.InferenceResponse(output_tensors=to_triton(answer))
         except Exception as error:
             return make_error_response(as_vlora_error(error, "making the answer"), self._errors)
 

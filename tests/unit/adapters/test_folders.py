@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.adapter_store import no_free_descriptors, small_model, write_adapter
 from vlora.adapters import catalog
-from vlora.adapters.catalog import FolderWatch, find_folders, read_infos, stamp_of
+from vlora.adapters.catalog import FolderWatch, find_folders, read_each, stamp_of
+from vlora.adapters.files import load_adapter
 from vlora.adapters.tensors import WeightsReader
 
 
@@ -136,8 +137,11 @@ def test_adapters_are_listed_with_the_weights_of_one_at_a_time(
         return pairs, digest
 
     monkeypatch.setattr(WeightsReader, "read", counted)
-    infos, errors = read_infos(find_folders(root, {}), small_model(), 1 << 20)
-    assert [info.name for info in infos] == [f"a{index}" for index in range(6)]
-    assert all(info.digest for info in infos)
+    model = small_model()
+    infos, errors = read_each(
+        find_folders(root, {}), lambda name, folder: load_adapter(name, folder, model).info
+    )
+    assert list(infos) == [f"a{index}" for index in range(6)]
+    assert all(info.digest for info in infos.values())
     assert set(errors) == {"broken"}
     assert "adapter 'broken': adapter_config.json" in str(errors["broken"])

@@ -34,7 +34,7 @@ def test_a_failed_pack_releases_its_pages(
         patch.setattr(harness.group, "put", fails)
         handle = harness.handle(0)
         for second in range(errors.MAX_ATTEMPTS):
-            harness.store.clock = lambda now=60.0 * second: now
+            harness.store.folders.clock = lambda now=60.0 * second: now
             assert handle.error is None
             harness.store.advance([handle])
             harness.store.finish()
@@ -49,30 +49,30 @@ def test_a_version_that_cannot_be_read_for_now_is_read_later_and_the_old_one_ser
 ) -> None:
     harness = make_harness(2)
     now = 0.0
-    harness.store.clock = lambda: now
+    harness.store.folders.clock = lambda: now
     old = harness.handle(0)
     write_adapter(root / "a0", 50)
     write_adapter(root / "new", 51)
     changed = {path.name: (path, stamp_of(path)) for path in root.iterdir()}
     with no_free_descriptors():
-        harness.store.update(changed)
+        harness.store.folders.update(changed)
     harness.store.apply()
     assert harness.handle(0) is old
-    assert set(harness.store.broken) == {"new"}
-    harness.store.retry()
+    assert set(harness.store.table.broken) == {"new"}
+    harness.store.folders.retry()
     harness.store.apply()
     assert harness.handle(0) is old, "it is not due yet"
     now = 1.0
     with no_free_descriptors():
-        harness.store.retry()
+        harness.store.folders.retry()
     now = 1.0 + 2 * errors.FIRST_WAIT_SECONDS
-    harness.store.retry()
+    harness.store.folders.retry()
     harness.store.apply()
     assert harness.handle(0).info.digest not in ("", old.info.digest)
-    assert not harness.store.broken
+    assert not harness.store.table.broken
     newest = harness.handle(0)
     now = 100.0
-    harness.store.retry()
+    harness.store.folders.retry()
     harness.store.apply()
     assert harness.handle(0) is newest, "nothing is left to read"
 
@@ -81,7 +81,7 @@ def test_a_version_that_cannot_be_read_for_now_is_read_later_and_the_old_one_ser
 def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failures: int) -> None:
     harness = make_harness(2, 0)
     now = 0.0
-    harness.store.clock = lambda: now
+    harness.store.folders.clock = lambda: now
     asked = harness.handle(0)
     for _ in range(failures):
         with no_free_descriptors():
@@ -93,8 +93,8 @@ def test_a_load_without_free_descriptors_is_tried_again(make_harness: Any, failu
         now += errors.MAX_WAIT_SECONDS
     if failures == errors.MAX_ATTEMPTS:
         assert "Too many open files" in str(asked.error)
-        assert set(harness.store.broken) == {"a0"}
-        harness.store.retry()
+        assert set(harness.store.table.broken) == {"a0"}
+        harness.store.folders.retry()
         harness.store.apply()
         assert harness.handle(0) is not asked
     harness.request(0)
@@ -147,20 +147,20 @@ def test_a_panic_while_weights_are_loaded_is_an_error_of_their_adapter(
 def test_a_panic_while_a_folder_is_read_is_an_error_of_its_adapter(
     make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = catalog.AdapterFiles
+    describe = catalog.describe_adapter
 
     def panic(name: str, *more: Any) -> Any:
         if name == "new":
             raise RustPanic("index out of bounds")
-        return read(name, *more)
+        return describe(name, *more)
 
     harness = make_harness(1)
     for number, name in enumerate(("new", "newer")):
         write_adapter(root / name, 50 + number)
-    monkeypatch.setattr(catalog, "AdapterFiles", panic)
-    harness.store.update({path.name: (path, stamp_of(path)) for path in root.iterdir()})
+    monkeypatch.setattr(catalog, "describe_adapter", panic)
+    harness.store.folders.update({path.name: (path, stamp_of(path)) for path in root.iterdir()})
     harness.store.apply()
-    assert set(harness.store.broken) == {"new"}
+    assert set(harness.store.table.broken) == {"new"}
     assert "newer" in harness.store.names()
 
 

@@ -21,7 +21,7 @@ from tests.support.adapter_store import (
 from tests.support.calls import calls_of
 from vlora.adapters import store
 from vlora.adapters.catalog import find_folders
-from vlora.adapters.files import AdapterFiles
+from vlora.adapters.files import load_adapter
 from vlora.adapters.store import AdapterStore
 from vlora.atmm import op
 from vlora.atmm.types import Segment
@@ -36,7 +36,7 @@ def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
         for index in indices:
             handle = harness.handle(index)
             assert handle.slot is not None
-            pair = AdapterFiles(handle.name, handle.folder, small_model()).read().pairs[MATRIX]
+            pair = load_adapter(handle.name, handle.folder, small_model()).pairs[MATRIX]
             x = torch.randn(3, HIDDEN)
             y = torch.zeros(3, HIDDEN)
             op.apply(y, x, [Segment(0, 3, handle.slot)], harness.group)
@@ -63,9 +63,9 @@ def test_pinned_adapters_stay_and_the_least_recently_used_is_evicted(make_harnes
 def test_the_merged_adapter_is_not_evicted(make_harness: Any) -> None:
     harness = make_harness(1)
     harness.request(0)
-    harness.store.protected_slot = harness.handle(0).slot
+    harness.store.tiers.residents.protected_slot = harness.handle(0).slot
     assert harness.request(1) is harness.handle(1)
-    harness.store.protected_slot = -1
+    harness.store.tiers.residents.protected_slot = -1
     assert harness.request(1) is None
     assert harness.resident() == {"a1"}
 
@@ -98,13 +98,13 @@ def test_the_work_of_an_eviction_does_not_grow_with_the_number_of_residents(
 
 def test_host_copies_stay_within_the_budget_unless_they_are_in_use(make_harness: Any) -> None:
     harness = make_harness(2, 3 * ADAPTER_BYTES)
-    assert harness.store.host_bytes == 3 * ADAPTER_BYTES
+    assert harness.store.tiers.host.used_bytes == 3 * ADAPTER_BYTES
     harness.request(3, 4)
     assert harness.resident() == {"a3", "a4"}
     for index in (0, 1, 2, 5):
         harness.request(index)
-        assert harness.store.host_bytes <= 3 * ADAPTER_BYTES
-    counted = harness.store.counters
+        assert harness.store.tiers.host.used_bytes <= 3 * ADAPTER_BYTES
+    counted = harness.store.tiers.counters
     assert counted.loads >= 3
     assert counted.host_evictions >= counted.loads
     held = harness.handle(5)
@@ -155,7 +155,7 @@ def test_adapters_in_host_memory_are_packed_while_the_disk_is_slow(
     blocked = BlockedReads(monkeypatch)
     monkeypatch.setattr(store, "INLINE_PACK_BYTES", 0)
     packed = threading.Event()
-    harness.store.on_change = packed.set
+    harness.store.workers.on_post = packed.set
     harness.store.advance([harness.handle(5), harness.handle(0)])
     assert packed.wait(10)
     harness.store.apply()
@@ -206,7 +206,7 @@ def test_an_adapter_in_bf16_has_no_copy_besides_the_host_copy_and_the_packed_one
     root: Path,
 ) -> None:
     store = AdapterStore(small_model(), dtype=torch.bfloat16)
-    group = store.group([MATRIX])
+    group = store.slots.group([MATRIX])
     store.load(find_folders(root, {}))
     handle = store.handle("a0")
     assert handle.adapter is not None

@@ -62,13 +62,13 @@ def check(harness: Harness, handles: set[AdapterHandle]) -> None:
     packing = sum(handle.state is AdapterState.PACKING for handle in handles)
     assert harness.pool.adapter == packing + len(harness.store.resident)
     copies = sum(handle.adapter is not None for handle in handles)
-    assert harness.store.host_bytes == copies * ADAPTER_BYTES
+    assert harness.store.tiers.host.used_bytes == copies * ADAPTER_BYTES
     for handle in handles:
         handle.check_integrity()
     for slot, handle in harness.store.resident.items():
         assert handle.digest
         assert handle.adapter is not None
-        assert harness.store.adapter(slot) is handle.adapter
+        assert harness.store.slots.adapter(slot) is handle.adapter
 
 
 def test_a_copy_is_not_dropped_while_it_is_packed(make_stepped: Any) -> None:
@@ -94,7 +94,7 @@ def test_weights_that_arrive_for_a_replaced_version_are_not_kept(make_stepped: A
     write_adapter(harness.root / "a0", 50)
     harness.reread()
     assert (old.state, old.retired) == (AdapterState.ON_DISK, True)
-    assert harness.store.host_bytes == 0
+    assert harness.store.tiers.host.used_bytes == 0
     assert harness.handle(0).state is AdapterState.ON_DISK
 
 
@@ -117,7 +117,7 @@ def test_a_version_that_cannot_be_packed_keeps_no_copy(
     make_stepped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness, _, packer = make_stepped(1)
-    handle, before = harness.handle(0), harness.store.host_bytes
+    handle, before = harness.handle(0), harness.store.tiers.host.used_bytes
 
     def fail(*_: Any) -> None:
         raise ValueError("a pair that does not fit")
@@ -128,7 +128,7 @@ def test_a_version_that_cannot_be_packed_keeps_no_copy(
         packer.run_next()
     harness.store.apply()
     assert handle.state is AdapterState.FAILED
-    assert harness.store.host_bytes == before - ADAPTER_BYTES
+    assert harness.store.tiers.host.used_bytes == before - ADAPTER_BYTES
     assert harness.pool.adapter == 0
 
 
@@ -142,7 +142,7 @@ def test_a_version_never_gets_a_second_digest(make_stepped: Any) -> None:
     assert handle.state is AdapterState.ON_DISK
     assert handle.digest == digest
     write_adapter(handle.folder, 77)
-    handle.stamp = harness.store.stamps["a0"][1]
+    handle.stamp = harness.store.folders.stamps["a0"][1]
     harness.store.advance([handle])
     loader.run_next()
     harness.store.apply()
@@ -168,7 +168,7 @@ def test_any_order_of_results_changes_and_requests_leaves_a_consistent_store(
     harness, loader, packer = make_stepped(3, draw.choice([0, 2, 4]) * ADAPTER_BYTES)
     store, held, seen, states = harness.store, [], set(), set()
     now = 0.0
-    store.clock = lambda: now
+    store.folders.clock = lambda: now
     failing = False
     put = harness.group.put
 
@@ -202,7 +202,7 @@ def test_any_order_of_results_changes_and_requests_leaves_a_consistent_store(
                     write_adapter(folder, step)
             case 6:
                 harness.reread()
-                store.retry()
+                store.folders.retry()
                 store.apply()
             case 7 if store.resident:
                 handle = draw.choice(list(store.resident.values()))

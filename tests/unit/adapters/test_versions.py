@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.adapter_store import write_adapter
 from vlora.adapters import catalog
-from vlora.adapters.files import Adapter, AdapterFiles
+from vlora.adapters.files import Adapter, read_adapter
 
 
 def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
@@ -59,16 +59,15 @@ def test_files_that_change_while_they_are_read_are_no_version(
 ) -> None:
     """The files of another version must not be served under the stamp of an earlier one."""
 
-    class Replaced(AdapterFiles):
-        def read(self) -> Adapter:
-            write_adapter(root / "a0", 78)
-            return super().read()
+    def replace_and_read(*files: Any) -> Adapter:
+        write_adapter(root / "a0", 78)
+        return read_adapter(*files)
 
     harness = make_harness(2)
     old = harness.handle(0)
     write_adapter(root / "a0", 77)
     with monkeypatch.context() as patch:
-        patch.setattr(catalog, "AdapterFiles", Replaced)
+        patch.setattr(catalog, "read_adapter", replace_and_read)
         harness.reread()
     assert harness.handle(0) is old
     harness.reread()

@@ -1,20 +1,63 @@
-"""A thread of a model's process that notices when the server stops or has ended.
+"""The process of a model: the GPU that its instance group names, and the end of its server.
 
-Triton 2.51 notifies its models of neither event, so this module does not use Triton.
+Triton 2.51 does not notify its models when the server stops or has ended, so `Lifeline` notices it
+without Triton.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import NoReturn
 
+from vlora.config import AUTO, Options
+from vlora.errors import InvalidArgument
 from vlora.launcher import draining
 from vlora.launcher.run_folder import RUN_VARIABLE, release_shared_memory
 from vlora.launcher.tether import SERVER_VARIABLE
+
+ON_GPU = ("GPU", "KIND_GPU")
+"""Kinds of an instance that has a GPU of its own, as Triton spells them."""
+
+
+def require_one_instance(args: Mapping[str, str]) -> None:
+    """Raise InvalidArgument if the model has several instances.
+
+    args: the argument that Triton passes to `initialize`.
+    """
+    # A cancellation must reach the engine of its request, so a server has one engine.
+    groups = json.loads(args.get("model_config") or "{}").get("instance_group", [])
+    count = sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
+    if count > 1:
+        raise InvalidArgument(
+            f"the instance groups of '{args['model_name']}' have {count} instances; a server has"
+            " one engine, so start a server for each GPU"
+        )
+
+
+def options_of_instance(options: Options, args: Mapping[str, str]) -> Options:
+    """Return the options with the GPU that the model's instance group names.
+
+    The option `device` must be "auto", "cuda" or that GPU, else InvalidArgument is raised. Groups
+    of any kind but KIND_GPU leave the choice to the option.
+
+    args: the argument that Triton passes to `initialize`.
+    """
+    if args.get("model_instance_kind") not in ON_GPU:
+        return options
+    gpu = f"cuda:{args['model_instance_device_id']}"
+    if options.device not in (AUTO, "cuda", gpu):
+        raise InvalidArgument(
+            f"the instance group of '{args['model_name']}' names '{gpu}', but 'device' ="
+            f' \'{options.device}\'; set it to "auto", "cuda" or "{gpu}"'
+        )
+    return replace(options, device=gpu)
+
 
 POLL_SECONDS = 0.1
 
@@ -52,10 +95,7 @@ class Lifeline:
         return self._draining.is_set()
 
     def on_drain(self, drain: Drain) -> None:
-        """Set a function that is called once, when the server starts to stop.
-
-        The server waits until the function returns.
-        """
+        """Set a function that is called once, when the server starts to stop. It waits for it."""
         if self._folder is not None:
             draining.register(self._folder, self._name)
         self._drain = drain

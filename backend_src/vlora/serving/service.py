@@ -1,0 +1,192 @@
+"""The base of the models' services: live requests, their cancellation and their end.
+
+A service reads each request on Triton's thread, and lets it wait for another thread. Its watcher
+ends waiting requests whose deadline has passed, and notices clients that have disconnected.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+from typing import Any
+
+from vlora.config import Limits
+from vlora.errors import Cancelled, Unavailable
+from vlora.live_requests import LiveRequest, RequestTable, State
+from vlora.metrics import EngineStats, exported_stats
+from vlora.request import Freshness
+from vlora.serving.arrivals import ArrivalStamps
+from vlora.serving.codec import is_cancel
+from vlora.serving.metrics import Exporter, Level, Registry
+from vlora.serving.responder import Responder, as_vlora_error, fail
+from vlora.serving.tensors import Tensors
+
+log = logging.getLogger(__name__)
+
+
+class ServedRequest(LiveRequest):
+    """A live request with its responder.
+
+    action: what the service does with the request, for the message of an unexpected error.
+    work: the rest of the work, which a pool thread does; None if there is none or the request has
+        ended. It holds copies of the request's tensors.
+    """
+
+    def __init__(self, client_id: str, responder: Responder, action: str) -> None:
+        super().__init__(uuid.uuid4().hex, client_id)
+        self.responder = responder
+        self.action = action
+        self.work: Callable[[], None] | None = None
+
+    def fail(self, error: BaseException) -> None:
+        self.work = None
+        fail(self.responder, as_vlora_error(error, self.action))
+
+    def is_cancelled(self) -> bool:
+        return self.responder.is_cancelled()
+
+
+class Service(ABC):
+    """Answers the requests of one model. It owns the watcher thread.
+
+    live: the model's live requests.
+    limits: limits of requests.
+    stamps: reads the arrival time of a request, and makes arrival stamps for other models.
+    """
+
+    action = "answering the request"
+    watch_seconds = 0.1
+    """Interval at which deadlines are checked, and responders are asked whether their client has
+    disconnected.
+    """
+    asks_clients = True
+    """Whether responders are asked. Each question is a call of the server."""
+
+    def __init__(self, live: RequestTable, limits: Limits, stamps: ArrivalStamps) -> None:
+        self.live = live
+        self._limits = limits
+        self._stamps = stamps
+        self._refuses = False
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="request-watch", daemon=True)
+        self._watcher.start()
+
+    def handle(
+        self, tensors: Tensors, parameters: Mapping[str, Any], client_id: str, responder: Responder
+    ) -> None:
+        """Answer one request; never raises. The tensors may become invalid after this returns.
+
+        With the input `cancel`, the requests that have this client id are cancelled, and the answer
+        is empty.
+        """
+        request = ServedRequest(client_id, responder, self.action)
+        try:
+            if is_cancel(tensors):
+                self._cancel(client_id)
+                responder.send({}, final=True)
+            else:
+                self._start(request, tensors, parameters)
+        except BaseException as error:  # A panic of a Rust library is not an Exception.
+            self.live.end(request, error)
+
+    def refuse(self) -> None:
+        """Refuse new requests from now on."""
+        self._refuses = True
+
+    def close(self) -> None:
+        """Refuse new requests and those that wait."""
+        self.refuse()
+        self._closed.set()
+        self._watcher.join()
+        for request in self.live:
+            self.live.end_waiting(request, Unavailable("the server is shutting down"))
+
+    @abstractmethod
+    def _start(
+        self, request: ServedRequest, tensors: Tensors, parameters: Mapping[str, Any]
+    ) -> None:
+        """Answer a request at once, or let it wait for another thread. Raise to refuse it."""
+
+    def _check_open(self) -> None:
+        if self._refuses:
+            raise Unavailable("the server is shutting down")
+
+    def _cancel(self, client_id: str) -> None:
+        """Cancel the requests with this client id."""
+        self.live.cancel_client(client_id, Cancelled(f"the request '{client_id}' was cancelled"))
+
+    def _disconnected(self, request: LiveRequest) -> None:
+        """End a request whose client has disconnected. Called again until the request has ended."""
+        self.live.end_waiting(request, Cancelled("the client has disconnected"))
+
+    def _wait_for(
+        self,
+        pool: Executor,
+        request: ServedRequest,
+        freshness: Freshness,
+        work: Callable[[], None],
+    ) -> None:
+        """Let a request wait for a thread of `pool`, which then does `work`.
+
+        Meanwhile other threads may end the request, so `work` must take it from the table.
+        """
+        request.work = work
+        self.live.wait(request, freshness)
+        pool.submit(self._work_on, request)
+
+    def _work_on(self, request: ServedRequest) -> None:
+        work, request.work = request.work, None
+        if work is None:
+            return  # The request ended while it waited for this thread.
+        try:
+            work()
+        except BaseException as error:
+            self.live.end(request, error)
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self.watch_seconds):
+            self.live.end_late()
+            for request in self.live if self.asks_clients else ():
+                try:
+                    if request.is_cancelled():
+                        self._disconnected(request)
+                except Exception:
+                    log.exception("could not check a request for cancellation")
+
+
+def with_waiting(stats: EngineStats, live: RequestTable) -> EngineStats:
+    """Return a copy of `stats` whose counts include the requests that were ended as they waited."""
+    return replace(
+        stats,
+        superseded=stats.superseded + live.superseded,
+        expired=stats.expired + live.expired,
+        aborted=stats.aborted + live.superseded + live.expired,
+    )
+
+
+class WaitingExporter(Exporter):
+    """Exports how many requests wait in a model before the engine, and how many ended there."""
+
+    def __init__(self, registry: Registry, labels: Mapping[str, str], live: RequestTable) -> None:
+        super().__init__()
+        self._live = live
+        self._length = Level(
+            registry.gauge(
+                "vlora:requests_before_engine", "Requests that wait in this model.", labels
+            )
+        )
+        exports = exported_stats()
+        self._counters = {
+            name: Level(registry.counter(exports[name].name, exports[name].help, labels))
+            for name in ("superseded", "expired")
+        }
+
+    def _write(self) -> None:
+        self._length.set(self._live.count(State.WAITING, State.WAITING))
+        for name, counter in self._counters.items():
+            counter.raise_to(getattr(self._live, name))
