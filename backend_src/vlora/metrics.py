@@ -222,6 +222,8 @@ class EngineStats:
         lambda engine: len(engine.adapters.table.current),
     )
     adapter_host_bytes: int = _gauge(
+        "vlora:adapter_host_bytes",
+        "Bytes of adapters in host memory.",
         "adapters.tiers.host.used_bytes",
     )
     cached_tokens: int = _counter(
