@@ -19,16 +19,15 @@ DEFAULT_URL = "127.0.0.1:8001"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 120.0
 ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
+# Error code in a message of the server. The name of the gRPC status equals the code or begins with
+# it.
 CODE = re.compile(r"\b([A-Z_]{8,}): ")
-"""Error code in a message of the server. The name of the gRPC status equals the code or begins with
-it.
-"""
+# Text that Triton puts before a model's message. It says nothing to the user of a client.
 TRITON_PREFIXES = re.compile(r"(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
-"""Text that Triton puts before a model's message. It says nothing to the user of a client."""
+# Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's.
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
+# Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`.
 NO_PROXY = "no_grpc_proxy"
-"""Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`."""
 TASKS = ("vqa", "caption", "refer", "detect", "classify", "video", "raw")
 
 

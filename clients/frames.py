@@ -19,11 +19,9 @@ from clients.common import ClientError
 
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
+# Number of frames that are kept of each second of a video, as a multiple of the number of frames
+# that a chunk needs.
 GRID = 4
-"""Number of frames that are kept of each second of a video, as a multiple of the number of frames
-that a chunk needs.
-"""
-
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 

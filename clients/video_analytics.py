@@ -57,8 +57,7 @@ CHUNK_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
 REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
 DROP = re.compile(r"\bCANCELLED: .*(superseded|past its deadline)")
-MAX_IN_FLIGHT = 4
-"""Maximum number of unanswered chunks of one stream. Further chunks are dropped."""
+MAX_IN_FLIGHT = 4  # Maximum number of unanswered chunks of one stream. Further chunks are dropped.
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -203,7 +202,6 @@ class Analysis:
         self._report(record)
 
     def _sampling(self, stream: int) -> str:
-        """Return sampling parameters that let the server drop superseded and late chunks."""
         return sampling_parameters(
             self._options.adapter,
             stream_id=f"{self._run}-{stream}",
@@ -236,7 +234,6 @@ class Analysis:
         return None, [*inputs, string_input("frames", encoded)]
 
     async def _shared_frames(self, chunk: Chunk) -> SharedFrames:
-        """Return the region for raw frames. Its slots have the size of the first chunk."""
         async with self._opening:
             if self._shared is None:
                 clip_bytes = sum(frame.nbytes for frame in chunk.frames)
@@ -273,7 +270,6 @@ def _open_for_writing(path: Path) -> IO[str]:
 
 
 def _first_leaf(error: BaseException) -> BaseException:
-    """Return the first error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

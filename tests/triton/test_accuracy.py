@@ -9,7 +9,8 @@ import pytest
 
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.accuracy import compare
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 ITEMS = 6
 """Number of items per domain; `make accuracy` uses all items."""

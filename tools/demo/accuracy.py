@@ -29,7 +29,8 @@ from tests.support.oracle import Mismatch, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, is_right, items
 from vlora.cli.common import run_command
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 HEAD_TOLERANCE = 1e-4
 HALF_A_POINT = 0.005

@@ -13,6 +13,7 @@ import typer
 
 from vlora.cli.common import Group
 
+# Module of each command, in the order of `vlora --help`. Its attribute `app` is the command.
 COMMANDS = {
     "serve": "vlora.cli.serve",
     "gateway": "vlora.cli.gateway",
@@ -23,7 +24,6 @@ COMMANDS = {
     "premerge": "vlora.cli.premerge",
     "tile-search": "vlora.cli.tile_search",
 }
-"""Module of each command, in the order of `vlora --help`. Its attribute `app` is the command."""
 
 
 class LazyGroup(Group):

@@ -84,7 +84,6 @@ def check_adapters(
 
 
 def _no_adapters(configured: Configuration) -> str:
-    """Return the message for a configuration without adapters."""
     root = configured.options.adapters
     if root is None:
         return "no adapters: no adapter folder is set; name one with --adapters FOLDER"

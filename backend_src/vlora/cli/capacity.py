@@ -17,6 +17,7 @@ from vlora.cli.common import (
     RepositoryOption,
     console,
     load_configuration,
+    option,
     report_errors,
 )
 
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 MIB = 1 << 20
 GIB = 1 << 30
-
 app = typer.Typer(add_completion=False)
+
+
+Memory = Annotated[float, option("GIB", "Available memory in GiB.", min=0.0)]
 
 
 @app.command(cls=ConfiguredCommand)
@@ -35,9 +38,7 @@ def capacity(
     adapters: AdaptersOption = None,
     repository: RepositoryOption = None,
     options_file: OptionsFileOption = None,
-    memory: Annotated[
-        float, typer.Option(metavar="GIB", min=0.0, help="Available memory in GiB.")
-    ] = 8.0,
+    memory: Memory = 8.0,
 ) -> None:
     """Show the memory of weights and adapters, and the number of sequences that fit.
 

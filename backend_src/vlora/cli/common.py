@@ -30,11 +30,9 @@ from vlora.launcher.repository import default_repository
 # Help texts that name the values of options in words instead of Python types.
 
 
+# Words for values of options without a `metavar` of their own.
 WORDS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-"""Words for values of options without a `metavar` of their own."""
-
-REQUIRED = re.compile(r"\{(\w+)\}")
-"""Form in which typer shows a required argument in the usage."""
+REQUIRED = re.compile(r"\{(\w+)\}")  # Form in which typer shows a required argument in the usage.
 
 
 class Command(TyperCommand):
@@ -62,7 +60,6 @@ def run_command(function: Callable[..., None]) -> None:
 
 
 def _worded(parameters: list[Any]) -> list[Any]:
-    """Give words to those parameters that have none."""
     for one in parameters:
         if isinstance(one, TyperArgument):
             one.metavar = one.metavar or one.name.upper()
@@ -76,39 +73,45 @@ def _worded(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+def option(word: str | None, text: str, *flags: str, **more: Any) -> Any:
+    """Return an option of a command.
+
+    word: placeholder for its value in the help; None for a flag.
+    text: help text.
+    flags: its names, if they differ from that of the parameter.
+    """
+    return typer.Option(*flags, metavar=word, help=text, **more)
+
+
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False)
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option(
-        "--model",
-        metavar="FOLDER",
-        help="Folder of the checkpoint. Default: the one in model.json.",
-    ),
+    option("FOLDER", "Folder of the checkpoint. Default: the one in model.json.", "--model"),
 ]
 AdaptersOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Folder of the adapters. Default: the one in model.json, or none if --model is set.",
         "--adapters",
-        metavar="FOLDER",
-        help="Folder of the adapters. Default: the one in model.json, or none if --model is set.",
     ),
 ]
 RepositoryOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Model repository with model.json. Default: the one in the package vlora.",
         "--repository",
-        metavar="FOLDER",
-        help="Model repository with model.json. Default: the one in the package vlora.",
     ),
 ]
 OptionsFileOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FILE",
+        "JSON file with keys that replace those of model.json, such as quantization.",
         "--options",
-        metavar="FILE",
-        help="JSON file with keys that replace those of model.json, such as quantization.",
     ),
 ]
 

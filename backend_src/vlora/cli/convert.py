@@ -8,31 +8,29 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.markup import escape
 
-from vlora.cli.common import console, print_plain, report_errors
+from vlora.cli.common import console, option, print_plain, report_errors
 
 if TYPE_CHECKING:
     from vlora.offline.convert import Conversion
 
 
+Source = Annotated[
+    Path, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, as PEFT saves it.")
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the plain LoRA.")]
+Model = Annotated[Path, option("FOLDER", "Folder of the checkpoint that it was trained for.")]
+Rank = Annotated[int, option("RANK", "Maximum rank if the conversion is not exact.", min=1)]
+MaxError = Annotated[
+    float, option("ERROR", "Maximum relative error of the change of a matrix.", min=0.0)
+]
+
+
 def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, as PEFT saves it.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the plain LoRA.")],
-    model: Annotated[
-        Path,
-        typer.Option(metavar="FOLDER", help="Folder of the checkpoint that it was trained for."),
-    ],
-    rank: Annotated[
-        int,
-        typer.Option(metavar="RANK", min=1, help="Maximum rank if the conversion is not exact."),
-    ] = 64,
-    max_error: Annotated[
-        float,
-        typer.Option(
-            metavar="ERROR", min=0.0, help="Maximum relative error of the change of a matrix."
-        ),
-    ] = 0.05,
+    source: Source,
+    out: Out,
+    model: Model,
+    rank: Rank = 64,
+    max_error: MaxError = 0.05,
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
 

@@ -15,10 +15,12 @@ from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.table import Table
 
-from vlora.cli.common import console, counted, print_plain, report_errors
+from vlora.cli.common import console, counted, option, print_plain, report_errors
 from vlora.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from vlora.generation.fusion import RunState
     from vlora.generation.run import Outcome
     from vlora.generation.spec import Spec
@@ -28,8 +30,8 @@ if TYPE_CHECKING:
 # Progress of a generation run: two bars on a terminal, and lines of text elsewhere.
 
 
+# Minimum number of seconds between two status lines if the output is not a terminal.
 STATUS_SECONDS = 5.0
-"""Minimum number of seconds between two status lines if the output is not a terminal."""
 
 
 @dataclass
@@ -187,22 +189,25 @@ class GenerationProgress:
         return f"{counted(self._adapters, 'adapter')}, {self._left}"
 
 
+SpecFile = Annotated[Path, typer.Argument(help="YAML file with the base model and the items.")]
+Out = Annotated[Path, option("FOLDER", "Folder for the adapters.")]
+Work = Annotated[
+    Path | None, option("FOLDER", "Folder for the run's state. Default: OUT/.generation.")
+]
+Paper = Annotated[
+    bool, option(None, "Use the paper's heuristic instead of SPEC's options.", "--paper")
+]
+DryRun = Annotated[
+    bool, option(None, "Check the items and show the plan; train nothing.", "--dry-run")
+]
+
+
 def generate(
-    spec: Annotated[Path, typer.Argument(help="YAML file with the base model and the items.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the adapters.")],
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Folder for the run's state. Default: OUT/.generation."
-        ),
-    ] = None,
-    paper: Annotated[
-        bool,
-        typer.Option("--paper", help="Use the paper's heuristic instead of SPEC's options."),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the items and show the plan; train nothing.")
-    ] = False,
+    spec: SpecFile,
+    out: Out,
+    work: Work = None,
+    paper: Paper = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train the fewest adapters that reach the accuracy that every item requires.
 
@@ -212,12 +217,10 @@ def generate(
     """
     with report_errors():
         try:
-            from vlora.generation.spec import PAPER, read_spec
+            from vlora.generation.spec import read_spec
 
             wanted = read_spec(spec)
             # Imported after the check of the specification because they import torch and PEFT.
-            from vlora.generation.report import write_report
-            from vlora.generation.run import generate as run
             from vlora.generation.run import load_splits
             from vlora.generation.trainer import make_accelerator
         except ImportError as error:
@@ -228,45 +231,46 @@ def generate(
             _print_plan(wanted, {name: len(s.train) for name, s in load_splits(wanted).items()})
             return
         accelerator = make_accelerator(wanted.training)
-        first = accelerator.is_main_process  # Of several processes, only the first prints.
-        options = PAPER if paper else wanted.options
-        work = work or out / ".generation"
-        for folder in (out, work):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InvalidArgument(f"{folder} cannot be made: {error.strerror}") from None
-        try:
-            with GenerationProgress(wanted, shown=first) as progress:
-                outcome = run(
-                    wanted,
-                    options,
-                    work,
-                    out,
-                    progress.report,
-                    progress.decided,
-                    progress.status,
-                    accelerator,
-                )
-        except KeyboardInterrupt:
-            if first:
-                print_plain("stopped; to continue, start the same command again")
-            raise typer.Exit(130) from None
-        if first:
-            _print_outcome(outcome)
-            if outcome.left_out:
-                count = counted(len(outcome.left_out), "image")
-                print_plain(f"left out  {count}; the report says why")
-            print_plain(f"report    {write_report(outcome, out)}")
-            for name, score in outcome.missed.items():
-                required = wanted.item(name).required
-                print_plain(f"missed    {name}: {score:.3f} of the required {required:.3f}")
+        outcome = _run(wanted, out, work or out / ".generation", paper, accelerator)
+        if accelerator.is_main_process:
+            _report(outcome, out)
         if outcome.missed:
             raise typer.Exit(1)
 
 
+def _run(spec: Spec, out: Path, work: Path, paper: bool, accelerator: Accelerator) -> Outcome:
+    from vlora.generation.run import generate as run
+    from vlora.generation.spec import PAPER
+
+    for folder in (out, work):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"{folder} cannot be made: {error.strerror}") from None
+    first = accelerator.is_main_process  # Of several processes, only the first prints.
+    options = PAPER if paper else spec.options
+    try:
+        with GenerationProgress(spec, shown=first) as progress:
+            return run(spec, options, work, out, progress, accelerator)
+    except KeyboardInterrupt:
+        if first:
+            print_plain("stopped; to continue, start the same command again")
+        raise typer.Exit(130) from None
+
+
+def _report(outcome: Outcome, out: Path) -> None:
+    from vlora.generation.report import write_report
+
+    _print_outcome(outcome)
+    if outcome.left_out:
+        print_plain(f"left out  {counted(len(outcome.left_out), 'image')}; the report says why")
+    print_plain(f"report    {write_report(outcome, out)}")
+    for name, score in outcome.missed.items():
+        required = outcome.spec.item(name).required
+        print_plain(f"missed    {name}: {score:.3f} of the required {required:.3f}")
+
+
 def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
-    """Print the items, and the limits of the number of attempts and of their steps."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for heading in ("item", "task", "metric"):
         table.add_column(heading)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +21,7 @@ from vlora.cli.common import (
     RepositoryOption,
     console,
     load_configuration,
+    option,
     print_plain,
     report_errors,
 )
@@ -37,8 +38,47 @@ from vlora.net import LOOPBACK, check_ports
 
 app = typer.Typer(add_completion=False)
 
+# File in the working directory that the printed command sends to a model of the user.
 OWN_PICTURE = "picture.png"
-"""File in the working directory that the printed command sends to a model of the user."""
+
+
+Host = Annotated[str, option("ADDRESS", "IP address to listen on; 0.0.0.0 opens all networks.")]
+HttpPort = Annotated[int, option("PORT", "HTTP port; 0 chooses a free one.")]
+GrpcPort = Annotated[int, option("PORT", "gRPC port; 0 chooses a free one.")]
+MetricsPort = Annotated[
+    int, option("PORT", "Port of the Prometheus metrics; 0 chooses a free one.")
+]
+GatewayPort = Annotated[
+    int | None,
+    option("PORT", "Also run `vlora gateway`, on this port of --host; 0 chooses a free one."),
+]
+GatewayKeys = Annotated[
+    Path | None, option("FILE", "File of the gateway's API keys; needed unless --host is loopback.")
+]
+AllowSharedMemory = Annotated[
+    bool,
+    option(None, "Let clients register shared memory of this machine.", "--allow-shared-memory"),
+]
+Log = Annotated[
+    Path | None,
+    option(
+        "FILE",
+        "File for the server's log; - is standard output."
+        " Default: a file in a private folder, which is printed.",
+    ),
+]
+Grace = Annotated[
+    int, option("SECONDS", "Seconds that running requests get to finish on shutdown.", min=0)
+]
+StartTimeout = Annotated[
+    float | None,
+    option("SECONDS", "Seconds within which the server must be ready. Default: no limit.", min=0),
+]
+Restart = Annotated[bool, option(None, "Restart the server when it fails.", "--restart")]
+Triton = Annotated[
+    list[str] | None,
+    typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
+]
 
 
 @app.command(cls=ConfiguredCommand)
@@ -46,83 +86,25 @@ def serve(
     model: ModelOption = None,
     adapters: AdaptersOption = None,
     repository: RepositoryOption = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help="IP address to listen on; 0.0.0.0 opens all networks."
-        ),
-    ] = LOOPBACK,
-    http_port: Annotated[
-        int, typer.Option(metavar="PORT", help="HTTP port; 0 chooses a free one.")
-    ] = 8000,
-    grpc_port: Annotated[
-        int, typer.Option(metavar="PORT", help="gRPC port; 0 chooses a free one.")
-    ] = 8001,
-    metrics_port: Annotated[
-        int,
-        typer.Option(metavar="PORT", help="Port of the Prometheus metrics; 0 chooses a free one."),
-    ] = 8002,
-    gateway_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            help="Also run `vlora gateway`, on this port of --host; 0 chooses a free one.",
-        ),
-    ] = None,
-    gateway_keys: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File of the gateway's API keys; needed unless --host is loopback."
-        ),
-    ] = None,
-    allow_shared_memory: Annotated[
-        bool,
-        typer.Option(
-            "--allow-shared-memory", help="Let clients register shared memory of this machine."
-        ),
-    ] = False,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File for the server's log; - is standard output."
-            " Default: a file in a private folder, which is printed.",
-        ),
-    ] = None,
-    grace: Annotated[
-        int,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Seconds that running requests get to finish on shutdown.",
-        ),
-    ] = int(GRACE_SECONDS),
-    start_timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Seconds within which the server must be ready. Default: no limit.",
-        ),
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Restart the server when it fails.")
-    ] = False,
+    host: Host = LOOPBACK,
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 8001,
+    metrics_port: MetricsPort = 8002,
+    gateway_port: GatewayPort = None,
+    gateway_keys: GatewayKeys = None,
+    allow_shared_memory: AllowSharedMemory = False,
+    log: Log = None,
+    grace: Grace = int(GRACE_SECONDS),
+    start_timeout: StartTimeout = None,
+    restart: Restart = False,
     options_file: OptionsFileOption = None,
-    triton: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
-    ] = None,
+    triton: Triton = None,
 ) -> None:
     """Run a server in the foreground until Ctrl-C; by default with the demo model."""
     with report_errors():
         for warning in unknown_variables(os.environ):
             print_plain(f"warning: {warning}")
-        if triton and not triton[0].startswith("-"):
-            raise ServerError(
-                f"unexpected argument '{triton[0]}'; name a checkpoint with --model FOLDER, and"
-                " write options of tritonserver itself after a separate --"
-            )
+        _check_triton_arguments(triton or [])
         ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         check_ports(ports | ({} if gateway_port is None else {"gateway_port": gateway_port}))
         configured = load_configuration(model, adapters, repository, options_file)
@@ -145,29 +127,37 @@ def serve(
         )
         policy = RestartPolicy() if restart else None
         supervisor = Supervisor(server_options, print_plain, policy)
-        with ExitStack() as stack:
-            gateway = None
-            if gateway_port is not None:
-                check_installed()
-                if gateway_keys is not None:
-                    from vlora.gateway.door import load_keys
-
-                    load_keys(gateway_keys)
-                gateway = GatewayProcess(host, gateway_port, gateway_keys, print_plain)
-                stack.enter_context(gateway)
-            elif gateway_keys is not None:
-                raise ServerError("--gateway-keys needs --gateway-port")
+        with _gateway(host, gateway_port, gateway_keys) as gateway:
             supervisor.run(partial(_announce, options, gateway))
+
+
+def _check_triton_arguments(arguments: list[str]) -> None:
+    if arguments and not arguments[0].startswith("-"):
+        raise ServerError(
+            f"unexpected argument '{arguments[0]}'; name a checkpoint with --model FOLDER, and"
+            " write options of tritonserver itself after a separate --"
+        )
+
+
+def _gateway(
+    host: str, port: int | None, keys: Path | None
+) -> AbstractContextManager[GatewayProcess | None]:
+    if port is None:
+        if keys is not None:
+            raise ServerError("--gateway-keys needs --gateway-port")
+        return nullcontext()
+    check_installed()
+    if keys is not None:
+        from vlora.gateway.door import load_keys
+
+        load_keys(keys)
+    return GatewayProcess(host, port, keys, print_plain)
 
 
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
-    """Print the addresses of a ready server and a first request to try; start the gateway.
-
-    seconds: time that the server took to become ready.
-    """
-    models = ", ".join(server.names)
+    models = ", ".join(server.options.models)
     console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
     console.print(f"model     {options.model}", soft_wrap=True)
     folder = options.adapters or "none; name a folder with --adapters"

@@ -11,59 +11,47 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from vlora.cli.common import Command
+from vlora.cli.common import Command, option
 
 ROUNDS, QUICK_ROUNDS = 7, 3
+# Seconds after which MIN_ROUNDS samples of a shape are enough. They count separately for hot and
+# for cold adapters.
 BUDGET, QUICK_BUDGET = 0.12, 0.02
-"""Seconds after which MIN_ROUNDS samples of a shape are enough. They count separately for hot and
-for cold adapters."""
 QUICK_RANKS, QUICK_SEGMENTS, QUICK_ROWS = (64,), (4,), 256
 STATE = Path("out") / "tile-search"
-
 app = typer.Typer(add_completion=False)
+
+
+Model = Annotated[Path | None, option("FOLDER", "Checkpoint whose LoRA targets are searched.")]
+Dtypes = Annotated[str, option("TYPES", "Storage types, such as fp32,bf16.")]
+Threads = Annotated[str, option("NUMBERS", "Thread counts of a call, such as 1,2.")]
+Output = Annotated[Path | None, option("FOLDER", "Folder for the tables.")]
+StateFolder = Annotated[
+    Path, option("FOLDER", "Folder from which an interrupted search is resumed.")
+]
+Quick = Annotated[
+    bool, option(None, "Search few shapes in few rounds; write the table below --state.", "--quick")
+]
+Fresh = Annotated[bool, option(None, "Discard the state of an interrupted search.", "--fresh")]
+Cuda = Annotated[
+    bool, option(None, "Search on the GPU; --model and --threads apply to the CPU only.", "--cuda")
+]
+Minutes = Annotated[
+    float, option("MINUTES", "With --cuda: stop after this many minutes; a later call resumes.")
+]
 
 
 @app.command(cls=Command)
 def tile_search(
-    model: Annotated[
-        Path | None,
-        typer.Option(metavar="FOLDER", help="Checkpoint whose LoRA targets are searched."),
-    ] = None,
-    dtypes: Annotated[
-        str, typer.Option(metavar="TYPES", help="Storage types, such as fp32,bf16.")
-    ] = "fp32,bf16",
-    threads: Annotated[
-        str, typer.Option(metavar="NUMBERS", help="Thread counts of a call, such as 1,2.")
-    ] = "1",
-    output: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Folder for the tables.")
-    ] = None,
-    state: Annotated[
-        Path,
-        typer.Option(metavar="FOLDER", help="Folder from which an interrupted search is resumed."),
-    ] = STATE,
-    quick: Annotated[
-        bool,
-        typer.Option(
-            "--quick", help="Search few shapes in few rounds; write the table below --state."
-        ),
-    ] = False,
-    fresh: Annotated[
-        bool, typer.Option("--fresh", help="Discard the state of an interrupted search.")
-    ] = False,
-    cuda: Annotated[
-        bool,
-        typer.Option(
-            "--cuda", help="Search on the GPU; --model and --threads apply to the CPU only."
-        ),
-    ] = False,
-    minutes: Annotated[
-        float,
-        typer.Option(
-            metavar="MINUTES",
-            help="With --cuda: stop after this many minutes; a later call resumes.",
-        ),
-    ] = 30.0,
+    model: Model = None,
+    dtypes: Dtypes = "fp32,bf16",
+    threads: Threads = "1",
+    output: Output = None,
+    state: StateFolder = STATE,
+    quick: Quick = False,
+    fresh: Fresh = False,
+    cuda: Cuda = False,
+    minutes: Minutes = 30.0,
 ) -> None:
     """Find the best tile for every shape by profiling (algorithm 2) and write the table."""
     if cuda:
@@ -121,7 +109,6 @@ def tile_search(
 def _on_cuda(
     dtypes: Sequence[str], output: Path | None, state: Path, seconds: float, *, fresh: bool
 ) -> None:
-    """Search on the GPU, most important shapes first, until the time is up."""
     from vlora.atmm.cuda import operator
     from vlora.atmm.search.cuda_search import CudaSearch, shapes, write_table
     from vlora.atmm.tiles import TABLES

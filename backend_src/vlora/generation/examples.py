@@ -23,8 +23,8 @@ from vlora.vision.results import parse_boxes
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 PLACEHOLDER = "<image>"
 BOX_EXAMPLE = "<ref>dog</ref><box>(120,80),(460,900)</box>"
+# Maximum share of an item's images that may be left out. If more fail, the item is refused.
 MAX_LEFT_OUT = 0.1
-"""Maximum share of an item's images that may be left out. If more fail, the item is refused."""
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
 
@@ -162,7 +162,6 @@ def _has_label_folders(item: Item) -> bool:
 
 
 def _check_labels(item: Item, parts: Mapping[str, Sequence[Example]]) -> None:
-    """Raise InvalidArgument if there is only one label, or if a label has no training example."""
     counts = Counter(example.answer for part in parts.values() for example in part)
     if len(counts) < 2:
         raise InvalidArgument(
@@ -207,7 +206,6 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
-    """Yield one example per question in a file of LLaVA conversations."""
     for number, record in _records(item, file):
         where = f"item '{item.name}': {file.name}: record {number}"
         images = record.get("image", record.get("images"))

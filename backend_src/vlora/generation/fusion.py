@@ -22,16 +22,13 @@ from typing import Any, Protocol
 
 from vlora.generation.spec import Item, PackingOptions, Spec
 
+# A score counts as near its goal if it is below the goal by at most this number of standard errors.
 NEAR_ERRORS = 2.0
-"""A score counts as near its goal if it is below the goal by at most this number of standard
-errors.
-"""
 
 
+# Two items conflict if an attempt to join them left a score below its goal by more than this number
+# of standard errors.
 HOPELESS_ERRORS = 5.0
-"""Two items conflict if an attempt to join them left a score below its goal by more than this
-number of standard errors.
-"""
 
 
 @dataclass(frozen=True)
@@ -176,8 +173,7 @@ class Goal:
         return score >= self.accuracy - NEAR_ERRORS * self.error
 
 
-Goals = Mapping[str, Goal]
-"""Goal by item."""
+Goals = Mapping[str, Goal]  # Goal by item.
 
 
 def goals_of(spec: Spec, examples: Mapping[str, int]) -> Goals:

@@ -32,16 +32,13 @@ from vlora.vision.families.base import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100
+# Maximum length of a batch's longest row, divided by that of its shortest. Longer rows get another
+# batch, so that questions about one image are not padded to the length of a clip.
 LENGTH_RATIO = 2
-"""Maximum length of a batch's longest row, divided by that of its shortest. Longer rows get another
-batch, so that questions about one image are not padded to the length of a clip.
-"""
 HEAD_STATE = "head.json"
-MAX_TEXTS = 1 << 16
-"""Maximum number of texts whose tokens are cached."""
+MAX_TEXTS = 1 << 16  # Maximum number of texts whose tokens are cached.
 WEIGHTS = "adapter_model.safetensors"
-MERGE_DENSITY = 0.5
-"""Share of the weights that the merging methods TIES and DARE keep."""
+MERGE_DENSITY = 0.5  # Share of the weights that the merging methods TIES and DARE keep.
 
 
 @dataclass(frozen=True)
@@ -287,7 +284,6 @@ class Learner(nn.Module):
         return torch.stack(losses).sum() / sum(len(batch.tokens) for batch in batches)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the rows' cross entropies."""
         hidden = self._hidden(batch.tokens, batch.mask, batch.features)
         shifted = batch.targets[:, 1:]
         asked = shifted != IGNORED

@@ -7,15 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from vlora.vision.results import parse_boxes
 
+# Function that returns the accuracy of answers. Its arguments are the answers and the references
+# (the right answers), in the same order.
 Metric = Callable[[Sequence[str], Sequence[str]], float]
-"""Function that returns the accuracy of answers.
-
-Its arguments are the answers and the references (the right answers), in the same order.
-"""
-
-Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, in any unit."""
-
+Box = tuple[float, float, float, float]  # Left, top, right and bottom, in any unit.
 ENOUGH_OVERLAP = 0.5
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = re.compile(r"[^\w\s]")
@@ -84,10 +79,10 @@ def chrf(answers: Sequence[str], references: Sequence[str]) -> float:
     return float(corpus_chrf(list(answers), [list(references)]).score) / 100
 
 
+# Metrics by the names that a specification uses.
 METRICS: Mapping[str, Metric] = {
     "top1": top1,
     "vqa_score": vqa_score,
     "f1_iou50": f1_iou50,
     "chrf": chrf,
 }
-"""Metrics by the names that a specification uses."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,7 @@ from vlora.generation.run import Outcome, folder_name
 
 
 MARKERS = "osD^vP*X<>hp"
-WIDTH_PER_ITEM = 0.8
-"""Width in inches of an item's bars."""
+WIDTH_PER_ITEM = 0.8  # Width in inches of an item's bars.
 WIDTH_PER_ATTEMPT = 0.4
 
 
@@ -36,7 +35,6 @@ def write_plots(outcome: Outcome, folder: Path) -> list[str]:
 
 
 def _new_figure(width: float, title: str, ylabel: str) -> tuple[Any, Any]:
-    """Return a figure and its axes, whose y axis shows accuracies from 0 to 1."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(max(6.5, width), 4.2), layout="constrained")
@@ -49,7 +47,6 @@ def _new_figure(width: float, title: str, ylabel: str) -> tuple[Any, Any]:
 
 
 def _accuracy(outcome: Outcome) -> Any:
-    """Return a bar chart of each item's accuracies (base model, adapter) and required accuracy."""
     names = [item.name for item in outcome.spec.items]
     figure, axes = _new_figure(
         len(names) * WIDTH_PER_ITEM, "Accuracy of each item", "accuracy on the test split"
@@ -75,7 +72,6 @@ def _accuracy(outcome: Outcome) -> Any:
 
 
 def _fusion(outcome: Outcome) -> Any:
-    """Return a line chart of the items' accuracies after each attempt and each merge."""
     from matplotlib import colormaps
 
     state = outcome.state
@@ -111,7 +107,6 @@ def _fusion(outcome: Outcome) -> Any:
 
 
 def _capacity(outcome: Outcome) -> Any:
-    """Return a line chart of each task's mean accuracy by the number of items in the adapter."""
     figure, axes = _new_figure(
         6.5, "Accuracy by number of items in the adapter", "mean accuracy (validation)"
     )
@@ -215,29 +210,7 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
         f" {minutes:.1f} minutes."
     )
     yield ""
-    yield (
-        "Accuracies in this table are measured on the test split, which neither training nor"
-        " packing has used."
-    )
-    yield ""
-    yield "| item | task | metric | required | base | reached | teacher | promise | adapter |"
-    yield "|---|---|---|---|---|---|---|---|---|"
-    for name, item in report["items"].items():
-        reached, teacher = (
-            "-" if item[key] is None else f"{item[key]:.3f}" for key in ("reached", "teacher")
-        )
-        promise = "kept" if item["kept"] else "**missed**"
-        yield (
-            f"| {name} | {item['task']} | {item['metric']} | {item['required']:.3f} |"
-            f" {item['base']:.3f} | {reached} | {teacher} | {promise} | {item['adapter'] or '-'} |"
-        )
-    yield ""
-    if outcome.left_out:
-        yield f"{len(outcome.left_out)} images were left out:"
-        yield ""
-        for reason in outcome.left_out:
-            yield f"- {reason}"
-        yield ""
+    yield from _item_lines(outcome, report["items"])
     yield "## Attempts"
     yield ""
     yield (
@@ -254,6 +227,32 @@ def _lines(outcome: Outcome, plots: list[str]) -> Iterator[str]:
     for plot in plots:
         yield ""
         yield f"![{plot.removesuffix('.png').replace('_', ' ')}]({plot})"
+
+
+def _item_lines(outcome: Outcome, items: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "Accuracies in this table are measured on the test split, which neither training nor"
+        " packing has used."
+    )
+    yield ""
+    yield "| item | task | metric | required | base | reached | teacher | promise | adapter |"
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for name, item in items.items():
+        reached, teacher = (
+            "-" if item[key] is None else f"{item[key]:.3f}" for key in ("reached", "teacher")
+        )
+        promise = "kept" if item["kept"] else "**missed**"
+        yield (
+            f"| {name} | {item['task']} | {item['metric']} | {item['required']:.3f} |"
+            f" {item['base']:.3f} | {reached} | {teacher} | {promise} | {item['adapter'] or '-'} |"
+        )
+    yield ""
+    if outcome.left_out:
+        yield f"{len(outcome.left_out)} images were left out:"
+        yield ""
+        for reason in outcome.left_out:
+            yield f"- {reason}"
+        yield ""
 
 
 def _result(outcome: Outcome, decision: Event | Merge) -> str:

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 
@@ -85,8 +85,8 @@ class Outcome:
         return missed
 
 
+# Function that is called with a line of text about what the run is doing.
 Status = Callable[[str], None]
-"""Function that is called with a line of text about what the run is doing."""
 
 
 def load_splits(
@@ -132,6 +132,13 @@ class _Journal:
     base: dict[str, float] = field(default_factory=dict)
     written: list[str] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, spec: Spec, options: PackingOptions, work: Path, writes: bool) -> _Journal:
+        settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
+        settings["options"] = options.model_dump()
+        items = {item.name: item.model_dump(mode="json") for item in spec.items}
+        return cls(work / STATE, settings, items, writes)
+
     def read(self) -> RunState | None:
         """Return the saved state with new items added to `pending`; None if no state was saved.
 
@@ -156,7 +163,6 @@ class _Journal:
         return replace(state, pending=(*state.pending, *new))
 
     def write(self, state: RunState) -> None:
-        """Replace the file atomically, if this process writes it."""
         if not self.writes:
             return
         content = {
@@ -169,14 +175,38 @@ class _Journal:
         replace_text(self.path, json.dumps(content, indent=2) + "\n")
 
 
+class Watcher(Protocol):
+    """Is told of the progress of a run."""
+
+    def report(self, progress: Progress) -> None:
+        """Take the result of an evaluation."""
+
+    def decided(self, state: RunState) -> None:
+        """Take the state before the first decision and after each one."""
+
+    def status(self, text: str) -> None:
+        """Take what the run does next, other than attempts."""
+
+
+class Unwatched:
+    """A watcher that ignores everything."""
+
+    def report(self, progress: Progress) -> None:
+        pass
+
+    def decided(self, state: RunState) -> None:
+        pass
+
+    def status(self, text: str) -> None:
+        pass
+
+
 def generate(
     spec: Spec,
     options: PackingOptions,
     work: Path,
     out: Path,
-    report: Callable[[Progress], None] = lambda _: None,
-    decided: Callable[[RunState], None] = lambda _: None,
-    status: Status = lambda _: None,
+    watcher: Watcher | None = None,
     accelerator: Accelerator | None = None,
 ) -> Outcome:
     """Start or continue a generation run and write the adapter folders.
@@ -186,53 +216,27 @@ def generate(
 
     work: folder of the run's state.
     out: folder for the adapters. Folders of the same run in it are replaced.
-    report: called after each evaluation.
-    decided: called before the first decision and after each one.
-    status: called before other work that takes long.
     accelerator: object of accelerate; made if None.
 
     Raises InvalidArgument for examples that cannot be used, and if `work` contains another run.
     """
     work.mkdir(parents=True, exist_ok=True)
+    watcher = watcher or Unwatched()
     accelerator = accelerator or make_accelerator(spec.training)
     left_out: list[str] = []
     with accelerator.main_process_first():  # Others then read the teachers' answers.
-        splits = load_splits(spec, work, status, left_out.append)
+        splits = load_splits(spec, work, watcher.status, left_out.append)
     teachers = _teacher_scores(spec, splits)
-    trainer = PeftTrainer(spec, options, splits, work, accelerator, report)
-    settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
-    journal = _Journal(
-        work / STATE,
-        {**settings, "options": options.model_dump()},
-        {item.name: item.model_dump(mode="json") for item in spec.items},
-        accelerator.is_main_process,
-    )
+    trainer = PeftTrainer(spec, options, splits, work, accelerator, watcher.report)
+    journal = _Journal.of(spec, options, work, accelerator.is_main_process)
     saved = journal.read()
     _check_output(spec, out, journal.written)
     accelerator.wait_for_everyone()
     state = saved or RunState(tuple(item.name for item in spec.items))
-    new = [item for item in spec.items if item.name not in journal.base]
-    status("measuring the base model's accuracy")
-    journal.base.update(trainer.base_scores(new, "test"))
-    if options.order == "gradient" or options.fit == "best":
-        status("comparing the items' gradients")
-        trainer.similarities = similarities(
-            trainer.base, spec.training, spec.items, splits, spec.seed
-        )
-    state = replace(state, pending=_ordered(state.pending, spec, options, trainer))
-    journal.write(state)
-    decided(state)
-    while state.pending:
-        state = fuse_next(spec, options, trainer.goals, state, trainer, journal.write)
-        journal.write(state)
-        decided(state)
-    if options.merge != "none":
-        status("merging adapters")
-        while merged := merge_next(spec, options, trainer.goals, state, trainer):
-            state = merged
-            journal.write(state)
+    state = _measured_and_ordered(state, spec, options, splits, trainer, journal, watcher)
+    state = _packed(state, spec, options, trainer, journal, watcher)
     reached: dict[str, float] = {}
-    status("measuring the accuracy of the adapters on the test split")
+    watcher.status("measuring the accuracy of the adapters on the test split")
     for adapter in state.adapters:
         reached |= trainer.packed_scores(adapter, "test")
     folders = {adapter.number: out / folder_name(spec, adapter) for adapter in state.adapters}
@@ -244,23 +248,54 @@ def generate(
         for adapter in state.adapters:
             _write_folder(spec, adapter, trainer, splits, reached, folders[adapter.number])
     accelerator.wait_for_everyone()
-    return Outcome(
-        spec,
-        options,
-        state,
-        trainer.goals,
-        journal.base,
-        reached,
-        teachers,
-        tuple(left_out),
-        folders,
-    )
+    base, goals = journal.base, trainer.goals
+    return Outcome(spec, options, state, goals, base, reached, teachers, tuple(left_out), folders)
+
+
+def _measured_and_ordered(
+    state: RunState,
+    spec: Spec,
+    options: PackingOptions,
+    splits: Mapping[str, Splits],
+    trainer: PeftTrainer,
+    journal: _Journal,
+    watcher: Watcher,
+) -> RunState:
+    new = [item for item in spec.items if item.name not in journal.base]
+    watcher.status("measuring the base model's accuracy")
+    journal.base.update(trainer.base_scores(new, "test"))
+    if options.order == "gradient" or options.fit == "best":
+        watcher.status("comparing the items' gradients")
+        trainer.similarities = similarities(
+            trainer.base, spec.training, spec.items, splits, spec.seed
+        )
+    state = replace(state, pending=_ordered(state.pending, spec, options, trainer))
+    journal.write(state)
+    watcher.decided(state)
+    return state
+
+
+def _packed(
+    state: RunState,
+    spec: Spec,
+    options: PackingOptions,
+    trainer: PeftTrainer,
+    journal: _Journal,
+    watcher: Watcher,
+) -> RunState:
+    while state.pending:
+        state = fuse_next(spec, options, trainer.goals, state, trainer, journal.write)
+        journal.write(state)
+        watcher.decided(state)
+    if options.merge != "none":
+        watcher.status("merging adapters")
+        while merged := merge_next(spec, options, trainer.goals, state, trainer):
+            state = merged
+            journal.write(state)
+    return state
 
 
 def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float]:
-    """Return the accuracy on the test split of each teacher for which the right answers
-    are known.
-    """
     scores = {
         item.name: teacher_score(item, splits[item.name].test, read_truth(item))
         for item in spec.items
@@ -310,7 +345,6 @@ def _write_folder(
     reached: Mapping[str, float],
     folder: Path,
 ) -> None:
-    """Write one adapter's folder in the form that the server reads."""
     items = [spec.item(name) for name in adapter.items]
     part = trainer.folder(adapter.version).with_name(folder.name)
     shutil.rmtree(part, ignore_errors=True)

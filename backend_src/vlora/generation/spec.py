@@ -23,8 +23,8 @@ from vlora.vision.prompts import TASKS
 # aliases that make a short file very large.
 
 
+# Maximum number of values. The values behind an alias count each time that the alias is used.
 MAX_VALUES = 100_000
-"""Maximum number of values. The values behind an alias count each time that the alias is used."""
 
 
 def load_yaml(content: bytes, what: str) -> Any:
@@ -61,7 +61,6 @@ def load_yaml(content: bytes, what: str) -> Any:
 
 
 def _one_line(error: yaml.YAMLError) -> str:
-    """Return the problem and its position, without an excerpt of the file."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unknown error"
     mark = getattr(error, "problem_mark", None)
     place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -100,13 +99,12 @@ def _count(node: yaml.Node, what: str, known: dict[int, int | None]) -> int:
 # Base class of the specification's models, and error messages about invalid values.
 
 
-MAX_PROBLEMS = 5
-"""Maximum number of problems that one error message lists."""
+MAX_PROBLEMS = 5  # Maximum number of problems that one error message lists.
 
+# Integer. YAML's `true` and quoted numbers are not accepted.
 Int = Annotated[int, Field(strict=True)]
-"""Integer. YAML's `true` and quoted numbers are not accepted."""
+# Finite number. YAML's `true` and quoted numbers are not accepted.
 Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""Finite number. YAML's `true` and quoted numbers are not accepted."""
 
 
 class StrictModel(BaseModel):
@@ -164,9 +162,8 @@ MAX_SPEC_BYTES = 1 << 20
 TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
 METRICS = ("top1", "vqa_score", "f1_iou50", "chrf")
 TRAINED_MODEL_TYPE = "llava"
+# Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it.
 BOX_TASKS = ("refer", "detect")
-"""Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it."""
-
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -344,10 +341,10 @@ class PackingOptions(StrictModel):
     merge_training: bool = True
 
 
+# The heuristic of the paper (§4.2.1).
 PAPER = PackingOptions(
     order="random", replay=0.0, focus=0.0, fit="last", merge="none", merge_training=False
 )
-"""The heuristic of the paper (§4.2.1)."""
 
 
 class Spec(StrictModel):
@@ -405,10 +402,6 @@ def read_spec(path: Path) -> Spec:
 
 
 def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
-    """Return the specification with absolute paths; relative ones start at `folder`.
-
-    Raises InvalidArgument for a path that does not exist or is of the wrong kind.
-    """
     base = _existing(folder / spec.base, "base", is_folder=True)
     _check_base(base)
     items = []
@@ -435,7 +428,6 @@ def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
 
 
 def _existing(path: Path, what: str, *, is_folder: bool) -> Path:
-    """Return `path` if it is an existing folder or file, as required. Raises InvalidArgument."""
     try:
         if path.is_dir() if is_folder else path.is_file():
             return path
@@ -448,7 +440,6 @@ def _existing(path: Path, what: str, *, is_folder: bool) -> Path:
 
 
 def _check_base(base: Path) -> None:
-    """Raise InvalidArgument if a folder is not a checkpoint that can be trained."""
     config = base / "config.json"
     if not config.is_file():
         raise InvalidArgument(f"base: {base} is not a checkpoint: it has no config.json")

@@ -18,11 +18,10 @@ from vlora.generation.examples import Example, digest_of
 from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
 
-SAVE_EVERY = 50
-"""Number of new answers of a teacher after which they are written to the file."""
+SAVE_EVERY = 50  # Number of new answers of a teacher after which they are written to the file.
 
+# Function that returns the answer for an image file, or None to leave the image out.
 Label = Callable[[Path], str | None]
-"""Function that returns the answer for an image file, or None to leave the image out."""
 
 
 def load_teacher(item: Item) -> Label | None:
@@ -150,7 +149,6 @@ def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
 
 
 def _onnx(teacher: OnnxTeacher) -> Callable[[Image.Image], str]:
-    """Return a classifier that runs an ONNX file with onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(

@@ -28,12 +28,10 @@ from vlora.generation.spec import Item, PackingOptions, Spec, Training
 
 
 WARMUP_STEPS = 20
-FINAL_RATE = 0.05
-"""Learning rate at the end of an attempt, as a share of the maximum."""
-COOLING_SHARE = 0.2
-"""Share of `max_steps` over which the rate falls if an attempt ends early."""
+FINAL_RATE = 0.05  # Learning rate at the end of an attempt, as a share of the maximum.
+COOLING_SHARE = 0.2  # Share of `max_steps` over which the rate falls if an attempt ends early.
+# Learning rate with which a further round of an attempt begins, as a share of the maximum.
 RESTART_RATE = 0.5
-"""Learning rate with which a further round of an attempt begins, as a share of the maximum."""
 AVERAGE_DECAY = 0.97
 
 
@@ -286,52 +284,32 @@ class PeftTrainer:
         adapter: int | None,
         version: int,
     ) -> tuple[dict[str, float], int]:
-        """Train until the promises are kept. Returns the scores of the best weights, and the number
-        of steps.
+        """Train until the promises are kept. Return the best weights' scores, and the steps taken.
 
         new: name of the item that joins the others; None if two adapters are merged.
         adapter: number of the adapter whose weights are trained; None for a new adapter.
-
-        An attempt that makes no progress for `patience` evaluations ends with a short decay of the
-        learning rate, which often raises the scores enough. An attempt with a new adapter is not
-        ended for this reason, because it is the last attempt for its item. An attempt that nearly
-        keeps its promises at the end continues from its best weights, up to `restarts` times.
         """
         training = self._spec.training
         weights = [weight for weight in learner.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=training.learning_rate, weight_decay=0.0)
         model, optimizer = self._accelerator.prepare(learner, optimizer)
-        rows = {
-            one.name: [
-                self.base.row(one, example, learner.labels if one.head else ())
-                for example in self._splits[one.name].train
-            ]
-            for one in items
-        }
+        rows = {one.name: self._rows(one, learner) for one in items}
         best: tuple[float, dict[str, float], list[torch.Tensor]] | None = None
         shares = row_shares(self.goals, self._options, new, tuple(rows), {})
         average = WeightAverage(weights)
         schedule, restarts = Schedule(training.max_steps), training.restarts
+        name = new or " with ".join(one.name for one in items)
         failed = step = 0
         while True:
-            model.train()
-            for group in optimizer.param_groups:
-                group["lr"] = training.learning_rate * schedule.rate(step)
-            batches = self.base.batches(self._draw(rows, shares, version, step))
-            with self._accelerator.autocast():
-                loss = model(batches)
-            optimizer.zero_grad()
-            self._accelerator.backward(loss)
-            self._accelerator.clip_grad_norm_(weights, MAX_GRADIENT_NORM)
-            optimizer.step()
+            rate = training.learning_rate * schedule.rate(step)
+            loss = self._step(model, optimizer, rate, self._draw(rows, shares, version, step))
             step += 1
             average.add(weights)
             if step % training.evaluate_every and step < schedule.end:
                 continue
             with average.applied(weights):
                 scores = self.evaluate(learner, items, "validation")
-            name = new or " with ".join(one.name for one in items)
-            self._report(Progress(name, adapter, step, schedule.end, float(loss.detach()), scores))
+            self._report(Progress(name, adapter, step, schedule.end, float(loss), scores))
             shares = row_shares(self.goals, self._options, new, tuple(rows), scores)
             slack = min(scores[one.name] - self.goals[one.name].accuracy for one in items)
             if best is None or slack > best[0]:
@@ -342,6 +320,7 @@ class PeftTrainer:
             if not broken_promises(self.goals, scores):
                 break
             if step == schedule.end:
+                # An attempt that nearly keeps its promises continues from its best weights.
                 if not restarts or not self._nearly_reached(best[1]):
                     break
                 restarts -= 1
@@ -349,10 +328,31 @@ class PeftTrainer:
                 schedule.restart(step)
                 assign(weights, best[2])
                 average.restart(best[2])
+            # The short decay at an early end often raises the scores enough. An attempt with a new
+            # adapter is not ended early, because it is the last one for its item.
             elif adapter is not None and not schedule.cooling and failed >= training.patience:
                 schedule.end_early(step)
         assign(weights, best[2])
         return best[1], step
+
+    def _rows(self, item: Item, learner: Learner) -> list[Row]:
+        labels = learner.labels if item.head else ()
+        examples = self._splits[item.name].train
+        return [self.base.row(item, example, labels) for example in examples]
+
+    def _step(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, rows: list[Row]
+    ) -> torch.Tensor:
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with self._accelerator.autocast():
+            loss: torch.Tensor = model(self.base.batches(rows))
+        optimizer.zero_grad()
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+        return loss.detach()
 
     def _nearly_reached(self, scores: Mapping[str, float]) -> bool:
         return all(self.goals[name].nearly_reached(score) for name, score in scores.items())
@@ -364,10 +364,6 @@ class PeftTrainer:
         version: int,
         step: int,
     ) -> list[Row]:
-        """Return the examples of one step.
-
-        The item of each example is drawn with the probability in `shares`.
-        """
         process = self._accelerator.process_index
         rng = np.random.default_rng([self._spec.seed, version, step, process])
         size = self._spec.training.batch_size
@@ -458,10 +454,9 @@ def row_shares(
 # together.
 
 
-EXAMPLES = 64
-"""Number of training examples of each item from which its gradient is computed."""
+EXAMPLES = 64  # Number of training examples of each item from which its gradient is computed.
+# Length of a sketch, the compressed gradient. The error of a cosine is about 1 / √BUCKETS.
 BUCKETS = 1 << 16
-"""Length of a sketch, the compressed gradient. The error of a cosine is about 1 / √BUCKETS."""
 
 
 def similarities(

@@ -43,7 +43,6 @@ class BaseWeights:
         return read_weight(*self._places[name])
 
     def _of_vision(self, path: str) -> torch.Tensor:
-        """Return the matrix of a linear layer of the vision tower or the connector."""
         for file in weight_files(self.folder):
             for key in open_weights(file).keys():  # noqa: SIM118
                 if key.endswith(".weight") and vision_path(key.removesuffix(".weight")) == path:

@@ -54,8 +54,8 @@ from vlora.weights.safetensors import FLOATS
 # A pickle is read by torch's restricted reader, which makes tensors and runs no code.
 
 
+# Pattern that finds, in torch's error, the name of the code that a pickle would run.
 _GLOBAL = re.compile(r"GLOBAL (\S+)")
-"""Pattern that finds, in torch's error, the name of the code that a pickle would run."""
 
 
 class Tensors(Protocol):
@@ -137,18 +137,14 @@ def base_of(config: Mapping[str, Any]) -> str:
 # LoRA.
 
 
+# Maximum length of the smaller side of a matrix that is decomposed fully, in about a second. Larger
+# matrices are decomposed by random projection, which takes as long as a few products.
 EXACT_SIDE = 1024
-"""Maximum length of the smaller side of a matrix that is decomposed fully, in about a second.
-
-Larger matrices are decomposed by random projection, which takes as long as a few products.
-"""
+# Parameters of the random projection: additional dimensions, and number of power iterations. With
+# these, the error is within 1 % of the minimum even if the singular values decrease slowly.
 OVERSAMPLING, POWER_ITERATIONS = 16, 4
-"""Parameters of the random projection: additional dimensions, and number of power iterations.
-
-With these, the error is within 1 % of the minimum even if the singular values decrease slowly.
-"""
+# Singular values below this share of the largest one are treated as rounding errors.
 ROUNDING = 1e-5
-"""Singular values below this share of the largest one are treated as rounding errors."""
 
 
 @dataclass(frozen=True)
@@ -272,7 +268,6 @@ def changes_of(
     installed.
     """
     try:
-        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
         from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError as error:
         raise Unsupported(
@@ -283,23 +278,7 @@ def changes_of(
             raise invalid(f"has NaN or Inf in '{name}'")
     if config.get("bias", "none") != "none":
         raise invalid(f"has bias {config['bias']!r}, which no LoRA can express")
-    try:
-        parsed = PeftConfig.from_peft_type(**config)
-        model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
-        loaded = set_peft_model_state_dict(model, dict(tensors), ADAPTER)
-    except Exception as error:
-        # PEFT raises exceptions of any type for an invalid adapter.
-        raise invalid(
-            f"of type {config.get('peft_type')!r} cannot be loaded by PEFT:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    missing = [key for key in loaded.missing_keys if model.base_model.prefix in key]
-    if missing or loaded.unexpected_keys:
-        strange = (missing or loaded.unexpected_keys)[0]
-        raise invalid(
-            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
-            f" {'expects' if missing else 'does not know'} for this checkpoint"
-        )
+    model = _adapted_model(config, tensors, checkpoint, invalid)
     changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
     for path, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer):
@@ -318,6 +297,34 @@ def changes_of(
     return changes
 
 
+def _adapted_model(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    checkpoint: Path,
+    invalid: ErrorFactory,
+) -> Any:
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+
+    try:
+        parsed = PeftConfig.from_peft_type(**config)
+        model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
+        loaded = set_peft_model_state_dict(model, dict(tensors), ADAPTER)
+    except Exception as error:
+        # PEFT raises exceptions of any type for an invalid adapter.
+        raise invalid(
+            f"of type {config.get('peft_type')!r} cannot be loaded by PEFT:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    missing = [key for key in loaded.missing_keys if model.base_model.prefix in key]
+    if missing or loaded.unexpected_keys:
+        strange = (missing or loaded.unexpected_keys)[0]
+        raise invalid(
+            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
+            f" {'expects' if missing else 'does not know'} for this checkpoint"
+        )
+    return model
+
+
 def _change(module: Any) -> torch.Tensor:
     with torch.inference_mode():
         change: torch.Tensor = module.get_delta_weight(ADAPTER).to(torch.float32)
@@ -325,7 +332,6 @@ def _change(module: Any) -> torch.Tensor:
 
 
 def _stock_model(checkpoint: Path) -> Any:
-    """Return transformers' model of a checkpoint in fp32."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
@@ -337,8 +343,7 @@ def _stock_model(checkpoint: Path) -> Any:
 
 
 DEFAULT_RANK = 64
-DEFAULT_MAX_ERROR = 0.05
-"""Default maximum error of each matrix's change, relative to the change."""
+DEFAULT_MAX_ERROR = 0.05  # Default maximum error of each matrix's change, relative to the change.
 MAGNITUDE = "lora_magnitude_vector"
 
 
@@ -399,7 +404,6 @@ class _Source:
 
     @property
     def method(self) -> str:
-        """Name of the adapter's training method."""
         if self.config.get("peft_type") != "LORA":
             return str(self.config.get("peft_type"))
         if self.config.get("use_dora"):
@@ -561,9 +565,6 @@ def _pairs_of_lora(
 def _pairs_by_peft(
     source: _Source, limits: ConversionLimits, result: Conversion, progress: Callable[[str], None]
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return A and B for an adapter of another type, from the changes of weights that PEFT
-    computes.
-    """
     kept = {}
     for key in source.tensors.shapes:
         if source.is_copy(key):

@@ -23,8 +23,8 @@ from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
 
 CONFIG = "adapter_config.json"
+# Files of an adapter folder that describe its tasks and contain its vision task head.
 HEAD_FILES = ("vlora.json", "head.safetensors")
-"""Files of an adapter folder that describe its tasks and contain its vision task head."""
 
 
 def write_adapter(

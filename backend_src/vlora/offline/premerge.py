@@ -39,10 +39,9 @@ from vlora.offline.peft_folder import copy_head, write_adapter
 # every other request.
 
 
+# Keys that may name the adapter in a request log. The first one that is present is used.
 NAME_KEYS = ("lora_name", "adapter", "model")
-"""Keys that may name the adapter in a request log. The first one that is present is used."""
-BASE_NAME = ""
-"""Name by which requests without an adapter are counted."""
+BASE_NAME = ""  # Name by which requests without an adapter are counted.
 MAX_LINE_BYTES = 1 << 20
 
 
@@ -131,7 +130,6 @@ def _decode(line: bytes, path: Path, number: int) -> str:
 
 
 def _name_in(text: str, path: Path, number: int) -> str:
-    """Return the adapter's name in one line of a request log."""
     if not text.startswith("{"):
         return text
     try:
@@ -149,8 +147,8 @@ def _name_in(text: str, path: Path, number: int) -> str:
     raise InvalidArgument(f"{path}: line {number} names no adapter; use the key '{NAME_KEYS[0]}'")
 
 
+# Name of the delta adapter that restores the base model, by subtracting the hot adapter.
 BASE_ADAPTER = "base"
-"""Name of the delta adapter that restores the base model, by subtracting the hot adapter."""
 REPORT = "premerge.json"
 DEFAULT_MAX_RANK = 64
 
@@ -305,8 +303,6 @@ def fuse_checkpoint(
 
 
 def _declare_float32(path: Path) -> None:
-    """Replace every type that a config.json declares for weights by float32."""
-
     def declare(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
@@ -359,26 +355,37 @@ def premerge(
         )
         base = str(out / "model")
         adapters = part / "adapters"
-
-        def write_delta(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
-            deltas = delta_pairs(pairs, adapter.pairs)
-            write_adapter(adapters / name, deltas, shape, base)
-            rank = max(pair.a.shape[0] for pair in deltas.values())
-            report.deltas.append(Delta(name, rank))
-
         write_adapter(adapters / name, no_change(adapter.pairs), shape, base)
         copy_head(folder, adapters / name)
-        write_delta(BASE_ADAPTER, {})
-        for cold_name, read in cold.items():
-            progress(cold_name)
-            try:
-                cold_folder, weights = read()
-                _check_mergeable(weights)
-            except InvalidArgument as error:
-                report.failed[cold_name] = str(error)
-                continue
-            write_delta(cold_name, weights.pairs)
-            copy_head(cold_folder, adapters / cold_name)
+        _write_deltas(adapters, adapter.pairs, cold, shape, base, report, progress)
         text = json.dumps(report.as_json(), indent=2)
         (part / REPORT).write_text(text + "\n", encoding="utf-8")
     return report
+
+
+def _write_deltas(
+    folder: Path,
+    hot: Mapping[MatrixId, LoraPair],
+    cold: Mapping[str, Callable[[], tuple[Path, Adapter]]],
+    shape: ModelShape,
+    base: str,
+    report: Report,
+    progress: Callable[[str], None],
+) -> None:
+    def write(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
+        deltas = delta_pairs(pairs, hot)
+        write_adapter(folder / name, deltas, shape, base)
+        rank = max(pair.a.shape[0] for pair in deltas.values())
+        report.deltas.append(Delta(name, rank))
+
+    write(BASE_ADAPTER, {})
+    for name, read in cold.items():
+        progress(name)
+        try:
+            source, weights = read()
+            _check_mergeable(weights)
+        except InvalidArgument as error:
+            report.failed[name] = str(error)
+            continue
+        write(name, weights.pairs)
+        copy_head(source, folder / name)
