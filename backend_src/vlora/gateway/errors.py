@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 from starlette.responses import Response
 
-from vlora import value_readers
+from vlora import strict_json
 from vlora.errors import VLoraError
 from vlora.net import port_hint
 from vlora.serving.responder import from_message
@@ -96,7 +96,7 @@ def invalid(param: str | None, message: str) -> ApiError:
 
 def wrong_value(param: str, value: Any, expected: str) -> ApiError:
     """Return the error for a field whose value is not what `expected` describes."""
-    return invalid(param, value_readers.wrong_value(param, value, expected).message)
+    return invalid(param, strict_json.wrong_value(param, value, expected).message)
 
 
 def unsupported(param: str, message: str) -> ApiError:
