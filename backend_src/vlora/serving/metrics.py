@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vlora.engine.plan import Mode
 from vlora.errors import BY_CODE, VLoraError
@@ -132,6 +132,29 @@ class Levels:
             gauge.set(getattr(stats, attribute))
         for attribute, counter in self._counters.items():
             counter.raise_to(getattr(stats, attribute))
+
+
+class ModeStats(NamedTuple):
+    """Statistics of one inference mode.
+
+    now: whether it is the mode of the last step.
+    """
+
+    now: bool
+    steps: int
+    seconds: float
+
+    @classmethod
+    def of(cls, stats: EngineStats, mode: Mode) -> ModeStats:
+        seconds = stats.mode_seconds.get(mode, 0.0)
+        return cls(stats.mode == mode, stats.mode_steps.get(mode, 0), seconds)
+
+
+MODE_EXPORTS = {
+    "now": Export("gauge", "vlora:mode", "1 for the mode of the last step, 0 for the others."),
+    "steps": Export("counter", "vlora:mode_steps_total", "Forward passes by mode."),
+    "seconds": Export("counter", "vlora:mode_seconds_total", "Seconds of forward passes by mode."),
+}
 
 
 class Exporter(ABC):
@@ -260,7 +283,9 @@ class EngineExporter(Exporter):
             Levels(registry, {**labels, "kv_cache_block_type": kind}, {attribute: blocks})
             for kind, attribute in CACHE_BLOCKS.items()
         ]
-        self._modes = {mode: _ModeLevels(registry, {**labels, "mode": mode.value}) for mode in Mode}
+        self._modes = {
+            mode: Levels(registry, {**labels, "mode": mode.value}, MODE_EXPORTS) for mode in Mode
+        }
 
         tokens = _one_two_five(max_tokens)
         self._histograms = {
@@ -311,8 +336,8 @@ class EngineExporter(Exporter):
         stats = self._stats()
         for levels in (self._levels, *self._blocks):
             levels.write(stats)
-        for mode, of_mode in self._modes.items():
-            of_mode.write(mode, stats)
+        for mode, levels in self._modes.items():
+            levels.write(ModeStats.of(stats, mode))
         self._lora.update(stats, self._clock())
         self._written = time.monotonic()
         self._write_observed()
@@ -327,30 +352,6 @@ class EngineExporter(Exporter):
         while self._observed:
             metric, value = self._observed.popleft()
             metric.observe(value)
-
-
-class _ModeLevels:
-    """The metrics of one inference mode."""
-
-    def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
-        self._now = Level(
-            registry.gauge(
-                "vlora:mode", "1 for the mode of the last step, 0 for the others.", labels
-            )
-        )
-        self._steps = Level(
-            registry.counter("vlora:mode_steps_total", "Forward passes by mode.", labels)
-        )
-        self._seconds = Level(
-            registry.counter(
-                "vlora:mode_seconds_total", "Seconds of forward passes by mode.", labels
-            )
-        )
-
-    def write(self, mode: Mode, stats: EngineStats) -> None:
-        self._now.set(stats.mode == mode)
-        self._steps.raise_to(stats.mode_steps.get(mode, 0))
-        self._seconds.raise_to(stats.mode_seconds.get(mode, 0.0))
 
 
 def _one_two_five(limit: int) -> list[float]:

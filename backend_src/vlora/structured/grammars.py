@@ -64,6 +64,18 @@ class _SharedGrammar:
     compiled: Future[Grammar] = field(default_factory=Future)
     users: int = 0
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar; None if it is being compiled or was refused."""
+        done = self.compiled.done() and self.compiled.exception() is None
+        return self.compiled.result() if done else None
+
+    @property
+    def ended(self) -> bool:
+        """True if it was refused, or if its process has ended."""
+        grammar = self.grammar
+        return self.compiled.done() and (grammar is None or grammar.ended)
+
 
 class Grammars:
     """Compiles grammars, shares them among requests, and ends their processes. Thread-safe."""
@@ -92,7 +104,7 @@ class Grammars:
         self.check(structure)
         with self._lock:
             entry = self._entries.pop(structure, None)
-            is_new = entry is None or self._has_ended(entry)
+            is_new = entry is None or entry.ended
             if entry is None or is_new:
                 self._make_room()
                 entry = _SharedGrammar()
@@ -103,14 +115,16 @@ class Grammars:
         try:
             return entry.compiled.result()
         except BaseException:
-            self._remove(structure, entry)
+            with self._lock:
+                if self._entries.get(structure) is entry:
+                    del self._entries[structure]
             raise
 
     def release(self, structure: Structure, grammar: Grammar) -> None:
         """Release a grammar that `acquire` has returned."""
         with self._lock:
             entry = self._entries.get(structure)
-            if entry is None or not _holds(entry, grammar):
+            if entry is None or entry.grammar is not grammar:
                 return  # The grammar has ended and was replaced.
             entry.users -= 1
             if entry.users == 0 and grammar.ended:
@@ -143,8 +157,8 @@ class Grammars:
             server, self._server = self._server, None
             entries = list(self._entries.values())
         for entry in entries:
-            if entry.compiled.done() and not self._has_ended(entry):
-                entry.compiled.result().end()
+            if entry.grammar is not None:
+                entry.grammar.end()
         if server is not None:
             server.close()
         self._ends.shutdown()
@@ -178,15 +192,6 @@ class Grammars:
             self.counters.compiled += 1
             self.counters.compile_seconds += grammar.compile_seconds
         entry.compiled.set_result(grammar)
-
-    def _remove(self, structure: Structure, entry: _SharedGrammar) -> None:
-        with self._lock:
-            if self._entries.get(structure) is entry:
-                del self._entries[structure]
-
-    def _has_ended(self, entry: _SharedGrammar) -> bool:
-        compiled = entry.compiled
-        return compiled.done() and (compiled.exception() is not None or compiled.result().ended)
 
     def _compile(self, structure: Structure) -> Grammar:
         place = self._regular
@@ -267,8 +272,3 @@ def tokenizer_data(
     """
     json = tokenizer.backend_tokenizer.to_str()
     return TokenizerData(json, tuple(token.hex() for token in tokens), size, tuple(ends))
-
-
-def _holds(entry: _SharedGrammar, grammar: Grammar) -> bool:
-    compiled = entry.compiled
-    return compiled.done() and compiled.exception() is None and compiled.result() is grammar
