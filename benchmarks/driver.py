@@ -23,7 +23,7 @@ from vlora.engine.engine import Engine
 from vlora.engine.requests import RequestState
 from vlora.request import ImageFeatures, Output, Request
 from vlora.sampling import SamplingParams
-from vlora.weights.safetensors import Layout
+from vlora.weights.safetensors import ReadPlan
 
 WORDS = tuple("what is the number of red things in this picture and where are they".split())  # noqa: SIM905
 """Words of the demo checkpoint's vocabulary. A word and the space before it are two tokens."""
@@ -235,6 +235,6 @@ def _counted_reads() -> Iterator[_ReadCounter]:
 
     with (
         patch.object(WeightsFile, "__init__", counted(WeightsFile.__init__)),
-        patch.object(Layout, "read", counted(Layout.read)),
+        patch.object(ReadPlan, "read", counted(ReadPlan.read)),
     ):
         yield counter

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / "build" / "set-up.log"
@@ -43,10 +43,7 @@ class SetUpError(Exception):
 class Reporter:
     """Prints messages, and while there is none, how long the current work has taken.
 
-    It is a context manager. A thread prints the times until its end.
-
-    detail: function that returns what is known of the current work, such as "5 of 9 packages", or
-        an empty string.
+    detail: function that returns what is known of the current work, such as "5 packages installed".
     """
 
     def __init__(self, detail: Callable[[], str] = str, stream: TextIO | None = None) -> None:
@@ -70,7 +67,6 @@ class Reporter:
             self._write(CLEAR_LINE)
 
     def say(self, message: str) -> None:
-        """Print a message, with which other work begins."""
         with self._lock:
             self._started = time.monotonic()
             self._write(f"{CLEAR_LINE if self._terminal else ''}{message}\n")
@@ -90,13 +86,7 @@ class Reporter:
 
 
 def installed(venv: Path, since: float) -> str:
-    """Return how many packages pip has installed, or an empty string if there are none yet.
-
-    pip prints nothing between the start and the end of an installation.
-
-    venv: folder of the virtual environment.
-    since: time (`time.time`) from which on packages count.
-    """
+    """Return how many packages pip, which prints nothing meanwhile, has installed since a time."""
     count = 0
     for folder in venv.glob("lib/python*/site-packages/*.dist-info"):
         with suppress(OSError):  # pip removes the folders of old versions.
@@ -131,20 +121,11 @@ def progress(lines: Iterable[str]) -> Iterator[str]:
 
 
 def run(command: list[str]) -> Iterator[str]:
-    """Run a command, append its output to the log, and yield the output's lines.
-
-    Raise SetUpError if the command fails.
-    """
+    """Run a command, append its output to the log, and yield its lines. Raise SetUpError."""
+    text: dict[str, Any] = {"text": True, "errors": "replace", "stderr": subprocess.STDOUT}
     with (
         LOG.open("a", encoding="utf-8") as log,
-        subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            errors="replace",
-        ) as process,
+        subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, **text) as process,
     ):
         for line in process.stdout or ():
             log.write(line)
@@ -155,7 +136,6 @@ def run(command: list[str]) -> Iterator[str]:
 
 
 def set_up(venv: Path) -> None:
-    """Create the environment if there is none, and install this package with its requirements."""
     python = venv / "bin" / "python"
     if not python.exists():
         with Reporter() as reporter:

@@ -72,10 +72,6 @@ class LiveRequest:
     def fail(self, error: BaseException) -> None:
         """Answer the request with an error; never raises."""
 
-    def is_cancelled(self) -> bool:
-        """Return whether the client has cancelled the request or disconnected."""
-        return False
-
 
 class RequestTable:
     """Live requests by id. Thread-safe.

@@ -159,7 +159,7 @@ def test_a_full_queue_refuses_with_its_length_before_any_work_is_done(
     with pytest.raises(Unavailable, match="2 requests are waiting"):
         loop.submit(request("three"), Collector())
     monkeypatch.undo()
-    loop.live.remove(one)
+    loop.table.remove(one)
     sink = Collector()
     loop.submit(request("three"), sink)
     assert sink.last("three").finish_reason == "length"
@@ -205,7 +205,7 @@ def test_a_request_that_is_being_prepared_can_be_cancelled(
         loop.submit(request("one", client_id=LONG_ID), sink)
     assert not sink.outputs
     loop.admit(LiveRequest("one", LONG_ID))
-    loop.live.remove(next(iter(loop.live)))
+    loop.table.remove(next(iter(loop.table)))
 
 
 def test_shutdown_waits_for_requests_being_prepared(engine: Engine) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import resource
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ class Harness:
         self.root = root
         self.store = AdapterStore(model, host_bytes=host)
         self.group = self.store.slots.group([MATRIX])
-        self.store.load(find_folders(root, {}), make_resident=False)
+        self.store.load(find_folders(root, {}))
         self.pool, self.memory = PagePool(pages), Memory(pages)
         self.store.attach(self.pool, self.memory, 0)
 
@@ -96,6 +96,12 @@ class Harness:
 
     def resident(self) -> set[str]:
         return {handle.name for handle in self.store.resident.values()}
+
+
+def load_and_pack(store: AdapterStore, folders: Mapping[str, Path], pages: int = 64) -> None:
+    """Load adapters and pack those that can be used. All groups must have been created."""
+    store.load(folders)
+    store.attach(PagePool(pages), Memory(pages), pages)
 
 
 class BlockedReads:

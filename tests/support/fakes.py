@@ -73,9 +73,9 @@ class FakeEngine:
     refuse: error that all calls raise. max_admitted: queue length at which requests are refused.
     """
 
-    def __init__(self, *infos: AdapterInfo, live: RequestTable | None = None) -> None:
+    def __init__(self, *infos: AdapterInfo, table: RequestTable | None = None) -> None:
         self.adapters = FakeAdapters(*infos)
-        self.live = RequestTable() if live is None else live
+        self.table = RequestTable() if table is None else table
         self.requests: list[Request] = []
         self.aborted: list[str] = []
         self.stopped: list[str] = []
@@ -86,29 +86,29 @@ class FakeEngine:
     @property
     def admitted(self) -> int:
         """Number of requests that were admitted and not submitted."""
-        return self.live.count(State.READING, State.TAKEN)
+        return self.table.count(State.READING, State.TAKEN)
 
-    def admit(self, live: LiveRequest) -> None:
+    def admit(self, entry: LiveRequest) -> None:
         """Admit a request. Raise Unavailable if the queue is full."""
         if self.max_admitted is not None and self.admitted >= self.max_admitted:
             raise Unavailable(f"the queue is full: {self.admitted} requests are waiting")
-        self.live.admit(live)
+        self.table.admit(entry)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Record an admitted request and the sink of its outputs."""
         if self.refuse is not None:
             raise self.refuse
-        live = self.live.get(request.id)
-        assert live is not None
-        live.state = State.IN_ENGINE
+        entry = self.table.get(request.id)
+        assert entry is not None
+        entry.state = State.IN_ENGINE
         self.requests.append(request)
         self._sinks[request.id] = sink
 
     def abort(self, request_id: str, reason: VLoraError | None = None) -> bool:
         """End a request that waits. Otherwise record the call, and end the request."""
         reason = reason or Cancelled("the request was cancelled")
-        live = self.live.get(request_id)
-        if live is not None and self.live.cancel(live, reason):
+        entry = self.table.get(request_id)
+        if entry is not None and self.table.cancel(entry, reason):
             return True
         self.aborted.append(request_id)
         self.fail(reason, request_id)
@@ -118,10 +118,10 @@ class FakeEngine:
         """End the requests that wait. If there are none, record the call."""
         if self.refuse is not None:
             raise self.refuse
-        found = self.live.requests_to_cancel(client_id)
+        found = self.table.requests_to_cancel(client_id)
         if not found:
             self.stopped.append(client_id)
-        return [live.id for live in found if self.abort(live.id)]
+        return [entry.id for entry in found if self.abort(entry.id)]
 
     def say(self, text: str, finish_reason: str | None = None, **more: object) -> None:
         """Send an output of the last request."""
@@ -148,10 +148,10 @@ class FakeEngine:
         self._send(Output(request_id or self.requests[-1].id, error=error))
 
     def _send(self, output: Output) -> None:
-        sink, live = self._sinks.get(output.request_id), self.live.get(output.request_id)
-        if sink is not None and live is not None:
+        sink, entry = self._sinks.get(output.request_id), self.table.get(output.request_id)
+        if sink is not None and entry is not None:
             if output.finished:
-                self.live.remove(live)
+                self.table.remove(entry)
             sink(output)
 
 

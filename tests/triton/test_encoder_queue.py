@@ -18,7 +18,6 @@ from transformers import LlavaForConditionalGeneration
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, picture
 from tools.demo.build import make_model, save_checkpoint
-from tools.demo.tokenizer import make_tokenizer
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
@@ -33,11 +32,10 @@ BUSY_SECONDS = 4.0
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Asker]:
     """Yield a client of a server with a deep vision tower and a queue of 16 requests."""
-    tokenizer = make_tokenizer()
-    config = make_model(tokenizer, seed=0).config
+    config = make_model(seed=0).config
     config.vision_config.num_hidden_layers = 40
     folder = tmp_path_factory.mktemp("deep")
-    save_checkpoint(folder, LlavaForConditionalGeneration(config), tokenizer)
+    save_checkpoint(folder, LlavaForConditionalGeneration(config))
     options = ServerOptions(
         model_json={"model": str(folder), "max_num_seqs": 4, "max_num_waiting": 12},
         log=tmp_path_factory.mktemp("queue") / "tritonserver.log",

@@ -1,6 +1,5 @@
 """Tests that the demo's scenes, questions and training are reproducible from their seeds."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,19 +9,16 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("sklearn")
 
-from tools.demo import lexicon  # noqa: E402
-from tools.demo.adapters import adapter_batch  # noqa: E402
-from tools.demo.ahead import ahead  # noqa: E402
+from tools.demo import lexicon, train  # noqa: E402
 from tools.demo.boxes import box_text, parse_boxes  # noqa: E402
+from tools.demo.build import make_tokenizer  # noqa: E402
 from tools.demo.dense import dense_batch  # noqa: E402
 from tools.demo.heldout import DOMAINS, is_right, items  # noqa: E402
-from tools.demo.joint import joint_batch  # noqa: E402
-from tools.demo.loop import Run, Stage  # noqa: E402
 from tools.demo.packing import IGNORED  # noqa: E402
 from tools.demo.questions import ask  # noqa: E402
 from tools.demo.recipes import RECIPES  # noqa: E402
 from tools.demo.scenes import base_scene, draw  # noqa: E402
-from tools.demo.tokenizer import make_tokenizer  # noqa: E402
+from tools.demo.train import adapter_batch, ahead, joint_batch, run_steps  # noqa: E402
 from vlora.generation.metrics import iou  # noqa: E402
 
 
@@ -105,27 +101,41 @@ def _double(index: int) -> int:
 
 
 def test_batches_of_the_worker_process_arrive_in_order() -> None:
-    with ahead(partial(_double), 3, 6) as batches:
-        assert list(batches) == [6, 8, 10]
+    assert list(ahead(_double, 3, 6)) == [6, 8, 10]
 
 
-def _train(state: Path, steps: list[int]) -> Any:
-    """Train a linear model, stop after each given number of steps, and return the weights."""
-    stage = Stage("line", 8, 0.1, state, warmup=2)
-    for stop in steps:
-        torch.manual_seed(0)
-        run = Run(stage, {"line": torch.nn.Linear(3, 2)})
-        line = run.modules["line"]
+class Interrupted(Exception):
+    pass
 
-        def loss_of(index: int, line: Any = line) -> Any:
-            made = torch.randn(5, 3, generator=torch.Generator().manual_seed(index))
-            loss = (line(made) - made[:, :2]).square().mean()
-            return loss, {"loss": float(loss.detach())}
 
-        run.train(range(run.step, stop), loss_of)
+def _train(state: Path, stop: int | None = None) -> Any:
+    """Train a linear model for 8 steps, or until step `stop`. Return the weights."""
+    torch.manual_seed(0)
+    line = torch.nn.Linear(3, 2)
+
+    def loss_of(index: int) -> Any:
+        if index == stop:
+            raise Interrupted
+        made = torch.randn(5, 3, generator=torch.Generator().manual_seed(index))
+        return (line(made) - made[:, :2]).square().mean()
+
+    run_steps(state, {"line": line}, int, loss_of, 8, 0.1, warmup=2)
     return line.weight.detach()
 
 
-def test_interrupted_training_resumes_where_it_stopped(tmp_path: Path) -> None:
-    whole = _train(tmp_path / "whole.pt", [8])
-    assert torch.equal(whole, _train(tmp_path / "parts.pt", [3, 8]))
+def test_interrupted_training_resumes_where_it_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def here(make: Any, first: int, last: int) -> Any:
+        asked.append(first)
+        return map(make, range(first, last))
+
+    monkeypatch.setattr(train, "ahead", here)
+    monkeypatch.setattr(train, "SAVE_EVERY_SECONDS", 0)
+    whole = _train(tmp_path / "whole.pt")
+    with pytest.raises(Interrupted):
+        _train(tmp_path / "parts.pt", stop=3)
+    assert torch.equal(whole, _train(tmp_path / "parts.pt"))
+    assert asked == [0, 0, 3]

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.support.adapter_store import load_and_pack
 from vlora import cli
 from vlora.adapters import patterns
 from vlora.adapters.catalog import find_folders
@@ -296,7 +297,7 @@ def loaded(zoo: Path, shape: ModelShape) -> Iterator[AdapterStore]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(patterns, "SECONDS", 0.2)
         store = AdapterStore(shape)
-        store.load(find_folders(zoo, {}))
+        load_and_pack(store, find_folders(zoo, {}))
         yield store
 
 
@@ -326,7 +327,7 @@ def test_each_broken_adapter_is_reported_with_its_file(loaded: AdapterStore, nam
 
 def test_the_maximum_size_of_an_adapter_is_configurable(zoo: Path, shape: ModelShape) -> None:
     store = AdapterStore(shape, max_bytes=1000)
-    store.load({"x": zoo / "a-healthy"})
+    load_and_pack(store, {"x": zoo / "a-healthy"})
     with pytest.raises(InvalidArgument, match=r"'max_adapter_bytes' allows 1000"):
         store.slot("x")
 

@@ -1,4 +1,4 @@
-"""Tests of tools/large_checkpoint with a small configuration."""
+"""Tests of tools/large_checkpoint.py with a small configuration."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import pytest
 import torch
 from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
-from tools.large_checkpoint import checkpoint
-from tools.large_checkpoint.__main__ import CONTEXT, memory_mib, planned_mib
+from tools import large_checkpoint
+from tools.large_checkpoint import CONTEXT, memory_mib, planned_mib
 
 
 @pytest.fixture(scope="module")
@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config = LlavaConfig(text_config=text, vision_config=vision, image_seq_length=16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "SHARD_BYTES", 1 << 18)
-        checkpoint.make(folder, config, lambda _: None)
+        patch.setattr(large_checkpoint, "SHARD_BYTES", 1 << 18)
+        large_checkpoint.write_checkpoint(folder, config, lambda _: None)
     return folder
 
 

@@ -33,7 +33,7 @@ class Setting:
             adapter("a"),
             adapter("h", head=("raw",)),
             adapter("finder", ("refer",)),
-            live=RequestTable(limits.max_in_flight_bytes),
+            table=RequestTable(limits.max_in_flight_bytes),
         )
         self.pool = ThreadPoolExecutor(1)
         self.encoded: list[Tensors] = []
@@ -87,7 +87,7 @@ def test_an_answer_streams_and_ends_with_the_final_flag(setting: Setting) -> Non
     setting.engine.say("b", finish_reason="stop")
     assert responder.texts == ["a", "b"]
     assert [final for _, final in responder.sent] == [False, True]
-    assert not setting.engine.live
+    assert not setting.engine.table
     assert [output.text for output in setting.observed] == ["a", "b"]
 
 
@@ -96,14 +96,14 @@ def test_every_request_gets_a_new_id_in_addition_to_the_clients(setting: Setting
         setting.ask(client_id="1")
     first, second = setting.engine.requests
     assert first.id != second.id
-    assert [live.client_id for live in setting.engine.live] == ["1", "1"]
+    assert [entry.client_id for entry in setting.engine.table] == ["1", "1"]
 
 
 def test_typed_errors_of_the_engine_reach_the_client(setting: Setting) -> None:
     for error in (Unavailable("full"), NotFound("who"), InvalidArgument("long")):
         setting.engine.refuse = error
         assert setting.ask().failure is error
-    assert not setting.engine.live
+    assert not setting.engine.table
 
 
 def test_an_unknown_adapter_is_not_found(setting: Setting) -> None:
@@ -145,7 +145,7 @@ def test_an_error_of_the_engine_ends_the_request(setting: Setting) -> None:
     setting.engine.say("a")
     setting.engine.fail(Cancelled("stopped"))
     assert isinstance(responder.failure, Cancelled)
-    assert not setting.engine.live
+    assert not setting.engine.table
 
 
 def test_images_are_encoded_on_another_thread_before_the_request_is_submitted(
@@ -218,7 +218,7 @@ def test_a_response_that_cannot_be_sent_aborts_its_request(setting: Setting) -> 
     responder.broken = True
     setting.engine.say("a")
     assert setting.engine.aborted == [setting.engine.requests[0].id]
-    assert not setting.engine.live
+    assert not setting.engine.table
 
 
 def test_a_cancel_request_passes_the_client_id_and_gets_an_empty_final_response(
@@ -385,7 +385,7 @@ def test_the_bytes_of_requests_in_flight_are_limited() -> None:
     assert isinstance(too_large.failure, InvalidArgument)
     setting.service.close()
     assert all(isinstance(responder.failure, Unavailable) for responder in waiting)
-    assert setting.engine.live.bytes == 0
+    assert setting.engine.table.bytes == 0
     setting.gate.set()
     setting.pool.shutdown()
 
@@ -400,9 +400,9 @@ def test_too_many_images_are_refused_before_they_wait(setting: Setting) -> None:
 def test_a_request_that_has_ended_holds_no_bytes(setting: Setting) -> None:
     setting.ask(image=strings([b"x" * 400]))
     until(lambda: setting.engine.requests)
-    assert setting.engine.live.bytes == features(2)["image_features"].nbytes
+    assert setting.engine.table.bytes == features(2)["image_features"].nbytes
     setting.engine.say("a", finish_reason="stop")
-    assert setting.engine.live.bytes == 0
+    assert setting.engine.table.bytes == 0
 
 
 @pytest.mark.parametrize("with_image", [False, True])
@@ -413,7 +413,7 @@ def test_a_panic_of_a_library_fails_its_request(setting: Setting, *, with_image:
     responder = setting.ask(**image)
     assert responder.done.wait(5)
     assert isinstance(responder.failure, Internal)
-    until(lambda: not setting.engine.live)
+    until(lambda: not setting.engine.table)
     setting.engine.refuse = None
     setting.ask(**image)
     until(lambda: setting.engine.requests)

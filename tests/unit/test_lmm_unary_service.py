@@ -157,7 +157,7 @@ def test_a_full_queue_rejects_a_request_with_its_length_before_copying_it(
     assert refused.failure.message == "the queue is full: 2 requests are waiting"
     inner.gate.set()
     assert all(responder.done.wait(5) for responder in responders)
-    until(lambda: not service.live)
+    until(lambda: not service.table)
 
 
 def test_a_waiting_request_ends_at_once_when_its_client_disconnects(
@@ -168,7 +168,7 @@ def test_a_waiting_request_ends_at_once_when_its_client_disconnects(
     assert last.done.wait(5)
     assert isinstance(last.failure, Cancelled)
     assert len(inner.calls) == 2, "`lmm` was not called for it"
-    assert len(service.live) == 3
+    assert len(service.table) == 3
 
 
 def test_a_waiting_request_ends_at_once_when_its_id_is_cancelled(

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.demo.tokenizer import make_tokenizer
+from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
 from vlora.vision.prompts import ChatTemplate, render, task_text
 

@@ -13,7 +13,8 @@ import torch
 from transformers import AutoTokenizer, LlavaForConditionalGeneration
 
 from tools.demo.__main__ import CHECKPOINT
-from tools.real_weights import connector, measure
+from tools.demo.packing import language_of
+from tools.real_weights import checkpoint, measure
 from vlora.vision.prompts import ChatTemplate
 
 FLOAT32 = {"dtype": "float32"}
@@ -30,7 +31,7 @@ def longest(asked: list[measure.Asked]) -> int:
 
 def test_answers_of_a_trained_model_are_right(asked: list[measure.Asked]) -> None:
     accuracies = measure.accuracies(measure.Measured(CHECKPOINT, FLOAT32, longest(asked)), asked)
-    assert accuracies.keys() == set(connector.KINDS)
+    assert accuracies.keys() == set(checkpoint.KINDS)
     assert sum(accuracies.values()) / len(accuracies) > 0.8
 
 
@@ -55,7 +56,7 @@ def test_training_lowers_the_loss_and_changes_the_connector_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("WORD_STEPS", "WORD_SCENES"):
-        monkeypatch.setattr(connector, name, 8)
+        monkeypatch.setattr(checkpoint, name, 8)
     model: Any = LlavaForConditionalGeneration.from_pretrained(CHECKPOINT, dtype=torch.float32)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     torch.manual_seed(0)
@@ -63,9 +64,9 @@ def test_training_lowers_the_loss_and_changes_the_connector_only(
         if isinstance(layer, torch.nn.Linear):
             layer.reset_parameters()
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    language = connector.language_of(tokenizer, ChatTemplate.from_checkpoint(CHECKPOINT))
+    language = language_of(tokenizer, ChatTemplate.from_checkpoint(CHECKPOINT))
     reports: list[str] = []
-    losses = connector.train_connector(model, language, 16, reports.append)
+    losses = checkpoint.train_connector(model, language, 16, reports.append)
     assert sum(losses[-4:]) < 0.8 * sum(losses[:4])
     assert reports[-1].startswith("connector 16/16")
     after = model.state_dict()

@@ -131,14 +131,14 @@ class Setting:
         self.decoder = HeldDecoder(decoder)
         self.encoder = FakeEncoder()
         self.stamps = ArrivalStamps(b"key")
-        self.live = RequestTable(max_bytes)
+        self.table = RequestTable(max_bytes)
         self.flushed = 0
         self.service = VisionService(
             self.decoder,
             self.encoder,
             Limits(),
             self.stamps,
-            self.live,
+            self.table,
             max_requests=4,
             before_answers=self._flush,
             part_of=part_of,
@@ -255,8 +255,8 @@ def test_a_deadline_that_passes_in_the_queue_ends_the_request_at_once(setting: S
     answer_of(setting.ask(encoder_request(png(), png())))
     assert setting.encoder.parts == [[2]]
     assert setting.decoder.decoded == decoded + 2
-    assert setting.live.expired == 2
-    assert setting.live.bytes == 0
+    assert setting.table.expired == 2
+    assert setting.table.bytes == 0
 
 
 def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:
@@ -266,13 +266,13 @@ def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -
     *older, newest = [setting.ask(encoder_request(png(), **stream)) for _ in range(3)]
     for one in older:
         assert isinstance(failure_of(one), Cancelled)
-    assert setting.live.bytes == 4 * (48 + len(png())), "the decoder still has their bytes"
+    assert setting.table.bytes == 4 * (48 + len(png())), "the decoder still has their bytes"
     setting.decoder.release()
     setting.encoder.gate.set()
     answer_of(newest)
     assert setting.encoder.parts == [[1]]
-    assert setting.live.superseded == 2
-    assert setting.live.bytes == 0
+    assert setting.table.superseded == 2
+    assert setting.table.bytes == 0
 
 
 def test_a_cancelled_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:

@@ -10,18 +10,12 @@ from vlora.cli.common import Command, Group
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"
 ADAPTERS = HERE / "adapters"
-SAMPLES = HERE / "samples"
 WORK = Path("out/demo-training")
 
 app = typer.Typer(cls=Group, help=__doc__, no_args_is_help=True, add_completion=False)
 Out = Annotated[Path, typer.Option("--out", metavar="FOLDER", help="Output folder.")]
-From = Annotated[
-    Path, typer.Option("--checkpoint", metavar="FOLDER", help="Folder of the base checkpoint.")
-]
-Work = Annotated[
-    Path,
-    typer.Option(metavar="FOLDER", help="Folder of the training state, from which runs resume."),
-]
+Base = Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the base checkpoint.")]
+Work = Annotated[Path, typer.Option(metavar="FOLDER", help="Training state, to resume from.")]
 Quick = Annotated[bool, typer.Option("--quick", help="Run only a few steps, as a test.")]
 Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more process.")]
 
@@ -49,7 +43,7 @@ def adapters(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="ADAPTER", help="Names; by default all.")
     ] = None,
-    checkpoint: From = CHECKPOINT,
+    checkpoint: Base = CHECKPOINT,
     out: Out = ADAPTERS,
     work: Work = WORK,
     quick: Quick = False,
@@ -59,8 +53,8 @@ def adapters(
     resumes."""
     import torch
 
-    from tools.demo.adapters import train_adapter
     from tools.demo.recipes import RECIPES
+    from tools.demo.train import train_adapter
 
     torch.set_num_threads(threads)
     for name in names or list(RECIPES):
@@ -72,33 +66,13 @@ def adapters(
 
 @app.command(cls=Command)
 def evaluate(
-    domains: Annotated[
-        list[str] | None, typer.Argument(metavar="DOMAIN", help="Names; by default all.")
-    ] = None,
-    checkpoint: From = CHECKPOINT,
-    adapters: Annotated[
-        Path, typer.Option(metavar="FOLDER", help="Folder of the adapters.")
-    ] = ADAPTERS,
-    items: Annotated[int, typer.Option(help="Held-out items per domain.")] = 200,
+    checkpoint: Base = CHECKPOINT,
+    adapters: Annotated[Path, typer.Option(metavar="FOLDER", help="Their folder.")] = ADAPTERS,
 ) -> None:
-    """Measure base and adapters on the held-out set; write the model card and accuracy.json."""
-    from tools.demo.card import write_card
-    from tools.demo.evaluate import evaluate as measure
-    from tools.demo.heldout import DOMAINS
+    """Measure base and adapters on the held-out set, and print the rows of the model card."""
+    from tools.demo.accuracy import evaluate as measure
 
-    unknown = sorted(set(domains or ()) - set(DOMAINS))
-    if unknown:
-        raise typer.BadParameter(f"unknown domains {unknown}; known: {', '.join(DOMAINS)}")
-    measured = measure(checkpoint, adapters, items, tuple(domains or DOMAINS))
-    write_card(checkpoint, adapters, measured)
-
-
-@app.command(cls=Command)
-def samples(out: Out = SAMPLES) -> None:
-    """Write the pictures and clips that `make demo` sends."""
-    from tools.demo.samples import write_samples
-
-    typer.echo(write_samples(out))
+    measure(checkpoint, adapters)
 
 
 if __name__ == "__main__":

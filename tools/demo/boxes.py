@@ -16,25 +16,17 @@ _BOX_TEXT = re.compile(r"<box>\((\d+),(\d+)\),\((\d+),(\d+)\)</box>")
 
 
 def bin_of(position: float, size: int) -> int:
-    """Return the bin (0..31) that contains a position along an edge of a picture.
-
-    position: distance in pixels from the left or the upper edge.
-    size: length of the edge in pixels.
-    """
+    """Return the bin (0..31) of a position along an edge of a picture with `size` pixels."""
     return min(BINS - 1, max(0, int(position * BINS / size)))
 
 
 def box_text(name: str, boxes: list[Box], size: int) -> str:
-    """Return boxes as the text of an answer.
-
-    boxes: in pixels of a square picture whose side has `size` pixels.
-    """
-    groups = []
+    """Return the text for boxes in pixels of a square picture whose side has `size` pixels."""
+    text = f"<ref>{name}</ref>"
     for x1, y1, x2, y2 in boxes:
-        left, top = BIN_CENTRES[bin_of(x1, size)], BIN_CENTRES[bin_of(y1, size)]
-        right, bottom = BIN_CENTRES[bin_of(x2 - 1e-3, size)], BIN_CENTRES[bin_of(y2 - 1e-3, size)]
-        groups.append(f"<box>({left},{top}),({right},{bottom})</box>")
-    return f"<ref>{name}</ref>{''.join(groups)}"
+        edges = (BIN_CENTRES[bin_of(edge, size)] for edge in (x1, y1, x2 - 1e-3, y2 - 1e-3))
+        text += "<box>({},{}),({},{})</box>".format(*edges)
+    return text
 
 
 def parse_boxes(text: str, size: int) -> list[Box]:

@@ -1,96 +1,40 @@
-"""The untrained but complete demo checkpoint: weights, tokenizer, chat template, processor."""
+"""The demo's architecture with random weights.
 
+Architecture, tokenizer and image processor are those of the committed checkpoint. The tokenizer is
+byte-level BPE, learned from the prompts of all tasks and the words of `lexicon`: each word of an
+answer, with or without a space before it, and each value of a box's coordinate is one token.
+"""
+
+import shutil
 from pathlib import Path
 
 import torch
 from transformers import (
-    CLIPVisionConfig,
     GenerationConfig,
-    LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
-    LlavaProcessor,
     PreTrainedTokenizerFast,
 )
-from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from tools.demo.tokenizer import make_tokenizer
-
-IMAGE_SIZE = 64
-PATCH_SIZE = 8
-IMAGE_TOKENS = (IMAGE_SIZE // PATCH_SIZE) ** 2
+CHECKPOINT = Path(__file__).with_name("checkpoint")
+OTHERS = (
+    "chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "preprocessor_config.json",
+    "processor_config.json",
+)  # fmt: skip
+PATCH_SIZE, IMAGE_TOKENS = 8, 64
 HIDDEN = 192
-CONTEXT = 1024
 SHARD_LIMIT = "7MB"
 INITIAL_STD = 0.05
-BOX_FILTER = 4
-"""Pillow's number of its box filter (`Image.Resampling.BOX`)."""
 
 
-def make_config(tokenizer: PreTrainedTokenizerFast) -> LlavaConfig:
-    """Return the architecture: CLIP tower, two-layer connector, Llama decoder.
-
-    Three query heads share one key and value head.
-    """
-    vision = CLIPVisionConfig(
-        hidden_size=HIDDEN,
-        intermediate_size=448,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        image_size=IMAGE_SIZE,
-        patch_size=PATCH_SIZE,
-        projection_dim=HIDDEN,
-        hidden_act="gelu_pytorch_tanh",
-    )
-    text = LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=HIDDEN,
-        intermediate_size=448,
-        num_hidden_layers=5,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-        tie_word_embeddings=False,
-    )
-    return LlavaConfig(
-        vision_config=vision,
-        text_config=text,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
-        vision_feature_select_strategy="default",
-        vision_feature_layer=-1,
-        image_seq_length=IMAGE_TOKENS,
-        projector_hidden_act="gelu",
-        tie_word_embeddings=False,
-    )
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast.from_pretrained(CHECKPOINT)
 
 
-def make_image_processor() -> CLIPImageProcessorPil:
-    """Return the image processor.
-
-    It converts a picture to RGB, scales it to 64x64 pixels with a box filter, and maps its values
-    to [-1, 1].
-    """
-    return CLIPImageProcessorPil(
-        do_resize=True,
-        size={"height": IMAGE_SIZE, "width": IMAGE_SIZE},
-        resample=BOX_FILTER,
-        do_center_crop=False,
-        do_rescale=True,
-        do_normalize=True,
-        image_mean=[0.5, 0.5, 0.5],
-        image_std=[0.5, 0.5, 0.5],
-        do_convert_rgb=True,
-    )
-
-
-def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditionalGeneration:
+def make_model(seed: int) -> LlavaForConditionalGeneration:
     """Return the untrained model in float32, with weights drawn from `seed`."""
     torch.manual_seed(seed)
-    model = LlavaForConditionalGeneration(make_config(tokenizer))
+    model = LlavaForConditionalGeneration(LlavaConfig.from_pretrained(CHECKPOINT))
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() >= 2:
@@ -100,46 +44,23 @@ def make_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> LlavaForConditi
     return model
 
 
-def save_checkpoint(
-    folder: Path, model: LlavaForConditionalGeneration, tokenizer: PreTrainedTokenizerFast
-) -> None:
-    """Write all files that serving reads. Round weights to float16, and keep each shard below 8
-    MiB."""
+def save_checkpoint(folder: Path, model: LlavaForConditionalGeneration) -> None:
+    """Write all files that serving reads, with weights in float16 and shards below 8 MiB."""
     folder.mkdir(parents=True, exist_ok=True)
     for stale in folder.glob("model*.safetensors*"):
         stale.unlink()
+    if folder.resolve() != CHECKPOINT.resolve():
+        for name in OTHERS:
+            shutil.copyfile(CHECKPOINT / name, folder / name)
     stored = LlavaForConditionalGeneration(model.config).to(torch.float16)
     stored.load_state_dict(model.state_dict())
-    stored.generation_config = GenerationConfig(
-        do_sample=False,
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
+    stored.generation_config = GenerationConfig.from_pretrained(CHECKPOINT)
     stored.save_pretrained(folder, max_shard_size=SHARD_LIMIT)
-    processor = LlavaProcessor(
-        image_processor=make_image_processor(),
-        tokenizer=tokenizer,
-        patch_size=PATCH_SIZE,
-        vision_feature_select_strategy="default",
-        chat_template=tokenizer.chat_template,
-        num_additional_image_tokens=1,
-    )
-    processor.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    make_image_processor().save_pretrained(folder)
     for shard in folder.glob("*.safetensors"):
         shard.chmod(0o644)
 
 
 def build(folder: str | Path, seed: int = 0) -> Path:
     """Write an untrained but complete checkpoint and return its folder."""
-    tokenizer = make_tokenizer()
-    save_checkpoint(Path(folder), make_model(tokenizer, seed), tokenizer)
+    save_checkpoint(Path(folder), make_model(seed))
     return Path(folder)
-
-
-if __name__ == "__main__":
-    import sys
-
-    print(build(sys.argv[1] if len(sys.argv) > 1 else "demo-checkpoint"))

@@ -1,4 +1,4 @@
-"""Labels for each patch of a scene, an auxiliary task that pretrains the vision tower.
+"""Labels for each patch of a scene, an auxiliary task that trains the vision tower.
 
 Labels are int64 [64 patches, 10 columns]: shape, colour and texture of the object, the four edges
 of its box as bins, whether the centre of an object is in this patch, and colour and pattern of the
@@ -11,10 +11,14 @@ from outlines than from the labels.
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from tools.demo import lexicon
 from tools.demo.boxes import BINS, bin_of
+from tools.demo.build import HIDDEN, PATCH_SIZE
 from tools.demo.domains import crowd_scene, digit_scene, glyph_scene, part_scene, surface_scene
 from tools.demo.scenes import (
     SIDE,
@@ -32,6 +36,10 @@ GRID_SIDE = 8
 PATCHES = GRID_SIDE**2
 COVERAGE = 8
 """Minimum number of pixels that an object must cover in a patch for the patch to get its labels."""
+OUTLINE_SIDE = 8
+OUTLINE_WEIGHT = 6.0
+EMPTY_WEIGHT = 0.1
+"""Weight of patches without an object in the loss of the label "shape"; with an object it is 1."""
 SEEN_SHAPES = (*lexicon.SHAPES, *lexicon.GLYPHS, *lexicon.DEFECTS, *lexicon.DIGITS)
 SEEN_COLOURS = (*lexicon.COLOURS, *lexicon.BACKGROUNDS)
 SEEN_PATTERNS = (*lexicon.CATEGORIES, *lexicon.NEW_TEXTURES, "panel")
@@ -40,14 +48,14 @@ HEADS: dict[str, int] = {
     "shape": len(SEEN_SHAPES) + 1,
     "colour": len(SEEN_COLOURS),
     "texture": len(lexicon.TEXTURES),
-    "x1": BINS,
-    "y1": BINS,
-    "x2": BINS,
-    "y2": BINS,
+    **dict.fromkeys(("x1", "y1", "x2", "y2"), BINS),
     "centre": 2,
     "surface": len(SURFACES),
     "pattern": len(SEEN_PATTERNS),
 }
+"""Number of values of each label, in the order of the columns."""
+_LINE = (np.arange(OUTLINE_SIDE, dtype=np.float32) + 0.5) / OUTLINE_SIDE * 2 - 1
+_OUTLINE_U, _OUTLINE_V = np.meshgrid(_LINE, _LINE)
 
 
 @dataclass(frozen=True)
@@ -64,33 +72,11 @@ class DenseBatch:
     outlines: NDArray[np.uint8]
 
 
-@dataclass(frozen=True)
-class PatchLabels:
-    """Labels of the patches of one scene, as in `DenseBatch`.
-
-    labels: [64, 10].
-    outlines: [64, 64].
-    """
-
-    labels: NDArray[np.int64]
-    outlines: NDArray[np.uint8]
-
-
-OUTLINE_SIDE = 8
-_LINE = (np.arange(OUTLINE_SIDE, dtype=np.float32) + 0.5) / OUTLINE_SIDE * 2 - 1
-_OUTLINE_U, _OUTLINE_V = np.meshgrid(_LINE, _LINE)
-
-
-def patch_labels(scene: Scene, drawing: Drawing) -> PatchLabels:
-    """Return the labels of one drawn scene."""
+def patch_labels(scene: Scene, drawing: Drawing) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Return the labels [64, 10] and outlines [64, 64] of one drawn scene."""
     outlines = np.zeros((PATCHES, OUTLINE_SIDE**2), np.uint8)
-    silhouettes = [
-        (opacity_of(thing, _OUTLINE_U, _OUTLINE_V) > 0.4).astype(np.uint8).ravel()
-        for thing in scene.things
-    ]
     labels = np.full((PATCHES, len(HEADS)), -1, np.int64)
-    labels[:, 0] = 0
-    labels[:, 7] = 0
+    labels[:, 0] = labels[:, 7] = 0
     labels[:, 8] = SURFACES.index(scene.surface)
     labels[:, 9] = SEEN_PATTERNS.index(scene.pattern)
     patch = SIDE // GRID_SIDE
@@ -102,23 +88,20 @@ def patch_labels(scene: Scene, drawing: Drawing) -> PatchLabels:
         x, y = thing.centre
         labels[int(y) // patch * GRID_SIDE + int(x) // patch, 7] = 1
     for here in np.flatnonzero(covered.max(1) >= COVERAGE):
-        index = int(covered[here].argmax())
-        thing, outlines[here] = scene.things[index], silhouettes[index]
+        thing = scene.things[int(covered[here].argmax())]
+        outlines[here] = (opacity_of(thing, _OUTLINE_U, _OUTLINE_V) > 0.4).ravel()
         x1, y1, x2, y2 = thing.box
         labels[here, :7] = (
             SEEN_SHAPES.index(thing.shape) + 1,
             SEEN_COLOURS.index(thing.colour),
             lexicon.TEXTURES.index(thing.texture),
-            bin_of(x1, SIDE),
-            bin_of(y1, SIDE),
-            bin_of(x2 - 1e-3, SIDE),
-            bin_of(y2 - 1e-3, SIDE),
+            *(bin_of(edge, SIDE) for edge in (x1, y1, x2 - 1e-3, y2 - 1e-3)),
         )
-    return PatchLabels(labels, outlines)
+    return labels, outlines
 
 
 def broad_scene(rng: np.random.Generator) -> Scene:
-    """Return a scene of any known objects and surfaces, for the tower's pretraining."""
+    """Return a scene of any known objects and surfaces, also those of the adapters' domains."""
     kind = rng.random()
     if kind < 0.35:
         return base_scene(rng)
@@ -142,8 +125,8 @@ def labelled(scenes: list[Scene], drawings: list[Drawing]) -> DenseBatch:
     labels = [patch_labels(*pair) for pair in zip(scenes, drawings, strict=True)]
     return DenseBatch(
         np.stack([drawing.pixels for drawing in drawings]),
-        np.stack([label.labels for label in labels]),
-        np.stack([label.outlines for label in labels]),
+        np.stack([label for label, _ in labels]),
+        np.stack([outline for _, outline in labels]),
     )
 
 
@@ -152,3 +135,45 @@ def dense_batch(index: int, seed: int, size: int) -> DenseBatch:
     rng = np.random.default_rng([seed, index])
     scenes = [broad_scene(rng) for _ in range(size)]
     return labelled(scenes, [draw(scene) for scene in scenes])
+
+
+class DenseHeads(nn.Module):
+    """Linear readouts of a patch's features: each label, the pixels, and the object's outline."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.readout = nn.Linear(HIDDEN, sum(HEADS.values()))
+        self.pixels = nn.Linear(HIDDEN, 3 * PATCH_SIZE**2)
+        self.outline = nn.Linear(HIDDEN, OUTLINE_SIDE**2)
+
+
+def to_pixels(images: NDArray[np.uint8]) -> Tensor:
+    """Return pixels [n, 3, 64, 64] of uint8 [n, 64, 64, 3], like the image processor."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 127.5 - 1
+
+
+def dense_loss(heads: DenseHeads, features: Tensor, batch: DenseBatch) -> Tensor:
+    """Return the loss of the tower's features [n, 64, hidden].
+
+    It is the sum of the labels' cross entropies, the outlines' cross entropy (weighted by
+    OUTLINE_WEIGHT) and the pixels' squared error.
+    """
+    normal = heads.norm(features)
+    logits = heads.readout(normal).split(list(HEADS.values()), dim=-1)
+    guessed, outlines = heads.pixels(normal), heads.outline(normal)
+    labels = torch.from_numpy(batch.labels)
+    patches = F.unfold(to_pixels(batch.images), PATCH_SIZE, stride=PATCH_SIZE).transpose(1, 2)
+    shows_thing = labels[..., 0] > 0
+    drawn = torch.from_numpy(batch.outlines)[shows_thing].float()
+    outline = F.binary_cross_entropy_with_logits(outlines[shows_thing].float(), drawn)
+    loss = F.mse_loss(guessed.float(), patches) + OUTLINE_WEIGHT * outline
+    shape_weights = torch.ones(HEADS["shape"])
+    shape_weights[0] = EMPTY_WEIGHT
+    for column, (name, head) in enumerate(zip(HEADS, logits, strict=True)):
+        asked = labels[..., column].reshape(-1)
+        kept = asked >= 0
+        rows = head.reshape(-1, head.shape[-1])[kept].float()
+        weights = shape_weights if name == "shape" else None
+        loss = loss + F.cross_entropy(rows, asked[kept], weight=weights)
+    return loss

@@ -1,13 +1,13 @@
 """Scenes of the adapters' domains: digits, glyphs, many objects, surfaces, damaged parts."""
 
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tools.demo import lexicon
-from tools.demo.scenes import Scene, Thing, place_boxes, random_surface, random_thing
-from tools.demo.shapes import Floats
+from tools.demo.scenes import Floats, Scene, Thing, place_boxes, random_surface, random_thing
 from vlora.generation.metrics import Box
 
 _DARK = ("black", "gray", "brown")
@@ -24,7 +24,7 @@ def _digits() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
 
 
 def digit_scene(rng: np.random.Generator, held_out: bool, index: int | None = None) -> Scene:
-    """Return an enlarged handwritten digit. Held-out digits are never used in training."""
+    """Return an enlarged handwritten digit. Training never uses held-out digits."""
     images, labels = _digits()
     split = len(labels) - _HELD_OUT_DIGITS
     low, high = (split, len(labels)) if held_out else (0, split)
@@ -55,25 +55,19 @@ def glyph_scene(rng: np.random.Generator, glyph: str | None = None) -> Scene:
     """Return a scene with one symbol for which the base has no name."""
     box = place_boxes(rng, 1, 22, 40)[0]
     thing = random_thing(rng, box, (glyph,) if glyph else lexicon.GLYPHS)
-    thing = Thing(thing.shape, thing.colour, "solid", box)
-    return random_surface(rng, (thing,))
+    return random_surface(rng, (replace(thing, texture="solid"),))
 
 
 def crowd_scene(rng: np.random.Generator, count: int | None = None) -> Scene:
-    """Return a scene of `count` small separate objects of one shape.
-
-    By default they are 5 to 9 objects, more than the base was trained on.
-    """
+    """Return a scene of small objects of one shape, by default more than the base knows."""
     count = count or int(rng.integers(5, 10))
     shape = str(rng.choice(lexicon.SHAPES))
     boxes = [_small_box(rng, cell) for cell in _separate_cells(rng, count)]
-    things = tuple(random_thing(rng, box, (shape,)) for box in sorted(boxes))
-    things = tuple(Thing(t.shape, t.colour, "solid", t.box) for t in things)
-    return random_surface(rng, things, "plain")
+    drawn = [random_thing(rng, box, (shape,)) for box in sorted(boxes)]
+    return random_surface(rng, tuple(replace(one, texture="solid") for one in drawn), "plain")
 
 
 def _separate_cells(rng: np.random.Generator, count: int) -> list[tuple[int, int]]:
-    """Return `count` cells of an 8x8 board, no two of which touch."""
     while True:
         chosen: list[tuple[int, int]] = []
         for number in rng.permutation(64):
@@ -98,11 +92,10 @@ def surface_scene(rng: np.random.Generator, pattern: str | None = None) -> Scene
 
 def part_scene(rng: np.random.Generator, defect: str | None, count: int = 1) -> Scene:
     """Return a brushed panel with `count` defects of one kind, or without defects."""
-    if defect is None:
-        things: tuple[Thing, ...] = ()
-    else:
-        smallest, largest = {"scratch": (18, 32), "stain": (14, 24), "hole": (8, 15)}[defect]
-        boxes = place_boxes(rng, count, smallest, largest)
+    things: tuple[Thing, ...] = ()
+    if defect is not None:
+        sides = {"scratch": (18, 32), "stain": (14, 24), "hole": (8, 15)}[defect]
+        boxes = place_boxes(rng, count, *sides)
         things = tuple(_defect(rng, defect, box) for box in boxes)
     scene = random_surface(rng, things, "panel")
     surface = str(rng.choice(["gray", "white", "cyan", "pink"]))

@@ -17,7 +17,7 @@ from tools.demo.domains import digit_scene
 from tools.demo.motion import FRAMES, base_clip
 from tools.demo.questions import VQA_KINDS, Question, ask
 from tools.demo.recipes import RECIPES, Sample
-from tools.demo.scenes import SIDE, Pixels, Scene, base_scene, draw
+from tools.demo.scenes import SIDE, Pixels, base_scene, draw
 from vlora.generation.metrics import ENOUGH_OVERLAP, Box, iou
 
 SEED = 7_000_001
@@ -30,9 +30,11 @@ DOMAINS = (*BASE_DOMAINS, *ADAPTER_DOMAINS)
 class Item:
     """One held-out request and its right answer.
 
-    `images` and `frames` are PNG files of 64x64 pixels. `boxes` are (x1, y1, x2, y2) in pixels.
-    `adapter` is the adapter of this domain, and `kind` names the skill that the question tests. If
-    `choices` is set, the answer is one of them.
+    adapter: adapter of the domain.
+    images, frames: PNG files of 64x64 pixels.
+    boxes: if the question asks for boxes, the true ones in pixels, unrounded.
+    choices: if set, the answer is one of them.
+    kind: skill that the question tests.
     """
 
     id: str
@@ -56,10 +58,7 @@ def items(domain: str, n: int, start: int = 0) -> list[Item]:
 
 
 def is_right(item: Item, text: str) -> bool:
-    """Return whether an answer is right.
-
-    Boxes must match the item's boxes (see `boxes_match`). Any other answer must equal the words.
-    """
+    """Return whether an answer has boxes that match the item's, or equals the expected words."""
     if item.boxes is None:
         return text.strip() == item.answer
     return boxes_match(item.boxes, parse_boxes(text, SIDE))
@@ -86,33 +85,37 @@ def adapter_of(domain: str) -> str | None:
 def _item(domain: str, index: int) -> Item:
     rng = np.random.default_rng([SEED, DOMAINS.index(domain), index])
     adapter = adapter_of(domain)
-    if adapter is None:
-        sample = _base_sample(domain, index, rng)
-    elif domain.startswith("digits"):
-        scene = digit_scene(rng, held_out=True, index=index)
-        asked = RECIPES[adapter].domains[domain](rng, True).question
-        answer = scene.things[0].shape
-        sample = Sample(Question(asked.kind, asked.task, asked.text, answer), scene)
-    else:
-        sample = RECIPES[adapter].domains[domain](rng, True)
-    question = sample.question
-    choices = RECIPES[adapter].choices if adapter else ()
+    sample = _sample(domain, adapter, index, rng)
+    question, scene = sample.question, sample.scene
+    boxes = None
+    if scene is not None and question.task in ("refer", "detect"):
+        names = [(t.shape, t.colour, f"{t.colour} {t.shape}") for t in scene.things]
+        pairs = zip(scene.things, names, strict=True)
+        boxes = [thing.box for thing, named in pairs if question.text in named]
+    times = [float(time) for time in np.linspace(0, 1, FRAMES)]
     return Item(
         id=f"{domain}-{index}",
         domain=domain,
         adapter=adapter,
         task=question.task,
-        images=[] if sample.scene is None else [png(draw(sample.scene).pixels)],
-        frames=[] if sample.clip is None else [png(frame) for frame in _frames(sample)],
+        images=[] if scene is None else [png(draw(scene).pixels)],
+        frames=[] if sample.clip is None else [png(frame) for frame in sample.clip.frames(times)],
         text=question.text,
         answer=question.answer,
-        boxes=_boxes(question, sample.scene),
-        choices=list(choices) or None,
+        boxes=boxes,
+        choices=(list(RECIPES[adapter].choices) or None) if adapter else None,
         kind=question.kind,
     )
 
 
-def _base_sample(domain: str, index: int, rng: np.random.Generator) -> Sample:
+def _sample(domain: str, adapter: str | None, index: int, rng: np.random.Generator) -> Sample:
+    if domain.startswith("digits"):
+        assert adapter is not None
+        scene = digit_scene(rng, held_out=True, index=index)
+        asked = RECIPES[adapter].domains[domain](rng, True).question
+        return Sample(Question(asked.kind, asked.task, asked.text, scene.things[0].shape), scene)
+    if adapter is not None:
+        return RECIPES[adapter].domains[domain](rng, True)
     if domain == "video":
         clip = base_clip(rng, lexicon.MOTIONS[index % len(lexicon.MOTIONS)])
         return Sample(Question("motion", "video", "", clip.action), clip=clip)
@@ -122,23 +125,6 @@ def _base_sample(domain: str, index: int, rng: np.random.Generator) -> Sample:
         question = ask(kind, scene, rng)
         if question is not None:
             return Sample(question, scene)
-
-
-def _boxes(question: Question, scene: Scene | None) -> list[Box] | None:
-    """Return the true boxes, unrounded, or None if the question does not ask for boxes."""
-    if question.task not in ("refer", "detect") or scene is None:
-        return None
-    wanted = question.text
-    return [
-        thing.box
-        for thing in scene.things
-        if wanted in (thing.shape, thing.colour, f"{thing.colour} {thing.shape}")
-    ]
-
-
-def _frames(sample: Sample) -> list[Pixels]:
-    times = [float(time) for time in np.linspace(0, 1, FRAMES)]
-    return sample.clip.frames(times) if sample.clip is not None else []
 
 
 def png(pixels: Pixels) -> bytes:

@@ -4,6 +4,8 @@ The checkpoint is trained on the base names. Each adapter name belongs to one ad
 tokenizer has a token for it, but the base is not trained on it.
 """
 
+from collections.abc import Iterable
+
 COLOURS: dict[str, tuple[int, int, int]] = {
     "red": (222, 38, 38),
     "green": (36, 166, 52),
@@ -41,19 +43,9 @@ def plural(shape: str) -> str:
 
 def all_words() -> list[str]:
     """Return every word that an answer may contain, for the base and all adapters."""
-    groups = (
-        tuple(COLOURS),
-        tuple(BACKGROUNDS),
-        SHAPES,
-        TEXTURES,
-        CATEGORIES,
-        DIRECTIONS,
-        GLYPHS,
-        NEW_TEXTURES,
-        ACTIONS,
-        DEFECTS,
-        CONDITIONS,
-        DIGITS,
-        ("moving", "standing", "still", "yes", "no", "none", "and", "on", "a", "background"),
-    )
+    others = ("moving", "standing", "still", "yes", "no", "none", "and", "on", "a", "background")
+    groups: tuple[Iterable[str], ...] = (
+        COLOURS, BACKGROUNDS, SHAPES, TEXTURES, CATEGORIES, DIRECTIONS, GLYPHS, NEW_TEXTURES,
+        ACTIONS, DEFECTS, CONDITIONS, DIGITS, others,
+    )  # fmt: skip
     return [word for group in groups for word in group]

@@ -17,7 +17,6 @@ class Clip:
     """An object on a surface, and the object's motion.
 
     scene: surface, with the object as it is before it moves.
-    action: name of the motion.
     amount: pixels by which the object moves, or the largest factor of its size.
     cycles, offset: number of repetitions, and phase at the start, of a motion that repeats.
     other_colour: second colour of an object that changes its colour.
@@ -50,9 +49,8 @@ def base_clip(rng: Rng, action: str | None = None) -> Clip:
     """Return a clip of the base model's task: an object moves in one direction or stands still."""
     action = action or str(rng.choice(lexicon.MOTIONS))
     travel = float(rng.uniform(20, 34)) if action.startswith("moving") else 0.0
-    dx, dy = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}.get(
-        action.split()[-1], (0, 0)
-    )
+    steps = {"left": (-1, 0), "right": (1, 0), "up": (0, -1), "down": (0, 1)}
+    dx, dy = steps.get(action.split()[-1], (0, 0))
     side = float(rng.uniform(14, 22))
     x = _start(rng, side, dx * travel)
     y = _start(rng, side, dy * travel)
@@ -63,10 +61,8 @@ def action_clip(rng: Rng, action: str | None = None) -> Clip:
     """Return a clip of the `actions` adapter's domain. The base does not know its motions."""
     action = action or str(rng.choice(lexicon.ACTIONS))
     side, amount = float(rng.uniform(15, 20)), float(rng.uniform(1.7, 2.3))
-    if action == "bouncing":
-        amount = float(rng.uniform(18, 26))
-    elif action == "shaking":
-        amount = float(rng.uniform(8, 13))
+    if action in ("bouncing", "shaking"):
+        amount = float(rng.uniform(*((18, 26) if action == "bouncing" else (8, 13))))
     reach = side * 1.2 if action in ("growing", "shrinking") else side / 2
     low_x = reach + (amount if action == "shaking" else 0) + 1
     low_y = reach + (amount if action == "bouncing" else 0) + 1
@@ -77,26 +73,20 @@ def action_clip(rng: Rng, action: str | None = None) -> Clip:
 
 
 def _start(rng: Rng, side: float, travel: float) -> float:
-    low, high = 1 - min(0.0, travel), SIDE - 1 - side - max(0.0, travel)
-    return float(rng.uniform(low, high))
+    return float(rng.uniform(1 - min(0.0, travel), SIDE - 1 - side - max(0.0, travel)))
 
 
 def _clip(rng: Rng, action: str, box: tuple[float, float, float, float], amount: float) -> Clip:
     thing = random_thing(rng, box, lexicon.SHAPES)
     others = [name for name in lexicon.COLOURS if name != thing.colour]
-    return Clip(
-        scene=random_surface(rng, (thing,)),
-        action=action,
-        amount=amount,
-        cycles=float(rng.uniform(1.6, 2.2)),
-        offset=float(rng.uniform(0, 1)),
-        other_colour=str(rng.choice(others)),
-    )
+    scene = random_surface(rng, (thing,))
+    cycles, offset = float(rng.uniform(1.6, 2.2)), float(rng.uniform(0, 1))
+    return Clip(scene, action, amount, cycles, offset, str(rng.choice(others)))
 
 
-def _scaled(thing: Thing, factor: float) -> Thing:
+def _scaled(thing: Thing, first: float, last: float, time: float) -> Thing:
     x, y = thing.centre
-    half = (thing.box[2] - thing.box[0]) / 2 * factor
+    half = (thing.box[2] - thing.box[0]) / 2 * (first + (last - first) * time)
     return replace(thing, box=(x - half, y - half, x + half, y + half))
 
 
@@ -112,10 +102,8 @@ _MOTIONS = {
     "up": lambda clip, thing, time: thing.moved(0, -clip.amount * time),
     "down": lambda clip, thing, time: thing.moved(0, clip.amount * time),
     "still": lambda clip, thing, time: thing,
-    "growing": lambda clip, thing, time: _scaled(thing, 0.75 + (clip.amount - 0.75) * time),
-    "shrinking": lambda clip, thing, time: _scaled(
-        thing, clip.amount + (0.75 - clip.amount) * time
-    ),
+    "growing": lambda clip, thing, time: _scaled(thing, 0.75, clip.amount, time),
+    "shrinking": lambda clip, thing, time: _scaled(thing, clip.amount, 0.75, time),
     "blinking": lambda clip, thing, time: thing if _wave(clip, time) > 0 else None,
     "bouncing": lambda clip, thing, time: thing.moved(
         0, -clip.amount * abs(math.sin(math.pi * (clip.cycles * time + clip.offset)))

@@ -8,20 +8,19 @@ therefore computes exactly what its prompt would compute alone, at a fraction of
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tools.demo.build import IMAGE_TOKENS
+from tools.demo.build import IMAGE_TOKENS, make_tokenizer
 from tools.demo.questions import Question
-from tools.demo.tokenizer import make_tokenizer
 from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
 
 FRONT, PADDING = 0, -1
 """Values of `Pack.branches` in the prefix and in the padding."""
 IGNORED = -100
 """Target of a position that predicts no token of an answer."""
-TEMPLATE = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
 Ints = NDArray[np.int64]
 
 
@@ -33,7 +32,6 @@ class Pack:
     branches: 0 in the prefix, the number of the branch (from 1) in a branch, and -1 in the padding.
     targets: the next token at each position that predicts a token of an answer; else IGNORED.
     ends: [branches, 2], row and column of the last prompt token of each branch.
-    kinds: kind of each branch's question.
     classes: [branches], class of each branch's answer; empty unless a task head is trained.
     """
 
@@ -43,7 +41,6 @@ class Pack:
     branches: Ints
     targets: Ints
     ends: Ints
-    kinds: tuple[str, ...]
     classes: Ints
 
 
@@ -61,17 +58,6 @@ class Row:
     is_clip: bool = False
 
 
-@lru_cache(maxsize=1)
-def _tokenizer() -> object:
-    return make_tokenizer()
-
-
-@lru_cache(maxsize=200_000)
-def encode(text: str) -> tuple[int, ...]:
-    """Return the token ids of a text with the demo's tokenizer."""
-    return tuple(_tokenizer()(text, add_special_tokens=False).input_ids)  # type: ignore[operator]
-
-
 @dataclass(frozen=True)
 class Language:
     """Prompts of one decoder: chat template, tokens of a text, and text at the end of an answer."""
@@ -81,73 +67,67 @@ class Language:
     end: str
 
 
-DEMO = Language(TEMPLATE, encode, "</s>")
+def language_of(tokenizer: Any, template: ChatTemplate) -> Language:
+    """Return the prompts of a decoder with this tokenizer."""
+
+    @lru_cache(maxsize=200_000)
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return Language(template, encode, tokenizer.eos_token)
 
 
-def prompt_parts(
-    question: Question, images: int, is_clip: bool, language: Language = DEMO
-) -> tuple[list[int], list[int]]:
-    """Return (prefix, branch): the token ids of a prompt up to its last image, and after it.
-
-    In the prefix, each image has IMAGE_TOKENS image tokens.
-    """
-    frames = images if is_clip else 0
-    template = language.template
-    prompt = render(question.task, question.text, images - frames, frames, template)
-    front, branch = prompt[: len(template.prefix)], prompt[len(template.prefix) :]
-    if images:
-        cut = prompt.rindex(PLACEHOLDER) + len(PLACEHOLDER)
-        front, branch = prompt[:cut], prompt[cut:]
-    expanded = front.replace(PLACEHOLDER, PLACEHOLDER * IMAGE_TOKENS)
-    return list(language.encode(expanded)), list(language.encode(branch))
+@lru_cache(maxsize=1)
+def demo_language() -> Language:
+    return language_of(make_tokenizer(), ChatTemplate("<s><|user|>", "<|assistant|>"))
 
 
-def pack(rows: list[Row], language: Language = DEMO) -> Pack:
+def pack(rows: list[Row], language: Language) -> Pack:
     """Return rows as one padded batch."""
     laid_out = [_lay_out(row, language) for row in rows]
-    length = max(len(columns[0]) for columns in laid_out)
-    length = -(-length // 16) * 16
-    filled = [np.full((len(rows), length), fill, np.int64) for fill in (0, 0, PADDING, IGNORED)]
-    ends: list[tuple[int, int]] = []
-    for index, (tokens, positions, branches, targets, row_ends) in enumerate(laid_out):
-        for array, values in zip(filled, (tokens, positions, branches, targets), strict=True):
-            array[index, : len(values)] = values
-        ends += [(index, end) for end in row_ends]
+    length = -(-max(len(places) for places, _ in laid_out) // 16) * 16
+    table = np.full((len(rows), length, 4), (0, 0, PADDING, IGNORED), np.int64)
+    for row, (places, _) in zip(table, laid_out, strict=True):
+        row[: len(places)] = places
+    ends = [(row, end) for row, (_, row_ends) in enumerate(laid_out) for end in row_ends]
     images = [image for row in rows for image in row.images]
     return Pack(
         np.stack(images) if images else np.zeros((0, 64, 64, 3), np.uint8),
-        *filled,
+        *np.ascontiguousarray(np.moveaxis(table, -1, 0)),
         ends=np.array(ends, np.int64),
-        kinds=tuple(question.kind for row in rows for question in row.questions),
         classes=np.array([label for row in rows for label in row.classes], np.int64),
     )
 
 
-def _lay_out(
-    row: Row, language: Language
-) -> tuple[list[int], list[int], list[int], list[int], list[int]]:
-    """Return five lists for one training sequence: tokens, their positions, their branches, their
-    targets, and the index of the last token of each question's prompt.
-
-    Tokens of the prefix that all questions share have the branch FRONT, others the question's
-    number. A question does not attend to another question's branch.
-    """
-    tokens: list[int] = []
-    positions: list[int] = []
-    branches: list[int] = []
-    targets: list[int] = []
+def _lay_out(row: Row, language: Language) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Return (token, position, branch, target) of each place, and the ends of the prompts."""
+    places: list[tuple[int, ...]] = []
     ends: list[int] = []
     for number, question in enumerate(row.questions, start=1):
-        front, prompt = prompt_parts(question, len(row.images), row.is_clip, language)
+        front, prompt = _prompt_parts(question, len(row.images), row.is_clip, language)
         if number == 1:
-            tokens += front
-            positions += range(len(front))
-            branches += [FRONT] * len(front)
-            targets += [IGNORED] * len(front)
+            places += [(token, at, FRONT, IGNORED) for at, token in enumerate(front)]
         answer = list(language.encode(question.answer + language.end))
-        ends.append(len(tokens) + len(prompt) - 1)
-        tokens += prompt + answer
-        positions += range(len(front), len(front) + len(prompt) + len(answer))
-        branches += [number] * (len(prompt) + len(answer))
-        targets += [IGNORED] * (len(prompt) - 1) + answer + [IGNORED]
-    return tokens, positions, branches, targets, ends
+        ends.append(len(places) + len(prompt) - 1)
+        targets = [IGNORED] * (len(prompt) - 1) + answer + [IGNORED]
+        branch = zip(prompt + answer, targets, strict=True)
+        places += [
+            (token, at, number, target) for at, (token, target) in enumerate(branch, len(front))
+        ]
+    return places, ends
+
+
+def _prompt_parts(
+    question: Question, images: int, is_clip: bool, language: Language
+) -> tuple[list[int], list[int]]:
+    """Return the token ids of a prompt up to its last image, and after it.
+
+    In the first part, each image has IMAGE_TOKENS image tokens.
+    """
+    frames = images if is_clip else 0
+    prompt = render(question.task, question.text, images - frames, frames, language.template)
+    cut = len(language.template.prefix)
+    if images:
+        cut = prompt.rindex(PLACEHOLDER) + len(PLACEHOLDER)
+    front = prompt[:cut].replace(PLACEHOLDER, PLACEHOLDER * IMAGE_TOKENS)
+    return list(language.encode(front)), list(language.encode(prompt[cut:]))

@@ -21,12 +21,7 @@ INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
 
 @dataclass(frozen=True)
 class Caption:
-    """Text below a picture.
-
-    asked: task, adapter and question.
-    label: words of the answer, which are drawn on frames.
-    right: whether the answer is right. Otherwise, the caption also shows `expected`.
-    """
+    """Text below a picture; `label` is drawn on the frames of a clip."""
 
     asked: str
     label: str
@@ -36,11 +31,7 @@ class Caption:
 
 
 def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
-    """Return a picture of an answer: the image with boxes, or the frames, above the caption.
-
-    frames: [h, w, 3] uint8 each; one for an image.
-    objects: as in the output `result`, with boxes in pixels of the last frame.
-    """
+    """Return a picture of an answer: the image with its objects, or the frames, and the caption."""
     is_clip = len(frames) > 1
     picture = _strip(frames, caption.label) if is_clip else _draw_objects(frames[0], objects)
     words = [caption.asked, f"answer: {caption.answer}"]
@@ -59,7 +50,6 @@ def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: C
 
 
 def sheet(tiles: Sequence[Any]) -> Any:
-    """Return one picture with all tiles."""
     rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
     heights = [max(one.height for one in row) for row in rows]
     width = COLUMNS * (SIDE + MARGIN) + MARGIN
@@ -76,35 +66,34 @@ def _draw_objects(pixels: Pixels, objects: Sequence[dict[str, Any]]) -> Any:
     height, width = pixels.shape[:2]
     image = Image.fromarray(pixels).resize((SIDE, SIDE), Image.Resampling.NEAREST)
     draw = ImageDraw.Draw(image)
-    font = ImageFont.load_default(15)
     for number, found in enumerate(objects):
-        left, top, right, bottom = (
-            edge * SIDE / size for edge, size in zip(found["box"], (width, height) * 2, strict=True)
-        )
+        sizes = (width, height) * 2
+        box = [edge * SIDE / size for edge, size in zip(found["box"], sizes, strict=True)]
         colour = BOX_COLOURS[number % len(BOX_COLOURS)]
-        draw.rectangle((left, top, right, bottom), outline=colour, width=4)
-        label = found["label"] or "?"
-        at = (left + 4, top - 20 if top >= 20 else top + 4)
-        draw.rectangle(draw.textbbox(at, f" {label} ", font), fill=colour)
-        draw.text(at, f" {label} ", INK, font)
+        draw.rectangle(box, outline=colour, width=4)
+        _label(
+            draw, (box[0] + 4, box[1] + (-20 if box[1] >= 20 else 4)), found["label"] or "?", colour
+        )
     return image
 
 
 def _strip(frames: Sequence[Pixels], label: str) -> Any:
     """Return a picture of a clip: its frames, three per row, each with its number and the label."""
     side = SIDE // 3
-    rows = -(-len(frames) // 3)
-    strip = Image.new("RGB", (SIDE, rows * side), PAPER)
+    strip = Image.new("RGB", (SIDE, -(-len(frames) // 3) * side), PAPER)
     draw = ImageDraw.Draw(strip)
-    font = ImageFont.load_default(13)
     for number, frame in enumerate(frames):
         left, top = number % 3 * side, number // 3 * side
-        small = Image.fromarray(np.asarray(frame)).resize((side - 2, side - 2))
-        strip.paste(small, (left, top))
-        for text, at in ((f"{number}", top + 2), (label[:14], top + side - 20)):
-            draw.rectangle(draw.textbbox((left + 3, at), f" {text} ", font), fill=PAPER)
-            draw.text((left + 3, at), f" {text} ", INK, font)
+        strip.paste(Image.fromarray(np.asarray(frame)).resize((side - 2, side - 2)), (left, top))
+        _label(draw, (left + 3, top + 2), f"{number}", PAPER)
+        _label(draw, (left + 3, top + side - 20), label[:14], PAPER)
     return strip
+
+
+def _label(draw: Any, at: tuple[float, float], text: str, colour: str) -> None:
+    font = ImageFont.load_default(14)
+    draw.rectangle(draw.textbbox(at, f" {text} ", font), fill=colour)
+    draw.text(at, f" {text} ", INK, font)
 
 
 def _wrapped(text: str, font: Any) -> list[str]:

@@ -1,5 +1,6 @@
 """Questions about scenes of the base, and their right answers."""
 
+import itertools
 from collections import Counter
 from dataclasses import dataclass
 
@@ -67,9 +68,8 @@ def _colour(scene: Scene, rng: Rng) -> Question | None:
 
 def _shape(scene: Scene, rng: Rng) -> Question | None:
     thing = _pick(rng, _unique(scene, "colour"))
-    return thing and Question(
-        "shape", "vqa", f"What shape is the {thing.colour} object?", thing.shape
-    )
+    text = "What shape is the {} object?"
+    return thing and Question("shape", "vqa", text.format(thing.colour), thing.shape)
 
 
 def _texture(scene: Scene, rng: Rng) -> Question | None:
@@ -95,22 +95,15 @@ def _count_some(scene: Scene, rng: Rng) -> Question:
 
 
 def _exists(scene: Scene, rng: Rng) -> Question:
-    """Return a question that asks for an object, which is present half the time.
-
-    An absent object often differs from a present one in only one attribute.
-    """
     shown = _pick(rng, list(scene.things))
     present = {(thing.colour, thing.shape) for thing in scene.things}
     named = rng.random() < 0.5
     if shown and rng.random() < 0.5:
         wanted = (shown.colour, shown.shape)
     else:
-        absent = [
-            (colour, shape)
-            for colour in lexicon.COLOURS
-            for shape in lexicon.SHAPES
-            if (colour, shape) not in present
-        ]
+        pairs = itertools.product(lexicon.COLOURS, lexicon.SHAPES)
+        absent = [pair for pair in pairs if pair not in present]
+        # An absent object often differs from a present one in only one attribute.
         if shown and named and rng.random() < 0.6:
             absent = [pair for pair in absent if shown.colour == pair[0] or shown.shape == pair[1]]
         elif not named:
@@ -119,10 +112,8 @@ def _exists(scene: Scene, rng: Rng) -> Question:
         wanted = absent[int(rng.integers(len(absent)))]
     name = f"{wanted[0]} {wanted[1]}" if named else wanted[1]
     found = wanted in present if named else any(shape == wanted[1] for _, shape in present)
-    article = "an" if name.startswith("orange") else "a"
-    return Question(
-        "exists", "vqa", f"Is there {article} {name} in the picture?", "yes" if found else "no"
-    )
+    text = f"Is there {'an' if name.startswith('orange') else 'a'} {name} in the picture?"
+    return Question("exists", "vqa", text, "yes" if found else "no")
 
 
 def _refer(scene: Scene, rng: Rng) -> Question | None:
@@ -135,10 +126,7 @@ def _refer(scene: Scene, rng: Rng) -> Question | None:
 
 
 def _detect(scene: Scene, rng: Rng) -> Question:
-    """Return a question that asks for all objects of a shape or colour.
-
-    For one question in eight, the scene has no such object.
-    """
+    # For one question in eight, the scene has no such object.
     shown = _pick(rng, list(scene.things)) if rng.random() < 0.875 else None
     attribute, names = ("shape", lexicon.SHAPES)
     if rng.random() < 0.4:
@@ -149,28 +137,14 @@ def _detect(scene: Scene, rng: Rng) -> Question:
 
 
 _ASKERS = {
-    "colour": _colour,
-    "shape": _shape,
-    "texture": _texture,
-    "count some": _count_some,
-    "exists": _exists,
-    "refer": _refer,
-    "detect": _detect,
-}
+    "colour": _colour, "shape": _shape, "texture": _texture, "count some": _count_some,
+    "exists": _exists, "refer": _refer, "detect": _detect,
+}  # fmt: skip
 # Mean number of training questions per scene, by kind.
 _QUESTIONS_PER_SCENE: dict[str, float] = {
-    "colour": 1.0,
-    "shape": 0.7,
-    "texture": 2.5,
-    "background": 0.2,
-    "classify": 0.2,
-    "count": 0.5,
-    "count some": 1.2,
-    "exists": 0.8,
-    "refer": 1.2,
-    "detect": 0.8,
-    "caption": 0.6,
-}
+    "colour": 1.0, "shape": 0.7, "texture": 2.5, "background": 0.2, "classify": 0.2, "count": 0.5,
+    "count some": 1.2, "exists": 0.8, "refer": 1.2, "detect": 0.8, "caption": 0.6,
+}  # fmt: skip
 
 
 def training_questions(scene: Scene, rng: Rng) -> list[Question]:
@@ -178,7 +152,6 @@ def training_questions(scene: Scene, rng: Rng) -> list[Question]:
     asked: dict[tuple[str, str], Question] = {}
     for kind, mean in _QUESTIONS_PER_SCENE.items():
         for _ in range(int(mean + rng.random())):
-            question = ask(kind, scene, rng)
-            if question is not None:
+            if (question := ask(kind, scene, rng)) is not None:
                 asked[(question.task, question.text)] = question
     return list(asked.values())

@@ -1,11 +1,8 @@
 """Show a real server's answers to samples of all six tasks, with the base model and adapters.
 
-The script sends the samples of `tools/demo/samples` over gRPC: questions and captions to the
-ensemble `visual_retrieval`, all others to `video_analytics`. It prints a table and draws every
-answer to `out/`: boxes on images, frames of clips, and one sheet of all. It uses the server at
---url if one answers there. Otherwise it starts a server of its own.
-
-usage: python -m tools.demo.show
+The script sends questions and captions to the ensemble `visual_retrieval`, and all others to
+`video_analytics`. It prints a table and draws every answer to `out/`. It uses the server at --url
+if one answers there. Otherwise it starts a server of its own.
 """
 
 import argparse
@@ -38,15 +35,14 @@ from clients.common import (
     stream_responses,
 )
 from clients.frames import VideoFile, encode_frame
-from tools.demo.boxes import parse_boxes
+from tools.demo.boxes import GRID, parse_boxes
+from tools.demo.heldout import boxes_match
 from tools.demo.pictures import Caption, sheet, tile
 from tools.demo.scenes import Pixels
-from vlora.generation.metrics import ENOUGH_OVERLAP, iou
 
 SAMPLES = Path(__file__).with_name("samples")
 STREAMED = {"vqa", "caption"}
 FRAMES = 6
-GRID = 1000
 BOX = re.compile(r"<box>(\(\d+,\d+\)),(\(\d+,\d+\))</box>")
 TAGGED = re.compile(rf"<ref>([^<]*)</ref>((?:{BOX.pattern})+)")
 """A name with the boxes of its objects."""
@@ -69,12 +65,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """Answer of the server.
+    """Answer of the server, or its error.
 
     seconds: time from sending the request to the end of the answer.
     objects: boxes in the output `result`; empty for a streamed answer.
-    score: probability of the most probable label if a vision task head answered, else None.
-    error: message of the server's error, or None.
+    score: probability of the most probable label if a vision task head answered.
     """
 
     text: str
@@ -94,30 +89,21 @@ def load_samples(folder: Path) -> list[Sample]:
     """Return the samples of `folder`. Raise ClientError if it has none."""
     index = folder / "index.json"
     if not index.is_file():
-        raise ClientError(f"there are no samples in {folder}; `python -m tools.demo` writes them")
+        raise ClientError(f"there are no samples in {folder}: it has no index.json")
     return [_load(folder, entry) for entry in json.loads(index.read_text())]
 
 
 def _load(folder: Path, entry: dict[str, Any]) -> Sample:
-    if "video" in entry:
-        frames = next(VideoFile(folder / entry["video"], FRAMES).chunks()).frames
+    video = entry.pop("video", None)
+    images = [folder / name for name in entry.pop("images", ())]
+    if video is not None:
+        frames = next(VideoFile(folder / video, FRAMES).chunks()).frames
         files = [encode_frame(frame, "PNG") for frame in frames]
     else:
-        files = [(folder / name).read_bytes() for name in entry["images"]]
-        frames = [
-            np.array(Image.open(folder / name).convert("RGB"), np.uint8) for name in entry["images"]
-        ]
-    return Sample(
-        name=entry["name"],
-        task=entry["task"],
-        adapter=entry["adapter"],
-        prompt=entry["prompt"],
-        expected=entry["expected"],
-        choices=tuple(entry.get("choices", ())),
-        frames=frames,
-        files=files,
-        is_video="video" in entry,
-    )
+        frames = [np.array(Image.open(path).convert("RGB"), np.uint8) for path in images]
+        files = [path.read_bytes() for path in images]
+    choices = tuple(entry.pop("choices", ()))
+    return Sample(**entry, choices=choices, frames=frames, files=files, is_video=video is not None)
 
 
 def ask(client: Any, sample: Sample) -> Answer:
@@ -146,18 +132,11 @@ def ask(client: Any, sample: Sample) -> Answer:
 
 
 def is_right(expected: str, text: str) -> bool:
-    """Return whether an answer is right.
-
-    An answer with boxes must have the expected name and number of boxes, and a box with IoU >= 0.5
-    for each expected one. Any other answer must equal the expected text.
-    """
-    wanted, given = parse_boxes(expected, GRID), parse_boxes(text, GRID)
+    """Return whether an answer has the expected name and boxes that match, or the expected text."""
+    wanted, found = parse_boxes(expected, GRID), parse_boxes(text, GRID)
     if not wanted:
         return text == expected
-    matched = len(wanted) == len(given) and all(
-        max(iou(box, other) for other in given) >= ENOUGH_OVERLAP for box in wanted
-    )
-    return matched and text.split("<box>")[0] == expected.split("<box>")[0]
+    return boxes_match(wanted, found) and text.split("<box>")[0] == expected.split("<box>")[0]
 
 
 @contextmanager
@@ -191,20 +170,20 @@ def _own_server() -> Iterator[str]:
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
     """Return a table of questions and answers, 80 columns wide."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    table.add_column("task", no_wrap=True)
-    table.add_column("adapter", no_wrap=True)
+    for name in ("task", "adapter"):
+        table.add_column(name, no_wrap=True)
     table.add_column("asked", overflow="fold")
     table.add_column("answer", overflow="fold", min_width=20)
     table.add_column("right", no_wrap=True)
     table.add_column("ms", justify="right", no_wrap=True)
     for sample, answer in zip(samples, answers, strict=True):
         right = is_right(sample.expected, answer.text)
+        expected = "" if right else f"\n[red]expected:[/] {escape(in_words(sample.expected))}"
         table.add_row(
             sample.task,
             sample.adapter or "base",
             sample.prompt or f"({'a clip' if sample.is_video else 'a picture'})",
-            escape(in_words(answer.shown))
-            + ("" if right else f"\n[red]expected:[/] {escape(in_words(sample.expected))}"),
+            escape(in_words(answer.shown)) + expected,
             "[green]yes" if right else "[red]no",
             f"{answer.seconds * 1e3:.0f}",
         )
@@ -229,10 +208,9 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
     out.mkdir(parents=True, exist_ok=True)
     tiles = []
     for sample, answer in zip(samples, answers, strict=True):
+        asked = (sample.task, sample.adapter or "base", sample.prompt)
         caption = Caption(
-            asked=" · ".join(
-                part for part in (sample.task, sample.adapter or "base", sample.prompt) if part
-            ),
+            asked=" · ".join(filter(None, asked)),
             label=answer.text,
             answer=in_words(answer.shown),
             expected=in_words(sample.expected),
@@ -246,30 +224,18 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.demo.show",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--url", default=DEFAULT_URL, metavar="HOST:PORT", help="gRPC address (%(default)s)"
-    )
-    parser.add_argument(
-        "--samples", type=Path, default=SAMPLES, metavar="FOLDER", help="folder with index.json"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("out"), metavar="FOLDER", help="folder for the pictures"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.demo.show", description=__doc__)
+    parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
+    parser.add_argument("--samples", type=Path, default=SAMPLES, help="folder with index.json")
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
     options = parser.parse_args(arguments)
     console = Console()
     samples = load_samples(options.samples)
     with server_at(options.url, console) as client:
         answers = [ask(client, sample) for sample in samples]
     console.print(table_of(samples, answers))
-    right = sum(
-        is_right(sample.expected, answer.text)
-        for sample, answer in zip(samples, answers, strict=True)
-    )
+    pairs = zip(samples, answers, strict=True)
+    right = sum(is_right(sample.expected, answer.text) for sample, answer in pairs)
     page = draw(samples, answers, options.out)
     console.print(f"{right} of {len(samples)} answers are right; pictures: {page}")
     return int(any(answer.error for answer in answers))

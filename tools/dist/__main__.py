@@ -64,8 +64,7 @@ def check(made: Path, kind: str, tools: Path, log: Path) -> None:
 
 
 def try_out(made: Path, log: Path, console: Console) -> str:
-    """Install and serve a distribution. Return a summary of its answers. Raise TrialError if an
-    answer is wrong."""
+    """Install and serve a distribution. Return a summary. Raise TrialError for wrong answers."""
     with tempfile.TemporaryDirectory(prefix="vlora-dist-") as folder:
         home = Path(folder) / "environment"
         started = time.monotonic()
@@ -80,14 +79,8 @@ def try_out(made: Path, log: Path, console: Console) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.dist",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--no-trial", action="store_true", help="build and check only; do not install or serve"
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.dist", description=__doc__)
+    parser.add_argument("--no-trial", action="store_true", help="do not install or serve")
     options = parser.parse_args(arguments)
     console = Console(highlight=False, soft_wrap=True)
     shutil.rmtree(WORK / "logs", ignore_errors=True)
@@ -103,9 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         check(made, kind, tools, log)
         console.print("  contents and metadata are correct")
         if not options.no_trial:
-            console.print(
-                "  installing and serving it in a fresh environment; this takes some minutes"
-            )
+            console.print("  installing and serving it in a fresh environment; some minutes")
             console.print(f"  {try_out(made, log, console)}")
     return 0
 

@@ -6,19 +6,14 @@ The archives are read without being installed.
 from __future__ import annotations
 
 import email
-import hashlib
 import tarfile
 import zipfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
 PACKAGE = PurePosixPath("backend_src/vlora")
-DATA = (
-    "model_repository/",
-    "tools/demo/checkpoint/",
-    "tools/demo/adapters/",
-    "tools/demo/samples/",
-)
+DEMO = ("tools/demo/checkpoint/", "tools/demo/adapters/", "tools/demo/samples/")
+DATA = ("model_repository/", *DEMO)
 """Folders of the source tree that the wheel contains under `vlora/_data`."""
 TO_BUILD = ("csrc/", "backend_src/vlora/", *DATA)
 TO_BUILD_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "constraints.txt")
@@ -61,18 +56,13 @@ def expected_in_wheel(tree: Iterable[str]) -> dict[str, str]:
 
 
 def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
-    """Return one sentence for each fault of the wheel.
-
-    tree: the files under version control.
-    """
+    """Return one sentence for each fault of the wheel; `tree` has all tracked files."""
     expected = expected_in_wheel(tree)
     info = {name for name in wheel if name.partition("/")[0].endswith(".dist-info")}
     kernels = {name for name in wheel if name.startswith("vlora/_kernels.")}
-    faults = (
-        []
-        if len(kernels) == 1
-        else [f"it must have exactly one compiled module, but has {sorted(kernels)}"]
-    )
+    faults = []
+    if len(kernels) != 1:
+        faults.append(f"it must have exactly one compiled module, but has {sorted(kernels)}")
     faults += _differences(wheel, {name: tree[of] for name, of in expected.items()})
     surplus = sorted(set(wheel) - set(expected) - info - kernels)
     faults += [f"{name} must not be in it" for name in surplus]
@@ -80,15 +70,9 @@ def faults_of_wheel(wheel: Contents, tree: Contents) -> list[str]:
 
 
 def faults_of_sdist(sdist: Contents, tree: Contents) -> list[str]:
-    """Return one sentence for each fault of the sdist.
-
-    tree: the files under version control.
-    """
-    due = {
-        name: content
-        for name, content in tree.items()
-        if name.startswith(TO_BUILD) or name in TO_BUILD_FILES
-    }
+    """Return one sentence for each fault of the sdist; `tree` has all tracked files."""
+    names = [name for name in tree if name.startswith(TO_BUILD) or name in TO_BUILD_FILES]
+    due = {name: tree[name] for name in names}
     compiled = sorted(name for name in sdist if name.endswith(NEVER))
     return _differences(sdist, due) + [f"{name} must not be in it" for name in compiled]
 
@@ -96,13 +80,8 @@ def faults_of_sdist(sdist: Contents, tree: Contents) -> list[str]:
 def _differences(archive: Contents, due: Contents) -> list[str]:
     faults = [f"{name} is missing" for name in sorted(set(due) - set(archive))]
     both = sorted(set(due) & set(archive))
-    return faults + [
-        f"{name} differs from the source tree" for name in both if _differs(archive, due, name)
-    ]
-
-
-def _differs(one: Contents, two: Contents, name: str) -> bool:
-    return hashlib.sha256(one[name]).digest() != hashlib.sha256(two[name]).digest()
+    changed = [name for name in both if archive[name] != due[name]]
+    return faults + [f"{name} differs from the source tree" for name in changed]
 
 
 def _faults_of_metadata(wheel: Contents, info: set[str]) -> list[str]:

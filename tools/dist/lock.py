@@ -88,16 +88,15 @@ def best_wheel(names: Iterable[str], tags: Sequence[Tag]) -> str:
     """Return the file name of the wheel whose tag comes first in `tags`. Raise TrialError if none
     fits."""
     order = {tag: place for place, tag in enumerate(tags)}
-    ranked = {
-        name: min(
-            (order[tag] for tag in parse_wheel_filename(name)[3] if tag in order), default=None
-        )
-        for name in names
-    }
-    fitting = {name: place for name, place in ranked.items() if place is not None}
-    if not fitting:
-        raise TrialError(f"none of the wheels {sorted(ranked)} fits {tags[0]}")
-    return min(fitting, key=lambda name: fitting[name])
+
+    def rank(name: str) -> int:
+        return min(order.get(tag, len(tags)) for tag in parse_wheel_filename(name)[3])
+
+    names = list(names)
+    best = min(names, key=rank, default="")
+    if not best or rank(best) == len(tags):
+        raise TrialError(f"none of the wheels {sorted(names)} fits {tags[0]}")
+    return best
 
 
 def line_of(package: dict[str, Any], tags: Sequence[Tag]) -> str:
@@ -111,10 +110,7 @@ def line_of(package: dict[str, Any], tags: Sequence[Tag]) -> str:
 
 
 def resolve(lock: Lock, torch: Sequence[str], uv: Path, folder: Path, log: Path) -> str:
-    """Return the text of a lock file.
-
-    torch: uv's options for the index of torch's CPU build.
-    """
+    """Return the text of a lock file. `torch`: uv's options for the index of torch's CPU build."""
     others, pins, made = folder / "others.in", folder / "pins.txt", folder / "pylock.toml"
     others.write_text("\n".join(lock.others))
     pins.write_text("\n".join([CONSTRAINTS.read_text(), *build_requirements()]))
@@ -132,18 +128,10 @@ def resolve(lock: Lock, torch: Sequence[str], uv: Path, folder: Path, log: Path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.dist.lock",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.dist.lock", description=__doc__)
     place = parser.add_mutually_exclusive_group()
-    place.add_argument(
-        "--torch-index",
-        default="https://download.pytorch.org/whl/cpu",
-        metavar="URL",
-        help="package index of torch's CPU build (default: %(default)s)",
-    )
+    url, about = "https://download.pytorch.org/whl/cpu", "package index of torch's CPU build"
+    place.add_argument("--torch-index", default=url, metavar="URL", help=f"{about} ({url})")
     place.add_argument("--torch-wheels", metavar="FOLDER", help="folder with torch's CPU wheel")
     options = parser.parse_args(arguments)
     torch = ["--index", options.torch_index]
@@ -155,9 +143,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for lock in LOCKS:
         with tempfile.TemporaryDirectory() as folder:
             lock.path.write_text(resolve(lock, torch, uv, Path(folder), log))
-        print(
-            f"{lock.path.relative_to(ROOT)}: {len(lock.path.read_text().splitlines()) - 1} packages"
-        )
+        count = len(lock.path.read_text().splitlines()) - 1
+        print(f"{lock.path.relative_to(ROOT)}: {count} packages")
     return 0
 
 

@@ -20,34 +20,27 @@ from vlora.cli import app
 QUICK_EXAMPLES = 800
 """Maximum number of pictures per item in the short version."""
 TRAINING = {
-    "rank": 16,
-    "learning_rate": 0.003,
-    "batch_size": 32,
-    "max_steps": 600,
-    "evaluate_every": 40,
+    "rank": 16, "learning_rate": 0.003, "batch_size": 32, "max_steps": 600, "evaluate_every": 40,
     "margin": 1.64,
-}
+}  # fmt: skip
 
 
 def export(folder: Path, names: tuple[str, ...], most: int | None = None) -> Path:
-    """Write the pictures of the items and the specification. Return the specification's path.
-
-    most: maximum number of pictures per item; None for the default of each item's source.
+    """Write the items' pictures, at most `most` of each, and the specification. Return its path.
 
     An item whose package is missing is left out, and the reason is printed.
     """
     listed = []
     for name in names:
+        source = SOURCES[name]
         try:
-            source = SOURCES[name]
             _export(source, folder / name, min(source.examples, most or source.examples))
         except (ImportError, OSError) as error:
-            needs = SOURCES[name].needs
-            print(f"left out: {name} needs {needs} ({error})", file=sys.stderr)
+            print(f"left out: {name} needs {source.needs} ({error})", file=sys.stderr)
             shutil.rmtree(folder / name, ignore_errors=True)
             continue
-        item = {"name": name, "images": name, **SOURCES[name].spec}
-        if SOURCES[name].conversations:
+        item = {"name": name, "images": name, **source.spec}
+        if source.conversations:
             item["conversations"] = f"{name}/conversations.jsonl"
         if (folder / name / TRUTH).is_file():
             item["truth"] = f"{name}/{TRUTH}"
@@ -60,9 +53,8 @@ def export(folder: Path, names: tuple[str, ...], most: int | None = None) -> Pat
 
 
 def _export(source: Source, folder: Path, count: int) -> None:
-    """Write one item's pictures, and check that its teacher can be imported."""
     for module in source.modules:
-        importlib.import_module(module)
+        importlib.import_module(module)  # The item's teacher will need it.
     part = folder.with_name(folder.name + ".part")
     if not folder.exists():
         shutil.rmtree(part, ignore_errors=True)
@@ -71,18 +63,9 @@ def _export(source: Source, folder: Path, count: int) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.generation", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.generation", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="four items only, under 15 minutes")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("out/generated"),
-        metavar="FOLDER",
-        help="folder of results",
-    )
+    parser.add_argument("--out", type=Path, default=Path("out/generated"), metavar="FOLDER")
     parser.add_argument("--paper", action="store_true", help="use the heuristic of the paper")
     parser.add_argument("--export-only", action="store_true", help="write data and spec.yaml only")
     arguments = parser.parse_args()

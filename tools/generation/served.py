@@ -38,15 +38,9 @@ def question(task: str, example: Example, adapter: str | None) -> Question:
 
 def main(
     spec: Annotated[Path, typer.Argument(help="Specification of the run.")],
-    out: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of the adapters and of report.json.")
-    ],
-    dtype: Annotated[
-        str, typer.Option(metavar="TYPE", help="Server's type: float32 or bfloat16.")
-    ] = "float32",
-    routed: Annotated[
-        bool, typer.Option("--routed", help="Let the server choose the adapter.")
-    ] = False,
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Adapters and report.json.")],
+    dtype: Annotated[str, typer.Option(help="Server's type: float32 or bfloat16.")] = "float32",
+    routed: Annotated[bool, typer.Option(help="Let the server choose the adapter.")] = False,
 ) -> None:
     """Compare the accuracies of served adapters with the report of the run that made them."""
     wanted = read_spec(spec)

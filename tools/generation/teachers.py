@@ -34,14 +34,8 @@ def _face_cascade() -> Any:
 def has_face(image: Image.Image) -> str:
     """Return "yes" if OpenCV's LBP cascade, from scikit-image, finds a frontal face, else "no"."""
     pixels = np.pad(np.asarray(image.convert("L")), MARGIN, mode="edge")
-    found = _face_cascade().detect_multi_scale(
-        pixels,
-        scale_factor=1.1,
-        step_ratio=1,
-        min_size=(40, 40),
-        max_size=(90, 90),
-        min_neighbor_number=1,
-    )
+    sizes = {"min_size": (40, 40), "max_size": (90, 90), "min_neighbor_number": 1}
+    found = _face_cascade().detect_multi_scale(pixels, scale_factor=1.1, step_ratio=1, **sizes)
     return "yes" if found else "no"
 
 

@@ -3,11 +3,8 @@
 usage: python -m tools.generation.variants OUT [--only NAME]...
 
 Each run differs from the run `default` in one setting, except `paper`, which follows the paper in
-all settings. A run that was stopped continues if the script is started again.
-
-A run first trains items into adapters (docs/generation.md calls this packing), and then may merge
-adapters with each other. Runs that differ only in the second part continue a copy of the run
-`merge-none`.
+all settings. A run that was stopped continues if the script is started again. Runs that pack items
+into adapters alike, and only merge the adapters differently, continue a copy of `merge-none`.
 """
 
 from __future__ import annotations
@@ -15,6 +12,7 @@ from __future__ import annotations
 import json
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +21,6 @@ import typer
 import yaml
 
 from tools.generation.__main__ import export
-from tools.generation.compare import print_table
 from vlora.cli.common import run_command
 from vlora.generation.report import write_report
 from vlora.generation.run import STATE, generate
@@ -39,10 +36,8 @@ TRAINING = {"rank": 4, "batch_size": 8, "max_steps": 100, "evaluate_every": 25, 
 
 @dataclass(frozen=True)
 class Variant:
-    """Settings of a run.
-
-    training: keys of `training` in the specification, beyond those of all runs.
-    heads: whether items that have a vision task head keep it.
+    """Settings of a run: `options` and `training` of the specification, and whether items that have
+    a vision task head keep it.
     """
 
     options: PackingOptions = field(default_factory=PackingOptions)
@@ -52,12 +47,9 @@ class Variant:
     @property
     def only_merges_differ(self) -> bool:
         """Return whether the run packs its items as the run `default` does."""
-        unmerged = self.options.model_copy(update=_merges(PackingOptions()))
-        return replace(self, options=unmerged) == Variant()
-
-
-def _merges(options: PackingOptions) -> dict[str, Any]:
-    return {"merge": options.merge, "merge_training": options.merge_training}
+        usual = PackingOptions()
+        merges = {"merge": usual.merge, "merge_training": usual.merge_training}
+        return replace(self, options=self.options.model_copy(update=merges)) == Variant()
 
 
 VARIANTS = {
@@ -80,9 +72,7 @@ VARIANTS = {
 
 
 def write_spec(plain: Path, name: str, variant: Variant) -> Path:
-    """Write the specification of a run next to the specification `plain`, on which it is based;
-    return its path.
-    """
+    """Write the specification of a run next to `plain`, on which it is based. Return its path."""
     spec = yaml.safe_load(plain.read_text(encoding="utf-8"))
     spec["training"] |= TRAINING | variant.training
     spec["options"] = variant.options.model_dump()
@@ -96,10 +86,7 @@ def write_spec(plain: Path, name: str, variant: Variant) -> Path:
 
 
 def continue_packing(source: Path, target: Path, options: PackingOptions) -> None:
-    """Copy the state of a run that merged nothing, so that a run with other merges continues it.
-
-    source, target: folders of the runs' states.
-    """
+    """Copy the state of a run that merged nothing, so that a run with other merges continues it."""
     part = target.with_name(f"{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     shutil.copytree(source, part)
@@ -110,10 +97,28 @@ def continue_packing(source: Path, target: Path, options: PackingOptions) -> Non
     part.rename(target)
 
 
+def print_table(folders: Sequence[Path]) -> None:
+    """Print a Markdown table of finished runs, from their report.json."""
+    typer.echo(
+        "| run | items | promises kept | adapters | items per adapter | mean gain over the base |"
+        " attempts and merges (rolled back) | steps |\n|---|---|---|---|---|---|---|---|"
+    )
+    for folder in folders:
+        report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
+        items = report["items"].values()
+        attempts = [*report["attempts"], *report["merges"]]
+        gains = [item["reached"] - item["base"] for item in items if item["reached"] is not None]
+        typer.echo(
+            f"| {folder.name} | {len(items)} | {sum(item['kept'] for item in items)} |"
+            f" {len(report['adapters'])} | {report['items_per_adapter']} |"
+            f" {sum(gains) / max(1, len(gains)):+.3f} |"
+            f" {len(attempts)} ({sum(bool(attempt['broken']) for attempt in attempts)}) |"
+            f" {sum(attempt['steps'] for attempt in attempts)} |"
+        )
+
+
 def main(
-    out: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of the data and of the runs.")
-    ],
+    out: Annotated[Path, typer.Argument(metavar="FOLDER", help="Data and runs.")],
     only: Annotated[
         list[str] | None, typer.Option(metavar="RUN", help="Name of a run. Default: all.")
     ] = None,
@@ -121,9 +126,8 @@ def main(
     """Run all variants and print a table of them."""
     names = only or list(VARIANTS)
     if unknown := set(names) - set(VARIANTS):
-        raise typer.BadParameter(
-            f"unknown run '{min(unknown)}'; the runs are {', '.join(VARIANTS)}"
-        )
+        known = ", ".join(VARIANTS)
+        raise typer.BadParameter(f"unknown run '{min(unknown)}'; the runs are {known}")
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
     plain = export(data, tuple(REQUIRED), EXAMPLES)
@@ -134,8 +138,8 @@ def main(
         state = run / ".generation"
         if (run / "report.json").exists():
             continue
-        packed = (unmerged / "report.json").exists()
-        if packed and run != unmerged and variant.only_merges_differ and not state.exists():
+        packed = (unmerged / "report.json").exists() and not state.exists()
+        if packed and run != unmerged and variant.only_merges_differ:
             run.mkdir(exist_ok=True)
             continue_packing(unmerged / ".generation", state, variant.options)
         spec = read_spec(write_spec(plain, name, variant))

@@ -2,9 +2,8 @@
 
 usage: `make gpu-check`, or `python -m tools.gpu.compile_check [--json FILE] [--types bf16,fp16]`
 
-The kernels are compiled at the shapes of a 7B model. A table shows the registers, spills and shared
-memory of each. The check fails if a kernel spills or needs more shared memory than a block may
-have. The package `triton` compiles the kernels and provides `ptxas` and `cuobjdump`.
+A table shows what each kernel needs at the shapes of a 7B model. The check fails if a kernel spills
+or needs more shared memory than a block may have.
 """
 
 from __future__ import annotations
@@ -75,8 +74,7 @@ class _Driver:
         return self._target
 
     def get_current_device(self) -> int:
-        """Return a number that differs by target, because compiled kernels are stored by it."""
-        return self._capability
+        return self._capability  # Compiled kernels are stored by this number.
 
     def get_current_stream(self, device: int) -> int:
         return 0
@@ -84,10 +82,9 @@ class _Driver:
 
 @contextmanager
 def compiling_for(capability: int) -> Iterator[list[tuple[str, Any]]]:
-    """Compile the kernels that are launched in this context, without running them.
+    """Compile the kernels that are launched in this context. Yield a list that will have them.
 
-    Yields a list, to which (name, compiled kernel) of each launch is appended. Afterwards this
-    process cannot launch kernels on a GPU.
+    Afterwards this process cannot launch kernels on a GPU.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -112,8 +109,8 @@ def launch_all(dtype: torch.dtype) -> None:
     def empty(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    def numbers(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return empty(*shape, dtype=dtype)
+    def numbers(*shape: int) -> torch.Tensor:
+        return empty(*shape, dtype=torch.int32)
 
     fp32, fp64 = torch.float32, torch.float64
     rows, qkv = empty(ROWS, HIDDEN), empty(ROWS, (HEADS + 2 * KV_HEADS) * DIM)
@@ -143,11 +140,7 @@ def launch_all(dtype: torch.dtype) -> None:
 
 
 def compile_all(dtypes: list[str]) -> list[Compiled]:
-    """Return the resources of every kernel for every target and type.
-
-    Of a kernel that is compiled in several variants, only the variant with the most registers is
-    returned.
-    """
+    """Return the resources of the variant with the most registers of every kernel."""
     found: dict[tuple[str, int, str], Compiled] = {}
     for capability in TARGETS:
         for name in dtypes:
@@ -162,39 +155,23 @@ def compile_all(dtypes: list[str]) -> list[Compiled]:
 
 
 def _resources(kernel: str, capability: int, dtype: str, binary: Any) -> Compiled:
+    import triton
+
+    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        text = subprocess.run(
-            [_cuobjdump(), "--dump-resource-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        command = [cuobjdump, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
-    return Compiled(
-        kernel,
-        capability,
-        dtype,
-        binary.metadata.num_warps,
-        usage["REG"],
-        usage["STACK"] + usage["LOCAL"],
-        binary.metadata.shared,
-    )
-
-
-def _cuobjdump() -> str:
-    import triton
-
-    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump")
+    spills, meta = usage["STACK"] + usage["LOCAL"], binary.metadata
+    return Compiled(kernel, capability, dtype, meta.num_warps, usage["REG"], spills, meta.shared)
 
 
 def table(compiled: list[Compiled]) -> str:
     """Return a table in Markdown: registers and shared memory (KiB) by target, and warps."""
-    lines = [
-        "| kernel | type | warps | registers sm_80 / sm_90 | shared KiB sm_80 / sm_90 | spills |",
-        "|---|---|---|---|---|---|",
-    ]
+    columns = "kernel | type | warps | registers sm_80 / sm_90 | shared KiB sm_80 / sm_90 | spills"
+    lines = [f"| {columns} |", "|---" * 6 + "|"]
     by_key = {(c.kernel, c.dtype, c.target): c for c in compiled}
     for kernel, dtype in dict.fromkeys((c.kernel, c.dtype) for c in compiled):
         both = [by_key[kernel, dtype, target] for target in TARGETS]
@@ -208,17 +185,10 @@ def table(compiled: list[Compiled]) -> str:
 
 
 def main() -> None:
-    """Run the check and exit with 1 if a kernel exceeds its limits."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu.compile_check", description=__doc__.splitlines()[0]
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to this file")
-    parser.add_argument(
-        "--types",
-        default=",".join(DTYPES),
-        metavar="TYPES",
-        help="types of rows and weights (default: %(default)s)",
-    )
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu.compile_check", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the figures")
+    types = ",".join(DTYPES)
+    parser.add_argument("--types", default=types, help="rows and weights (default: %(default)s)")
     options = parser.parse_args()
     os.environ |= {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1"}
     os.environ.setdefault("TRITON_CACHE_DIR", str(Path("build", "gpu-check").resolve()))

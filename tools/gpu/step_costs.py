@@ -2,9 +2,8 @@
 
 usage: python -m tools.gpu.step_costs
 
-For a 7B model in bf16, it adds up what each kernel of a step reads and writes. It compares the sum
-with what every implementation must read: the weights and adapters once, and the keys and values.
-`tests/unit/gpu/test_engine.py` counts the launches of a real step. No GPU is needed or used.
+For a 7B model in bf16, it compares what all kernels of a step read and write with what every
+implementation must read. `tests/unit/gpu/test_engine.py` counts the launches of a real step.
 """
 
 from __future__ import annotations
@@ -62,12 +61,10 @@ class Kernel:
 
 
 def product(name: str, d_in: int, d_out: int, rows: int) -> Kernel:
-    """Return the launch that multiplies bf16 rows by a weight [d_out, d_in]."""
     return Kernel(name, BF16 * d_in * d_out, BF16 * rows * (d_in + d_out))
 
 
 def add_norm(model: Model, rows: int) -> Kernel:
-    """Return the launch of a norm that first adds its input to the residual, which is fp32."""
     return Kernel("add_norm", FP32 * model.hidden, (2 * FP32 + 2 * BF16) * rows * model.hidden)
 
 
@@ -82,10 +79,7 @@ def atmm(d_in: int, d_out: int, rows: int, rank: int) -> Kernel:
 
 
 def layer(model: Model, rows: int, context: int, rank: int = 0) -> list[Kernel]:
-    """Return the launches of a layer for `rows` decoding rows with `context` positions each.
-
-    rank: rank of each row's adapter in every projection; 0 without adapters.
-    """
+    """Return the launches of a layer for decoding rows; rank 0 means no adapters."""
     parts = splits(rows, model.kv_heads, context)
     pages = BF16 * 2 * model.kv_heads * model.dim * context * rows
     partial = 2 * FP32 * parts * rows * model.query if parts > 1 else 0
@@ -131,17 +125,14 @@ def around_layers(model: Model, rows: int) -> list[Kernel]:
 
 
 def step(model: Model, rows: int, context: int, rank: int = 0) -> list[Kernel]:
-    """Return all launches of a greedy decoding step; `rank` as in `layer`."""
     return layer(model, rows, context, rank) * model.layers + around_layers(model, rows)
 
 
 def table(model: Model) -> str:
     """Return a table in Markdown: bytes and times of steps by batch, context and adapters."""
-    lines = [
-        "| rows | context | adapters | needed GB | moved GB | moved / needed | needed ms"
-        " | launches (per layer) | gaps ms | predicted / needed time |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    columns = "rows | context | adapters | needed GB | moved GB | moved / needed | needed ms"
+    columns += " | launches (per layer) | gaps ms | predicted / needed time"
+    lines = [f"| {columns} |", "|---" * 10 + "|"]
     for rows in (1, 16, 64):
         for context, rank in ((1024, 0), (1024, RANK), (8192, 0)):
             kernels = step(model, rows, context, rank)

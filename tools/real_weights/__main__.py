@@ -29,6 +29,9 @@ FOUR_TYPES = measure.TYPES[:4]
 """float32, bfloat16, int8, and int4 in groups of 32."""
 
 app = typer.Typer(cls=Group, add_completion=False)
+Windows = Annotated[int, typer.Option(min=1, help="Number of texts.")]
+Length = Annotated[int, typer.Option(min=2, help="Tokens of a text.")]
+Scenes = Annotated[int, typer.Option(min=1, help="Number of held-out scenes.")]
 
 
 def _print(result: dict[str, Any]) -> None:
@@ -53,14 +56,11 @@ def make(
 @app.command(cls=Command)
 def perplexity(
     folder: Path,
-    windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 16,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 512,
+    windows: Windows = 16,
+    length: Length = 512,
     rows: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Tokens of a step; few use the kernels of decode steps. [default: all of a text]",
-        ),
+        typer.Option(min=1, help="Tokens of a step; few use the kernels of decode steps."),
     ] = None,
 ) -> None:
     """Print the decoder's perplexity on Python's language reference by type of weight, and that of
@@ -70,15 +70,11 @@ def perplexity(
     _print({"transformers": "float32", "perplexity": round(measure.stock(folder, texts), 4)})
     for options in measure.TYPES:
         value, size = measure.served(folder, texts, options, rows)
-        sizes = {"matrix_mib": round(size / 2**20, 1)}
-        _print(options | {"perplexity": round(value, 4)} | sizes)
+        _print(options | {"perplexity": round(value, 4), "matrix_mib": round(size / 2**20, 1)})
 
 
 @app.command(cls=Command)
-def accuracy(
-    folder: Path,
-    scenes: Annotated[int, typer.Option(min=1, help="Number of held-out scenes.")] = 60,
-) -> None:
+def accuracy(folder: Path, scenes: Scenes = 60) -> None:
     """Print the accuracy on held-out scenes of the demo, by type of weight."""
     asked = measure.held_out(folder, scenes)
     longest = max(len(one.tokens) for one in asked)
@@ -89,12 +85,7 @@ def accuracy(
 
 
 @app.command(cls=Command)
-def merging(
-    folder: Path,
-    windows: Annotated[int, typer.Option(min=1, help="Number of texts.")] = 4,
-    length: Annotated[int, typer.Option(min=2, help="Tokens of a text.")] = 256,
-    scenes: Annotated[int, typer.Option(min=1, help="Number of held-out scenes.")] = 10,
-) -> None:
+def merging(folder: Path, windows: Windows = 4, length: Length = 256, scenes: Scenes = 10) -> None:
     """Print the error that merging an adapter adds on texts and on scenes of the demo, by type of
     weight.
 

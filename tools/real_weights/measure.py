@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from tools.demo.questions import Question
-from tools.real_weights.connector import questions_of, scene_of
+from tools.demo.scenes import draw
+from tools.real_weights.checkpoint import questions_of, scene_of
 from vlora.adapters.catalog import find_folders
 from vlora.adapters.store import AdapterStore
 from vlora.atmm.segments import signed_segments
@@ -25,6 +26,9 @@ from vlora.model.decoder_config import dtype_of, load_config, quantization_of
 from vlora.model.inputs import text_prompt
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.switcher import Switcher
+from vlora.model.tokenizer import load_tokenizer
+from vlora.vision.encoder import VisionEncoder
+from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
 
 TYPES: tuple[dict[str, Any], ...] = (
@@ -51,11 +55,7 @@ class Measured:
     def __init__(
         self, folder: Path, options: dict[str, Any], longest: int, adapters: Path | None = None
     ) -> None:
-        """Load the checkpoint.
-
-        longest: maximum number of tokens of a text.
-        adapters: folder whose subfolders are adapters; the first one is used.
-        """
+        """Load the checkpoint, for texts of at most `longest` tokens, and the first adapter."""
         chosen = Options(model=folder, **options)
         self._config, dtype = load_config(folder), dtype_of(chosen.dtype, folder)
         weights = load_weights(folder, self._config, dtype, quantization_of(chosen, self._config))
@@ -64,16 +64,13 @@ class Measured:
         store = AdapterStore(shape, 1 << 30, dtype, 1 << 30)
         store.load(find_folders(adapters, {}))
         self._slot = store.slot(store.names()[0]) if adapters else BASE
-        self._switcher = Switcher(weights.slab, store.slots)
-        self._decoder = Decoder(self._config, weights, store.slots, self._switcher)
+        self._switcher = Switcher(weights.slab, store)
+        self._decoder = Decoder(self._config, weights, store, self._switcher)
         self._pages = tuple(range(-(-longest // chosen.block_size)))
-        sizes = (
-            self._config.layers,
-            chosen.block_size,
-            self._config.kv_heads,
-            self._config.head_dim,
+        config, block = self._config, chosen.block_size
+        self._cache = KVCache(
+            len(self._pages), config.layers, block, config.kv_heads, config.head_dim, dtype
         )
-        self._cache = KVCache(len(self._pages), *sizes, dtype)
 
     @torch.inference_mode()
     def logits(
@@ -87,7 +84,6 @@ class Measured:
         """Return the logits after each token, [tokens, vocabulary].
 
         features: [n, hidden], which replace the n image tokens.
-        merged: whether the adapter is merged into the weights.
         rows: number of tokens of a step; None for all. Few rows use the kernels of decode steps.
         """
         self._switcher.switch(self._slot if merged else BASE)
@@ -114,21 +110,14 @@ class Measured:
 
 
 def texts_of(folder: Path, count: int, length: int) -> list[list[int]]:
-    """Return `count` texts, each of `length` tokens of the checkpoint's tokenizer."""
-    from vlora.model.tokenizer import load_tokenizer
-
-    return list(windows_of(load_tokenizer(folder), count, length))
-
-
-def windows_of(tokenizer: Any, count: int, length: int) -> Iterator[list[int]]:
-    """Yield `count` texts of `length` tokens from the topics of Python's language reference."""
+    """Return `count` texts of `length` tokens from the topics of Python's language reference."""
     from pydoc_data.topics import topics
 
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    tokens = tokenizer(text[: count * length * 8], add_special_tokens=False)["input_ids"]
+    tokenizer = load_tokenizer(folder)
+    text = "\n\n".join(topics[name] for name in sorted(topics))[: count * length * 8]
+    tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert len(tokens) >= count * length, "the reference is shorter than these texts"
-    for index in range(count):
-        yield tokens[index * length : (index + 1) * length]
+    return [tokens[start : start + length] for start in range(0, count * length, length)]
 
 
 @torch.inference_mode()
@@ -143,10 +132,7 @@ def stock(folder: Path, texts: Sequence[list[int]]) -> float:
 def served(
     folder: Path, texts: Sequence[list[int]], options: dict[str, Any], rows: int | None = None
 ) -> tuple[float, int]:
-    """Return the perplexity of the server's decoder, and the bytes of its layers' matrices.
-
-    rows: number of tokens of a step; None for all of a text.
-    """
+    """Return the perplexity of the server's decoder, and the bytes of its layers' matrices."""
     decoder = Measured(folder, options, max(map(len, texts)))
     results = ((decoder.logits(text, rows=rows), text) for text in texts)
     return _perplexity(results), decoder.matrix_bytes
@@ -169,11 +155,6 @@ class Asked:
 
 def held_out(folder: Path, scenes: int) -> list[Asked]:
     """Return questions about scenes that training does not use, with the encoder's features."""
-    from tools.demo.scenes import draw
-    from vlora.model.tokenizer import load_tokenizer
-    from vlora.vision.encoder import VisionEncoder
-    from vlora.vision.images import DecodedImage
-
     template, tokenizer = ChatTemplate.from_checkpoint(folder), load_tokenizer(folder)
     encoder = VisionEncoder(folder, torch.get_num_threads())
     asked: list[Asked] = []
@@ -183,20 +164,14 @@ def held_out(folder: Path, scenes: int) -> list[Asked]:
         for question in questions_of(scene, SEED, 2, number):
             prompt = render(question.task, question.text, 1, 0, template)
             prompt = prompt.replace(PLACEHOLDER, PLACEHOLDER * len(features))
-            parts = (
-                tokenizer(text, add_special_tokens=False)["input_ids"]
-                for text in (prompt, question.answer + tokenizer.eos_token)
-            )
-            ids, answer = map(list, parts)
+            texts = [prompt, question.answer + tokenizer.eos_token]
+            ids, answer = tokenizer(texts, add_special_tokens=False)["input_ids"]
             asked.append(Asked(question, ids + answer, features, len(answer)))
     return asked
 
 
 def accuracies(decoder: Measured, asked: Sequence[Asked]) -> dict[str, float]:
-    """Return the share of right greedy answers by kind of question.
-
-    A greedy answer is right if each of its tokens, and the end after them, has the largest logit.
-    """
+    """Return the share of right greedy answers, with the end after them, by kind of question."""
     hits: dict[str, list[bool]] = {}
     for one in asked:
         logits = decoder.logits(one.tokens, one.features)[-one.answer - 1 : -1]
@@ -210,9 +185,8 @@ def constant_accuracies(asked: Sequence[Asked]) -> dict[str, float]:
     answers: dict[str, list[str]] = {}
     for one in asked:
         answers.setdefault(one.question.kind, []).append(one.question.answer)
-    return {
-        kind: round(max(map(each.count, each)) / len(each), 3) for kind, each in answers.items()
-    }
+    most = {kind: max(map(each.count, each)) / len(each) for kind, each in answers.items()}
+    return {kind: round(share, 3) for kind, share in most.items()}
 
 
 def make_adapter(folder: Path, to: Path, rank: int = 16, change: float = 0.05) -> None:
@@ -226,9 +200,8 @@ def make_adapter(folder: Path, to: Path, rank: int = 16, change: float = 0.05) -
     torch.manual_seed(SEED)
     model = LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32)
     targets = r".*language_model.*\.(q|k|v|o|gate|up|down)_proj"
-    adapted: Any = get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
-    )
+    config = LoraConfig(r=rank, lora_alpha=rank, target_modules=targets)
+    adapted: Any = get_peft_model(model, config)
     for module in adapted.modules():
         if hasattr(module, "lora_B") and "default" in module.lora_B:
             a, b = module.lora_A["default"].weight, module.lora_B["default"].weight
@@ -255,14 +228,13 @@ def merging_errors(
         errors, spread = [], []
         for tokens, features in cases:
             unmerged = decoder.logits(tokens, features)
-            errors.append(
-                (decoder.logits(tokens, features, merged=True) - unmerged).square().mean()
-            )
+            merged = decoder.logits(tokens, features, merged=True)
+            errors.append((merged - unmerged).square().mean())
             spread.append(unmerged.var())
         result[f"{name}_rms_error"] = float(f"{(sum(errors) / sum(spread)) ** 0.5:.2e}")
-    for merged in (False, True):
-        value = _perplexity((decoder.logits(text, merged=merged), text) for text in texts)
-        result["merged_perplexity" if merged else "perplexity"] = round(value, 4)
+    for name, is_merged in (("perplexity", False), ("merged_perplexity", True)):
+        value = _perplexity((decoder.logits(text, merged=is_merged), text) for text in texts)
+        result[name] = round(value, 4)
     return result
 
 
@@ -270,8 +242,7 @@ def _perplexity(results: Iterator[tuple[torch.Tensor, list[int]]]) -> float:
     """Return the perplexity of texts, each with the logits after each of its tokens."""
     total, count = 0.0, 0
     for logits, text in results:
-        loss = torch.nn.functional.cross_entropy(
-            logits[:-1].float(), torch.tensor(text[1:]), reduction="sum"
-        )
+        expected = torch.tensor(text[1:])
+        loss = torch.nn.functional.cross_entropy(logits[:-1].float(), expected, reduction="sum")
         total, count = total + float(loss), count + len(text) - 1
     return math.exp(total / count)

@@ -540,50 +540,45 @@ def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
 
 
 class AdapterNames:
-    """Mapping from names to handles.
+    """Mapping from names to handles, or to the errors of adapters that cannot be loaded.
 
     Only the engine's thread may use it, but any thread may read `table`.
+
+    table: the table that was published last. The object itself never changes; `publish` replaces
+        it.
     """
 
     def __init__(self) -> None:
-        self._current: dict[str, AdapterHandle] = {}
-        self._broken: dict[str, InvalidArgument] = {}
+        self._entries: dict[str, AdapterHandle | InvalidArgument] = {}
         self._changed = False
         self.table = NameTable({}, {})
-        """The table that was published last. The object itself never changes; `publish` replaces
-        it.
+
+    def set(self, name: str, entry: AdapterHandle | InvalidArgument | None) -> AdapterHandle | None:
+        """Map a name to a version or an error, or to nothing for None. Return the version that it
+        referred to before, or None.
         """
-
-    def set(self, handle: AdapterHandle) -> AdapterHandle | None:
-        """Make this version the current one of its name; return the previous version, or None."""
-        name = as_text(handle.name)
-        previous = self.remove(handle.name)
-        self._current[name] = handle
-        return previous
-
-    def set_broken(self, name: str, error: InvalidArgument) -> AdapterHandle | None:
-        """Map a name to an error; return the version that the name referred to before, or None."""
-        previous = self.remove(name)
-        self._broken[as_text(name)] = error
-        return previous
-
-    def remove(self, name: str) -> AdapterHandle | None:
-        """Remove a name; return the version that it referred to, or None."""
+        previous = self.current(name)
+        self._entries.pop(as_text(name), None)
+        if entry is not None:
+            self._entries[as_text(name)] = entry
         self._changed = True
-        self._broken.pop(as_text(name), None)
-        return self._current.pop(as_text(name), None)
+        return previous
 
-    def __contains__(self, name: str) -> bool:
-        return as_text(name) in self._current
-
-    def is_current(self, handle: AdapterHandle) -> bool:
-        """Return whether the handle's name still refers to this version."""
-        return self._current.get(as_text(handle.name)) is handle
+    def current(self, name: str) -> AdapterHandle | None:
+        """Return the version that the name refers to, or None."""
+        entry = self._entries.get(as_text(name))
+        return entry if isinstance(entry, AdapterHandle) else None
 
     def publish(self) -> None:
         """Make all changes visible to other threads."""
-        if self._changed:
-            self.table = NameTable(
-                MappingProxyType(dict(self._current)), MappingProxyType(dict(self._broken))
-            )
-            self._changed = False
+        if not self._changed:
+            return
+        current: dict[str, AdapterHandle] = {}
+        broken: dict[str, InvalidArgument] = {}
+        for name, entry in self._entries.items():
+            if isinstance(entry, AdapterHandle):
+                current[name] = entry
+            else:
+                broken[name] = entry
+        self.table = NameTable(MappingProxyType(current), MappingProxyType(broken))
+        self._changed = False

@@ -32,7 +32,7 @@ from vlora.adapters.peft import (
     read_config,
 )
 from vlora.adapters.routing import Skill, read_skills
-from vlora.adapters.tensors import WeightsFile, WeightsReader, make_reader
+from vlora.adapters.tensors import PairTensors, WeightsFile, WeightsReader
 from vlora.atmm.types import HeadMatrix, LoraPair
 from vlora.errors import nearest
 from vlora.ids import VISION, MatrixId
@@ -249,14 +249,9 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What the files say about the model, by matrix in ascending order.
+    """What the files say about the model's matrices, in ascending order."""
 
-    keys: keys of A and B in the weights file.
-    """
-
-    keys: Mapping[MatrixId, tuple[str, str]]
-    ranks: Mapping[MatrixId, int]
-    scales: Mapping[MatrixId, float]
+    pairs: Mapping[MatrixId, PairTensors]
     head: TaskHead | None
     skills: tuple[Skill, ...]
 
@@ -264,44 +259,30 @@ class _Checked:
 def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
     config, invalid = files.config, files.invalid
     in_weights = invalid.in_file(WEIGHTS)
-    found = _assign_tensors(files.weights, model, in_weights)
-    if not found:
+    pairs = _assign_tensors(files.weights, model, in_weights)
+    if not pairs:
         raise in_weights("holds no LoRA weights")
     _check_names(config, model, invalid.in_file(CONFIG))
-    present = [key for pair in found.values() for key in (pair.a, pair.b) if key]
+    present = [key for pair in pairs.values() for key in (pair.a, pair.b) if key]
     lora_bytes = files.weights.require_fits(present, max_bytes)
-    ranks: dict[MatrixId, int] = {}
-    scales: dict[MatrixId, float] = {}
-    for matrix, pair in sorted(found.items()):
-        ranks[matrix], scales[matrix] = _check_pair(matrix, pair, files, model)
+    pairs = {matrix: pairs[matrix] for matrix in sorted(pairs)}
+    for matrix, pair in pairs.items():
+        _check_pair(matrix, pair, files, model)
     head = _declared_head(files, model.hidden, max_bytes, lora_bytes)
     _check_invocation(config, head, model, invalid.in_file(CONFIG))
-    if any(layer == VISION for layer, _ in ranks):
+    if any(layer == VISION for layer, _ in pairs):
         _check_vision(config, files.extra, invalid)
     skills = read_skills(files.extra.get("skills", []), invalid.in_file(EXTRA))
-    keys = {matrix: (pair.a, pair.b) for matrix, pair in found.items()}
-    return _Checked(keys, ranks, scales, head, skills)
-
-
-@dataclass
-class _PairKeys:
-    """Keys of one matrix's A and B in the weights file; "" until they are found.
-
-    path: path of the matrix's module, as the file spells it.
-    """
-
-    path: str
-    a: str = ""
-    b: str = ""
+    return _Checked(pairs, head, skills)
 
 
 def _assign_tensors(
     file: WeightsFile, model: ModelShape, invalid: ErrorFactory
-) -> dict[MatrixId, _PairKeys]:
+) -> dict[MatrixId, PairTensors]:
     """Return the keys of each matrix's A and B. Each tensor must belong to a matrix, or be an
     unchanged copy of the base model's LM head.
     """
-    keys: dict[MatrixId, _PairKeys] = {}
+    keys: dict[MatrixId, PairTensors] = {}
     for key in file.shapes:
         try:
             parsed = parse_key(key, model)
@@ -313,7 +294,7 @@ def _assign_tensors(
             _check_copy(file, key, parsed, model, invalid)
             continue
         assert parsed.matrix is not None
-        pair = keys.setdefault(parsed.matrix, _PairKeys(parsed.path))
+        pair = keys.setdefault(parsed.matrix, PairTensors(parsed.path))
         if pair.path != parsed.path:
             raise invalid(f"holds '{key}', but other keys name the same module '{pair.path}'")
         which = parsed.part.lower()
@@ -355,10 +336,8 @@ def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -
         raise invalid(f"has '{min(unknown)}' in target_modules, which names no module of the model")
 
 
-def _check_pair(
-    matrix: MatrixId, pair: _PairKeys, files: _Files, model: ModelShape
-) -> tuple[int, float]:
-    """Return the (rank, scale) of A and B, which must be there, targeted, and fit the matrix."""
+def _check_pair(matrix: MatrixId, pair: PairTensors, files: _Files, model: ModelShape) -> None:
+    """Set the rank and scale of A and B, which must be there, targeted, and fit the matrix."""
     config, invalid = files.config, files.invalid.in_file(WEIGHTS)
     module, paths = pair.path, paths_of(matrix, model, pair.path)
     if not pair.a or not pair.b:
@@ -366,14 +345,14 @@ def _check_pair(
     if not config.targets(paths):
         raise invalid(f"holds '{pair.a}', but adapter_config.json does not target {module}")
     d_out, d_in = model.shape_of(matrix)
-    rank = config.rank_of(paths)
+    pair.rank = rank = config.rank_of(paths)
     a, b = files.weights.shapes[pair.a], files.weights.shapes[pair.b]
     if (a, b) != ((rank, d_in), (d_out, rank)):
         raise invalid(
             f"has A {a} and B {b} for {module};"
             f" with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
         )
-    return rank, config.scale_of(paths)
+    pair.scale = config.scale_of(paths)
 
 
 def _check_invocation(
@@ -448,19 +427,17 @@ def _read_head(
 
 
 def _plan(files: _Files, checked: _Checked, hidden: int) -> AdapterDescription:
-    ranks = {matrix: r for matrix, r in checked.ranks.items() if matrix[0] != VISION}
-    in_vision = {matrix: r for matrix, r in checked.ranks.items() if matrix[0] == VISION}
-    reader = make_reader(files.weights, checked.keys, ranks, checked.scales)
-    vision = None
-    if in_vision:
-        vision = make_reader(files.weights, checked.keys, in_vision, checked.scales)
+    pairs = {matrix: pair for matrix, pair in checked.pairs.items() if matrix[0] != VISION}
+    in_vision = {matrix: pair for matrix, pair in checked.pairs.items() if matrix[0] == VISION}
+    reader = files.weights.reader(pairs)
+    vision = files.weights.reader(in_vision) if in_vision else None
     head = checked.head
     changed = for_each_matrix(reader.ranks)
     targets = {target for _, target in changed}
     info = AdapterInfo(
         name=files.name,
         digest="",
-        ranks=tuple(sorted(set(ranks.values()))),
+        ranks=_ranks(pairs),
         targets=tuple(target for target in (*TARGETS, LM_HEAD) if target in targets),
         tasks=tuple(files.extra.get("tasks", ())),
         accuracy=dict(files.extra.get("accuracy", {})),
@@ -468,7 +445,11 @@ def _plan(files: _Files, checked: _Checked, hidden: int) -> AdapterDescription:
         head_tasks=head.tasks if head else (),
         skills=checked.skills,
         invocation=files.config.invocation,
-        vision_ranks=tuple(sorted(set(in_vision.values()))),
+        vision_ranks=_ranks(in_vision),
     )
     host_bytes = reader.nbytes + (head.nbytes if head else 0)
     return AdapterDescription(info, changed, host_bytes, reader, vision, hidden)
+
+
+def _ranks(pairs: Mapping[MatrixId, PairTensors]) -> tuple[int, ...]:
+    return tuple(sorted({pair.rank for pair in pairs.values()}))

@@ -77,7 +77,7 @@ class AdapterHandle:
     info: description of the adapter. After the first load it includes the digest and never changes.
     adapter: the host copy; set only in the states of COPIED.
     slot: slot of the operator; set only in the states of IN_SLOT.
-    run: pages of the packed copy; set only in the states of IN_SLOT, and None without a page pool.
+    run: pages of the packed copy; set only in the states of IN_SLOT.
     error: reason why the version cannot be loaded; set only in FAILED.
     retired: True once the adapter's name refers to another version. New requests cannot use this
         version.
@@ -183,6 +183,6 @@ class AdapterHandle:
         """
         assert (self.adapter is not None) == (self.state in COPIED)
         assert (self.slot is not None) == (self.state in IN_SLOT)
-        assert self.run is None or self.slot is not None
+        assert (self.run is not None) == (self.state in IN_SLOT)
         assert (self.error is not None) == (self.state is AdapterState.FAILED)
         assert self.adapter is None or self.info is self.adapter.info, "not its own digest"

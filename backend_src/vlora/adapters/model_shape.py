@@ -1,4 +1,4 @@
-"""The part of the served model's shape that adapters have to fit."""
+"""Shapes of the served model, and the module paths by which adapters name its matrices."""
 
 from __future__ import annotations
 
@@ -14,42 +14,14 @@ from vlora.atmm.types import LoraPair
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import ATTENTION
 
-# Adapters of fused linear layers, each of which corresponds to several matrices of the served
-# model.
-#
-# The query, key and value projections of Qwen are one layer, `c_attn`. The layer's A belongs to
-# each of the three matrices. Its B has the rows for `q_proj`, then those for `k_proj` and `v_proj`.
-
-
-FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj")}
-"""Targets of each fused layer, in the order of the layer's rows. All targets of a layer have the
-same size.
-"""
-
 T = TypeVar("T")
 
+FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj")}
+"""Matrices that a linear layer of the trained model corresponds to if it fuses several of them.
 
-def for_each_matrix(values: Mapping[MatrixId, T]) -> dict[MatrixId, T]:
-    """Return the values by matrix, with the value of each fused layer assigned to all of its
-    matrices.
-    """
-    given = {
-        (layer, target): value
-        for (layer, name), value in values.items()
-        for target in FUSED.get(name, (name,))
-    }
-    return {matrix: given[matrix] for matrix in sorted(given)}
-
-
-def split_pairs(pairs: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
-    """Return A and B by matrix, with B of each fused layer split into the rows of its matrices."""
-    split: dict[MatrixId, LoraPair] = {}
-    for (layer, name), pair in pairs.items():
-        targets = FUSED.get(name, (name,))
-        for target, b in zip(targets, pair.b.chunk(len(targets)), strict=True):
-            split[layer, target] = LoraPair(pair.a, b)
-    return {matrix: split[matrix] for matrix in sorted(split)}
-
+The layer's A belongs to each of the matrices. Its B has the rows for each in this order, which have
+the same size.
+"""
 
 LM_HEAD = "lm_head"
 LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
@@ -66,25 +38,6 @@ HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")
 _VISION_PATH = re.compile(
     r"(?:model\.|transformer\.)?(vision_tower|visual|multi_modal_projector)\.(?:vision_model\.)?(.+)"
 )
-
-
-def vision_path(path: str) -> str | None:
-    """Return the path of a module of the vision tower or the connector; None for any other module.
-
-    A module has the same `vision_path` in all layouts of checkpoints and adapters.
-    """
-    match = _VISION_PATH.fullmatch(path)
-    return f"{match[1]}.{match[2]}" if match else None
-
-
-def suffixes(path: str) -> Iterator[str]:
-    """Yield the names that a pattern may use for the module at `path`: the whole path, and the rest
-    after each dot.
-    """
-    yield path
-    while "." in path:
-        path = path.split(".", 1)[1]
-        yield path
 
 
 class Rows(Protocol):
@@ -152,6 +105,25 @@ class ModelShape:
         return sum(rows for rows, _ in shapes), shapes[0][1]
 
 
+def vision_path(path: str) -> str | None:
+    """Return the path of a module of the vision tower or the connector; None for any other module.
+
+    A module has the same `vision_path` in all layouts of checkpoints and adapters.
+    """
+    match = _VISION_PATH.fullmatch(path)
+    return f"{match[1]}.{match[2]}" if match else None
+
+
+def suffixes(path: str) -> Iterator[str]:
+    """Yield the names that a pattern may use for the module at `path`: the whole path, and the rest
+    after each dot.
+    """
+    yield path
+    while "." in path:
+        path = path.split(".", 1)[1]
+        yield path
+
+
 def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) -> tuple[str, ...]:
     """Return the module paths of a matrix, against which the patterns of an adapter are matched.
 
@@ -171,3 +143,25 @@ def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) 
     if file_path is None:
         return tuple(prefix + module for prefix in LAYOUTS)
     return file_path, model.prefix + module
+
+
+def for_each_matrix(values: Mapping[MatrixId, T]) -> dict[MatrixId, T]:
+    """Return the values by matrix, with the value of each fused layer assigned to all of its
+    matrices.
+    """
+    given = {
+        (layer, target): value
+        for (layer, name), value in values.items()
+        for target in FUSED.get(name, (name,))
+    }
+    return {matrix: given[matrix] for matrix in sorted(given)}
+
+
+def split_pairs(pairs: Mapping[MatrixId, LoraPair]) -> dict[MatrixId, LoraPair]:
+    """Return A and B by matrix, with B of each fused layer split into the rows of its matrices."""
+    split: dict[MatrixId, LoraPair] = {}
+    for (layer, name), pair in pairs.items():
+        targets = FUSED.get(name, (name,))
+        for target, b in zip(targets, pair.b.chunk(len(targets)), strict=True):
+            split[layer, target] = LoraPair(pair.a, b)
+    return {matrix: split[matrix] for matrix in sorted(split)}

@@ -300,10 +300,7 @@ class Residents:
 
     def _unused(self, handle: AdapterHandle) -> bool:
         return (
-            handle.run is not None
-            and not handle.pinned
-            and handle.slot != self.protected_slot
-            and handle not in self.needed
+            not handle.pinned and handle.slot != self.protected_slot and handle not in self.needed
         )
 
     def evictable_pages(self, enough: int) -> int:
@@ -344,13 +341,13 @@ class AdapterTiers:
 
     counters: counts of all transitions. The object itself never changes; `count` replaces it.
     on_evict: called with slot and handle before a resident adapter is evicted.
-    pool: pool of the packed copies' pages, set by `attach`.
+    pool, memory: pages of the packed copies, set by `attach`.
     """
 
     def __init__(
         self, model: ModelShape, dtype: torch.dtype, host_bytes: int | None, device: Device
     ) -> None:
-        """Create empty tiers without a pool.
+        """Create empty tiers, which need `attach` before an adapter is packed.
 
         dtype: dtype of the packed copies. Host copies stay fp32, as merging needs them.
         host_bytes: maximum size of the host copies that may be evicted; None for no limit.
@@ -361,22 +358,20 @@ class AdapterTiers:
         self.residents = Residents(self.evict)
         self.counters = TierCounters()
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
-        self.pool: PagePool | None = None
-        self._memory: PageMemory | None = None
+        self.pool: PagePool
+        self.memory: PageMemory
         self._obsolete: set[AdapterHandle] = set()
         """Retired versions that may still have weights in host memory or in the pool."""
 
     def attach(self, pool: PagePool, memory: PageMemory) -> None:
         """Store packed copies in the pool's pages from now on."""
-        self.pool, self._memory = pool, memory
+        self.pool, self.memory = pool, memory
         pool.evictors.append(self.residents)
         pool.run_evictor = self.residents
 
     def pages_of(self, handle: AdapterHandle) -> int:
-        """Return the number of contiguous pages that the adapter needs; 0 without a pool."""
-        if self._memory is None:
-            return 0
-        return Run.length(self.packed_bytes(handle), self._memory.page_bytes)
+        """Return the number of contiguous pages that the adapter needs."""
+        return Run.length(self.packed_bytes(handle), self.memory.page_bytes)
 
     def packed_bytes(self, handle: AdapterHandle) -> int:
         """Return the size in bytes of the adapter's packed copies."""
@@ -407,41 +402,33 @@ class AdapterTiers:
         self.count(host_evictions=evicted)
 
     def reserve(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
-        """Assign a slot, and pages if there is a pool, to an adapter in memory that is to be
-        packed.
+        """Assign a slot and pages to an adapter in memory, so that it can be packed.
 
         Returns False if the pool has too few pages for it and for `kv_pages` pages of keys and
         values.
         """
         assert handle.adapter is not None
-        run = None
-        if self.pool is not None:
-            pages = self.pages_of(handle)
-            if not self.pool.can_allocate_run(pages, kv_pages):
-                return False
-            # If the run evicts an adapter, the host copy that is to be packed must not be dropped.
-            self.host.use(handle)
-            handle.hold()
-            run = self.pool.allocate_run(pages)
-            handle.release()
-            if run is None:
-                return False
+        pages = self.pages_of(handle)
+        if not self.pool.can_allocate_run(pages, kv_pages):
+            return False
         self.host.use(handle)
+        # If the run evicts an adapter, the host copy that is to be packed must not be dropped.
+        handle.hold()
+        run = self.pool.allocate_run(pages)
+        handle.release()
+        if run is None:
+            return False
         handle.enter(AdapterState.PACKING)
         handle.slot, handle.run = self.slots.take(handle.adapter), run
         return True
 
-    def write(self, slot: int, run: Run | None) -> None:
+    def write(self, slot: int, run: Run) -> None:
         """Write the packed copies of a slot's adapter.
 
         Any thread may call this, since nothing else uses the slot and the pages meanwhile.
         """
-        if run is None:
-            self.slots.pack(slot)
-        else:
-            assert self._memory is not None
-            size = run.count * self._memory.page_bytes
-            self.slots.pack(slot, self._memory.address(run.first), size)
+        size = run.count * self.memory.page_bytes
+        self.slots.pack(slot, self.memory.address(run.first), size)
 
     def packed(self, handle: AdapterHandle) -> None:
         """Make an adapter resident whose packed copies have been written."""
@@ -468,7 +455,7 @@ class AdapterTiers:
     def _clear_slot(self, handle: AdapterHandle) -> None:
         assert handle.slot is not None
         self.slots.clear(handle.slot)
-        self._release_run(handle.run)
+        self._release_run(handle)
 
     def evict(self, handle: AdapterHandle) -> None:
         """Release slot and pages of a resident adapter."""
@@ -476,18 +463,15 @@ class AdapterTiers:
         self.on_evict(handle.slot, handle)
         self.slots.release(handle.slot)
         self.residents.remove(handle)
-        run = handle.run
+        self._release_run(handle)
         handle.enter(AdapterState.IN_MEMORY)
-        self._release_run(run)
         self.drop_obsolete()
         self.count(evictions=1, host_evictions=self.host.evict_until_fits(0))
 
-    def _release_run(self, run: Run | None) -> None:
-        if run is not None:
-            assert self.pool is not None
-            assert self._memory is not None
-            self._memory.clear(run.pages)
-            self.pool.release_run(run)
+    def _release_run(self, handle: AdapterHandle) -> None:
+        assert handle.run is not None
+        self.memory.clear(handle.run.pages)
+        self.pool.release_run(handle.run)
 
     def retire(self, handle: AdapterHandle | None) -> None:
         """Record that no name refers to a version any more, so that no new request can use it.
@@ -520,8 +504,5 @@ class AdapterTiers:
         resident = self.residents.by_slot
         for slot, handle in resident.items():
             assert handle.adapter is self.slots.adapter(slot), "not the weights that are packed"
-        if self.pool is not None:
-            runs = [handle.run for handle in resident.values() if handle.run is not None]
-            assert sum(run.count for run in runs) == self.pool.adapter, (
-                "a run belongs to no resident adapter"
-            )
+        runs = [handle.run for handle in resident.values() if handle.run is not None]
+        assert sum(run.count for run in runs) == self.pool.adapter, "a run has no resident adapter"

@@ -179,22 +179,14 @@ class AdapterStore:
         self._taken_bytes = 0
         """Size of all weights that the engine's thread has received from `folders` so far."""
 
-    def load(self, folders: Mapping[str, Path], *, make_resident: bool = True) -> None:
+    def load(self, folders: Mapping[str, Path]) -> None:
         """Read each named folder, in order of name. A failure is an error of that adapter only.
 
         Weights are read as long as they fit into the host budget. Of the other adapters, only the
         declarations are read.
-
-        make_resident: whether to also pack each adapter into a slot, in memory that the compiled
-            core allocates. Use it only without a page pool.
         """
         self.folders.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
         self.apply()
-        if make_resident:
-            for handle in self._loaded():
-                self.tiers.reserve(handle)
-                self._pack(handle, between_steps=True)
-            self.apply()
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
         """Store packed copies in the pool's pages from now on, and pack adapters that are in
@@ -205,16 +197,13 @@ class AdapterStore:
         pages: maximum number of pages to pack into now.
         """
         self.tiers.attach(pool, memory)
-        for handle in self._loaded():
-            needed = self.tiers.pages_of(handle)
-            if needed <= min(pages, pool.free) and self.tiers.reserve(handle):
-                pages -= needed
-                self._pack(handle, between_steps=False)
+        for handle in self.table.current.values():
+            if handle.state is AdapterState.IN_MEMORY:
+                needed = self.tiers.pages_of(handle)
+                if needed <= min(pages, pool.free) and self.tiers.reserve(handle):
+                    pages -= needed
+                    self._pack(handle, between_steps=False)
         self.finish()
-
-    def _loaded(self) -> list[AdapterHandle]:
-        handles = self.table.current.values()
-        return [handle for handle in handles if handle.state is AdapterState.IN_MEMORY]
 
     # -- names, for any thread -------------------------------------------------------------------
 
@@ -293,7 +282,7 @@ class AdapterStore:
     def _apply_folder(self, result: FolderResult) -> None:
         match result:
             case FolderRead(handle, adapter):
-                self.tiers.retire(self._names.set(handle))
+                self.tiers.retire(self._names.set(handle.name, handle))
                 if not handle.description.ranks.keys() <= self.slots.matrices:
                     self.slots.matrices |= handle.description.ranks.keys()
                 if adapter is not None:
@@ -304,10 +293,10 @@ class AdapterStore:
             case FolderFailed(name, error, transient):
                 log.warning("%s", error)
                 # If the new version cannot be read for the moment, the old one continues to serve.
-                if not (transient and name in self._names):
-                    self.tiers.retire(self._names.set_broken(name, error))
+                if not transient or self._names.current(name) is None:
+                    self.tiers.retire(self._names.set(name, error))
             case FolderRemoved(name):
-                self.tiers.retire(self._names.remove(name))
+                self.tiers.retire(self._names.set(name, None))
 
     # -- loading and packing ---------------------------------------------------------------------
 
@@ -325,7 +314,6 @@ class AdapterStore:
         self.apply()
         blocked = self._begin(wanted, running)
         self.slots.sweep()
-        assert self.tiers.pool is not None, "no pool is attached"
         for handle in reversed(wanted):
             handle.last_used = self.tiers.pool.tick()
         self._names.publish()
@@ -387,6 +375,7 @@ class AdapterStore:
             thread packs it.
         """
         assert handle.slot is not None
+        assert handle.run is not None
         job = partial(self.tiers.write, handle.slot, handle.run)
         if not between_steps:
             packer, failed = self.workers.packer, partial(self._fail, handle)
@@ -415,9 +404,9 @@ class AdapterStore:
                 return
         reason = as_adapter_error(handle.name, handle.folder, error)
         self.tiers.fail(handle, reason)
-        if self._names.is_current(handle):
+        if self._names.current(handle.name) is handle:
             log.warning("%s", reason)
-            self.tiers.retire(self._names.set_broken(handle.name, reason))
+            self.tiers.retire(self._names.set(handle.name, reason))
             if transient:
                 self.folders.read_again(handle.name)
 

@@ -27,9 +27,8 @@ from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
 from vlora.weights.safetensors import (
     FLOATS,
-    Layout,
     ReadPlan,
-    offset_of,
+    declared_tensors,
     open_tensors,
     read_header,
     read_rows,
@@ -40,6 +39,21 @@ MAX_HEADER_BYTES = 16 * 1024 * 1024
 
 PIECE_BYTES = 1 << 20
 """Number of bytes that `WeightsFile.equals` reads and compares at a time."""
+
+
+@dataclass
+class PairTensors:
+    """Tensors of one matrix's A and B in the weights file, with their rank and scale.
+
+    path: path of the matrix's module, as the file spells it.
+    a, b: keys of A and B; "" until they are found.
+    """
+
+    path: str
+    a: str = ""
+    b: str = ""
+    rank: int = 0
+    scale: float = 1.0
 
 
 class WeightsFile:
@@ -69,34 +83,13 @@ class WeightsFile:
             raise invalid(f"is not a complete safetensors file: {error}") from error
         except OSError as error:
             raise invalid(f"cannot be read: {error}") from error
-        slices = {key: self._opened.get_slice(key) for key in self._opened.keys()}  # noqa: SIM118
-        self.shapes: dict[str, tuple[int, ...]] = {
-            key: tuple(declared.get_shape()) for key, declared in slices.items()
-        }
-        self._types = {key: str(declared.get_dtype()) for key, declared in slices.items()}
-
-    @property
-    def layout(self) -> Layout:
-        """Layout of the file, by which `WeightsReader` finds the weights in the file.
-
-        Raises InvalidArgument if a tensor does not have a supported floating-point type.
-        """
-        keys = tuple(self._opened.offset_keys())
-        for key in keys:
-            self._require_float(key)
-        return Layout(
-            start=len(self._header),
-            header=hash(self._header),
-            keys=keys,
-            types=tuple(self._types[key] for key in keys),
-            sizes=tuple(math.prod(self.shapes[key]) for key in keys),
-        )
+        self._declared = declared_tensors(self._header)
+        self.shapes = {key: one.shape for key, one in sorted(self._declared.items())}
 
     def _require_float(self, key: str) -> None:
-        if self._types[key] not in FLOATS:
-            raise self._invalid(
-                f"holds '{key}' as {self._types[key]}; supported: {', '.join(FLOATS)}"
-            )
+        stored = self._declared[key].type
+        if stored not in FLOATS:
+            raise self._invalid(f"holds '{key}' as {stored}; supported: {', '.join(FLOATS)}")
 
     def stored(self, key: str) -> torch.Tensor:
         """Return the tensor as it is stored.
@@ -130,14 +123,14 @@ class WeightsFile:
             return False
         self._require_float(key)
         count, width = expected.shape
-        step = max(1, PIECE_BYTES // (FLOATS[self._types[key]].itemsize * max(1, width)))
+        kind, _, offset = self._declared[key]
+        step = max(1, PIECE_BYTES // (FLOATS[kind].itemsize * max(1, width)))
         try:
             with self._path.open("rb") as file:
-                offset = offset_of(self._header, key)
                 for start in range(0, count, step):
                     rows = range(start, min(start + step, count))
                     piece = expected[rows.start : rows.stop].cpu()
-                    stored = read_rows(file, offset, rows, width, self._types[key])
+                    stored = read_rows(file, offset, rows, width, kind)
                     if not torch.equal(stored.float().to(piece.dtype), piece):
                         return False
         except EOFError:
@@ -160,6 +153,25 @@ class WeightsFile:
             )
         return needed
 
+    def reader(self, pairs: Mapping[MatrixId, PairTensors]) -> WeightsReader:
+        """Return a reader of these matrices. Thousands of adapters of one kind, whose headers are
+        equal, share one reader.
+
+        Raises InvalidArgument if a tensor does not have a supported floating-point type.
+        """
+        for key in self._declared:
+            self._require_float(key)
+        ranks = {matrix: pair.rank for matrix, pair in pairs.items()}
+        scales = tuple(pair.scale for pair in pairs.values())
+        kind = (len(self._header), hash(self._header), tuple(ranks.items()), scales)
+        reader = _READERS.get(kind)
+        if reader is None:
+            order = [*(pair.a for pair in pairs.values()), *(pair.b for pair in pairs.values())]
+            shapes = tuple((self.shapes[key][0], self.shapes[key][1]) for key in order)
+            plan = ReadPlan.of(self._header, order)
+            reader = _READERS[kind] = WeightsReader(plan, ranks, scales, shapes)
+        return reader
+
 
 def _open(path: Path) -> Any:
     try:
@@ -174,31 +186,21 @@ def _open(path: Path) -> Any:
 class WeightsReader:
     """Reads the weights of one adapter file, as planned when the file was checked.
 
-    layout: tensors of the file.
+    plan: reads A of all matrices and then B of all.
     ranks: rank of each matrix, in the order of the matrices.
     scales: scale of each matrix, in the same order.
-    order: index of each tensor in the layout. A of all matrices comes first, then B of all.
-    shapes: shape of each tensor, in the same order.
+    shapes: shape of each tensor, in the order of the plan.
     """
 
-    layout: Layout
+    plan: ReadPlan
     ranks: Mapping[MatrixId, int]
     scales: tuple[float, ...]
-    order: tuple[int, ...]
     shapes: tuple[tuple[int, int], ...]
 
     @property
     def nbytes(self) -> int:
         """Number of bytes of the weights in fp32."""
-        return 4 * sum(math.prod(shape) for shape in self.shapes)
-
-    def shared(self) -> WeightsReader:
-        """Return an equal reader if one exists already, else this reader.
-
-        In this way, thousands of adapters of one kind share one reader.
-        """
-        key = (self.layout.start, self.layout.header, tuple(self.ranks.items()), self.scales)
-        return _READERS.setdefault(key, self)
+        return 4 * sum(self._sizes)
 
     def read(self, path: Path, invalid: ErrorFactory) -> tuple[dict[MatrixId, LoraPair], str]:
         """Return (A and B by matrix, digest). A and B are fp32, with the scale folded into B.
@@ -208,13 +210,13 @@ class WeightsReader:
         be read or contains NaN or infinity.
         """
         state = hashlib.sha256(self._declared)
-        if not self.order:
+        if not self.shapes:
             return {}, state.hexdigest()
-        flat = self.layout.read(path, self._plan, invalid)
+        flat = self.plan.read(path, invalid)
         for scale, start, end in self._scaled_ranges:
             flat[start:end].mul_(scale)
         if not all(map(math.isfinite, torch.aminmax(flat))):
-            unscaled = self.layout.read(path, self._plan, invalid)
+            unscaled = self.plan.read(path, invalid)
             raise invalid(self._reason_not_finite(unscaled))
         state.update(flat.numpy().data)
         return _split_pairs(flat, self.ranks, self.shapes), state.hexdigest()
@@ -226,8 +228,7 @@ class WeightsReader:
         """
         scales = (1.0,) * len(self.ranks) + self.scales
         tensors = flat.split_with_sizes(self._sizes)
-        for index, values, scale in zip(self.order, tensors, scales, strict=True):
-            key = self.layout.keys[index]
+        for key, values, scale in zip(self.plan.keys, tensors, scales, strict=True):
             if not bool(torch.isfinite(values).all()):
                 return f"has NaN or Inf in '{key}'"
             if not bool(torch.isfinite(values * scale).all()):
@@ -235,12 +236,8 @@ class WeightsReader:
         return "has changed while it was being loaded"
 
     @cached_property
-    def _plan(self) -> ReadPlan:
-        return self.layout.read_plan(self.order)
-
-    @cached_property
     def _sizes(self) -> list[int]:
-        return [self.layout.sizes[index] for index in self.order]
+        return [math.prod(shape) for shape in self.shapes]
 
     @cached_property
     def _scaled_ranges(self) -> list[tuple[float, int, int]]:
@@ -261,7 +258,7 @@ class WeightsReader:
 
 
 _READERS: WeakValueDictionary[tuple[object, ...], WeightsReader] = WeakValueDictionary()
-"""Readers that are in use, by the key that `WeightsReader.shared` computes."""
+"""Readers that are in use, by the header of their files and the ranks and scales."""
 
 
 def _split_pairs(
@@ -275,25 +272,3 @@ def _split_pairs(
         matrix: LoraPair(a, b)
         for matrix, a, b in zip(matrices, factors[:count], factors[count:], strict=True)
     }
-
-
-def make_reader(
-    file: WeightsFile,
-    keys: Mapping[MatrixId, tuple[str, str]],
-    ranks: Mapping[MatrixId, int],
-    scales: Mapping[MatrixId, float],
-) -> WeightsReader:
-    """Return a reader of the matrices in `ranks`, which reads all A and then all B.
-
-    keys: keys of A and B by matrix. scales: scale by matrix. Both may contain other matrices.
-    """
-    layout = file.layout
-    index = {key: number for number, key in enumerate(layout.keys)}
-    order = [keys[matrix][factor] for factor in (0, 1) for matrix in ranks]
-    return WeightsReader(
-        layout,
-        ranks,
-        tuple(scales[matrix] for matrix in ranks),
-        tuple(index[key] for key in order),
-        tuple((file.shapes[key][0], file.shapes[key][1]) for key in order),
-    ).shared()

@@ -208,7 +208,7 @@ def _store(
     store = AdapterStore(adapter_shape(options.model, config), limit, dtype, host_bytes=0)
     for matrices in lora_groups(config.layers):
         store.slots.group(matrices)
-    store.load(find_folders(options.adapters, names), make_resident=False)
+    store.load(find_folders(options.adapters, names))
     return store
 
 

@@ -38,7 +38,7 @@ class EngineLoop:
     """Owner of the engine and its two threads, from construction until `shutdown`.
 
     A request takes two calls: `admit` before any work is done on it, and `submit` when its images
-    are encoded. From `admit` on, it is in the table `live`, counts toward the limit of the queue
+    are encoded. From `admit` on, it is in the table, counts toward the limit of the queue
     until it runs, and can be ended by `abort` and `stop_client`. If it is never submitted, its
     owner removes it from the table.
 
@@ -53,19 +53,19 @@ class EngineLoop:
         self,
         engine: Engine,
         max_waiting: int,
-        live: RequestTable | None = None,
+        table: RequestTable | None = None,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
         """Start the threads.
 
         max_waiting: maximum number of admitted requests that do not run yet.
-        live: table of the model's requests, new by default.
+        table: table of the model's requests, new by default.
         """
         self._engine = engine
         self._max_waiting = max_waiting
         self._end_process = end_process
-        self.live = RequestTable() if live is None else live
-        self._wake = self.live.changed
+        self.table = RequestTable() if table is None else table
+        self._wake = self.table.changed
         self._inbox: deque[Callable[[], list[Output]]] = deque()
         self._accepting = True
         self._stopping = False
@@ -91,8 +91,8 @@ class EngineLoop:
         engine = Engine(options, adapter_names)
         if engine.scheduler.policy.uses_costs:
             engine.calibrate()
-        live = RequestTable(options.limits.max_in_flight_bytes)
-        return cls(engine, options.max_num_waiting, live)
+        table = RequestTable(options.limits.max_in_flight_bytes)
+        return cls(engine, options.max_num_waiting, table)
 
     @property
     def adapters(self) -> AdapterStore:
@@ -104,7 +104,7 @@ class EngineLoop:
 
     # -- on the callers' threads -------------------------------------------------------------
 
-    def admit(self, live: LiveRequest) -> None:
+    def admit(self, entry: LiveRequest) -> None:
         """Add a request to the table before any work is done on it.
 
         Raises Unavailable if the queue is full or the server is shutting down, and the errors of
@@ -113,11 +113,11 @@ class EngineLoop:
         with self._wake:
             if not self._accepting:
                 raise self._closed()
-            waiting = self.live.count(State.READING, State.SUBMITTED)
+            waiting = self.table.count(State.READING, State.SUBMITTED)
             waiting += len(self._engine.scheduler.waiting)
             if waiting >= self._max_waiting:
                 raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-            self.live.admit(live)
+            self.table.admit(entry)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
         """Check a request on the caller's thread and queue it; admit it first if necessary.
@@ -126,30 +126,30 @@ class EngineLoop:
         receives every output in order, on the response thread. The last output has a
         `finish_reason` or an `error`.
         """
-        live = self.live.get(request.id)
-        if live is None:
-            live = LiveRequest(request.id, request.client_id)
-            self.admit(live)
+        entry = self.table.get(request.id)
+        if entry is None:
+            entry = LiveRequest(request.id, request.client_id)
+            self.admit(entry)
         state = None
         try:
-            self._check_not_ended(live)
+            self._check_not_ended(entry)
             state = self._engine.prepare(request)
             with self._wake:
-                self._check_not_ended(live)
-                live.sink, live.state = sink, State.SUBMITTED
-                self._inbox.append(partial(self._add, live, state, request.arrival))
+                self._check_not_ended(entry)
+                entry.sink, entry.state = sink, State.SUBMITTED
+                self._inbox.append(partial(self._add, entry, state, request.arrival))
                 self._wake.notify_all()
         except BaseException as error:
             if state is not None:
                 self._engine.discard(state)
-            self.live.end(live, error)
+            self.table.end(entry, error)
             raise
 
-    def _check_not_ended(self, live: LiveRequest) -> None:
+    def _check_not_ended(self, entry: LiveRequest) -> None:
         if self._stopping:
             raise self._closed()
-        if live.cancelled is not None:
-            raise live.cancelled
+        if entry.cancelled is not None:
+            raise entry.cancelled
 
     def _closed(self) -> Unavailable:
         if self._failed:
@@ -161,14 +161,14 @@ class EngineLoop:
 
         Returns True if the request waited for a thread of its service, and has ended.
         """
-        live = self.live.get(request_id)
-        if live is None:
+        entry = self.table.get(request_id)
+        if entry is None:
             return False
         reason = reason or Cancelled("the request was cancelled")
-        if self.live.cancel(live, reason):
+        if self.table.cancel(entry, reason):
             return True
         with self._wake:
-            if live.state in (State.SUBMITTED, State.IN_ENGINE):
+            if entry.state in (State.SUBMITTED, State.IN_ENGINE):
                 self._inbox.append(partial(self._engine.abort, request_id, reason))
                 self._wake.notify_all()
         return False
@@ -187,8 +187,8 @@ class EngineLoop:
                 f" {MIN_STOPPABLE_ID} characters, because load tools reuse shorter ids"
             )
         reason = Cancelled(f"the request '{client_id}' was cancelled")
-        found = self.live.requests_to_cancel(client_id)
-        return [live.id for live in found if self.abort(live.id, reason)]
+        found = self.table.requests_to_cancel(client_id)
+        return [entry.id for entry in found if self.abort(entry.id, reason)]
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -200,7 +200,7 @@ class EngineLoop:
         with self._wake:
             self._accepting = False
             self._wake.notify_all()
-            self._wake.wait_for(lambda: not self.live, drain_seconds)
+            self._wake.wait_for(lambda: not self.table, drain_seconds)
             self._stopping = True
             self._wake.notify_all()
         self._steps.join()
@@ -252,16 +252,16 @@ class EngineLoop:
         with self._wake:
             self._wake.notify_all()
 
-    def _add(self, live: LiveRequest, state: RequestState, arrival: float) -> list[Output]:
+    def _add(self, entry: LiveRequest, state: RequestState, arrival: float) -> list[Output]:
         try:
             return self._engine.add(state, arrival)
         except Exception:
-            log.exception("queueing request %s failed; it is ended", live.id)
+            log.exception("queueing request %s failed; it is ended", entry.id)
             self._engine.discard(state)
-            return [Output(live.id, error=Internal("the engine failed on this request"))]
+            return [Output(entry.id, error=Internal("the engine failed on this request"))]
         finally:
             with self._wake:
-                live.state = State.IN_ENGINE
+                entry.state = State.IN_ENGINE
 
     def _fail(self, thread: str) -> None:
         """Stop accepting requests. The response thread then answers all requests that have not yet
@@ -291,8 +291,8 @@ class EngineLoop:
         except BaseException:
             self._fail("the response thread")
         reason = self._shutdown_reason()
-        for live in self.live:
-            self._answer(Output(live.id, error=reason))
+        for entry in self.table:
+            self._answer(Output(entry.id, error=reason))
         if self._failed:
             self._end_process(FATAL_EXIT)
 
@@ -311,13 +311,13 @@ class EngineLoop:
         return coalesce(outputs), False
 
     def _answer(self, output: Output) -> None:
-        live = self.live.get(output.request_id)
-        if live is None or live.sink is None:
+        entry = self.table.get(output.request_id)
+        if entry is None or entry.sink is None:
             return
         if output.finished:
-            self.live.remove(live)
+            self.table.remove(entry)
         try:
-            live.sink(output)
+            entry.sink(output)
         except Exception:
             log.exception("answering request %s failed; it is ended", output.request_id)
             self.abort(output.request_id)

@@ -152,7 +152,7 @@ def _load_weights(
 def _load_adapters(
     options: Options, names: Mapping[str, str], adapters: AdapterStore
 ) -> FolderWatch:
-    adapters.load(find_folders(options.adapters, names), make_resident=False)
+    adapters.load(find_folders(options.adapters, names))
     finder = FolderFinder(options.adapters, names)
     return FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
 

@@ -28,7 +28,6 @@ KNOWN = {
     "VLORA_RUN": "set by vlora serve: the run's folder",
     "VLORA_SERVER": "set by vlora serve: the server's process id",
     "VLORA_GPU_TESTS": "set by tools.gpu: the tests of GPU kernels run on the GPU",
-    "VLORA_GPU_SECONDS": "set by tools.gpu: the time limit of a stage",
 }
 
 # Ending of a variable that Kubernetes sets for a service, since a service may be named `vlora`.

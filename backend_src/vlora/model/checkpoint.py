@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError
 
 from vlora.errors import InvalidArgument
-from vlora.weights.safetensors import FLOATS, offset_of, open_tensors, read_header, read_rows
+from vlora.weights.safetensors import FLOATS, declared_tensors, open_tensors, read_header, read_rows
 
 # Finding and opening the weight files of a checkpoint folder.
 
@@ -148,7 +148,7 @@ class StoredRows:
             check(self.shape, shape, FLOATS.get(name, name), f"{self.file} holds '{self.key}'")
             wanted = range(shape[0])[rows]
             with self.file.open("rb") as file:
-                offset = offset_of(read_header(file), self.key)
+                offset = declared_tensors(read_header(file))[self.key].offset
                 return read_rows(file, offset, wanted, shape[1], name).to(self.dtype)
         except (SafetensorError, OSError, EOFError) as error:
             raise unreadable(self.file, self.key, error) from error

@@ -87,6 +87,9 @@ class Switcher:
 
     With "in_place", the method of the paper, no second slab is needed. But each merge changes the
     base weights and must be undone. Both operations round, so the base weights drift.
+
+    stored: slab of the base weights. Nothing is ever merged into quantized ones.
+    memory: maximum size of merged weights in bytes; None for no limit.
     """
 
     def __init__(
@@ -98,14 +101,10 @@ class Switcher:
     ) -> None:
         """Create a switcher whose base model is active.
 
-        slab: base weights. Nothing is ever merged into quantized ones.
         merging: "out_of_place", "in_place" or "off".
-        memory: maximum size of merged weights in bytes; None for no limit.
         """
         self.memory = memory
-        """Maximum size of merged weights in bytes; None for no limit."""
         self.stored = slab
-        """Slab of the base weights."""
         self._adapters = adapters
         self._merging = merging
         self._base = Active(BASE, tuple(slab.views))
@@ -126,7 +125,7 @@ class Switcher:
         if self._merging != "out_of_place":
             return
         try:
-            self._merged = self._slab.reserve()
+            self._second_slab()
         except OutOfMemory as error:
             log.warning("no adapter is merged: %s", error)
             self.memory = 0
@@ -164,6 +163,11 @@ class Switcher:
     def _slab(self) -> WeightSlab:
         assert isinstance(self.stored, WeightSlab)
         return self.stored
+
+    def _second_slab(self) -> torch.Tensor:
+        if self._merged is None:
+            self._merged = self._slab.reserve()
+        return self._merged
 
     def _bytes_of(self, matrices: Collection[MatrixId]) -> int:
         if not self._slab.device.commits_lazily:
@@ -220,10 +224,9 @@ class Switcher:
 
     def _merge(self, prepared: _Prepared) -> Active:
         if self._in_slab is not prepared:
-            if self._merged is None:
-                self._merged = self._slab.reserve()
+            merged = self._second_slab()
             self.active, self._in_slab = self._base, None
-            op.merge(self._merged, self._slab.base, prepared.merges)
+            op.merge(merged, self._slab.base, prepared.merges)
             self._in_slab = prepared
         return prepared.active
 
@@ -290,9 +293,7 @@ class Switcher:
                     # The fused view of the merged slab also contains this matrix.
                     copied.append(CopiedPart(region.offset, region.rows * region.columns))
             if self._merging == "out_of_place":
-                if self._merged is None:
-                    self._merged = slab.reserve()
-                views[index] = slab.regions[index].view(self._merged)
+                views[index] = slab.regions[index].view(self._second_slab())
                 merged_groups.add(index)
         reference = weakref.ref(adapter, partial(self._forget, slot))
         active = Active(slot, tuple(views), frozenset(merged_groups))

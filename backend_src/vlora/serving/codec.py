@@ -60,8 +60,6 @@ INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters"
 ADAPTER_VERSION = "image_adapter"
 """Name of the tensor with the version of the adapter that was applied to the vision tower."""
 
-FEATURE_INPUTS = ("image_features", "image_layout", "image_size", ADAPTER_VERSION)
-
 FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")
 """Sampling keys that have an effect before the request reaches the engine."""
 

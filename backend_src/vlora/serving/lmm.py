@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 from vlora.config import Limits
 from vlora.errors import Cancelled
-from vlora.live_requests import LiveRequest
 from vlora.request import ImageFeatures, Output
 from vlora.sampling import ADAPTER_KEY
 from vlora.serving.answer_writer import AnswerWriter
@@ -100,7 +99,7 @@ class LmmService(Service):
         self._describe = describe
         self._cancels = ThreadPoolExecutor(1, thread_name_prefix="cancel")
         self._structured = ThreadPoolExecutor(STRUCTURED_THREADS, thread_name_prefix="structured")
-        super().__init__(engine.live, limits, stamps)
+        super().__init__(engine.table, limits, stamps)
 
     def close(self) -> None:
         """Refuse new requests and those that wait for a thread. The engine drains all others."""
@@ -112,11 +111,11 @@ class LmmService(Service):
         self, request: ServedRequest, tensors: Tensors, parameters: Mapping[str, Any]
     ) -> None:
         if is_describe(tensors):
-            request.responder.send({"details": strings([self._describe()])}, final=True)
+            request.answer({"details": strings([self._describe()])})
             return
         self._check_open()
         self._engine.admit(request)
-        self.live.hold(request, bytes_of(tensors))
+        self.table.hold(request, bytes_of(tensors))
         arrival = self._stamps.read(tensors)
         call = read_call(tensors, parameters, self._limits, arrival)
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
@@ -132,8 +131,8 @@ class LmmService(Service):
             features = self._encode(self._encoder_inputs(call), request.id)
             size = features.features.nbytes
             call = replace(call, images=features, raw_images={})
-        if self.live.take(request):
-            self.live.hold(request, size)
+        if self.table.take(request):
+            self.table.hold(request, size)
             self._submit(request, call)
 
     def _encoder_inputs(self, call: Call) -> Tensors:
@@ -179,7 +178,7 @@ class LmmService(Service):
         for one in (client_id, *waiting):
             self._pass_on(one)
 
-    def _disconnected(self, request: LiveRequest) -> None:
+    def _disconnected(self, request: ServedRequest) -> None:
         if self._engine.abort(request.id, Cancelled("the client has disconnected")):
             self._pass_on(request.id)
 

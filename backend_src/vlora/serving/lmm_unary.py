@@ -15,11 +15,10 @@ from typing import Any
 import numpy as np
 
 from vlora.config import Limits
-from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable
+from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
 from vlora.serving.codec import freshness_of, read_sampling
-from vlora.serving.responder import answer
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Array, Inputs, Tensors, bytes_of, flag, strings
 
@@ -49,7 +48,7 @@ class LmmUnaryService(Service):
         pool: Executor,
         limits: Limits,
         stamps: ArrivalStamps,
-        live: RequestTable,
+        table: RequestTable,
         max_requests: int,
         max_running: int,
     ) -> None:
@@ -57,17 +56,17 @@ class LmmUnaryService(Service):
         self._pool = pool
         self._max_requests = max_requests
         self._max_running = max_running
-        super().__init__(live, limits, stamps)
+        super().__init__(table, limits, stamps)
 
     def _start(
         self, request: ServedRequest, tensors: Tensors, parameters: Mapping[str, Any]
     ) -> None:
         self._check_open()
-        if len(self.live) >= self._max_requests:
-            waiting = len(self.live) - self._max_running
+        if len(self.table) >= self._max_requests:
+            waiting = len(self.table) - self._max_running
             raise Unavailable(f"the queue is full: {waiting} requests are waiting")
-        self.live.add(request)
-        self.live.hold(request, bytes_of(tensors))
+        self.table.add(request)
+        self.table.hold(request, bytes_of(tensors))
         arrival = self._stamps.read(tensors)
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
         freshness = freshness_of(sampling, arrival)
@@ -75,22 +74,22 @@ class LmmUnaryService(Service):
         self._wait_for(self._pool, request, freshness, work)
 
     def _relay(self, request: ServedRequest, inner: dict[str, Array]) -> None:
-        if not self.live.take(request):
+        if not self.table.take(request):
             return
         inner[ARRIVAL_INPUT] = self._stamps.make(request.freshness.arrival)
         responses = [one for one in self._ask(inner, inner_id(request)) if one]
         if len(responses) != 1:
             raise Internal(f"'lmm' sent {len(responses)} responses instead of one")
-        self.live.remove(request)
+        self.table.remove(request)
         (response,) = responses
-        answer(request.responder, {**response, "answer": response["text_output"]})
+        request.answer({**response, "answer": response["text_output"]})
 
-    def _disconnected(self, request: LiveRequest) -> None:
+    def _disconnected(self, request: ServedRequest) -> None:
         super()._disconnected(request)
-        if request.state is State.TAKEN and request.cancelled is None:
-            # `lmm` has the request. It is asked once.
+        if request.state is State.TAKEN and not request.is_passed_on:
+            # `lmm` has the request.
             self._ask({"cancel": flag(True)}, inner_id(request))
-            request.cancelled = Cancelled("the client has disconnected")
+            request.is_passed_on = True
 
 
 def inner_id(request: LiveRequest) -> str:

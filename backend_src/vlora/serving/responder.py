@@ -36,25 +36,6 @@ class Responder(Protocol):
     def is_cancelled(self) -> bool: ...
 
 
-def answer(responder: Responder, content: Tensors | VLoraError) -> None:
-    """Send the only response of a request, or an error if it cannot be sent; never raises."""
-    try:
-        if isinstance(content, VLoraError):
-            responder.fail(content)
-        else:
-            responder.send(content, final=True)
-    except Exception as error:
-        fail(responder, as_vlora_error(error, "sending the answer"))
-
-
-def fail(responder: Responder, error: VLoraError) -> None:
-    """Send an error as the final response; never raises."""
-    try:
-        responder.fail(error)
-    except Exception:
-        log.exception("could not send an error to its client")
-
-
 def to_message(error: VLoraError) -> str:
     """Return the error's message in the form in which it is sent: `CODE: sentence`."""
     return f"{error.code}: {as_sendable(error.message)}"

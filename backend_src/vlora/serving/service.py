@@ -23,7 +23,7 @@ from vlora.request import Freshness
 from vlora.serving.arrivals import ArrivalStamps
 from vlora.serving.codec import is_cancel
 from vlora.serving.metrics import Exporter, Level, Registry
-from vlora.serving.responder import Responder, as_vlora_error, fail
+from vlora.serving.responder import Responder, as_vlora_error
 from vlora.serving.tensors import Tensors
 
 log = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ class ServedRequest(LiveRequest):
     action: what the service does with the request, for the message of an unexpected error.
     work: the rest of the work, which a pool thread does; None if there is none or the request has
         ended. It holds copies of the request's tensors.
+    is_passed_on: whether another model was asked to cancel the request.
     """
 
     def __init__(self, client_id: str, responder: Responder, action: str) -> None:
@@ -42,19 +43,27 @@ class ServedRequest(LiveRequest):
         self.responder = responder
         self.action = action
         self.work: Callable[[], None] | None = None
+        self.is_passed_on = False
 
     def fail(self, error: BaseException) -> None:
         self.work = None
-        fail(self.responder, as_vlora_error(error, self.action))
+        try:
+            self.responder.fail(as_vlora_error(error, self.action))
+        except Exception:
+            log.exception("could not send an error to its client")
 
-    def is_cancelled(self) -> bool:
-        return self.responder.is_cancelled()
+    def answer(self, tensors: Tensors) -> None:
+        """Send the only response, or an error if it cannot be sent; never raises."""
+        try:
+            self.responder.send(tensors, final=True)
+        except Exception as error:
+            self.fail(error)
 
 
 class Service(ABC):
     """Answers the requests of one model. It owns the watcher thread.
 
-    live: the model's live requests.
+    table: the model's live requests.
     limits: limits of requests.
     stamps: reads the arrival time of a request, and makes arrival stamps for other models.
     """
@@ -67,8 +76,8 @@ class Service(ABC):
     asks_clients = True
     """Whether responders are asked. Each question is a call of the server."""
 
-    def __init__(self, live: RequestTable, limits: Limits, stamps: ArrivalStamps) -> None:
-        self.live = live
+    def __init__(self, table: RequestTable, limits: Limits, stamps: ArrivalStamps) -> None:
+        self.table = table
         self._limits = limits
         self._stamps = stamps
         self._refuses = False
@@ -92,7 +101,7 @@ class Service(ABC):
             else:
                 self._start(request, tensors, parameters)
         except BaseException as error:  # A panic of a Rust library is not an Exception.
-            self.live.end(request, error)
+            self.table.end(request, error)
 
     def refuse(self) -> None:
         """Refuse new requests from now on."""
@@ -103,8 +112,8 @@ class Service(ABC):
         self.refuse()
         self._closed.set()
         self._watcher.join()
-        for request in self.live:
-            self.live.end_waiting(request, Unavailable("the server is shutting down"))
+        for request in self.table:
+            self.table.end_waiting(request, Unavailable("the server is shutting down"))
 
     @abstractmethod
     def _start(
@@ -118,11 +127,11 @@ class Service(ABC):
 
     def _cancel(self, client_id: str) -> None:
         """Cancel the requests with this client id."""
-        self.live.cancel_client(client_id, Cancelled(f"the request '{client_id}' was cancelled"))
+        self.table.cancel_client(client_id, Cancelled(f"the request '{client_id}' was cancelled"))
 
-    def _disconnected(self, request: LiveRequest) -> None:
+    def _disconnected(self, request: ServedRequest) -> None:
         """End a request whose client has disconnected. Called again until the request has ended."""
-        self.live.end_waiting(request, Cancelled("the client has disconnected"))
+        self.table.end_waiting(request, Cancelled("the client has disconnected"))
 
     def _wait_for(
         self,
@@ -136,7 +145,7 @@ class Service(ABC):
         Meanwhile other threads may end the request, so `work` must take it from the table.
         """
         request.work = work
-        self.live.wait(request, freshness)
+        self.table.wait(request, freshness)
         pool.submit(self._work_on, request)
 
     def _work_on(self, request: ServedRequest) -> None:
@@ -146,35 +155,35 @@ class Service(ABC):
         try:
             work()
         except BaseException as error:
-            self.live.end(request, error)
+            self.table.end(request, error)
 
     def _watch(self) -> None:
         while not self._closed.wait(self.watch_seconds):
-            self.live.end_late()
-            for request in self.live if self.asks_clients else ():
+            self.table.end_late()
+            for request in self.table if self.asks_clients else ():
                 try:
-                    if request.is_cancelled():
+                    if isinstance(request, ServedRequest) and request.responder.is_cancelled():
                         self._disconnected(request)
                 except Exception:
                     log.exception("could not check a request for cancellation")
 
 
-def with_waiting(stats: EngineStats, live: RequestTable) -> EngineStats:
+def with_waiting(stats: EngineStats, table: RequestTable) -> EngineStats:
     """Return a copy of `stats` whose counts include the requests that were ended as they waited."""
     return replace(
         stats,
-        superseded=stats.superseded + live.superseded,
-        expired=stats.expired + live.expired,
-        aborted=stats.aborted + live.superseded + live.expired,
+        superseded=stats.superseded + table.superseded,
+        expired=stats.expired + table.expired,
+        aborted=stats.aborted + table.superseded + table.expired,
     )
 
 
 class WaitingExporter(Exporter):
     """Exports how many requests wait in a model before the engine, and how many ended there."""
 
-    def __init__(self, registry: Registry, labels: Mapping[str, str], live: RequestTable) -> None:
+    def __init__(self, registry: Registry, labels: Mapping[str, str], table: RequestTable) -> None:
         super().__init__()
-        self._live = live
+        self._table = table
         self._length = Level(
             registry.gauge(
                 "vlora:requests_before_engine", "Requests that wait in this model.", labels
@@ -187,6 +196,6 @@ class WaitingExporter(Exporter):
         }
 
     def _write(self) -> None:
-        self._length.set(self._live.count(State.WAITING, State.WAITING))
+        self._length.set(self._table.count(State.WAITING, State.WAITING))
         for name, counter in self._counters.items():
-            counter.raise_to(getattr(self._live, name))
+            counter.raise_to(getattr(self._table, name))

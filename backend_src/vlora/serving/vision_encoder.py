@@ -28,22 +28,13 @@ from vlora.serving.codec import (
     freshness_of,
     read_sampling,
 )
-from vlora.serving.responder import answer, as_vlora_error
+from vlora.serving.responder import as_vlora_error
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Inputs, Tensors, bytes_of, strings
 from vlora.vision.adapters import VisionPart
 from vlora.vision.decoding import DecodedRequest, ImageDecoder
 from vlora.vision.features import EncodedImages, EncoderService
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
-
-OUTPUTS = (
-    "image_features",
-    "image_layout",
-    "image_size",
-    "image_digest",
-    ADAPTER_VERSION,
-    ARRIVAL_INPUT,
-)
 
 COLLECT_SECONDS = 0.025
 """Seconds from the arrival of a request in which the encoder waits for more to encode with it."""
@@ -61,8 +52,7 @@ class VisionService(Service):
     """Answers requests of `vision_encoder`. It owns the decoder and two more threads.
 
     Requests without images are answered at once, all others from the queue. Inputs and answers have
-    a batch dimension of 1 in front: image and frames are [1, n]. A request's bytes are held until
-    the decoder drops its images, even if the request has ended before.
+    a batch dimension of 1 in front: image and frames are [1, n].
 
     max_requests: maximum number of requests in the queue.
     before_answers: called before the answers of a part are sent.
@@ -70,7 +60,7 @@ class VisionService(Service):
         raise a VLoraError.
     """
 
-    action = "encoding images"
+    action = "reading the images"
     watch_seconds = 0.05
     asks_clients = False
 
@@ -80,7 +70,7 @@ class VisionService(Service):
         encoder: EncoderService,
         limits: Limits,
         stamps: ArrivalStamps,
-        live: RequestTable,
+        table: RequestTable,
         max_requests: int,
         before_answers: Callable[[], None] = lambda: None,
         part_of: Callable[[str | None], VisionPart | None] = lambda name: None,
@@ -95,7 +85,7 @@ class VisionService(Service):
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
         # This starts the thread, which may fail later, when the process has too many.
         self._answers.submit(lambda: None)
-        super().__init__(live, limits, stamps)
+        super().__init__(table, limits, stamps)
         self._encoding = threading.Thread(target=self._encode, name="encode", daemon=True)
         self._encoding.start()
 
@@ -116,17 +106,19 @@ class VisionService(Service):
         if not any(tensor.size for tensor in images.values()):
             read_images(tensors, self._limits)
             (encoded,) = self._encoder.run([[]])
-            request.responder.send(self._to_tensors(encoded, arrival), final=True)
+            request.answer(self._to_tensors(encoded, arrival))
             return
-        if len(self.live) >= self._max_requests:
-            raise Unavailable(f"the queue is full: {len(self.live)} requests are waiting")
-        self.live.add(request)
-        self.live.hold(request, bytes_of(images))
+        if len(self.table) >= self._max_requests:
+            raise Unavailable(f"the queue is full: {len(self.table)} requests are waiting")
+        self.table.add(request)
+        self.table.hold(request, bytes_of(images))
         sampling = read_sampling(Inputs(tensors), parameters, self._limits)
+        freshness = freshness_of(sampling, arrival)
+        images_to_decode = read_images(tensors, self._limits)
         adapter = adapter_name(sampling)
-        image_request = read_images(tensors, self._limits)
-        self.live.wait(request, freshness_of(sampling, arrival), pinned=True)
-        self._decode(request, adapter, image_request)
+        # The decoder has the images until it drops them, even if the request ends before.
+        self.table.wait(request, freshness, pinned=True)
+        self._decode(request, adapter, images_to_decode)
 
     def _decode(self, request: ServedRequest, adapter: str | None, images: ImageRequest) -> None:
         def check() -> None:
@@ -138,7 +130,7 @@ class VisionService(Service):
                 self._decoded.put(_Decoded(request, adapter, result))
             else:
                 request.pinned = False
-                self.live.end(request, as_vlora_error(result, "decoding an image"))
+                self.table.end(request, as_vlora_error(result, "decoding an image"))
 
         try:
             self._decoder.submit(images, done, check)
@@ -183,11 +175,12 @@ class VisionService(Service):
         encoded: list[EncodedImages] | VLoraError = []
         try:
             for request, adapter, content in part:
-                if not self.live.take(request):
+                if not self.table.take(request):
                     continue
                 try:
                     adapters.append(self._part_of(adapter))
                 except BaseException as error:  # A panic of a Rust library is not an Exception.
+                    error = as_vlora_error(error, "encoding images")
                     self._answers.submit(request.fail, error)
                     continue
                 wanted.append(request)
@@ -195,10 +188,10 @@ class VisionService(Service):
             if wanted:
                 encoded = self._encoder.run(images, adapters)
         except BaseException as error:
-            encoded = as_vlora_error(error, self.action)
+            encoded = as_vlora_error(error, "encoding images")
         finally:
             for request, _, content in part:
-                self.live.remove(request)
+                self.table.remove(request)
                 content.release()
         if wanted:
             self._answers.submit(self._answer, wanted, encoded)
@@ -208,16 +201,13 @@ class VisionService(Service):
     ) -> None:
         self._before_answers()
         for index, request in enumerate(requests):
-            content: Tensors | VLoraError
+            request.action = "making the answer"
             try:
-                content = (
-                    encoded
-                    if isinstance(encoded, VLoraError)
-                    else self._to_tensors(encoded[index], request.freshness.arrival)
-                )
+                if isinstance(encoded, VLoraError):
+                    raise encoded
+                request.answer(self._to_tensors(encoded[index], request.freshness.arrival))
             except Exception as error:
-                content = as_vlora_error(error, "making the answer")
-            answer(request.responder, content)
+                request.fail(error)
 
     def _to_tensors(self, encoded: EncodedImages, arrival: float) -> Tensors:
         tensors = {

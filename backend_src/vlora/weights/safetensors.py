@@ -8,13 +8,14 @@ turn its exceptions into errors that name them.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -42,13 +43,28 @@ def read_header(file: BinaryIO) -> bytes:
     return start + file.read(int.from_bytes(start, "little"))
 
 
-def offset_of(header: bytes, key: str) -> int:
-    """Return the position of a tensor in its file, in bytes.
+class Declared(NamedTuple):
+    """A tensor as the header of its file declares it.
 
-    header: bytes before the file's first tensor.
+    offset: position in the file, in bytes.
     """
-    offset: int = json.loads(header[8:])[key]["data_offsets"][0]
-    return len(header) + offset
+
+    type: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+def declared_tensors(header: bytes) -> dict[str, Declared]:
+    """Return the tensors that a file declares, by key.
+
+    header: bytes before the first tensor, which `open_tensors` has found to be valid.
+    """
+    entries = json.loads(header[8:])
+    entries.pop("__metadata__", None)
+    return {
+        key: Declared(one["dtype"], tuple(one["shape"]), len(header) + one["data_offsets"][0])
+        for key, one in entries.items()
+    }
 
 
 def read_rows(file: BinaryIO, offset: int, rows: range, width: int, type_: str) -> torch.Tensor:
@@ -73,33 +89,58 @@ def read_rows(file: BinaryIO, offset: int, rows: range, width: int, type_: str) 
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Tensors of a file, in their order in the file. There are no gaps between them.
+class ReadPlan:
+    """Plan to read some tensors of a file into one range of memory, by few calls.
+
+    The wanted tensors come first in memory. All other tensors have ranges after these, but are not
+    read.
 
     start: number of bytes in the file before the first tensor.
     header: Python's `hash` of these bytes, which shows whether the file has changed. The hash is
         valid in this process only.
-    keys: key of each tensor.
-    types: type of each tensor, a key of FLOATS.
-    sizes: number of elements of each tensor.
+    keys: keys of the wanted tensors, in their order in memory.
+    targets: range (start, end) of each tensor in memory, in bytes, in the order of the file.
+    runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.
     """
 
     start: int
     header: int
     keys: tuple[str, ...]
-    types: tuple[str, ...]
-    sizes: tuple[int, ...]
+    targets: tuple[tuple[int, int], ...]
+    runs: tuple[tuple[torch.dtype, int, int], ...]
 
-    def read(self, path: Path, plan: ReadPlan, invalid: Callable[[str], Exception]) -> torch.Tensor:
-        """Return the wanted tensors of the plan, in its order, as one tensor [elements] fp32.
+    @classmethod
+    def of(cls, header: bytes, wanted: Sequence[str]) -> ReadPlan:
+        """Return a plan for the tensors with these keys. All types in the header must be floats."""
+        declared = declared_tensors(header)
+        order = [*wanted, *(declared.keys() - set(wanted))]
+        dtypes = [FLOATS[declared[key].type] for key in order]
+        sizes = (math.prod(declared[key].shape) for key in order)
+        ends = list(accumulate(n * t.itemsize for n, t in zip(sizes, dtypes, strict=True)))
+        target = dict(zip(order, zip([0, *ends[:-1]], ends, strict=True), strict=True))
+        # A tensor without elements has the same offset as the next one.
+        in_file = sorted(
+            order, key=lambda key: (declared[key].offset, math.prod(declared[key].shape))
+        )
+        runs = []
+        start = 0
+        for dtype, run in groupby(zip(dtypes, ends[: len(wanted)], strict=False), itemgetter(0)):
+            *_, (_, end) = run
+            runs.append((dtype, start, end))
+            start = end
+        targets = tuple(target[key] for key in in_file)
+        return cls(len(header), hash(header), tuple(wanted), targets, tuple(runs))
+
+    def read(self, path: Path, invalid: Callable[[str], Exception]) -> torch.Tensor:
+        """Return the wanted tensors, in the order of `keys`, as one tensor [elements] fp32.
 
         Raises the error that `invalid` makes if the file cannot be read or has changed since its
         header was read.
         """
-        size = plan.runs[-1][2]
+        size = self.runs[-1][2]
         header, data = bytearray(self.start), torch.empty(size, dtype=torch.uint8)
         wanted = data.numpy().data
-        parts = (wanted[a:b] if b <= size else b - a for a, b in plan.targets)
+        parts = (wanted[a:b] if b <= size else b - a for a, b in self.targets)
         try:
             _read_into(path, [memoryview(header), *parts])
         except (OSError, EOFError) as error:
@@ -107,46 +148,12 @@ class Layout:
         if hash(bytes(header)) != self.header:
             raise invalid("has changed since it was described")
         runs = []
-        for dtype, start, end in plan.runs:
+        for dtype, start, end in self.runs:
             run = data[start:end]
             if start % dtype.itemsize:
                 run = run.clone()  # Smaller dtypes before the run leave it unaligned.
             runs.append(run.view(dtype).to(torch.float32))
         return runs[0] if len(runs) == 1 else torch.cat(runs)
-
-    def read_plan(self, wanted: Sequence[int]) -> ReadPlan:
-        """Return a plan that reads only the tensors with these indices, and puts them into memory
-        in this order.
-        """
-        order = [*wanted, *sorted(set(range(len(self.keys))) - set(wanted))]
-        dtypes = [FLOATS[self.types[index]] for index in order]
-        sizes = (self.sizes[i] * dtype.itemsize for i, dtype in zip(order, dtypes, strict=True))
-        ends = list(accumulate(sizes))
-        ranges = zip([0, *ends[:-1]], ends, strict=True)
-        targets = [target for _, target in sorted(zip(order, ranges, strict=True))]
-        runs = []
-        start = 0
-        ends_by_dtype = zip(dtypes[: len(wanted)], ends[: len(wanted)], strict=True)
-        for dtype, run in groupby(ends_by_dtype, key=itemgetter(0)):
-            *_, (_, end) = run
-            runs.append((dtype, start, end))
-            start = end
-        return ReadPlan(tuple(targets), tuple(runs))
-
-
-@dataclass(frozen=True)
-class ReadPlan:
-    """Ranges of memory into which the tensors of a file are read.
-
-    The ranges of the wanted tensors come first. All other tensors have ranges after these, but are
-    not read.
-
-    targets: range (start, end) of each tensor in memory, in bytes, in the order of the file.
-    runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.
-    """
-
-    targets: tuple[tuple[int, int], ...]
-    runs: tuple[tuple[torch.dtype, int, int], ...]
 
 
 def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:

@@ -37,7 +37,7 @@ class TritonPythonModel:
             lambda registry: EngineExporter(
                 registry,
                 self._process.labels,
-                lambda: with_waiting(self._loop.stats(), self._loop.live),
+                lambda: with_waiting(self._loop.stats(), self._loop.table),
                 max_tokens=self._loop.max_model_len,
             ),
             progress=lambda registry: ProgressExporter(

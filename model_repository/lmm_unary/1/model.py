@@ -20,14 +20,16 @@ class TritonPythonModel:
         self._process = TritonProcess(args)
         options = self._process.options
         self._pool = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="relay")
-        live = RequestTable(options.limits.max_in_flight_bytes)
-        self._process.export(lambda registry: WaitingExporter(registry, self._process.labels, live))
+        table = RequestTable(options.limits.max_in_flight_bytes)
+        self._process.export(
+            lambda registry: WaitingExporter(registry, self._process.labels, table)
+        )
         self._service = LmmUnaryService(
             self._process.calls.ask_lmm,
             self._pool,
             options.limits,
             ArrivalStamps.of_this_server(),
-            live,
+            table,
             max_requests=options.max_num_seqs + options.max_num_waiting,
             max_running=options.max_num_seqs,
         )

@@ -60,14 +60,16 @@ class TritonPythonModel:
             options.adapter_host_bytes,
             encoder.layers,
         )
-        live = RequestTable(options.limits.max_in_flight_bytes)
-        self._process.export(lambda registry: WaitingExporter(registry, self._process.labels, live))
+        table = RequestTable(options.limits.max_in_flight_bytes)
+        self._process.export(
+            lambda registry: WaitingExporter(registry, self._process.labels, table)
+        )
         self._service = VisionService(
             decoder,
             service,
             options.limits,
             ArrivalStamps.of_this_server(),
-            live,
+            table,
             max_requests=options.max_num_seqs + options.max_num_waiting,
             # The metrics must count an answer before its client receives it.
             before_answers=(lambda: None) if exporter is None else exporter.flush,

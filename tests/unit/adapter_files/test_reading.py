@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.support.adapter_store import load_and_pack
 from tests.support.device_tensors import DEVICE, separate_devices
 from tests.support.memory import peak_growth
 from tests.support.small_adapter import (
@@ -193,7 +194,7 @@ def test_a_broken_adapter_does_not_affect_others(
     shutil.copytree(folder, tmp_path / "root" / "bad")
     edit_config(tmp_path / "root" / "bad", use_dora=True)
     store = AdapterStore(model)
-    store.load(find_folders(tmp_path / "root", {}))
+    load_and_pack(store, find_folders(tmp_path / "root", {}))
     assert store.names() == ("good",)
     q_pairs, k_pairs = store.slots.group([(0, "q_proj"), (0, "k_proj")]).pairs
     assert q_pairs[store.slot("good")] is not None

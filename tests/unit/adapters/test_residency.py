@@ -15,6 +15,7 @@ from tests.support.adapter_store import (
     MATRIX,
     BlockedReads,
     Harness,
+    load_and_pack,
     small_model,
     write_adapter,
 )
@@ -207,7 +208,7 @@ def test_an_adapter_in_bf16_has_no_copy_besides_the_host_copy_and_the_packed_one
 ) -> None:
     store = AdapterStore(small_model(), dtype=torch.bfloat16)
     group = store.slots.group([MATRIX])
-    store.load(find_folders(root, {}))
+    load_and_pack(store, find_folders(root, {}))
     handle = store.handle("a0")
     assert handle.adapter is not None
     assert handle.slot is not None

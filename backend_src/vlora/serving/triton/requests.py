@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 from vlora.config import Limits
 from vlora.errors import InvalidArgument, VLoraError
 from vlora.request import ImageFeatures
-from vlora.serving.codec import ADAPTER_VERSION
+from vlora.serving.codec import ADAPTER_VERSION, RETURNED
 from vlora.serving.metrics import ErrorCounts
 from vlora.serving.responder import from_message, is_coded, to_message
 from vlora.serving.tensors import Array, Tensors, flag
@@ -147,18 +147,7 @@ If it were the last owner of the responses, it would free their arrays there and
 counts (python_backend issue 390, fixed in 24.12).
 """
 
-ANSWER_OUTPUTS = (
-    "text_output",
-    "details",
-    "finish_reason",
-    "num_input_tokens",
-    "num_output_tokens",
-    "logprobs",
-    "cumulative_logprob",
-    "head_scores",
-    "head_labels",
-    "metadata",
-)
+ANSWER_OUTPUTS = ("text_output", "details", *RETURNED, "head_scores", "head_labels", "metadata")
 """Outputs of `lmm` that `lmm_unary` passes on."""
 
 CANCEL_OUTPUTS = ("text_output", "details")

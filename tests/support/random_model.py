@@ -1,8 +1,7 @@
 """Decoding steps of a random model on a GPU, replayed as graphs and launched kernel by kernel.
 
-The steps use the engine's own classes for the runner, weights, adapters and pages, but no
-checkpoint. For each kind of step, the logits of the graph are compared with those of the single
-launches. Then both are timed, and the time to read the step's bytes from memory is calculated.
+The steps use the engine's own classes, but no checkpoint. For each kind of step, the logits of the
+graph are compared with those of the single launches, and both are timed.
 """
 
 from __future__ import annotations
@@ -42,13 +41,7 @@ logit."""
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a random model and of its steps.
-
-    rank: rank of its adapters, which change all projections.
-    adapters: number of adapters.
-    rows: numbers of rows of the timed steps.
-    context: number of positions of each row.
-    """
+    """Sizes of a random model, of its adapters, and of its steps: rows, and positions of a row."""
 
     name: str
     model: step_costs.Model
@@ -66,7 +59,6 @@ class RandomModel:
     """A decoder with random weights and adapters, with pages for its rows, on one device."""
 
     def __init__(self, sizes: Sizes, device: Device, dtype: torch.dtype) -> None:
-        """Allocate the model and fill it with random numbers on the device."""
         self._sizes, self._device, self._dtype = sizes, device, dtype
         self._config = _config(sizes)
         self._weights = self._random_weights()
@@ -95,7 +87,7 @@ class RandomModel:
             self._slots.pack(self._slots.take(self._random_adapter()))
 
     def _runner(self, *, graphs: bool) -> Runner:
-        """Return a runner without adapters. Packing an adapter puts it into the runner's groups."""
+        # It has no adapters yet. Packing an adapter puts it into the runner's groups.
         rows = max(self._sizes.rows)
         return Runner(
             self._config,
@@ -141,9 +133,8 @@ class RandomModel:
         return Adapter(info, pairs, None)
 
     def chunks(self, kind: str, rows: int, step: int = 0) -> list[Chunk]:
-        """Return the chunks of a decoding step of this kind, and merge the adapter that it needs.
+        """Return the chunks of a decoding step, and merge the adapter that it needs.
 
-        kind: one of KINDS.
         step: number that the tokens, positions and adapters depend on.
         """
         live = 0 if kind in ("merged", "mixture") else BASE
@@ -172,10 +163,8 @@ class RandomModel:
         ]
 
     def difference(self, kind: str, rows: int, step: int) -> float:
-        """Return the largest difference of logits between a graph and single launches.
-
-        It is relative to the largest logit.
-        """
+        """Return the difference of logits between a graph and single launches, relative to the
+        largest logit."""
         chunks = self.chunks(kind, rows, step)
         expected = self.eager.forward(chunks).logits.clone()
         actual = self.graphs.forward(chunks).logits
@@ -194,9 +183,6 @@ def measure(
     """Compare and time each kind of step; yield one row of figures for each.
 
     bandwidth: bytes per second of the device.
-    kinds: kinds of steps, some of KINDS.
-
-    Raises AssertionError if a graph's logits differ from those of single launches.
     """
     for rows in sizes.rows:
         for kind in kinds:
@@ -224,7 +210,6 @@ def measure(
 
 
 def _seconds(runner: Runner, chunks: Sequence[Chunk]) -> float:
-    """Return the median time of a step in seconds, including the host's work."""
     times = []
     for _ in range(REPEATS):
         started = time.perf_counter()
@@ -234,7 +219,7 @@ def _seconds(runner: Runner, chunks: Sequence[Chunk]) -> float:
 
 
 class _MergeSource:
-    """Adapters as the switcher needs them."""
+    """What the switcher needs of adapters."""
 
     def __init__(self, slots: Slots, config: DecoderConfig) -> None:
         self.adapter = slots.adapter
@@ -242,7 +227,6 @@ class _MergeSource:
 
 
 def _fill(tensor: torch.Tensor, scale: float) -> None:
-    """Fill a tensor with normal numbers, some at a time, in its own type."""
     for part in tensor.view(-1).split(1 << 28):
         part.normal_().mul_(scale)
 

@@ -1,15 +1,22 @@
-"""The `switch` benchmark on a GPU: merging all layers, compared with roofline, addmm and a copy."""
+"""Merging all layers on a GPU, compared with the roofline, with addmm and with a copy.
+
+usage: python -m benchmarks.gpu_switch --json FILE
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import argparse
+import json
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator
-from vlora.atmm.search.gpu_timing import GpuLimits, GpuWork, interleaved
+from benchmarks.gpu_device import device_limits, write_json
+from vlora.atmm.cuda.operator import DTYPES, MergedParts, Operator, current
+from vlora.atmm.search.gpu_timing import GpuLimits, GpuWork, discard, interleaved
 from vlora.atmm.types import LoraPair, MergeUpdate
 
 ROUNDS = 5
@@ -45,46 +52,30 @@ def measure(
 ) -> dict[str, Any]:
     """Measure merging out of place and in place, torch.addmm for each matrix, and a plain copy.
 
-    In the roofline, W is read once and M = W + B A is written once. Its peak is that of fp32
-    without tensor cores, since the result must be rounded only once.
-
     Raises AssertionError if the merged weights are wrong by more than one rounding.
     """
-    device = operator.device
-    base = torch.randn(model.elements, device=device).to(dtype)
+    base = torch.randn(model.elements, device=operator.device).to(dtype)
     out = torch.empty_like(base)
-    updates, parts, offset = [], [], 0
-    for _ in range(model.layers):
-        for d_out, d_in in model.targets:
-            a = torch.randn(model.rank, d_in, device=device) / d_in**0.5
-            b = torch.randn(d_out, model.rank, device=device) * 1e-3
-            updates.append(MergeUpdate(offset, LoraPair(a, b)))
-            place = slice(offset, offset + d_out * d_in)
-            view = (base[place].view(d_out, d_in), out[place].view(d_out, d_in))
-            parts.append((*view, a.to(dtype), b.to(dtype)))
-            offset += d_out * d_in
+    updates = _updates(model, operator.device)
     merge = MergedParts(operator, updates)
     merge(out, base)
     error = _error(out, base, updates)
     if not error <= 1.01 * torch.finfo(dtype).eps:
         raise AssertionError(f"{model.name}: the relative error {error:.1e} exceeds one rounding")
-
-    def addmm() -> None:
-        for source, target, a, b in parts:
-            torch.addmm(source, b, a, out=target)
-
     in_place = base.clone()
     timed = interleaved(
         {
             "atmm": GpuWork([lambda: merge(out, base)], graph=True),
             "atmm_in_place": GpuWork([lambda: merge(in_place, in_place)], graph=True),
-            "addmm": GpuWork([addmm], graph=True),
-            "copy": GpuWork([lambda: _none(out.copy_(base))], graph=True),
+            "addmm": GpuWork([_addmm(updates, base, out)], graph=True),
+            "copy": GpuWork([lambda: discard(out.copy_(base))], graph=True),
         },
         ROUNDS,
     )
     factors = sum(4 * model.rank * (d_out + d_in) for d_out, d_in in model.targets)
     moved = 2 * dtype.itemsize * model.elements + model.layers * factors
+    # W is read once and M = W + B A is written once. The peak is that of fp32 without tensor cores,
+    # since the result must be rounded only once.
     limit = limits.seconds(moved, 2 * model.rank * model.elements, "fp32")
     ms = {name: round(one.median * 1e3, 4) for name, one in timed.items()}
     return {
@@ -101,6 +92,34 @@ def measure(
     }
 
 
+def _updates(model: Model, device: torch.device) -> list[MergeUpdate]:
+    updates, offset = [], 0
+    for d_out, d_in in model.targets * model.layers:
+        a = torch.randn(model.rank, d_in, device=device) / d_in**0.5
+        b = torch.randn(d_out, model.rank, device=device) * 1e-3
+        updates.append(MergeUpdate(offset, LoraPair(a, b)))
+        offset += d_out * d_in
+    return updates
+
+
+def _addmm(
+    updates: Sequence[MergeUpdate], base: torch.Tensor, out: torch.Tensor
+) -> Callable[[], None]:
+    """Return a function that merges each matrix with torch.addmm."""
+    parts = []
+    for offset, (a, b) in updates:
+        shape = (b.shape[0], a.shape[1])
+        place = slice(offset, offset + shape[0] * shape[1])
+        pair = (base[place].view(shape), out[place].view(shape))
+        parts.append((*pair, a.to(base.dtype), b.to(base.dtype)))
+
+    def merge_all() -> None:
+        for source, target, a, b in parts:
+            torch.addmm(source, b, a, out=target)
+
+    return merge_all
+
+
 def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]) -> float:
     """Return the largest relative error of the first and the last matrix against float64."""
     worst = 0.0
@@ -113,5 +132,19 @@ def _error(out: torch.Tensor, base: torch.Tensor, updates: Sequence[MergeUpdate]
     return worst
 
 
-def _none(_: object) -> None:
-    """Discard the result of a call."""
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_switch", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the results")
+    given = parser.parse_args()
+    operator, limits, rows, summary = current(), device_limits(), [], {}
+    for model in MODELS:
+        rows.append(measure(model, operator, limits))
+        print(json.dumps(rows[-1]), flush=True)
+        name = f"{model.name}, rank {model.rank}"
+        times = "".join(f", {name} {ms} ms" for name, ms in rows[-1]["ms"].items())
+        summary[name] = f"limit {rows[-1]['limit_ms']} ms{times}"
+        write_json(given.json, {"rows": rows, "summary": summary})
+
+
+if __name__ == "__main__":
+    main()

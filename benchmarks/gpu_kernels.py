@@ -1,34 +1,41 @@
-"""The `kernels` benchmark on a GPU: ATMM against other LoRA operators, over the committed grid.
+"""ATMM on a GPU against other LoRA operators, over the grid of the benchmark `kernels`.
 
-The baselines are the operators of `benchmarks/kernels/operators.py`: PEFT's loop, a loop over the
-rows of each adapter, dLoRA's einsum, and batches padded to equal size. Further baselines are ATMM
-with one tile choice for all shapes ("static") and, if they can be imported, the kernels of vLLM and
-SGLang. Each operator is timed as a captured graph (device time) and call by call (with host time).
-Before that, its result is compared with one in float64.
+usage: python -m benchmarks.gpu_kernels --json FILE [--seconds 45] [--tables FOLDER]
+
+The baselines are those of the benchmark `kernels` (PEFT's loop, a loop over the rows of each
+adapter, dLoRA's einsum, batches padded to equal size), ATMM with one tile choice for all shapes
+("static") and, if they can be imported, the kernels of vLLM and SGLang. Each operator is timed as a
+captured graph (device time) and call by call (with host time). Before that, its result is compared
+with one in float64.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.dtypes import DTYPES
-from benchmarks.kernels.cells import KernelCell
+from benchmarks.gpu_device import device_limits, write_json
+from benchmarks.gpu_peers import PEERS
+from benchmarks.kernels.cells import KernelCell, load_grid
 from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
-from tools.gpu.peers import PEERS
-from vlora.atmm.cuda.choice import KernelChoice
-from vlora.atmm.cuda.operator import Operator
+from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
+from vlora.atmm.cuda.operator import Operator, current, table_path
 from vlora.atmm.cuda.tables import DeviceGroup
 from vlora.atmm.search.gpu_timing import Call as Pass
 from vlora.atmm.search.gpu_timing import GpuLimits, GpuTiming, GpuWork, interleaved
 from vlora.atmm.types import LoraPair
 
+GRID = Path(__file__).parent / "grids" / "kernels.json"
 ATMM, STATIC = "atmm", "static: "
 UNCAPTURED = ("peft_loop",)
 """Baselines that cannot be captured, because each call copies index lists to the device."""
@@ -50,7 +57,7 @@ class Drawn(KernelCell):
     """
 
     @cached_property
-    def slots(self) -> tuple[int, ...]:  # type: ignore[override]
+    def slots(self) -> tuple[int, ...]:
         with torch.device("cpu"):
             return KernelCell.slots.fget(self)  # type: ignore[attr-defined,no-any-return]
 
@@ -128,33 +135,13 @@ def measure(
     pairs = [LoraPair(a.to(device), b.to(device)) for a, b in cell.draw_pairs(generator)]
     x = cell.draw_rows(generator).to(device)
     result = GpuKernelResult(cell, limits.seconds(cell.bytes, cell.flops, cell.dtype))
-    layers = min(MOST_LAYERS, max(2, -(-COLD_BYTES // cell.adapter_bytes))) if cell.cold else 1
-    if operator.library.emulated:
-        layers = min(layers, 2)
-    result.layers = layers
+    if cell.cold:
+        most = 2 if operator.library.emulated else MOST_LAYERS
+        result.layers = min(most, max(2, -(-COLD_BYTES // cell.adapter_bytes)))
     candidates = [Atmm(operator), *BASELINES, *PEERS]
     if not cell.cold:
         candidates += [Atmm(operator, choice, STATIC + name) for name, choice in statics.items()]
-    want = _expected(x, pairs, cell)
-    passes: dict[str, list[Pass]] = {}
-    for candidate in candidates:
-        reason = candidate.why_not(cell)
-        if reason is None:
-            try:
-                with torch.device(device):
-                    calls = [candidate.prepare(pairs, cell) for _ in range(layers)]
-                error = _error(calls[0], x, want)
-                if not error < TOLERANCE:
-                    reason = f"wrong: {error:.1e} of the largest value"
-            except Exception as raised:  # An error in a foreign kernel must not stop the benchmark.
-                if candidate.name == ATMM:
-                    raise
-                reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
-        if reason is not None:
-            result.left_out[candidate.name] = reason
-            continue
-        y = torch.randn_like(x)
-        passes[candidate.name] = [lambda c=call, y=y: c(y, x) for call in calls]  # type: ignore[misc]
+    passes = _checked_passes(candidates, pairs, x, result)
     captured = {}
     for name, calls in passes.items():
         if name in UNCAPTURED:
@@ -166,11 +153,8 @@ def measure(
                 raise
             result.left_out[f"{name} as a graph"] = str(raised).splitlines()[0][:200]
     result.graph = interleaved(captured, ROUNDS)
-    eager = {
-        name: GpuWork(calls, graph=False)
-        for name, calls in passes.items()
-        if not name.startswith(STATIC)
-    }
+    dynamic = {name: calls for name, calls in passes.items() if not name.startswith(STATIC)}
+    eager = {name: GpuWork(calls, graph=False) for name, calls in dynamic.items()}
     result.eager = interleaved(eager, ROUNDS)
     group = DeviceGroup(cell.width, [cell.width], DTYPES[cell.dtype], device)
     group.max_rank = max(-(-rank // 8) * 8 for rank in cell.ranks)
@@ -178,6 +162,39 @@ def measure(
     result.choice = chosen.name
     operator.check()
     return result
+
+
+def _checked_passes(
+    candidates: Sequence[LoraOperator],
+    pairs: Sequence[LoraPair],
+    x: torch.Tensor,
+    result: GpuKernelResult,
+) -> dict[str, list[Pass]]:
+    """Return the calls of each operator whose result is right; write down why others are left out.
+
+    An operator has a call for each of `result.layers` layers.
+    """
+    cell, want = result.cell, _expected(x, pairs, result.cell)
+    passes: dict[str, list[Pass]] = {}
+    for candidate in candidates:
+        reason = candidate.why_not(cell)
+        if reason is None:
+            try:
+                with torch.device(x.device):
+                    calls = [candidate.prepare(pairs, cell) for _ in range(result.layers)]
+                error = _error(calls[0], x, want)
+                if not error < TOLERANCE:
+                    reason = f"wrong: {error:.1e} of the largest value"
+            except Exception as raised:  # An error in a foreign kernel must not stop the benchmark.
+                if candidate.name == ATMM:
+                    raise
+                reason = f"{type(raised).__name__}: {raised}".splitlines()[0][:200]
+        if reason is not None:
+            result.left_out[candidate.name] = reason
+            continue
+        y = torch.randn_like(x)
+        passes[candidate.name] = [partial(call, y, x) for call in calls]
+    return passes
 
 
 def _expected(x: torch.Tensor, pairs: Sequence[LoraPair], cell: KernelCell) -> torch.Tensor:
@@ -251,3 +268,42 @@ def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _mean(values: Sequence[float]) -> float:
     return round(statistics.geometric_mean(values), 3)
+
+
+def static_choices(operator: Operator) -> dict[str, KernelChoice]:
+    """Return the choices that most shapes of prompts have, by name."""
+    shapes = [
+        Shape("bf16", rows, side, side, rank, 2)
+        for rows in (16, 64, 256)
+        for side in (1024, 4096)
+        for rank in (16, 64)
+    ]
+    count = operator.multiprocessors
+    picks = [built_in(shape, operator.library, count, tensor_cores=True) for shape in shapes]
+    most = sorted(set(picks), key=lambda choice: (-picks.count(choice), choice.name))[:6]
+    return {choice.name: choice for choice in most}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_kernels", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="file of the results")
+    parser.add_argument("--seconds", type=float, default=45.0, metavar="N", help="time limit")
+    parser.add_argument("--tables", type=Path, metavar="FOLDER", help="tables of a tile search")
+    given = parser.parse_args()
+    operator = current()
+    if given.tables and (path := table_path(operator.name, given.tables)).exists():
+        operator.table = Table.load(path, operator.library)
+    cells = [cell for quick in (True, False) for cell in load_grid(GRID, ["bf16"], quick=quick)]
+    rows: list[dict[str, Any]] = []
+    statics, limits = static_choices(operator), device_limits()
+    for result in run(list(dict.fromkeys(cells)), operator, statics, limits, given.seconds):
+        rows.append(result.as_row())
+        print(json.dumps(rows[-1]), flush=True)
+        write_json(given.json, {"rows": rows, "summary": summarize(rows)})
+    print(f"{len(rows)} of {len(set(cells))} cells")
+    if not rows:
+        raise SystemExit("no cell was finished in time")
+
+
+if __name__ == "__main__":
+    main()
