@@ -124,29 +124,15 @@ REFUSED: dict[str, str] = {
 class SamplingParams:
     """Sampling parameters of one request, its priority, and its deadline.
 
+    The keys have vLLM's meaning; docs/api.md describes them. In addition:
+
     temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to MIN_TEMPERATURE.
     top_k: 0 means off; at most MAX_INTEGER.
-    top_p: in [1e-9, 1].
-    min_p: in [0, 1].
-    repetition_penalty: > 0, over prompt and output tokens, as in transformers and vLLM.
-    presence_penalty, frequency_penalty: in [-2, 2], over output tokens.
     seed: key of the random numbers, together with the position. Draws do not depend on batch,
         preemption or mode. Without a seed, it is derived from the request's id.
-    stop: strings before which the answer ends.
-    stop_token_ids: ids of tokens that end the answer.
-    include_stop_str_in_output: whether the answer ends after the stop string instead of before it.
-    max_tokens: maximum number of tokens of the answer; None means that only the context limits it.
-    min_tokens: minimum number of tokens of the answer. Until then, end of text is masked.
-    ignore_eos: whether the answer continues after end of text.
-    logprobs: number of alternatives to report with the sampled token (0–20), or None.
-    choices: strings; the answer must be one of them. With choices, `max_tokens` is None by default.
-    structured_outputs: structure that the answer must have. With a structure, `max_tokens` is None
-        by default.
-    priority: lower values go first, as in vLLM.
-    deadline_ms: milliseconds from arrival after which the answer is useless. The request then ends
-        with CANCELLED.
-    stream_id: id that all requests of a stream share.
-    supersede: whether the request cancels older requests of its stream that are still waiting.
+    max_tokens: None means that only the context limits the answer. It is the default with `choices`
+        and `structured_outputs`.
+    deadline_ms: milliseconds from arrival after which the request ends with CANCELLED.
     stream_interval_ms: minimum number of milliseconds between two responses of a streamed answer.
         The tokens of this time are sent together. The first and the last token never wait.
     """

@@ -273,7 +273,7 @@ class CostModel:
         errors = self.corrections.errors
         return statistics.median(errors) if errors else 0.0
 
-    # -- methods of the protocols `policies.base.Costs` and `predictive.StepCosts` --------------
+    # -- what policies use (see also `policies.base.Costs`) --------------------------------------
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
@@ -335,9 +335,7 @@ class CostModel:
         return slot == BASE or self.can_merge(slot)
 
     def products(self, rows: int, answers: int) -> float:
-        """Return the time of the matrix products: of `rows` rows in all layers, and of `answers`
-        rows in the LM head.
-        """
+        """Return the time of the matrix products of `rows` rows, with `answers` in the LM head."""
         head_share = self.profile.head / (1.0 + self.profile.head)
         heads = head_share * self._products_at(answers) if answers else 0.0
         layers = self._products_at(rows) - head_share * self._products_at(1)
@@ -352,16 +350,20 @@ class CostModel:
         return self.corrections.overhead.seconds(requests) / self.corrections.pace.factor
 
     def attention(self, rows: int, context: int) -> float:
+        """Return the time of attention for `rows` rows of one request after `context` positions."""
         profile = self.profile
         return profile.position * (context + rows) + profile.pair * rows * (context + rows / 2)
 
     def lora_calls(self) -> float:
+        """Return the fixed time of calling the LoRA operator in a step that applies any adapter."""
         return self.profile.lora_calls
 
     def read_adapter(self, slot: int) -> float:
+        """Return the time that a step needs to read an adapter."""
         return 0.0 if slot == BASE else self.profile.adapter_element * self.sizes(slot).factors
 
     def apply_adapter(self, slot: int, rows: int) -> float:
+        """Return the time of applying an adapter to this number of rows."""
         if slot == BASE:
             return 0.0
         return self.profile.adapter_element_row * self.sizes(slot).factors * rows
