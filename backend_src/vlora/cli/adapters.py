@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -93,9 +92,7 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     return table
 
 
-def _read_all(
-    *overrides: Path | None,
-) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
+def _read_all(*overrides: Any) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
     """Return (adapters that a server with these overrides would load, errors by name)."""
     from vlora.adapters.catalog import find_folders, read_each
     from vlora.adapters.files import load_adapter

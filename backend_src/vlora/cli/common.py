@@ -25,6 +25,7 @@ from vlora.config import (
     load_adapter_names,
     load_options,
     load_replacing,
+    read_settings,
 )
 from vlora.errors import ServerError, VLoraError
 from vlora.launcher.repository import default_repository
@@ -111,20 +112,32 @@ OptionsFileOption = Annotated[
 
 
 class ConfiguredCommand(Command):
-    """A command with `--options FILE`, which hints at it for a key of `model.json`."""
+    """A command that says so if a key of `model.json` is used as an option of its own.
+
+    For `--quantization int8`, the error names `--set quantization=int8`, or `--options FILE` in a
+    command without `--set`.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         keys = {field.name for field in fields(Options)} - {"notes"}
-        for word in takewhile(lambda word: word != "--", args):
-            name = word.partition("=")[0]
+        words = list(takewhile(lambda word: word != "--", args))
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            name, equals, value = word.partition("=")
             key = name.removeprefix("--").replace("-", "_")
-            if name.startswith("--") and name not in known and key in keys:
+            if not name.startswith("--") or name in known or key not in keys:
+                continue
+            if "--set" in known:
+                value = value if equals else following
+                value = "…" if not value or value.startswith("--") else value
                 raise typer.BadParameter(
-                    f"{name} is no option of this command; '{key}' is a key of model.json. Write"
-                    f' {{"{key}": …}} into a file, and name the file with --options FILE.',
-                    ctx,
+                    f"{name} is an option of model.json: use --set {key}={value}", ctx
                 )
+            raise typer.BadParameter(
+                f"{name} is no option of this command; '{key}' is a key of model.json. Write"
+                f' {{"{key}": …}} into a file, and name the file with --options FILE.',
+                ctx,
+            )
         return super().parse_args(ctx, args)
 
 
@@ -175,8 +188,11 @@ def load_configuration(
     adapters: Path | None,
     repository: Path | None = None,
     options_file: Path | None = None,
+    settings: Sequence[str] = (),
 ) -> Configuration:
     """Return the configuration of a model repository, with these overrides.
+
+    settings: KEY=VALUE of keys that replace those of `model.json` and of the options file.
 
     Raises ServerError without a checkpoint or a valid adapters folder at the configured paths, and
     InvalidArgument for invalid options.
@@ -189,9 +205,12 @@ def load_configuration(
             " --repository FOLDER, and write a new one with `vlora repository FOLDER`"
         )
     replacing = {} if options_file is None else load_replacing(options_file)
+    replacing |= read_settings(settings)
+    sources = [str(options_file)] if options_file else []
+    source = " and ".join([*sources, *(["--set"] if settings else [])]) or None
     overrides = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     given = {name: str(path) for name, path in overrides.items() if path is not None}
-    options = load_options(version / "model.json", os.environ | given, replacing, options_file)
+    options = load_options(version / "model.json", os.environ | given, replacing, source)
     if not (options.model / "config.json").is_file():
         missing = "has no config.json" if options.model.is_dir() else "does not exist"
         raise ServerError(

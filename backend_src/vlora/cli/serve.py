@@ -66,6 +66,15 @@ StartTimeout = Annotated[
     option("SECONDS", "Seconds within which the server must be ready. Default: no limit.", min=0),
 ]
 Restart = Annotated[bool, option(None, "Restart the server when it fails.", "--restart")]
+Settings = Annotated[
+    list[str] | None,
+    option(
+        "KEY=VALUE",
+        "Key that replaces the one in model.json; may be repeated. VALUE is JSON or text.",
+        "--set",
+        show_default=False,
+    ),
+]
 Triton = Annotated[
     list[str] | None,
     typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
@@ -89,6 +98,7 @@ def serve(
     start_timeout: StartTimeout = None,
     restart: Restart = False,
     options_file: common.OptionsFileOption = None,
+    settings: Settings = None,
     triton: Triton = None,
 ) -> None:
     """Run a server in the foreground until Ctrl-C; by default with the demo model."""
@@ -98,7 +108,9 @@ def serve(
         _check_triton_arguments(triton or [])
         ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         check_ports(ports | ({} if gateway_port is None else {"gateway_port": gateway_port}))
-        configured = common.load_configuration(model, adapters, repository, options_file)
+        configured = common.load_configuration(
+            model, adapters, repository, options_file, settings or ()
+        )
         options = configured.options
         server_options = ServerOptions(
             repository=configured.repository,
