@@ -26,7 +26,7 @@ from vlora.errors import InvalidArgument
 from vlora.generation.fusion import Packed, RunState
 from vlora.generation.learner import WEIGHTS, Learner
 from vlora.generation.report import as_json, write_report
-from vlora.generation.run import Outcome, Watcher, generate, load_splits
+from vlora.generation.run import Outcome, Unwatched, generate, load_splits
 from vlora.generation.spec import read_spec
 from vlora.generation.trainer import PeftTrainer, Progress
 from vlora.model.decoder_config import load_config
@@ -38,7 +38,7 @@ os.umask(UMASK)
 TRAINING = {"max_steps": 24, "evaluate_every": 8, "batch_size": 12, "rank": 4, "margin": 0.0}
 
 
-class Killer(Watcher):
+class Killer(Unwatched):
     """Interrupts a run at its `number`-th evaluation."""
 
     def __init__(self, number: int) -> None:

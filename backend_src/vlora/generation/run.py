@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 
@@ -145,8 +145,8 @@ class _Journal:
         replace_text(self.path, json.dumps(content, indent=2) + "\n")
 
 
-class Watcher:
-    """Receives the progress of a run, and ignores it unless a method is overridden."""
+class Watcher(Protocol):
+    """Receives the progress of a run."""
 
     def report(self, progress: Progress) -> None:
         """Take the result of an evaluation."""
@@ -156,6 +156,19 @@ class Watcher:
 
     def status(self, text: str) -> None:
         """Take what the run does next, other than attempts."""
+
+
+class Unwatched:
+    """A watcher that ignores everything."""
+
+    def report(self, progress: Progress) -> None:
+        pass
+
+    def decided(self, state: RunState) -> None:
+        pass
+
+    def status(self, text: str) -> None:
+        pass
 
 
 def generate(
@@ -176,7 +189,7 @@ def generate(
     Raises InvalidArgument for examples that cannot be used, and if `work` contains another run.
     """
     work.mkdir(parents=True, exist_ok=True)
-    watcher = watcher or Watcher()
+    watcher = watcher or Unwatched()
     accelerator = accelerator or make_accelerator(spec.training)
     left_out: list[str] = []
     with accelerator.main_process_first():  # Others then read the teachers' answers.
