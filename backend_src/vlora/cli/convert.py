@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from vlora.cli.common import console, option, print_plain, report_errors
-
-if TYPE_CHECKING:
-    from vlora.offline.convert import Conversion
-
 
 Source = Annotated[
     Path, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, as PEFT saves it.")
@@ -51,18 +47,8 @@ def convert(
         config = load_config(model)
         shape, base = adapter_shape(model, config), BaseWeights(model, config)
         with console.status("reading") as status:
-            result = run(
-                source,
-                out,
-                shape,
-                base,
-                ConversionLimits(rank, max_error),
-                lambda matrix: status.update(escape(matrix)),
-            )
-        _print_result(result, out)
-
-
-def _print_result(result: Conversion, out: Path) -> None:
+            limits = ConversionLimits(rank, max_error)
+            result = run(source, out, shape, base, limits, lambda text: status.update(escape(text)))
     for key in result.dropped:
         print_plain(f"dropped '{key}', a copy of the base model's own weight")
     ranks = ", ".join(map(str, result.ranks))

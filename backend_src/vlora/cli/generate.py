@@ -37,7 +37,6 @@ class TimeLeft:
     items: number of items that are not packed yet.
     max_steps: steps of an item until the first one is packed.
     now: present time in seconds.
-    packed, steps, seconds: number of items and steps of this process, and time of the steps.
     step, limit: number of steps of the present attempt so far, and maximum number.
     steps_of_item: number of steps that the present item has taken in all of its attempts.
     """
@@ -99,12 +98,8 @@ class GenerationProgress:
     """
 
     def __init__(self, spec: Spec, *, shown: bool) -> None:
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-        )
+        text, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+        columns = (text, BarColumn(), note, TimeElapsedColumn())
         terminal = shown and console.is_terminal
         self._lines = shown and not terminal
         self._bars = Bars(*columns, console=console, disable=not terminal)

@@ -97,8 +97,12 @@ class RunState:
     unreachable: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def decisions(self) -> list[Event | Merge]:
+        return [*self.events, *self.merges]
+
+    @property
     def next_version(self) -> int:
-        return len(self.events) + len(self.merges) + 1
+        return len(self.decisions) + 1
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)

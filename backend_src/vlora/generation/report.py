@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from vlora.generation.fusion import Attempt, Event, Merge
+from vlora.generation.fusion import Event, Merge
 from vlora.generation.run import Outcome, folder_name
 
 MARKERS = "osD^vP*X<>hp"
@@ -24,13 +24,9 @@ def write_plots(outcome: Outcome, folder: Path) -> list[str]:
         import matplotlib  # noqa: F401
     except ImportError:
         return []
-    plots = {
-        "accuracy.png": _accuracy(outcome),
-        "fusion.png": _fusion(outcome),
-        "capacity.png": _capacity(outcome),
-    }
-    for name, figure in plots.items():
-        figure.savefig(folder / name, dpi=120)
+    plots = {"accuracy.png": _accuracy, "fusion.png": _fusion, "capacity.png": _capacity}
+    for name, draw in plots.items():
+        draw(outcome).savefig(folder / name, dpi=120)
     return list(plots)
 
 
@@ -71,32 +67,27 @@ def _fusion(outcome: Outcome) -> Any:
     from matplotlib import colormaps
 
     state = outcome.state
-    steps: list[tuple[str, Attempt, tuple[str, ...]]] = [
-        (f"{event.item}\nto adapter {event.adapter}", event.attempt, event.broken)
-        for event in state.events
-    ]
-    steps += [("merge", merge.attempt, merge.broken) for merge in state.merges]
+    steps = state.decisions
+    texts = [f"{event.item}\nto adapter {event.adapter}" for event in state.events]
+    texts += ["merge"] * len(state.merges)
     figure, axes = _new_figure(
         2 + len(steps) * WIDTH_PER_ATTEMPT, "Attempts to add an item", "accuracy (validation)"
     )
     axes.set_prop_cycle(color=[colormaps["tab20"](index) for index in range(20)])
     for index, item in enumerate(outcome.spec.items):
         points = {
-            number: attempt.scores[item.name]
-            for number, (_, attempt, _) in enumerate(steps, 1)
-            if item.name in attempt.scores
+            number: step.attempt.scores[item.name]
+            for number, step in enumerate(steps, 1)
+            if item.name in step.attempt.scores
         }
         marker = MARKERS[index % len(MARKERS)]
-        axes.plot(
-            list(points), list(points.values()), marker=marker, label=item.name, alpha=0.8, lw=1
-        )
-    undone = [number for number, (_, _, broken) in enumerate(steps, 1) if broken]
+        numbers, scores = list(points), list(points.values())
+        axes.plot(numbers, scores, marker=marker, label=item.name, alpha=0.8, lw=1)
+    undone = [number for number, step in enumerate(steps, 1) if step.broken]
     for number in undone:
         label = "undone: a promise broke" if number == undone[0] else None
         axes.axvspan(number - 0.4, number + 0.4, color="red", alpha=0.12, lw=0, label=label)
-    axes.set_xticks(
-        range(1, len(steps) + 1), [text for text, _, _ in steps], rotation=60, ha="right", size=7
-    )
+    axes.set_xticks(range(1, len(steps) + 1), texts, rotation=60, ha="right", size=7)
     axes.set_xlim(0.5, len(steps) + 0.5)
     figure.legend(loc="outside right upper", fontsize=7)
     return figure
@@ -134,8 +125,6 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     """Return the content of `report.json`."""
     spec, state = outcome.spec, outcome.state
     holders = outcome.holders
-    attempts = [event.attempt for event in state.events]
-    attempts += [merge.attempt for merge in state.merges]
     return {
         "options": outcome.options.model_dump(),
         "seed": spec.seed,
@@ -157,7 +146,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             {"item": one.item, "adapter": one.adapter, **_attempt(one)} for one in state.events
         ],
         "merges": [{"items": list(one.attempt.scores), **_attempt(one)} for one in state.merges],
-        "seconds": round(sum(attempt.seconds for attempt in attempts), 1),
+        "seconds": round(sum(one.attempt.seconds for one in state.decisions), 1),
     }
 
 

@@ -293,12 +293,12 @@ class PackingOptions(StrictModel):
     order: order of the items. `gradient` puts similar items next to each other. The paper's order
         is random.
     replay: share of a batch that is drawn from the items fused before. The paper has 0.
-    focus: share of a batch that is drawn from the items below their goal, in proportion to the
-        accuracy that they still lack. The paper has 0.
-    fit: `last` tries only the newest adapter, as the paper does. `best` tries every adapter, the
-        most similar first.
-    merge: method by which adapters are merged at the end. Two adapters are merged only if all their
-        items still reach their goals.
+    focus: share of a batch that is drawn from the items below their goal, in proportion to what
+        they lack. The paper has 0.
+    fit: `last` tries only the newest adapter, as the paper does. `best` tries all, the most similar
+        first.
+    merge: method by which adapters are merged at the end, if all their items still reach their
+        goals.
     merge_training: whether merged weights that break a promise are trained on the items of both
         adapters, unless an earlier attempt shows that the items are too different.
     """
@@ -368,22 +368,21 @@ def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
     items = []
     for item in spec.items:
         where = f"item '{item.name}'"
-        paths: dict[str, Any] = {
-            "images": _existing(folder / item.images, f"{where}: images", is_folder=True)
-        }
+        images = _existing(folder / item.images, f"{where}: images", is_folder=True)
+        paths: dict[str, Any] = {"images": images}
         for key in ("conversations", "truth"):
             if (path := getattr(item, key)) is not None:
                 paths[key] = _existing(folder / path, f"{where}: {key}", is_folder=False)
-        if item.teacher and item.teacher.onnx:
-            onnx = item.teacher.onnx
+        teacher = item.teacher
+        if teacher and (onnx := teacher.onnx):
             file = _existing(folder / onnx.file, f"{where}: teacher.onnx.file", is_folder=False)
             onnx = onnx.model_copy(update={"file": file})
-            paths["teacher"] = item.teacher.model_copy(update={"onnx": onnx})
-        if item.teacher and item.teacher.pipeline:
-            model = folder / item.teacher.pipeline["model"]
+            paths["teacher"] = teacher.model_copy(update={"onnx": onnx})
+        if teacher and (pipeline := teacher.pipeline):
+            model = folder / pipeline["model"]
             model = _existing(model, f"{where}: teacher.pipeline.model", is_folder=True)
-            pipeline = {**item.teacher.pipeline, "model": str(model)}
-            paths["teacher"] = item.teacher.model_copy(update={"pipeline": pipeline})
+            pipeline = {**pipeline, "model": str(model)}
+            paths["teacher"] = teacher.model_copy(update={"pipeline": pipeline})
         items.append(item.model_copy(update=paths))
     return spec.model_copy(update={"base": base, "items": tuple(items)})
 

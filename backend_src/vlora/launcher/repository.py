@@ -67,16 +67,14 @@ def _options_with(repository: Path, replacing: Mapping[str, Any]) -> dict[str, A
 class ServerOptions:
     """Options of a server. A port of 0 means any free port.
 
-    host: IP address that the server listens on.
     model, adapters: folders that override those in `model.json`. With `model` alone, there are no
         adapters.
     model_json, multi_lora: keys that replace those of `model.json`, and entries that are added to
         `multi_lora.json`, in a copy of the repository.
-    environment: variables that are added to the server's environment.
     log: file for the log, or STANDARD_OUTPUT. None: a file that is removed at the end of the run.
     keep_log: whether the file that `log` = None stands for is `kept_log(http_port)` and is kept.
-    start_seconds: maximum number of seconds until the server is ready; None for no limit.
-    grace_seconds: seconds that running requests get to finish when the server stops.
+    start_seconds: limit until the server is ready; None for no limit.
+    grace_seconds: what running requests get to finish when the server stops.
     """
 
     repository: Path = field(default_factory=default_repository)
