@@ -16,7 +16,8 @@ import numpy as np
 from benchmarks.dtypes import ENGINE_NAMES
 from benchmarks.engine.load import LoadRequest, LoadTimes, sampling
 from benchmarks.llava import Checkpoint
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 ENSEMBLE = "visual_retrieval"
 RESPONSE_TIMEOUT_SECONDS = 180.0

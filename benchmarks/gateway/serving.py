@@ -19,7 +19,8 @@ from benchmarks.engine.load import OUTPUT, Load, png
 from benchmarks.gateway.clients import Ask, BenchmarkError
 from benchmarks.gateway.instant import InstantServer
 from vlora.launcher.processes import start_tied
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 from vlora.net import LOOPBACK, choose_ports, get
 
 DEMO_SIDE = 256
