@@ -1,7 +1,4 @@
-"""The GPU of the benchmarks that compare operators on it: what it is and what it reaches.
-
-usage: python -m benchmarks.gpu_device --json FILE
-"""
+"""The GPU of the benchmarks that compare operators on it: what it is and what it reaches."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """ATMM on a GPU against other LoRA operators, over the grid of the benchmark `kernels`.
 
-usage: python -m benchmarks.gpu_kernels --json FILE [--seconds 45] [--tables FOLDER]
-
 The baselines are those of the benchmark `kernels` (PEFT's loop, a loop over the rows of each
 adapter, dLoRA's einsum, batches padded to equal size), ATMM with one tile choice for all shapes
 ("static") and, if they can be imported, the kernels of vLLM and SGLang. Each operator is timed as a

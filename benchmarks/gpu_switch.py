@@ -1,7 +1,4 @@
-"""Merging all layers on a GPU, compared with the roofline, with addmm and with a copy.
-
-usage: python -m benchmarks.gpu_switch --json FILE
-"""
+"""Merging all layers on a GPU, compared with the roofline, with addmm and with a copy."""
 
 from __future__ import annotations
 

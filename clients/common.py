@@ -19,14 +19,13 @@ DEFAULT_URL = "127.0.0.1:8001"
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 120.0
 ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
+# Error code in a message of the server, with which the name of the gRPC status begins.
 CODE = re.compile(r"\b([A-Z_]{8,}): ")
-"""Error code in a message of the server. The name of the gRPC status equals the code or begins with
-it.
-"""
+# Text that Triton puts before a model's message. It says nothing to the user of a client.
 TRITON_PREFIXES = re.compile(r"(in ensemble '[^']*', |\[request id: [^\]]*\] )+")
-"""Text that Triton puts before a model's message. It says nothing to the user of a client."""
+# Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's.
 NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
+# Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`.
 NO_PROXY = "no_grpc_proxy"
 """Variable that lists the hosts gRPC reaches without a proxy. It overrides `no_proxy`."""
 
@@ -56,21 +55,15 @@ def _connect_to_this_machine_directly() -> None:
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that every client has: server address, adapter and task."""
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        metavar="HOST:PORT",
-        help="gRPC address (default: %(default)s)",
+    text = "gRPC address (default: %(default)s)"
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="HOST:PORT", help=text)
+    text = "LoRA adapter that answers (default: the base model)"
+    parser.add_argument("--adapter", metavar="NAME", help=text)
+    text = (
+        "kind of answer, such as vqa or detect; the server names all of them if it does not know"
+        " this one (default: the adapter's own task if it has just one, else vqa)"
     )
-    parser.add_argument(
-        "--adapter", metavar="NAME", help="LoRA adapter that answers (default: the base model)"
-    )
-    parser.add_argument(
-        "--task",
-        metavar="NAME",
-        help="kind of answer, such as vqa or detect; the server names all of them if it does not"
-        " know this one (default: the adapter's own task if it has just one, else vqa)",
-    )
+    parser.add_argument("--task", metavar="NAME", help=text)
 
 
 def whole_number(text: str) -> int:
@@ -119,29 +112,22 @@ def request_inputs(
     task: str | None = None,
     metadata: str | None = None,
 ) -> list[Any]:
-    """Return the inputs of one request to either ensemble.
-
-    images, frames: encoded image files.
-    """
-    inputs = [string_input("text_input", [text])]
-    if images:
-        inputs.append(string_input("image", images))
-    if frames:
-        inputs.append(string_input("frames", frames))
-    for name, value in (
-        ("sampling_parameters", sampling),
-        ("task", task),
-        ("metadata", metadata),
-    ):
-        if value is not None:
-            inputs.append(string_input(name, [value]))
-    return inputs
+    """Return the inputs of one request to either ensemble. Images and frames are encoded files."""
+    tensors: dict[str, Sequence[str | bytes]] = {
+        "text_input": [text],
+        "image": images,
+        "frames": frames,
+        "sampling_parameters": [] if sampling is None else [sampling],
+        "task": [] if task is None else [task],
+        "metadata": [] if metadata is None else [metadata],
+    }
+    return [string_input(name, values) for name, values in tensors.items() if values]
 
 
 def connect(url: str, model: str) -> Any:
-    """Return a gRPC client of a live server that has `model` ready. The caller closes the client.
+    """Return a gRPC client of a live server that has `model` ready, which the caller closes.
 
-    Raise ClientError with the reason if the server cannot be used.
+    Raises ClientError with the reason if the server cannot be used.
     """
     parts = ADDRESS.fullmatch(url)
     if parts is None or int(parts[1]) > 65535:
@@ -176,10 +162,9 @@ def stream_responses(
     request_id: str = "",
     seconds: float = ANSWER_SECONDS,
 ) -> Iterator[Any]:
-    """Yield each response of one streaming request as it arrives, up to the final one.
+    """Yield each response of one streaming request. Leaving the loop cancels the request.
 
-    Leaving the loop cancels the request, even through an error or Ctrl-C. Raise the server's
-    error, or ClientError if `seconds` pass without a response.
+    Raises the server's error, or ClientError if `seconds` pass without a response.
     """
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     client.start_stream(callback=lambda result, error: answers.put((result, error)))
@@ -216,10 +201,7 @@ def first_number(result: Any, output: str) -> int:
 
 
 def explain(error: InferenceServerException) -> str:
-    """Return the error's message for a user.
-
-    Triton's prefixes are removed. If the message lacks a code, the gRPC status is appended.
-    """
+    """Return the error's message without Triton's prefixes, but with a code or a gRPC status."""
     message = str(error.message() or error).strip()
     prefixes = TRITON_PREFIXES.match(message)
     message = message[prefixes.end() :] if prefixes else message

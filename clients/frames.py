@@ -1,7 +1,7 @@
 """Sources of frames: a video file, a folder of pictures, or a synthetic camera.
 
-A source yields chunks. A chunk is one second of video, reduced to a few evenly spaced frames. Each
-frame is RGB, uint8 [height, width, 3].
+A source yields chunks: one second of video, reduced to a few evenly spaced frames. Each frame is
+RGB, uint8 [height, width, 3].
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageOps
@@ -19,29 +19,16 @@ from clients.common import ClientError
 
 Pixels = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
-GRID = 4
-"""Number of frames that are kept of each second of a video, as a multiple of the number of frames
-that a chunk needs.
-"""
-
+GRID = 4  # Frames that are kept of each second of a video, for each one that a chunk needs.
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"}
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Selected frames of one second of a stream.
-
-    truth: name of the motion that the frames show; None if it is unknown.
-    """
+    """Selected frames of one second of a stream, and the motion that they show if it is known."""
 
     frames: list[Pixels]
     truth: str | None = None
-
-
-class Source(Protocol):
-    """An endless sequence of chunks for one stream."""
-
-    def chunks(self) -> Iterator[Chunk]: ...
 
 
 def evenly_spaced(count: int, wanted: int) -> list[int]:
@@ -49,8 +36,10 @@ def evenly_spaced(count: int, wanted: int) -> list[int]:
     return [i * count // wanted for i in range(wanted)]
 
 
-def open_source(name: str, fps: int, frames_per_chunk: int, stream: int) -> Source:
-    """Return the source for `camera`, a folder or a video file. Raise ClientError otherwise."""
+def open_source(
+    name: str, fps: int, frames_per_chunk: int, stream: int
+) -> SyntheticCamera | FrameFolder | VideoFile:
+    """Return the source for `camera`, a folder or a video file. Raises ClientError otherwise."""
     if name == "camera":
         return SyntheticCamera(fps, frames_per_chunk, seed=stream)
     path = Path(name)
@@ -87,11 +76,9 @@ class FrameFolder:
     def chunks(self) -> Iterator[Chunk]:
         start = 0
         while True:
-            indices = [
-                start + i
-                for i in evenly_spaced(min(self._fps, len(self._paths)), self._frames_per_chunk)
-            ]
-            yield Chunk([self._read(i % len(self._paths)) for i in indices])
+            count = min(self._fps, len(self._paths))
+            indices = evenly_spaced(count, self._frames_per_chunk)
+            yield Chunk([self._read((start + i) % len(self._paths)) for i in indices])
             start = (start + self._fps) % len(self._paths)
 
     def _read(self, index: int) -> Pixels:
@@ -125,10 +112,7 @@ class VideoFile:
                 raise ClientError(f"{self._path} contains no video frames")
 
     def _play(self) -> Iterator[Chunk]:
-        """Yield the chunks of one pass.
-
-        The last chunk is dropped if it is shorter than 0.5 s, unless it is the only one.
-        """
+        """Yield the chunks of one pass, of which a last one under 0.5 s is dropped."""
         try:
             with self._av.open(str(self._path)) as container:
                 if not container.streams.video:
@@ -155,11 +139,7 @@ class VideoFile:
             ) from None
 
     def _chunk(self, kept: Mapping[int, Pixels], count: int) -> Chunk:
-        """Return a chunk of evenly spaced frames from `count` decoded frames.
-
-        kept: the stored frames, by their positions among the decoded ones. For a position without a
-            stored frame, the last stored frame before it is used.
-        """
+        # For a position without a stored frame, the last stored one before it is used.
         positions = evenly_spaced(count, self._frames_per_chunk)
         return Chunk([kept[max(i for i in kept if i <= position)] for position in positions])
 
@@ -168,8 +148,6 @@ class SyntheticCamera:
     """Synthetic video: each second a coloured shape moves in one direction or stands still.
 
     The `truth` of a chunk names the motion. The same seed gives the same video.
-
-    height, width: size of the picture in pixels.
     """
 
     MOTIONS = (
@@ -188,7 +166,7 @@ class SyntheticCamera:
     ) -> None:
         self._fps = fps
         self._frames_per_chunk = frames_per_chunk
-        self._size = (height, width)
+        self._size = (height, width)  # in pixels
         self._random = np.random.default_rng(seed)
 
     def chunks(self) -> Iterator[Chunk]:

@@ -36,35 +36,21 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "words", nargs="*", metavar="IMAGE … QUESTION", help="image files, then the question"
-    )
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        metavar="URL",
-        help="URL of the gateway (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--model",
-        default="base",
-        metavar="NAME",
-        help="name of an adapter, or base (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--max-tokens", type=whole_number, metavar="N", help="maximum number of tokens"
-    )
-    parser.add_argument(
-        "--key",
-        default=os.environ.get("OPENAI_API_KEY", "none"),
-        metavar="KEY",
-        help="API key, if the gateway has keys (default: $OPENAI_API_KEY)",
-    )
+    text = "image files, then the question"
+    parser.add_argument("words", nargs="*", metavar="IMAGE … QUESTION", help=text)
+    text = "URL of the gateway (default: %(default)s)"
+    parser.add_argument("--url", default=DEFAULT_URL, metavar="URL", help=text)
+    text = "name of an adapter, or base (default: %(default)s)"
+    parser.add_argument("--model", default="base", metavar="NAME", help=text)
+    text = "maximum number of tokens"
+    parser.add_argument("--max-tokens", type=whole_number, metavar="N", help=text)
+    text = "API key, if the gateway has keys (default: $OPENAI_API_KEY)"
+    key = os.environ.get("OPENAI_API_KEY", "none")
+    parser.add_argument("--key", default=key, metavar="KEY", help=text)
     how = parser.add_mutually_exclusive_group()
     how.add_argument("--stream", action="store_true", help="print the answer as it arrives")
-    how.add_argument(
-        "--each", action="store_true", help="ask about each image separately, all at once"
-    )
+    text = "ask about each image separately, all at once"
+    how.add_argument("--each", action="store_true", help=text)
     how.add_argument("--list", action="store_true", help="list the base model and the adapters")
     given = parser.parse_intermixed_args(arguments)
     if not given.url.startswith(("http://", "https://")):
@@ -149,12 +135,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     print(model.id)
             else:
                 ask(client, given)
-    except openai.NotFoundError as error:
-        # The gateway's errors have a code. Another server, such as Triton on port 8000, has none.
-        hint = "" if error.code else f"; is {given.url} the URL of a gateway?"
-        sys.exit(f"error: {explain(error)}{hint}")
     except openai.APIStatusError as error:
-        sys.exit(f"error: {explain(error)}")
+        # The gateway's errors have a code. Another server, such as Triton on port 8000, has none.
+        unknown = error.status_code == 404 and not error.code
+        hint = f"; is {given.url} the URL of a gateway?" if unknown else ""
+        sys.exit(f"error: {explain(error)}{hint}")
     except openai.APIConnectionError:
         sys.exit(
             f"error: no gateway answers at {given.url}; start one: vlora serve --gateway-port 8080"

@@ -1,11 +1,9 @@
 """Raw clips in shared memory of the system: the server reads the pixels without a copy.
 
-A process has one region, divided into slots. A slot holds one clip while its request is in flight.
-Client and server must run on the same machine, and the server must be started with
-`vlora serve --allow-shared-memory`.
+A slot of the region holds one clip while its request is in flight. The server must run on the same
+machine with `--allow-shared-memory`.
 
-**Invariant:** `close` unregisters and removes the region, even after Ctrl-C or an error. It may be
-called at any time and more than once.
+**Invariant:** `close` unregisters and removes the region, even after Ctrl-C or an error.
 """
 
 from __future__ import annotations
@@ -37,10 +35,7 @@ class SharedFrames:
         self._free = list(range(slots))
 
     async def open(self) -> None:
-        """Create the region and register it with the server.
-
-        Raise ClientError if there is too little shared memory, or the server refuses the region.
-        """
+        """Create the region and register it with the server. Raises ClientError."""
         key = f"/{self._name}"
         try:
             self._region = shm.create_shared_memory_region(

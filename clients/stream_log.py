@@ -14,8 +14,7 @@ from typing import Any
 class StreamLog:
     """Counts of one stream's chunks, and latencies in seconds from sending to the answer.
 
-    known: number of answers whose right text is known.
-    right: number of these answers that are right.
+    known, right: number of answers whose right text is known, and of the right ones of them.
     """
 
     latencies: list[float] = field(default_factory=list)

@@ -35,19 +35,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run as a file
 import tritonclient.grpc.aio as grpcclient
 from tritonclient.utils import InferenceServerException
 
-from clients.common import (
-    ANSWER_SECONDS,
-    ClientError,
-    add_server_arguments,
-    connect,
-    explain,
-    first_string,
-    positive_number,
-    request_inputs,
-    run_main,
-    sampling_parameters,
-    string_input,
-)
+from clients import common
+from clients.common import ClientError
 from clients.frames import Chunk, encode_frame, open_source
 from clients.shared_frames import SharedFrames
 from clients.stream_log import StreamLog, describe, summarise
@@ -55,52 +44,31 @@ from clients.stream_log import StreamLog, describe, summarise
 MODEL = "video_analytics"
 CHUNK_SECONDS = 1.0
 DRAIN_SECONDS = 10.0
+# Refusals of an invalid request, whose retry would fail too, and drops of a superseded or late one.
 REFUSAL = re.compile(r"\b(INVALID_ARG|NOT_FOUND|UNSUPPORTED): ")
 DROP = re.compile(r"\bCANCELLED: .*(superseded|past its deadline)")
-MAX_IN_FLIGHT = 4
-"""Maximum number of unanswered chunks of one stream. Further chunks are dropped."""
+MAX_IN_FLIGHT = 4  # Maximum number of unanswered chunks of one stream. Further chunks are dropped.
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "source", metavar="SOURCE", help="a video file, a folder of frames, or `camera`"
-    )
-    parser.add_argument(
-        "prompt", nargs="?", default="", metavar="PROMPT", help="text, if the task needs one"
-    )
-    add_server_arguments(parser)
+    text = "a video file, a folder of frames, or `camera`"
+    parser.add_argument("source", metavar="SOURCE", help=text)
+    text = "text, if the task needs one"
+    parser.add_argument("prompt", nargs="?", default="", metavar="PROMPT", help=text)
+    common.add_server_arguments(parser)
     parser.set_defaults(task="video")
-    parser.add_argument(
-        "--streams",
-        type=positive_number,
-        default=1,
-        metavar="N",
-        help="number of streams (default: 1)",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=positive_number,
-        default=10,
-        metavar="SECONDS",
-        help="seconds to run (default: 10)",
-    )
-    parser.add_argument(
-        "--fps",
-        type=positive_number,
-        default=30,
-        metavar="N",
-        help="frames per second of a folder or of the camera (default: 30)",
-    )
-    parser.add_argument(
-        "--frames",
-        type=positive_number,
-        default=6,
-        metavar="N",
-        help="frames sent of each second (default: 6)",
-    )
+    for name, word, default, text in (
+        ("--streams", "N", 1, "number of streams (default: 1)"),
+        ("--seconds", "SECONDS", 10, "seconds to run (default: 10)"),
+        ("--fps", "N", 30, "frames per second of a folder or of the camera (default: 30)"),
+        ("--frames", "N", 6, "frames sent of each second (default: 6)"),
+    ):
+        parser.add_argument(
+            name, type=common.positive_number, default=default, metavar=word, help=text
+        )
     parser.add_argument(
         "--send",
         choices=("png", "jpeg", "raw"),
@@ -108,15 +76,10 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="format of the frames; raw sends pixels in shared memory, which needs a server on this"
         " machine with --allow-shared-memory (default: jpeg)",
     )
-    parser.add_argument(
-        "--deadline-ms",
-        type=positive_number,
-        metavar="MS",
-        help="drop a chunk that has no answer after this time (default: 4000)",
-    )
-    parser.add_argument(
-        "--jsonl", type=Path, metavar="FILE", help="also write every answer to this file"
-    )
+    text = "drop a chunk that has no answer after this time (default: 4000)"
+    parser.add_argument("--deadline-ms", type=common.positive_number, metavar="MS", help=text)
+    text = "also write every answer to this file"
+    parser.add_argument("--jsonl", type=Path, metavar="FILE", help=text)
     return parser.parse_args(arguments)
 
 
@@ -136,12 +99,7 @@ class Analysis:
         self.logs = [StreamLog() for _ in range(options.streams)]
 
     async def run(self) -> None:
-        """Play every stream to its end, or until an error that the user can correct.
-
-        A refusal before the first answer counts as such an error, because all requests have the
-        same adapter and task. The shared memory is removed when all requests that may read it have
-        ended, or after DRAIN_SECONDS.
-        """
+        """Play every stream to its end, or until an error that the user can correct."""
         try:
             async with asyncio.TaskGroup() as streams:
                 for stream in range(self._options.streams):
@@ -149,6 +107,7 @@ class Analysis:
         except ExceptionGroup as group:
             raise _first_leaf(group) from None
         finally:
+            # Requests in flight may read the shared memory.
             if self._calls:
                 await asyncio.wait(self._calls, timeout=DRAIN_SECONDS)
             if self._shared is not None:
@@ -181,30 +140,31 @@ class Analysis:
             latency = time.perf_counter() - start
             log.latencies.append(latency)
             record |= {"latency_ms": round(latency * 1e3, 2)}
-            record |= {"result": json.loads(first_string(answer, "result"))}
+            record |= {"result": json.loads(common.first_string(answer, "result"))}
             if self._knows_truth and chunk.truth is not None:
                 log.known += 1
                 log.right += record["result"]["text"].strip() == chunk.truth
                 record |= {"truth": chunk.truth}
         except InferenceServerException as error:
-            if is_drop(error):
+            if DROP.search(str(error.message())):
                 log.dropped += 1
-                self._write(record | {"dropped": explain(error)})
+                self._write(record | {"dropped": common.explain(error)})
                 return
             log.errors += 1
-            record |= {"error": explain(error)}
-            if is_refusal(error) and not any(each.latencies for each in self.logs):
+            record |= {"error": common.explain(error)}
+            # All requests have the same adapter and task, so a first refusal ends the run.
+            if REFUSAL.search(str(error.message())) and not any(log.latencies for log in self.logs):
                 self._write(record)
-                raise ClientError(explain(error)) from error
+                raise ClientError(common.explain(error)) from error
         finally:
             log.in_flight -= 1
             if slot is not None and self._shared is not None:
                 self._shared.release(slot)
-        self._report(record)
+        self._write(record)
+        print(describe(record), flush=True)
 
     def _sampling(self, stream: int) -> str:
-        """Return sampling parameters that let the server drop superseded and late chunks."""
-        return sampling_parameters(
+        return common.sampling_parameters(
             self._options.adapter,
             stream_id=f"{self._run}-{stream}",
             supersede=True,
@@ -214,7 +174,7 @@ class Analysis:
     async def _call(self, inputs: list[Any]) -> Any:
         """Return the answer to one request. The request continues if its stream ends early."""
         call = asyncio.ensure_future(
-            self._client.infer(MODEL, inputs, client_timeout=ANSWER_SECONDS)
+            self._client.infer(MODEL, inputs, client_timeout=common.ANSWER_SECONDS)
         )
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
@@ -223,20 +183,19 @@ class Analysis:
     async def _inputs(self, chunk: Chunk, stream: int) -> tuple[int | None, list[Any]]:
         """Return the request's slot of shared memory, or None, and its inputs."""
         options, metadata = self._options, json.dumps({"stream": stream})
-        common = {"sampling": self._sampling(stream), "task": options.task, "metadata": metadata}
+        named = {"sampling": self._sampling(stream), "task": options.task, "metadata": metadata}
         if options.send == "raw":
             shared = await self._shared_frames(chunk)
             slot, frames_raw = shared.acquire(chunk.frames)
-            return slot, [*request_inputs(options.prompt, **common), frames_raw]
+            return slot, [*common.request_inputs(options.prompt, **named), frames_raw]
         format = options.send.upper()
         encoded = await asyncio.to_thread(
             lambda: [encode_frame(frame, format) for frame in chunk.frames]
         )
-        inputs = request_inputs(options.prompt, **common)
-        return None, [*inputs, string_input("frames", encoded)]
+        inputs = common.request_inputs(options.prompt, **named)
+        return None, [*inputs, common.string_input("frames", encoded)]
 
     async def _shared_frames(self, chunk: Chunk) -> SharedFrames:
-        """Return the region for raw frames. Its slots have the size of the first chunk."""
         async with self._opening:
             if self._shared is None:
                 clip_bytes = sum(frame.nbytes for frame in chunk.frames)
@@ -245,24 +204,10 @@ class Analysis:
                 await self._shared.open()
             return self._shared
 
-    def _report(self, record: dict[str, Any]) -> None:
-        self._write(record)
-        print(describe(record), flush=True)
-
     def _write(self, record: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(record) + "\n")
             self._file.flush()
-
-
-def is_drop(error: InferenceServerException) -> bool:
-    """Return whether the server dropped the chunk as superseded or late."""
-    return DROP.search(str(error.message())) is not None
-
-
-def is_refusal(error: InferenceServerException) -> bool:
-    """Return whether the server refused the request as invalid, so that a retry would fail too."""
-    return REFUSAL.search(str(error.message())) is not None
 
 
 def _open_for_writing(path: Path) -> IO[str]:
@@ -273,17 +218,15 @@ def _open_for_writing(path: Path) -> IO[str]:
 
 
 def _first_leaf(error: BaseException) -> BaseException:
-    """Return the first error in nested exception groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 async def analyse(options: argparse.Namespace) -> int:
-    """Run all streams. Return 1 if any chunk had an error, otherwise 0.
+    """Run all streams. Return 1 if any chunk had an error, otherwise 0. Raises ClientError.
 
     SIGTERM stops the run like Ctrl-C: no further chunk is sent, and answers in flight are awaited.
-    Raise ClientError for an error that every chunk would have.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -307,7 +250,7 @@ async def analyse(options: argparse.Namespace) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     open_source(options.source, options.fps, options.frames, 0)
-    connect(options.url, MODEL).close()
+    common.connect(options.url, MODEL).close()
     try:
         return asyncio.run(analyse(options))
     except asyncio.CancelledError:
@@ -315,4 +258,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main)
+    common.run_main(main)

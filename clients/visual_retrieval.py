@@ -22,20 +22,8 @@ from tritonclient.utils import InferenceServerException
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # to run as a file
 
-from clients.common import (
-    ClientError,
-    add_server_arguments,
-    connect,
-    decimal_number,
-    explain,
-    first_number,
-    first_string,
-    request_inputs,
-    run_main,
-    sampling_parameters,
-    stream_responses,
-    whole_number,
-)
+from clients import common
+from clients.common import ClientError
 
 MODEL = "visual_retrieval"
 IMAGE_SUFFIXES = {".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"}
@@ -53,28 +41,15 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         help="image files (none for a text-only question), then the question; the tasks caption,"
         " classify and video need no question",
     )
-    add_server_arguments(parser)
-    parser.add_argument(
-        "--max-tokens",
-        type=whole_number,
-        metavar="N",
-        help="maximum number of tokens in the answer",
-    )
-    parser.add_argument(
-        "--temperature",
-        type=decimal_number,
-        metavar="T",
-        help="sampling temperature (default: 0, greedy)",
-    )
-    parser.add_argument(
-        "--seed", type=whole_number, metavar="N", help="seed for a temperature above 0"
-    )
-    parser.add_argument(
-        "--choices",
-        nargs="+",
-        metavar="ANSWER",
-        help="restrict the answer to one of these texts; give this option last",
-    )
+    common.add_server_arguments(parser)
+    text = "maximum number of tokens in the answer"
+    parser.add_argument("--max-tokens", type=common.whole_number, metavar="N", help=text)
+    text = "sampling temperature (default: 0, greedy)"
+    parser.add_argument("--temperature", type=common.decimal_number, metavar="T", help=text)
+    text = "seed for a temperature above 0"
+    parser.add_argument("--seed", type=common.whole_number, metavar="N", help=text)
+    text = "restrict the answer to one of these texts; give this option last"
+    parser.add_argument("--choices", nargs="+", metavar="ANSWER", help=text)
     parser.add_argument("--show-timing", action="store_true", help="print latency and token counts")
     return parser.parse_intermixed_args(arguments)
 
@@ -82,8 +57,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 def split_words(words: Sequence[str]) -> tuple[list[Path], str]:
     """Return the image files and the question. A word that names a file is an image file.
 
-    Raise ClientError for a folder, a video, or a missing file: a word that has the suffix of an
-    image or begins with the path of a folder.
+    Raises ClientError for a folder, a video, or a missing file.
     """
     images: list[Path] = []
     question: list[str] = []
@@ -123,21 +97,20 @@ def name_image(message: str, images: Sequence[Path]) -> str:
 
 
 def _exists(path: Path) -> bool:
-    """Return whether a path exists. A text that is too long for a path does not."""
     try:
         return path.exists()
-    except OSError:
+    except OSError:  # A text that is too long for a path.
         return False
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse_arguments(arguments)
     images, question = split_words(options.words)
-    inputs = request_inputs(
+    inputs = common.request_inputs(
         question,
         images=[read_image(image) for image in images],
         task=options.task,
-        sampling=sampling_parameters(
+        sampling=common.sampling_parameters(
             options.adapter,
             max_tokens=options.max_tokens,
             temperature=options.temperature,
@@ -145,19 +118,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
             choices=options.choices,
         ),
     )
-    client = connect(options.url, MODEL)
+    client = common.connect(options.url, MODEL)
     try:
         start = time.perf_counter()
         first = 0.0
         tokens = 0
         finish = text = ""
-        for response in stream_responses(client, MODEL, inputs):
+        for response in common.stream_responses(client, MODEL, inputs):
             first = first or time.perf_counter() - start
-            piece = first_string(response, "text_output")
+            piece = common.first_string(response, "text_output")
             print(piece, end="", flush=True)
             text += piece
-            tokens += first_number(response, "num_output_tokens")
-            finish = first_string(response, "finish_reason")
+            tokens += common.first_number(response, "num_output_tokens")
+            finish = common.first_string(response, "finish_reason")
         print()
         if not text.strip():
             print(f"(empty answer, finish reason {finish})", file=sys.stderr)
@@ -169,10 +142,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 file=sys.stderr,
             )
     except InferenceServerException as error:
-        raise ClientError(name_image(explain(error), images)) from error
+        raise ClientError(name_image(common.explain(error), images)) from error
     finally:
         client.close()
 
 
 if __name__ == "__main__":
-    run_main(main)
+    common.run_main(main)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 
@@ -56,22 +57,26 @@ class Export(NamedTuple):
 
 
 Read = Callable[[Any], Any]
-"""Function that reads a present value from the parts of an engine (`engine.parts.EngineParts`)."""
+"""Function that reads a present value from the parts of an engine (`engine.parts.EngineParts`).
+
+In a row, the path of an attribute stands for the function that reads it.
+"""
 
 
-def _row(export: Export | None, read: Read | None, **default: Any) -> Any:
+def _row(export: Export | None, read: str | Read | None, **default: Any) -> Any:
+    read = attrgetter(read) if isinstance(read, str) else read
     return field(metadata={"export": export, "read": read}, **default)
 
 
-def _counter(name: str, text: str, read: Read | None = None) -> Any:
+def _counter(name: str, text: str, read: str | Read | None = None) -> Any:
     return _row(Export("counter", name, text), read, default=0)
 
 
-def _gauge(name: str, text: str, read: Read | None = None) -> Any:
+def _gauge(name: str, text: str, read: str | Read | None = None) -> Any:
     return _row(Export("gauge", name, text), read, default=0)
 
 
-def _value(read: Read) -> Any:
+def _value(read: str) -> Any:
     """Return a field that no metric of its own publishes."""
     return _row(None, read, default=0)
 
@@ -136,22 +141,22 @@ class EngineStats:
     graphs_captured: int = _counter(
         "vlora:graphs_captured_total",
         "Graphs of decoding steps that were captured on a GPU.",
-        lambda engine: engine.runner.graphs.captured,
+        "runner.graphs.captured",
     )
     graphs_replayed: int = _counter(
         "vlora:graphs_replayed_total",
         "Decoding steps that a captured graph has computed.",
-        lambda engine: engine.runner.graphs.replayed,
+        "runner.graphs.replayed",
     )
     graph_seconds: float = _counter(
         "vlora:graph_capture_seconds_total",
         "Seconds spent on capturing graphs.",
-        lambda engine: engine.runner.graphs.seconds,
+        "runner.graphs.seconds",
     )
     graph_bytes: int = _gauge(
         "vlora:graph_bytes",
         "Bytes of a GPU's memory that captured graphs take.",
-        lambda engine: engine.runner.graphs.nbytes,
+        "runner.graphs.nbytes",
     )
     mode: str = ""
     mode_steps: Mapping[str, int] = field(default_factory=dict)
@@ -165,12 +170,12 @@ class EngineStats:
     prediction_error: float = _gauge(
         "vlora:step_prediction_error",
         "Median relative error of predicted steps.",
-        lambda engine: engine.costs.median_error,
+        "costs.median_error",
     )
     paused: int = _gauge(
         "vlora:requests_paused",
         "Requests that hold pages and were left out of the last step.",
-        lambda engine: engine.scheduler.paused,
+        "scheduler.paused",
     )
     highest_credit: float = _gauge(
         "vlora:credit_seconds_highest",
@@ -192,23 +197,19 @@ class EngineStats:
         "Requests waiting to be scheduled.",
         lambda engine: len(engine.scheduler.waiting),
     )
-    pages_used: int = _value(lambda engine: engine.memory.pool.kv)
-    pages_total: int = _value(lambda engine: engine.memory.pool.total)
-    page_tokens: int = _value(lambda engine: engine.memory.block_size)
+    pages_used: int = _value("memory.pool.kv")
+    pages_total: int = _value("memory.pool.total")
+    page_tokens: int = _value("memory.block_size")
     pages_cached: int = _gauge(
-        "vlora:pool_pages_cached",
-        "Pages of cached prefixes.",
-        lambda engine: engine.memory.pool.cached,
+        "vlora:pool_pages_cached", "Pages of cached prefixes.", "memory.pool.cached"
     )
     pages_adapter: int = _gauge(
-        "vlora:pool_pages_adapter",
-        "Pages of packed adapters.",
-        lambda engine: engine.memory.pool.adapter,
+        "vlora:pool_pages_adapter", "Pages of packed adapters.", "memory.pool.adapter"
     )
     pages_moved: int = _counter(
         "vlora:pool_pages_moved_total",
         "Pages relocated to make space for adapters.",
-        lambda engine: engine.memory.pool.pages_moved,
+        "memory.pool.pages_moved",
     )
     adapters_resident: int = _gauge(
         "vlora:adapters_resident",
@@ -223,7 +224,7 @@ class EngineStats:
     adapter_host_bytes: int = _gauge(
         "vlora:adapter_host_bytes",
         "Bytes of adapters in host memory.",
-        lambda engine: engine.adapters.tiers.host.used_bytes,
+        "adapters.tiers.host.used_bytes",
     )
     cached_tokens: int = _counter(
         "vlora:prefix_cached_tokens_total", "Prompt tokens found in the prefix cache."
@@ -231,27 +232,27 @@ class EngineStats:
     adapter_hits: int = _counter(
         "vlora:adapter_hits_total",
         "Requests that found their adapter resident.",
-        lambda engine: engine.adapters.tiers.counters.hits,
+        "adapters.tiers.counters.hits",
     )
     adapter_host_hits: int = _counter(
         "vlora:adapter_host_hits_total",
         "Requests that found their adapter in host memory.",
-        lambda engine: engine.adapters.tiers.counters.host_hits,
+        "adapters.tiers.counters.host_hits",
     )
     adapter_misses: int = _counter(
         "vlora:adapter_misses_total",
         "Requests that found their adapter on disk only.",
-        lambda engine: engine.adapters.tiers.counters.misses,
+        "adapters.tiers.counters.misses",
     )
     adapter_loads: int = _counter(
         "vlora:adapter_loads_total",
         "Adapters read from disk for requests.",
-        lambda engine: engine.adapters.tiers.counters.loads,
+        "adapters.tiers.counters.loads",
     )
     adapter_evictions: int = _counter(
         "vlora:adapter_evictions_total",
         "Adapters evicted from the pool.",
-        lambda engine: engine.adapters.tiers.counters.evictions,
+        "adapters.tiers.counters.evictions",
     )
     grammars: int = _gauge(
         "vlora:grammars",
@@ -261,27 +262,27 @@ class EngineStats:
     grammars_compiled: int = _counter(
         "vlora:grammars_compiled_total",
         "Structures compiled.",
-        lambda engine: engine.admission.grammars.counters.compiled,
+        "admission.grammars.counters.compiled",
     )
     grammars_refused: int = _counter(
         "vlora:grammars_refused_total",
         "Structures that could not be compiled.",
-        lambda engine: engine.admission.grammars.counters.refused,
+        "admission.grammars.counters.refused",
     )
     grammar_seconds: float = _counter(
         "vlora:grammar_compile_seconds_total",
         "Processor seconds of compiling structures that were not refused.",
-        lambda engine: engine.admission.grammars.counters.compile_seconds,
+        "admission.grammars.counters.compile_seconds",
     )
     masks: int = _counter(
         "vlora:structured_masks_total",
         "Token masks computed for structured answers.",
-        lambda engine: engine.admission.grammars.counters.masks,
+        "admission.grammars.counters.masks",
     )
     mask_seconds: float = _counter(
         "vlora:structured_mask_seconds_total",
         "Processor seconds of token masks.",
-        lambda engine: engine.admission.grammars.counters.mask_seconds,
+        "admission.grammars.counters.mask_seconds",
     )
     rows_held: int = _counter(
         "vlora:structured_rows_held_total", "Rows of structured answers whose mask was late."
@@ -289,7 +290,7 @@ class EngineStats:
     structured_failed: int = _counter(
         "vlora:structured_failed_total",
         "Answers ended by an error of their structure.",
-        lambda engine: engine.admission.grammars.counters.failed,
+        "admission.grammars.counters.failed",
     )
     running_adapters: Mapping[str, int] = _row(
         None, lambda engine: _requests_by_adapter(engine.scheduler.running), default_factory=dict

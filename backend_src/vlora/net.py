@@ -1,4 +1,4 @@
-"""Choice of a server's ports, before anything is started."""
+"""Addresses, ports and local requests of servers, for the launcher and its clients."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import ipaddress
 import random
+import re
 import secrets
 import socket
 import sys
@@ -20,21 +21,14 @@ from types import ModuleType
 
 from vlora.errors import ServerError
 
-# HTTP and gRPC requests to this machine, without a proxy.
-#
 # `http_proxy` and similar variables name proxies for other machines. But urllib and gRPC use them
 # for local addresses as well, unless `no_proxy` lists these.
-
-
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _BY_ENVIRONMENT = urllib.request.build_opener()
 
 
 def is_local(host: str) -> bool:
-    """Return whether a host is this machine: `localhost` or a loopback address.
-
-    host: as in a URL, so an IPv6 address is in brackets.
-    """
+    """Return whether the host of a URL is this machine: `localhost` or a loopback address."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
@@ -46,13 +40,23 @@ def grpc_options(host: str) -> tuple[tuple[str, int], ...]:
     return (("grpc.enable_http_proxy", 0),) if is_local(host) else ()
 
 
+# Pattern of a gRPC address, HOST:PORT. Its group matches the port.
+GRPC_ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
+
+# Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's.
+NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
+
+
+def port_hint(details: str) -> str:
+    """Return a question to append to gRPC's error `details` if the port is not gRPC's."""
+    return "; is this the gRPC port?" if NOT_GRPC.search(details) else ""
+
+
 def get(url: str, seconds: float, direct: bool) -> bytes:
-    """Return the body of the response to an HTTP GET.
+    """Return the body of the response to an HTTP GET. Raises OSError, also for HTTP errors.
 
     seconds: time limit of each blocking operation.
     direct: whether to use no proxy.
-
-    Raises OSError, also for HTTP errors.
     """
     opener = _DIRECT if direct else _BY_ENVIRONMENT
     try:
@@ -62,23 +66,16 @@ def get(url: str, seconds: float, direct: bool) -> bytes:
         raise OSError(f"the answer of {url} is not valid HTTP: {error!r}") from error
 
 
-# Triton's gRPC messages and stub, imported without numpy.
-#
-# `tritonclient.grpc` imports numpy and ml_dtypes for its client, which takes more processor time
-# than the rest of `vlora probe`. Its generated modules need neither.
-
-
 PACKAGE = "tritonclient.grpc"
 
 
 def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
     """Return the modules `service_pb2` and `service_pb2_grpc` of tritonclient.
 
-    While they are imported, an empty package takes the place of tritonclient.grpc, so that its
-    `__init__` does not run. Later imports of the package are not affected.
-
     Raises ModuleNotFoundError, with the command that installs tritonclient, if it is missing.
     """
+    # The package imports numpy for its client, which takes more processor time than the rest of
+    # `vlora probe`. So an empty package takes its place while its generated modules are imported.
     stand_in = None
     if PACKAGE not in sys.modules:
         spec = importlib.util.find_spec(PACKAGE)
@@ -99,31 +96,21 @@ def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
             del sys.modules[PACKAGE]
 
 
-# Exposure of a server: the address it listens on, and the protocols that are closed to clients.
-
-
 LOOPBACK = "127.0.0.1"
 
+# Protocols of Triton that let any client load models, write files or change the log.
 CLOSED = ("model-repository", "trace", "logging")
-"""Protocols of Triton that let any client load models, write files or change the log."""
 
+# Through shared memory that it registers, a client can read and write everything that the server
+# can open, including other clients' requests.
 SHARED_MEMORY = "shared-memory"
-"""Triton's protocol by which clients register shared memory on the server's machine.
-
-It is closed unless an option opens it. Through a registered region, a client can read and write
-everything that the server can open, including other clients' requests.
-"""
-
 RESTRICTIONS = ("--http-restricted-api", "--grpc-restricted-protocol")
 HEADER = "vlora-closed"
 
 
 def check_host(host: str) -> None:
-    """Raise ServerError unless `host` is an IP address.
-
-    With a host name, Triton 2.51 opens only the gRPC port on that host's address, and the other
-    ports on 255.255.255.255.
-    """
+    """Raise ServerError unless `host` is an IP address."""
+    # With a host name, Triton 2.51 opens all ports but gRPC's on 255.255.255.255.
     try:
         ipaddress.ip_address(host)
     except ValueError:
@@ -134,11 +121,9 @@ def check_host(host: str) -> None:
 
 
 def check_keys(host: str, keys: Path | None, option: str) -> None:
-    """Raise ServerError if a gateway is open to a network and has no file of API keys.
+    """Raise ServerError if a gateway on this IP address is open to a network and has no keys.
 
-    host: IP address that the gateway listens on.
-    keys: file of API keys, or None.
-    option: name of the option for the file, for the message.
+    option: name of the option for the file of keys, for the message.
     """
     if keys is None and not ipaddress.ip_address(host).is_loopback:
         raise ServerError(
@@ -156,11 +141,7 @@ def reachable_host(host: str) -> str:
 
 
 def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
-    """Return Triton's arguments for its listeners.
-
-    host: an IP address.
-    ports: port of each of the listeners `http`, `grpc` and `metrics`.
-    """
+    """Return Triton's arguments for its listeners `http`, `grpc` and `metrics` on an IP address."""
     is_v6 = ":" in host
     addresses = dict.fromkeys(ports, f"ipv6:{host}" if is_v6 else host)
     addresses["grpc"] = f"[{host}]" if is_v6 else host
@@ -174,12 +155,9 @@ def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
 def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[str]:
     """Return the arguments with which Triton closes protocols over HTTP and gRPC.
 
-    A closed protocol requires a header with a random value that is stored nowhere.
-
-    allow_shared_memory: whether to leave the protocol SHARED_MEMORY open.
-    given: the operator's own arguments for Triton. A protocol that they restrict is not closed
-        here.
+    given: the operator's own arguments for Triton. Protocols that they restrict are not closed.
     """
+    # A closed protocol requires a header with a random value that is stored nowhere.
     closed = CLOSED if allow_shared_memory else (SHARED_MEMORY, *CLOSED)
     arguments = []
     for option in RESTRICTIONS:
@@ -190,32 +168,26 @@ def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[s
 
 
 def _restricted_by(option: str, given: Sequence[str]) -> set[str]:
-    """Return the protocols that the operator's arguments restrict.
-
-    The arguments have the form `OPTION=NAME,…:KEY=VALUE` or `OPTION NAME,…:KEY=VALUE`.
-    """
+    # The arguments have the form `OPTION=NAME,…:KEY=VALUE` or `OPTION NAME,…:KEY=VALUE`.
     values = [word.removeprefix(f"{option}=") for word in given if word.startswith(f"{option}=")]
     values += [value for word, value in pairwise(given) if word == option]
     return {name.strip() for value in values for name in value.partition(":")[0].split(",")}
 
 
 MAX_PORT = 65535
+# File with the first and the last of the kernel's ephemeral ports.
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-"""File with the first and the last of the kernel's ephemeral ports."""
+# Ports from which a free one is chosen. Only those below the ephemeral ports are used.
 FREE_PORTS = range(20000, 30000)
-"""Ports from which a free one is chosen. Only those below the ephemeral ports are used."""
-TRIES = 100
-"""Maximum number of ports in FREE_PORTS that are tried."""
+TRIES = 100  # Maximum number of ports in FREE_PORTS that are tried.
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
     """Return different ports by name (such as `http_port`), all of which are free at this moment.
 
     requested: port by name; 0 chooses a free one.
-    host: IP address to listen on.
 
-    Raises ServerError, which names the address or the port, what is wrong with it, and the option
-    that changes it.
+    Raises ServerError, which names the option of the wrong address or port.
     """
     check_ports(requested)
     with ExitStack() as stack:
@@ -224,10 +196,7 @@ def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[st
 
 
 def check_ports(requested: Mapping[str, int]) -> None:
-    """Raise ServerError if a number is not a port, or if two ports are equal.
-
-    requested: port by name; 0 stands for any free one.
-    """
+    """Raise ServerError if a number is neither a port nor 0, or if two ports are equal."""
     for name, port in requested.items():
         if not 0 <= port <= MAX_PORT:
             raise ServerError(
@@ -241,7 +210,6 @@ def check_ports(requested: Mapping[str, int]) -> None:
 
 
 def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
-    """Bind a socket to the port, or to a free one for 0. Return the port."""
     probe = stack.enter_context(socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET))
     if port:
         # Otherwise, the port of a listener that was closed recently would count as taken.
@@ -265,11 +233,8 @@ def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
 
 
 def _free_candidates() -> list[int]:
-    """Return random ports below the kernel's ephemeral ports.
-
-    The server opens its ports seconds after they were chosen. Until then, the kernel could assign
-    an ephemeral port to any other socket of this machine.
-    """
+    # The server opens its ports seconds after they were chosen. Until then, the kernel could assign
+    # an ephemeral port to any other socket of this machine.
     try:
         first = int(EPHEMERAL_RANGE.read_text().split()[0])
     except (OSError, ValueError, IndexError):

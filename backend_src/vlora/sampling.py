@@ -124,29 +124,15 @@ REFUSED: dict[str, str] = {
 class SamplingParams:
     """Sampling parameters of one request, its priority, and its deadline.
 
+    The keys have vLLM's meaning; docs/api.md describes them. In addition:
+
     temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to MIN_TEMPERATURE.
     top_k: 0 means off; at most MAX_INTEGER.
-    top_p: in [1e-9, 1].
-    min_p: in [0, 1].
-    repetition_penalty: > 0, over prompt and output tokens, as in transformers and vLLM.
-    presence_penalty, frequency_penalty: in [-2, 2], over output tokens.
     seed: key of the random numbers, together with the position. Draws do not depend on batch,
         preemption or mode. Without a seed, it is derived from the request's id.
-    stop: strings before which the answer ends.
-    stop_token_ids: ids of tokens that end the answer.
-    include_stop_str_in_output: whether the answer ends after the stop string instead of before it.
-    max_tokens: maximum number of tokens of the answer; None means that only the context limits it.
-    min_tokens: minimum number of tokens of the answer. Until then, end of text is masked.
-    ignore_eos: whether the answer continues after end of text.
-    logprobs: number of alternatives to report with the sampled token (0–20), or None.
-    choices: strings; the answer must be one of them. With choices, `max_tokens` is None by default.
-    structured_outputs: structure that the answer must have. With a structure, `max_tokens` is None
-        by default.
-    priority: lower values go first, as in vLLM.
-    deadline_ms: milliseconds from arrival after which the answer is useless. The request then ends
-        with CANCELLED.
-    stream_id: id that all requests of a stream share.
-    supersede: whether the request cancels older requests of its stream that are still waiting.
+    max_tokens: None means that only the context limits the answer. It is the default with `choices`
+        and `structured_outputs`.
+    deadline_ms: milliseconds from arrival after which the request ends with CANCELLED.
     stream_interval_ms: minimum number of milliseconds between two responses of a streamed answer.
         The tokens of this time are sent together. The first and the last token never wait.
     """
@@ -211,26 +197,29 @@ class SamplingParams:
         if "choices" in values or "structured_outputs" in values:
             values.setdefault("max_tokens", None)
         params = replace(defaults or SamplingParams(), **values)
-        if params.max_tokens is not None and params.min_tokens > params.max_tokens:
+        params._check_combinations()
+        return params
+
+    def _check_combinations(self) -> None:
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidArgument(
-                f"'min_tokens' = {params.min_tokens} is above 'max_tokens' = {params.max_tokens}"
+                f"'min_tokens' = {self.min_tokens} is above 'max_tokens' = {self.max_tokens}"
             )
-        if params.supersede and params.stream_id is None:
+        if self.supersede and self.stream_id is None:
             raise InvalidArgument(
                 "'supersede' needs 'stream_id', the id of the stream whose requests it cancels"
             )
-        conflicts = [key for key in _NOT_WITH_CHOICES if getattr(params, key)]
-        if params.choices and conflicts:
+        conflicts = [key for key in _NOT_WITH_CHOICES if getattr(self, key)]
+        if self.choices and conflicts:
             raise InvalidArgument(
                 f"'choices' cannot be combined with '{conflicts[0]}': the answer is a full choice"
             )
         conflicts = [key for key in conflicts if key in _NOT_WITH_STRUCTURE]
-        if params.structured_outputs is not None and conflicts:
+        if self.structured_outputs is not None and conflicts:
             raise InvalidArgument(
                 f"'structured_outputs' cannot be combined with '{conflicts[0]}': the structure"
                 " determines where the answer may end"
             )
-        return params
 
 
 def is_known(key: str) -> bool:
@@ -239,10 +228,6 @@ def is_known(key: str) -> bool:
 
 
 def _check_refused(key: str, value: Any) -> None:
-    """Raise Unsupported for a refused key whose value differs from what this server does.
-
-    Raises InvalidArgument for an unknown key.
-    """
     if key not in REFUSED:
         raise InvalidArgument(
             f"unknown sampling parameter {shown(key)}{nearest(key, KNOWN_KEYS) or '.'}"
@@ -255,7 +240,6 @@ def _check_refused(key: str, value: Any) -> None:
 
 
 def _equals(value: Any, accepted: Any) -> bool:
-    """Return whether a client's value equals `accepted`. Numbers and booleans may be text."""
     if isinstance(value, str):
         try:
             value = BOOLEANS[value.lower()] if value.lower() in BOOLEANS else float(value)

@@ -78,7 +78,6 @@ def load_object(text: str, what: str, max_depth: int = MAX_DEPTH) -> dict[str, A
 
 
 def _check(value: Any, what: str, max_depth: int, depth: int = 1) -> None:
-    """Raise InvalidArgument for a lone surrogate in a string and for too deep nesting."""
     if isinstance(value, str):
         if value.isascii():
             return  # This only reads a flag, so a long base64 text is not copied.

@@ -25,7 +25,8 @@ from tests.support import deploy_kit as kit
 from tests.support.chart import EVERYTHING, TLS, render
 from tests.support.polling import until
 from tests.support.triton_client import to_inputs
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 HEADER = "x-lora-adapter"
 ADAPTERS = [f"adapter-{index}" for index in range(16)]

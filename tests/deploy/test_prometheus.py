@@ -19,7 +19,8 @@ from tests.support import deploy_kit as kit
 from tests.support.gateway import running
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, picture
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 ALERTS = kit.DOCKER / "chart" / "files" / "alerts.yaml"
 CONFIG = kit.DOCKER / "prometheus" / "prometheus.yaml"

@@ -8,7 +8,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,9 +26,9 @@ from vlora.errors import InvalidArgument
 from vlora.generation.fusion import Packed, RunState
 from vlora.generation.learner import WEIGHTS, Learner
 from vlora.generation.report import as_json, write_report
-from vlora.generation.run import Outcome, generate, load_splits
+from vlora.generation.run import Outcome, Unwatched, generate, load_splits
 from vlora.generation.spec import read_spec
-from vlora.generation.trainer import PeftTrainer
+from vlora.generation.trainer import PeftTrainer, Progress
 from vlora.model.decoder_config import load_config
 from vlora.model.loader import adapter_shape
 
@@ -37,6 +36,18 @@ COLOURS = {"red": (200, 20, 20), "blue": (20, 20, 200), "green": (20, 160, 20)}
 UMASK = os.umask(0o022)
 os.umask(UMASK)
 TRAINING = {"max_steps": 24, "evaluate_every": 8, "batch_size": 12, "rank": 4, "margin": 0.0}
+
+
+class Killer(Unwatched):
+    """Interrupts a run at its `number`-th evaluation."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number
+
+    def report(self, progress: Progress) -> None:
+        self._left -= 1
+        if not self._left:
+            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")
@@ -140,21 +151,9 @@ def test_a_run_that_was_killed_in_an_attempt_ends_with_the_same_weights(
     data: Path, outcome: Outcome, tmp_path: Path
 ) -> None:
     spec = read_spec(data / "spec.yaml")
-    calls = 0
-
-    def kill_at(number: int) -> Callable[[object], None]:
-        def report(_: object) -> None:
-            nonlocal calls
-            calls += 1
-            if calls == number:
-                raise KeyboardInterrupt
-
-        return report
-
     for number in (1, 2):
-        calls = 0
         with pytest.raises(KeyboardInterrupt):
-            generate(spec, spec.options, tmp_path / "work", tmp_path / "out", kill_at(number))
+            generate(spec, spec.options, tmp_path / "work", tmp_path / "out", Killer(number))
     again = generate(spec, spec.options, tmp_path / "work", tmp_path / "out")
     assert again.reached == outcome.reached
     assert again.folders.keys() == outcome.folders.keys()

@@ -34,7 +34,8 @@ import psutil
 from tests.support.hostile_images import flat_png, jpeg_with_scans, run_length_bmp, tiff_with_tile
 from tests.support.make_adapters import ATTENTION, FEED_FORWARD, AdapterSpec, make_adapters
 from tests.support.triton_client import Asker, Refused, asking, picture, to_inputs
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 VICTIM = "victim"
 HEALTHY_CLIENTS = 4

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.triton_client import Asker, asking
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,8 @@ from tests.support.oracle import Mismatch, Oracle
 from tools.demo.__main__ import ADAPTERS, CHECKPOINT
 from tools.demo.accuracy import Served, ask_all
 from tools.demo.heldout import DOMAINS, Item, is_right, items
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 ITEMS = 6
 """Number of items per domain; the model card was measured with 200."""

@@ -11,7 +11,8 @@ import pytest
 
 from tests.support.triton_client import asking
 from vlora.launcher.assembly import assemble
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 
 @pytest.fixture

@@ -18,7 +18,8 @@ from transformers import LlavaForConditionalGeneration
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, picture
 from tools.demo.build import make_model, save_checkpoint
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 ENCODER = '{model="vision_encoder",version="1"}'
 PROMPT = np.array([[b"?"]], dtype=object)

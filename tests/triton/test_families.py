@@ -29,7 +29,8 @@ from tests.support.served_family import (
     preemptions,
 )
 from tests.support.triton_client import asking
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 BLOCK = 4
 """Tokens of a KV page."""

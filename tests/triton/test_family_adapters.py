@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 from tests.support.families import TOWER, VISION_ADAPTERS, Family
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, png
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import ChatTemplate, render
 

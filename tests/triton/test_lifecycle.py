@@ -14,8 +14,10 @@ import pytest
 
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, picture
+from vlora.errors import ServerError
 from vlora.launcher.processes import children, is_alive
-from vlora.launcher.server import ServerError, ServerOptions, TritonServer, default_repository
+from vlora.launcher.repository import ServerOptions, default_repository
+from vlora.launcher.server import TritonServer
 
 LONG = {"temperature": 0, "max_tokens": 900, "ignore_eos": True}
 MODELS = {
@@ -29,7 +31,7 @@ MODELS = {
 
 
 def test_every_model_of_the_repository_is_ready(server: TritonServer, ask: Asker) -> None:
-    assert set(server.names) == MODELS
+    assert set(server.options.models) == MODELS
     assert all(ask.client.is_model_ready(name) for name in MODELS)
 
 
@@ -113,7 +115,7 @@ def test_a_model_that_loads_for_long_is_waited_for_and_reported(
     reports: list[str] = []
     try:
         server.open(reports.append)
-        assert server.names == ["slow"]
+        assert server.options.models == ["slow"]
     finally:
         server.kill()
     assert len(reports) > 3

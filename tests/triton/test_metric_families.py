@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.triton_client import Asker, asking
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 from vlora.serving.metrics import MAX_LORA_SERIES
 
 MODEL = """

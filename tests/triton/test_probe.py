@@ -12,7 +12,8 @@ from typer.testing import CliRunner
 from tests.support.triton_client import asking
 from vlora.cli import app
 from vlora.launcher.probe import Finding, Health, probe
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 from vlora.net import choose_ports
 
 DEADLINE = 10.0

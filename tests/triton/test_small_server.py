@@ -20,7 +20,8 @@ from tritonclient.utils import InferenceServerException, shared_memory
 
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, picture, pixels
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 RUNNING, WAITING = 2, 6
 OPTIONS = {
@@ -216,7 +217,7 @@ def test_an_operators_own_key_opens_a_protocol(small: TritonServer) -> None:
         urllib.request.urlopen(urllib.request.Request(url, data=b"{}"), timeout=60)
     request = urllib.request.Request(url, data=b"{}", headers={"operator": "key"})
     with urllib.request.urlopen(request, timeout=60) as answer:
-        assert len(json.loads(answer.read())) == len(small.names)
+        assert len(json.loads(answer.read())) == len(small.options.models)
 
 
 def test_a_server_on_all_networks_listens_on_every_address(small: TritonServer) -> None:

@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaForCausalLM, LlavaForConditionalGeneration
 
 from tests.support.triton_client import Asker, Refused, picture
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 GREEDY = {"temperature": 0, "max_tokens": 6}
 PROMPT = "What color is the star?"

@@ -141,7 +141,24 @@ def test_an_adapter_is_refused_as_the_folder_of_adapters(
     assert result.stderr.rstrip().endswith(f"the folder that contains it: {parent}")
 
 
-@pytest.mark.parametrize("command", [["serve"], ["adapters", "check"], ["capacity"]])
+@pytest.mark.parametrize(
+    ("words", "setting"),
+    [
+        (["--max-num-seqs", "8"], "max_num_seqs=8"),
+        (["--quantization=int8"], "quantization=int8"),
+        (["--enforce-eager"], "enforce_eager=…"),
+    ],
+)
+def test_a_key_of_model_json_is_no_option_of_serve_and_the_error_names_the_one_for_it(
+    words: list[str], setting: str
+) -> None:
+    result = CliRunner().invoke(app, ["serve", *words], env={"COLUMNS": "300"})
+    assert result.exit_code == 2
+    name = words[0].partition("=")[0]
+    assert f"{name} is an option of model.json: use --set {setting}" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["adapters", "check"], ["capacity"]])
 @pytest.mark.parametrize("words", [["--max-model-len", "9"], ["--quantization=int8"]])
 def test_a_key_of_model_json_is_no_option_and_the_error_names_the_file_for_it(
     command: list[str], words: list[str]
@@ -195,6 +212,9 @@ def test_help_names_the_values_of_options_in_words(
         ("serve checkpoint", "unexpected argument 'checkpoint'; name a checkpoint with --model"),
         ("serve --repository gone", "no model repository at gone: it has no lmm/1/model.json"),
         ("serve --options gone.json", "cannot read gone.json: No such file or directory"),
+        ("serve --set max_num_seqs", "--set must have the form KEY=VALUE, not 'max_num_seqs'"),
+        ("serve --set max_num_seq=8", "--set: unknown key 'max_num_seq'; did you mean"),
+        ("serve --set max_num_seqs=none", "--set: 'max_num_seqs' must be a positive whole number"),
         ("serve --model gone", "/gone: the folder does not exist"),
         ("gateway --grpc nohost", "--grpc takes HOST:PORT, as in 127.0.0.1:8001, not 'nohost'"),
         ("gateway --grpc h:99999", "--grpc takes HOST:PORT"),

@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 from tritonclient.utils import InferenceServerException
 
-from clients import video_analytics, visual_retrieval
+from clients import common, video_analytics, visual_retrieval
 from clients.common import ClientError, explain, sampling_parameters
 from tests.support.fake_triton import FakeTriton
 from tests.support.run_client import run_client
@@ -38,9 +38,9 @@ def test_parts_of_an_answer_are_printed_as_they_arrive(picture, capsys):
 def test_an_answer_that_stalls_times_out_and_is_cancelled(picture, monkeypatch):
     monkeypatch.setattr("clients.common.ANSWER_SECONDS", 0.1)
     with FakeTriton(delay=2.0, words=("never",)) as server:
-        client = visual_retrieval.connect(server.url, "visual_retrieval")
-        answers = visual_retrieval.stream_responses(
-            client, "visual_retrieval", visual_retrieval.request_inputs("hi"), seconds=0.1
+        client = common.connect(server.url, "visual_retrieval")
+        answers = common.stream_responses(
+            client, "visual_retrieval", common.request_inputs("hi"), seconds=0.1
         )
         with pytest.raises(ClientError, match=r"no answer within 0 s"):
             next(answers)

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 from vlora.config import (
+    ACCEPTED,
+    NO_EFFECT,
+    REFUSED,
     Limits,
     Options,
     load_adapter_names,
     load_options,
     load_replacing,
     parse_options,
+    read_settings,
 )
-from vlora.config.vllm_keys import ACCEPTED, NO_EFFECT, REFUSED
 from vlora.errors import InvalidArgument
 
 
@@ -86,6 +89,22 @@ def test_errors_of_an_options_file_name_this_file(
     file.write_text(json.dumps(keys))
     with pytest.raises(InvalidArgument, match=rf"options\.json: {re.escape(message)}"):
         load_replacing(file)
+
+
+def test_a_setting_is_json_or_text_and_names_its_key_if_it_is_wrong(tmp_path: Path) -> None:
+    given = ["max_num_seqs=8", "policy=credit", 'limits={"max_images": 2}', "max_model_len=null"]
+    limits = {"max_images": 2}
+    keys = {"max_num_seqs": 8, "policy": "credit", "limits": limits, "max_model_len": None}
+    assert read_settings(given) == keys
+    assert read_settings(["adapters=a"]) == {"adapters": str(Path.cwd() / "a")}
+    for wrong, message in (
+        ("max_num_seqs", "--set must have the form KEY=VALUE, not 'max_num_seqs'"),
+        ("max_num_seq=8", "--set: unknown key 'max_num_seq'; did you mean 'max_num_seqs'"),
+        ('max_num_seqs=8, "block_size": 2', "'max_num_seqs' must be a positive whole number"),
+        ("theta_min=NaN", "'theta_min' must be a positive number"),
+    ):
+        with pytest.raises(InvalidArgument, match=re.escape(message)):
+            read_settings([wrong])
 
 
 def test_errors_of_combined_files_name_both(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def make_sequence(
     request = Request(id=name, prompt="", sampling=params)
     table = BlockTable(pool, block)
     sequence = Sequence(request, text_prompt(range(prompt)), resident_adapter(slot), 100, table)
-    sequence.arrival = arrival
+    sequence.queue_at(arrival)
     return sequence
 
 
@@ -229,13 +229,13 @@ def test_wait_is_the_time_ready_but_not_scheduled_and_never_resets() -> None:
     scheduler.add(a)
     scheduler.add(b)
     scheduler.schedule(3.0)
-    assert (a.wait(3.0), b.wait(3.0)) == (3.0, 2.0)
+    assert (a.candidate(3.0).wait, b.candidate(3.0).wait) == (3.0, 2.0)
     carry_out(scheduler, scheduler.schedule(5.0))
-    assert (a.wait(5.0), b.wait(5.0)) == (3.0, 4.0)
+    assert (a.candidate(5.0).wait, b.candidate(5.0).wait) == (3.0, 4.0)
     scheduler.policy = Only("b")
     scheduler.schedule(6.0)
     scheduler.schedule(9.0)
-    assert (a.wait(9.0), b.wait(9.0)) == (6.0, 5.0)
+    assert (a.candidate(9.0).wait, b.candidate(9.0).wait) == (6.0, 5.0)
 
 
 class IdleAdapter:

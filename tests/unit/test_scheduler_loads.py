@@ -56,7 +56,7 @@ class Load:
         table = BlockTable(self.pool, self.block)
         adapter = resident_adapter(slot)
         sequence = Sequence(request, text_prompt([0] * prompt), adapter, answer, table)
-        sequence.arrival = self.now
+        sequence.queue_at(self.now)
         self.answers[name] = answer
         self.scheduler.add(sequence)
         return sequence

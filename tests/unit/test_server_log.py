@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from vlora.errors import ServerError
-from vlora.launcher import server
+from vlora.launcher import server_log
+from vlora.launcher.repository import ServerOptions
 from vlora.launcher.run_folder import kept_log, run_folder
-from vlora.launcher.server import (
-    ServerOptions,
-    TritonServer,
+from vlora.launcher.server import TritonServer
+from vlora.launcher.server_log import (
     broken_adapters,
     read_end,
     why_it_did_not_start,
@@ -66,7 +66,7 @@ def test_no_more_than_the_end_of_a_log_is_read(tmp_path: Path) -> None:
         file.seek(200 * 2**30)  # A sparse file: reading all of it would exhaust the memory.
         file.write(f"\nE{AT} python_be.cc:1] the end\n".encode())
     text = read_end(log)
-    assert len(text) <= server.MAX_BYTES
+    assert len(text) <= server_log.MAX_BYTES
     assert why_it_failed(text).splitlines()[-1] == f"E{AT} python_be.cc:1] the end"
 
 
@@ -105,7 +105,7 @@ def test_a_log_that_is_kept_is_in_a_folder_of_this_user_only(
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     path = kept_log(8000)
-    with run_folder(), server.create(path) as log:
+    with run_folder(), server_log.create(path) as log:
         log.write(b"text")
     assert path.read_text() == "text"
     assert path.parent.stat().st_mode & 0o777 == 0o700

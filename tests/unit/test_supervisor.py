@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vlora.errors import ServerError
-from vlora.launcher.server import ServerOptions
+from vlora.launcher.repository import ServerOptions
 from vlora.launcher.supervisor import RestartPolicy, Supervisor
 
 

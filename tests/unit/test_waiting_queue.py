@@ -22,7 +22,7 @@ def waiting_sequence(adapter: AdapterHandle | None, arrival: int) -> Sequence:
     table = BlockTable(PagePool(1), 4)
     request = Request(id=str(arrival), prompt="", sampling=SamplingParams())
     sequence = Sequence(request, text_prompt([1]), adapter, 1, table)
-    sequence.arrival = float(arrival)
+    sequence.queue_at(float(arrival))
     return sequence
 
 

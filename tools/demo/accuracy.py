@@ -27,7 +27,8 @@ from clients.common import first_string, request_inputs, sampling_parameters
 from tools.demo.heldout import DOMAINS, Item, adapter_of, is_right, items, png
 from tools.demo.scenes import SIDE
 from vlora.cli.common import run_command
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 CHECKPOINT = Path(__file__).with_name("checkpoint")
 

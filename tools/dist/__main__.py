@@ -3,8 +3,6 @@
 Each distribution is installed into a fresh environment outside the source tree. A server started
 from this environment must answer the demo's questions. This takes minutes, because the kernels are
 compiled twice.
-
-usage: python -m tools.dist
 """
 
 from __future__ import annotations

@@ -3,8 +3,6 @@
 The versions are those of constraints.txt and of `build-system.requires` in pyproject.toml. Packages
 that are in neither file (CUDA's, for example) get the newest compatible version. Each lock is for
 one Python and one platform, so `pip install --require-hashes` accepts exactly one file per package.
-
-usage: python -m tools.dist.lock [--torch-wheels FOLDER]
 """
 
 from __future__ import annotations

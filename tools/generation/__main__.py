@@ -1,7 +1,4 @@
-"""Export items (docs/generation.md) and generate adapters for the demo model from them.
-
-usage: python -m tools.generation [--quick] [--out FOLDER] [--paper] [--export-only]
-"""
+"""Export items (docs/generation.md) and generate adapters for the demo model from them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,8 @@ from vlora.generation.examples import Example
 from vlora.generation.metrics import METRICS
 from vlora.generation.run import load_splits
 from vlora.generation.spec import read_spec
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 
 def question(task: str, example: Example, adapter: str | None) -> Question:

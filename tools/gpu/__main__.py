@@ -1,7 +1,5 @@
 """Build, test, tune and measure on a machine with a GPU, from the root of a source tree.
 
-usage: `make gpu`, or `python3 -m tools.gpu [--out FOLDER] [--minutes 9] [--archive FILE.tar.gz]`
-
 It installs and downloads nothing. Each stage is a process with a time limit, and FOLDER/NAME.log is
 its output. A stage that fails, hangs or lacks a package does not stop the others. After each stage,
 FOLDER/summary.md and the archive are written, so an interrupted run keeps its results. A stage that

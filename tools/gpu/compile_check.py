@@ -1,7 +1,5 @@
 """Compile every GPU kernel (`vlora/kernels/gpu`) for sm_80 and sm_90, without a GPU.
 
-usage: `make gpu-check`, or `python -m tools.gpu.compile_check [--json FILE] [--types bf16,fp16]`
-
 A table shows what each kernel needs at the shapes of a 7B model. The check fails if a kernel spills
 or needs more shared memory than a block may have.
 """

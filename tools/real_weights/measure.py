@@ -19,6 +19,7 @@ from vlora.atmm.segments import signed_segments
 from vlora.config import Options
 from vlora.ids import BASE
 from vlora.memory.kv_cache import KVCache
+from vlora.memory.pool import PagePool, Run
 from vlora.model.attention import AttentionPlan
 from vlora.model.chunk import Chunk
 from vlora.model.decoder import Decoder
@@ -62,15 +63,19 @@ class Measured:
         self.matrix_bytes = int(weights.slab.nbytes)
         shape = adapter_shape(folder, self._config, weights)
         store = AdapterStore(shape, 1 << 30, dtype, 1 << 30)
-        store.load(find_folders(adapters, {}))
-        self._slot = store.slot(store.names()[0]) if adapters else BASE
-        self._switcher = Switcher(weights.slab, store)
-        self._decoder = Decoder(self._config, weights, store, self._switcher)
+        self._switcher = Switcher(weights.slab, store.slots)
+        self._decoder = Decoder(self._config, weights, store.slots, self._switcher)
         self._pages = tuple(range(-(-longest // chosen.block_size)))
         config, block = self._config, chosen.block_size
-        self._cache = KVCache(
-            len(self._pages), config.layers, block, config.kv_heads, config.head_dim, dtype
-        )
+        sizes = config.layers, block, config.kv_heads, config.head_dim, dtype
+        self._cache = KVCache(len(self._pages), *sizes)
+        self._slot = BASE
+        if adapters is not None:
+            store.load(find_folders(adapters, {}))
+            handle = store.handle(store.names()[0])
+            pages = Run.length(store.tiers.packed_bytes(handle), self._cache.page_bytes)
+            store.attach(PagePool(pages), KVCache(pages, *sizes), pages)
+            self._slot = store.slot(handle.name)
 
     @torch.inference_mode()
     def logits(

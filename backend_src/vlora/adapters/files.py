@@ -85,35 +85,18 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True)
-class TaskHead:
-    """Vision task head of one adapter (§4.2.2 of the paper): a linear layer that replaces the LM
-    head. It is applied to the hidden state of the last prompt token after the final norm, and the
-    request then ends without a decode step.
-
-    linear: weight [classes, hidden] and bias [classes], fp32.
-    labels: one label per class.
-    tasks: tasks that the head serves.
-    """
-
-    linear: HeadMatrix
-    labels: tuple[str, ...]
-    tasks: tuple[str, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.linear)
-
-
-@dataclass(frozen=True)
 class Adapter:
     """Weights of an adapter in fp32, with the scale folded into B.
 
     pairs: A and B of each matrix of the language model that it changes.
+    head: vision task head (§4.2.2 of the paper), a linear layer that replaces the LM head; None if
+        it has none. It is applied to the hidden state of the last prompt token after the final
+        norm, and the request then ends without a decode step.
     """
 
     info: AdapterInfo
     pairs: Mapping[MatrixId, LoraPair]
-    head: TaskHead | None
+    head: HeadMatrix | None
 
 
 @dataclass(frozen=True)
@@ -155,12 +138,11 @@ def read_adapter(folder: Path, description: AdapterDescription) -> Adapter:
 
     Raises InvalidArgument if weights cannot be read or are not finite.
     """
-    info, hidden = description.info, description.hidden
-    invalid = ErrorFactory(info.name)
+    info, invalid = description.info, ErrorFactory(description.info.name)
     head = None
     if info.head_labels:
-        labels, tasks = info.head_labels, info.head_tasks
-        head = _read_head(folder, labels, tasks, hidden, invalid, description.host_bytes)
+        shape = len(info.head_labels), description.hidden
+        head = _read_head(folder, shape, invalid, description.host_bytes)
     assert description.reader is not None
     invalid = invalid.in_file(WEIGHTS)
     pairs, digest = description.reader.read(folder / WEIGHTS, invalid)
@@ -252,7 +234,9 @@ class _Checked:
     """What the files say about the model's matrices, in ascending order."""
 
     pairs: Mapping[MatrixId, PairTensors]
-    head: TaskHead | None
+    head_labels: tuple[str, ...]
+    head_tasks: tuple[str, ...]
+    head_bytes: int
     skills: tuple[Skill, ...]
 
 
@@ -268,12 +252,16 @@ def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
     pairs = {matrix: pairs[matrix] for matrix in sorted(pairs)}
     for matrix, pair in pairs.items():
         _check_pair(matrix, pair, files, model)
-    head = _declared_head(files, model.hidden, max_bytes, lora_bytes)
-    _check_invocation(config, head, model, invalid.in_file(CONFIG))
+    labels, tasks = _head_declaration(files)
+    head_bytes = 0
+    if labels:
+        head = _read_head(files.folder, (len(labels), model.hidden), invalid, max_bytes, lora_bytes)
+        head_bytes = head.weight.nbytes + head.bias.nbytes
+    _check_invocation(config, bool(labels), model, invalid.in_file(CONFIG))
     if any(layer == VISION for layer, _ in pairs):
         _check_vision(config, files.extra, invalid)
     skills = read_skills(files.extra.get("skills", []), invalid.in_file(EXTRA))
-    return _Checked(pairs, head, skills)
+    return _Checked(pairs, labels, tasks, head_bytes, skills)
 
 
 def _assign_tensors(
@@ -356,14 +344,14 @@ def _check_pair(matrix: MatrixId, pair: PairTensors, files: _Files, model: Model
 
 
 def _check_invocation(
-    config: PeftConfig, head: TaskHead | None, model: ModelShape, invalid: ErrorFactory
+    config: PeftConfig, has_head: bool, model: ModelShape, invalid: ErrorFactory
 ) -> None:
     unknown = [token for token in config.invocation if token >= model.vocabulary]
     if unknown:
         raise invalid(
             f"has {unknown[0]} in alora_invocation_tokens; ids run from 0 to {model.vocabulary - 1}"
         )
-    if config.invocation and head is not None:
+    if config.invocation and has_head:
         # If a prompt lacked the invocation, its request would reach the head without the adapter.
         raise invalid("has alora_invocation_tokens, which cannot be used with a vision task head")
 
@@ -382,45 +370,40 @@ def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFa
         )
 
 
-def _declared_head(files: _Files, hidden: int, max_bytes: int, lora_bytes: int) -> TaskHead | None:
-    """Return the vision task head, which must be declared if and only if its file exists."""
+def _head_declaration(files: _Files) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return (labels, tasks) of the vision task head, which must be declared if and only if its
+    file exists; ((), ()) without a head.
+    """
     declared, invalid = files.extra.get("head"), files.invalid.in_file(EXTRA)
     if declared is None:
         if (files.folder / HEAD).exists():
             raise invalid("declares no 'head', though head.safetensors exists")
-        return None
+        return (), ()
     if not isinstance(declared, dict) or set(declared) != {"labels", "tasks"}:
         raise invalid('must give \'head\' as {"labels": [...], "tasks": [...]}')
     for key, value in declared.items():
         if not value or not is_names(value) or len(set(value)) != len(value):
             raise invalid(f"must give head.{key} as a list of different names")
-    labels, tasks = tuple(declared["labels"]), tuple(declared["tasks"])
-    return _read_head(files.folder, labels, tasks, hidden, invalid, max_bytes, lora_bytes)
+    return tuple(declared["labels"]), tuple(declared["tasks"])
 
 
 def _read_head(
-    folder: Path,
-    labels: tuple[str, ...],
-    tasks: tuple[str, ...],
-    hidden: int,
-    invalid: ErrorFactory,
-    max_bytes: int,
-    lora_bytes: int = 0,
-) -> TaskHead:
-    """Return the vision task head, which must fit the model.
+    folder: Path, shape: tuple[int, int], invalid: ErrorFactory, max_bytes: int, lora_bytes: int = 0
+) -> HeadMatrix:
+    """Return the vision task head, which must have this shape [classes, hidden].
 
     max_bytes: maximum size in bytes of the head and of `lora_bytes`, the other weights, in fp32.
     """
     invalid = invalid.in_file(HEAD)
     file = WeightsFile(folder / HEAD, invalid)
-    expected = {"weight": (len(labels), hidden), "bias": (len(labels),)}
+    expected = {"weight": shape, "bias": shape[:1]}
     if set(file.shapes) != set(expected):
         raise invalid(f"must hold 'weight' and 'bias', not {sorted(file.shapes)}")
-    for name, shape in expected.items():
-        if file.shapes[name] != shape:
-            raise invalid(f"has '{name}' {file.shapes[name]}; it must be {shape}")
+    for name, wanted in expected.items():
+        if file.shapes[name] != wanted:
+            raise invalid(f"has '{name}' {file.shapes[name]}; it must be {wanted}")
     file.require_fits(expected, max_bytes, lora_bytes)
-    return TaskHead(HeadMatrix(file.read("weight"), file.read("bias")), labels, tasks)
+    return HeadMatrix(file.read("weight"), file.read("bias"))
 
 
 # -- plan ------------------------------------------------------------------------------------------
@@ -431,7 +414,6 @@ def _plan(files: _Files, checked: _Checked, hidden: int) -> AdapterDescription:
     in_vision = {matrix: pair for matrix, pair in checked.pairs.items() if matrix[0] == VISION}
     reader = files.weights.reader(pairs)
     vision = files.weights.reader(in_vision) if in_vision else None
-    head = checked.head
     changed = for_each_matrix(reader.ranks)
     targets = {target for _, target in changed}
     info = AdapterInfo(
@@ -441,13 +423,13 @@ def _plan(files: _Files, checked: _Checked, hidden: int) -> AdapterDescription:
         targets=tuple(target for target in (*TARGETS, LM_HEAD) if target in targets),
         tasks=tuple(files.extra.get("tasks", ())),
         accuracy=dict(files.extra.get("accuracy", {})),
-        head_labels=head.labels if head else (),
-        head_tasks=head.tasks if head else (),
+        head_labels=checked.head_labels,
+        head_tasks=checked.head_tasks,
         skills=checked.skills,
         invocation=files.config.invocation,
         vision_ranks=_ranks(in_vision),
     )
-    host_bytes = reader.nbytes + (head.nbytes if head else 0)
+    host_bytes = reader.nbytes + checked.head_bytes
     return AdapterDescription(info, changed, host_bytes, reader, vision, hidden)
 
 

@@ -198,7 +198,7 @@ class Slots:
             used = group.slot_bytes([0 if pair is None else pair.rank for pair in row])
             group.put(slot, row, (address, size))
             address, size = address + used, size - used
-        head = adapter.head.linear if adapter.head else None
+        head = adapter.head
         if head is None or self._device.in_host_memory:
             self.heads.put(slot, head)
         else:

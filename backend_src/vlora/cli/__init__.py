@@ -1,7 +1,6 @@
 """The command line `vlora`.
 
-Each command is a module that is imported when the command is called. Kubernetes may run `vlora
-probe` every few seconds, so this command must not import the modules of the other commands.
+Kubernetes may run `vlora probe` every few seconds, so no command imports the modules of others.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ import typer
 
 from vlora.cli.common import Group
 
-COMMANDS = {
-    "serve": "vlora.cli.serve",
-    "gateway": "vlora.cli.gateway",
-    "probe": "vlora.cli.probe",
-    "repository": "vlora.cli.repository",
-    "adapters": "vlora.cli.adapters",
-    "capacity": "vlora.cli.capacity",
-    "premerge": "vlora.cli.premerge",
-    "tile-search": "vlora.cli.tile_search",
-}
-"""Module of each command, in the order of `vlora --help`. Its attribute `app` is the command."""
+# Modules of this package, in the order of `vlora --help`.
+COMMANDS = (
+    "serve",
+    "gateway",
+    "probe",
+    "repository",
+    "adapters",
+    "capacity",
+    "premerge",
+    "tile-search",
+)
 
 
 class LazyGroup(Group):
@@ -34,28 +33,19 @@ class LazyGroup(Group):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         # For an unknown command, typer suggests the nearest of these names.
-        self.commands = dict.fromkeys(self.list_commands(ctx))  # type: ignore[assignment]
+        self.commands = dict.fromkeys(COMMANDS)  # type: ignore[assignment]
         return super().resolve_command(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        if cmd_name not in self.list_commands(ctx):
+        if cmd_name not in COMMANDS:
             return None
-        command = typer.main.get_command(_load(cmd_name))
+        module = importlib.import_module(f"vlora.cli.{cmd_name.replace('-', '_')}")
+        command = typer.main.get_command(module.app)
         command.name = cmd_name
         return command
 
 
-def _load(name: str) -> typer.Typer:
-    application: typer.Typer = importlib.import_module(COMMANDS[name]).app
-    return application
-
-
-app = typer.Typer(
-    cls=LazyGroup,
-    help="Serve one large multimodal model and many LoRA adapters with Triton.",
-    no_args_is_help=True,
-    add_completion=False,
-)
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, add_completion=False)
 
 
 @app.callback()

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from vlora.cli.common import (
-    AdaptersOption,
-    Command,
-    Configuration,
-    ConfiguredCommand,
-    Group,
-    ModelOption,
-    OptionsFileOption,
-    RepositoryOption,
-    console,
-    load_configuration,
-    print_plain,
-    report_errors,
-)
+from vlora.cli import common
+from vlora.cli.common import console, print_plain
 from vlora.cli.convert import convert
 from vlora.cli.generate import generate
 
@@ -33,48 +21,38 @@ if TYPE_CHECKING:
     from vlora.errors import InvalidArgument
 
 app = typer.Typer(
-    cls=Group,
+    cls=common.Group,
     help="List and check the adapters that a server would load; generate and convert adapters.",
     add_completion=False,
 )
+app.command("generate", cls=common.Command)(generate)
+app.command("convert", cls=common.Command)(convert)
 
 
-app.command("generate", cls=Command)(generate)
-app.command("convert", cls=Command)(convert)
-
-
-@app.command("list", cls=ConfiguredCommand)
+@app.command("list", cls=common.ConfiguredCommand)
 def list_adapters(
-    model: ModelOption = None,
-    adapters: AdaptersOption = None,
-    repository: RepositoryOption = None,
-    options_file: OptionsFileOption = None,
+    model: common.ModelOption = None,
+    adapters: common.AdaptersOption = None,
+    repository: common.RepositoryOption = None,
+    options_file: common.OptionsFileOption = None,
 ) -> None:
     """List all adapters with their ranks, targets, tasks, labels and digests."""
-    with report_errors():
-        configured = load_configuration(model, adapters, repository, options_file)
-        found, broken = _read_all(configured)
+    found, broken = _read_all(model, adapters, repository, options_file)
     if found:
         console.print(table_of(found))
-    elif not broken:
-        print_plain(_no_adapters(configured))
     for name in broken:
         print_plain(f"{name} failed to load; `vlora adapters check` with the same options says why")
 
 
-@app.command("check", cls=ConfiguredCommand)
+@app.command("check", cls=common.ConfiguredCommand)
 def check_adapters(
-    model: ModelOption = None,
-    adapters: AdaptersOption = None,
-    repository: RepositoryOption = None,
-    options_file: OptionsFileOption = None,
+    model: common.ModelOption = None,
+    adapters: common.AdaptersOption = None,
+    repository: common.RepositoryOption = None,
+    options_file: common.OptionsFileOption = None,
 ) -> None:
     """Load all adapters and print why any of them fails. The exit status is 1 if one fails."""
-    with report_errors():
-        configured = load_configuration(model, adapters, repository, options_file)
-        found, broken = _read_all(configured)
-    if not found and not broken:
-        print_plain(_no_adapters(configured))
+    found, broken = _read_all(model, adapters, repository, options_file)
     for info in found:
         console.print(f"[green]ok[/]      {escape(info.name)}")
     for error in broken.values():
@@ -83,20 +61,10 @@ def check_adapters(
         raise typer.Exit(1)
 
 
-def _no_adapters(configured: Configuration) -> str:
-    """Return the message for a configuration without adapters."""
-    root = configured.options.adapters
-    if root is None:
-        return "no adapters: no adapter folder is set; name one with --adapters FOLDER"
-    return f"no adapters in {root}: it has no subfolders"
-
-
 def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     """Return a table with one adapter per row, which fits into 80 columns.
 
-    Targets are listed without `_proj`. `vision` stands for the vision tower and the connector. If
-    an adapter is an activated LoRA (`alora_invocation_tokens`), a column with the token ids of the
-    invocation is added.
+    If an adapter is an activated LoRA, a column has the token ids of the invocation.
     """
     infos = list(adapters)
     activated = any(info.invocation for info in infos)
@@ -108,10 +76,12 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
         table.add_column(head, no_wrap=head not in ("targets", "invocation", "tasks"))
     for info in infos:
         invocation = " ".join(map(str, info.invocation)) or "-"
+        # `vision` stands for the vision tower and the connector.
+        targets = (*info.targets, "vision") if info.vision_ranks else info.targets
         table.add_row(
             escape(info.name),
             " ".join(map(str, sorted({*info.ranks, *info.vision_ranks}))),
-            " ".join(target.removesuffix("_proj") for target in _targets_of(info)),
+            " ".join(target.removesuffix("_proj") for target in targets),
             *([invocation] if activated else []),
             escape(" ".join(info.tasks)) or "any",
             escape(f"{' '.join(info.head_tasks)}: {len(info.head_labels)}")
@@ -122,27 +92,29 @@ def table_of(adapters: Iterable[AdapterInfo]) -> Table:
     return table
 
 
-def _targets_of(info: AdapterInfo) -> tuple[str, ...]:
-    return (*info.targets, "vision") if info.vision_ranks else info.targets
-
-
-def _read_all(
-    configured: Configuration,
-) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
-    """Return (adapters that a server with this configuration would load, errors by name)."""
+def _read_all(*overrides: Any) -> tuple[Sequence[AdapterInfo], Mapping[str, InvalidArgument]]:
+    """Return (adapters that a server with these overrides would load, errors by name)."""
     from vlora.adapters.catalog import find_folders, read_each
     from vlora.adapters.files import load_adapter
     from vlora.model.decoder_config import load_config
     from vlora.model.loader import adapter_shape
 
-    options = configured.options
     # The commands print errors themselves, so the log must not print them again.
     logging.getLogger("vlora").addHandler(logging.NullHandler())
-    shape = adapter_shape(options.model, load_config(options.model))
-    folders = find_folders(options.adapters, configured.names)
-    limit = options.limits.max_adapter_bytes
-    # The weights of one adapter at a time are in memory.
-    infos, errors = read_each(
-        folders, lambda name, folder: load_adapter(name, folder, shape, limit).info
-    )
-    return list(infos.values()), errors
+    with common.report_errors():
+        configured = common.load_configuration(*overrides)
+        options, root = configured.options, configured.options.adapters
+        shape = adapter_shape(options.model, load_config(options.model))
+        folders = find_folders(root, configured.names)
+        limit = options.limits.max_adapter_bytes
+        # The weights of one adapter at a time are in memory.
+        infos, broken = read_each(
+            folders, lambda name, folder: load_adapter(name, folder, shape, limit).info
+        )
+    found = list(infos.values())
+    if not found and not broken:
+        where = f" in {root}: it has no subfolders"
+        if root is None:
+            where = ": no adapter folder is set; name one with --adapters FOLDER"
+        print_plain(f"no adapters{where}")
+    return found, broken

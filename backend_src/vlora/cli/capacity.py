@@ -6,38 +6,29 @@ import math
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from vlora.cli.common import (
-    AdaptersOption,
-    ConfiguredCommand,
-    ModelOption,
-    OptionsFileOption,
-    RepositoryOption,
-    console,
-    load_configuration,
-    report_errors,
-)
+from vlora.cli import common
+from vlora.cli.common import console, option
 
 if TYPE_CHECKING:
     from vlora.engine.capacity import Capacity
 
 MIB = 1 << 20
 GIB = 1 << 30
-
 app = typer.Typer(add_completion=False)
 
 
-@app.command(cls=ConfiguredCommand)
+Memory = Annotated[float, option("GIB", "Available memory in GiB.", min=0.0)]
+
+
+@app.command(cls=common.ConfiguredCommand)
 def capacity(
-    model: ModelOption = None,
-    adapters: AdaptersOption = None,
-    repository: RepositoryOption = None,
-    options_file: OptionsFileOption = None,
-    memory: Annotated[
-        float, typer.Option(metavar="GIB", min=0.0, help="Available memory in GiB.")
-    ] = 8.0,
+    model: common.ModelOption = None,
+    adapters: common.AdaptersOption = None,
+    repository: common.RepositoryOption = None,
+    options_file: common.OptionsFileOption = None,
+    memory: Memory = 8.0,
 ) -> None:
     """Show the memory of weights and adapters, and the number of sequences that fit.
 
@@ -47,12 +38,11 @@ def capacity(
     from vlora.engine.capacity import plan, process_bytes
     from vlora.model.checkpoint import check_files
 
-    with report_errors():
-        configured = load_configuration(model, adapters, repository, options_file)
+    with common.report_errors():
+        configured = common.load_configuration(model, adapters, repository, options_file)
         options = configured.options
         check_files(options.model)
-        process = process_bytes(options)
-        result = plan(options, configured.names, int(memory * GIB), process)
+        result = plan(options, configured.names, int(memory * GIB), process_bytes(options))
         console.print(_parts_table(result))
         if not result.pages:
             raise typer.Exit(1)
@@ -60,35 +50,22 @@ def capacity(
 
 
 def _parts_table(result: Capacity) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=f"{result.memory_bytes / GIB:g} GiB")
-    table.add_column("part")
-    table.add_column("MiB", justify="right")
-    table.add_column("contents")
+    title = f"{result.memory_bytes / GIB:g} GiB"
+    table = common.make_table(("part", "MiB", "contents"), ("MiB",), title)
     pool = result.pages * result.page_bytes
     adapters = result.adapter_pages * result.page_bytes
+    pages, used = f"{result.pages} pages", result.adapter_pages
+    token = f"{result.token_bytes:.0f} bytes per token"
+    sequences = f"{result.sequences(used)} sequences of {result.context_tokens} tokens"
     rows = [
         ("process", result.process_bytes, "interpreter, libraries and tokenizer"),
         ("base weights", result.weights_bytes, "the decoder's weights"),
         ("merged weights", result.merged_bytes, "merged copy of adapted matrices"),
         ("host copies", result.host_bytes, "adapters in float32"),
         ("steps", result.step_bytes, "intermediate results of the largest step"),
-        (
-            "page pool",
-            pool,
-            f"{result.pages} pages of {result.page_bytes} bytes, {result.block_tokens} tokens",
-        ),
-        (
-            "- known adapters",
-            adapters,
-            f"{len(result.adapters)} adapters, {result.adapter_pages} pages",
-        ),
-        (
-            "- keys and values",
-            pool - adapters,
-            f"{result.token_bytes:.0f} bytes per token;"
-            f" {result.sequences(result.adapter_pages)} sequences of"
-            f" {result.context_tokens} tokens",
-        ),
+        ("page pool", pool, f"{pages} of {result.page_bytes} bytes, {result.block_tokens} tokens"),
+        ("- known adapters", adapters, f"{len(result.adapters)} adapters, {used} pages"),
+        ("- keys and values", pool - adapters, f"{token}; {sequences}"),
     ]
     for name, size, contents in rows:
         table.add_row(name, f"{size / MIB:.1f}", contents)
@@ -100,10 +77,8 @@ def _parts_table(result: Capacity) -> Table:
 
 
 def _adapters_table(result: Capacity) -> Table:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("adapter")
-    for heading in ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences beside 64"):
-        table.add_column(heading, justify="right")
+    right = ("packed MiB", "pages", "host MiB", "replaces tokens", "sequences beside 64")
+    table = common.make_table(("adapter", *right), right)
     for cost in (*result.examples, *result.adapters):
         table.add_row(
             cost.name,

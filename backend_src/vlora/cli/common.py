@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from itertools import takewhile
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from vlora.config import (
@@ -23,18 +25,14 @@ from vlora.config import (
     load_adapter_names,
     load_options,
     load_replacing,
+    read_settings,
 )
 from vlora.errors import ServerError, VLoraError
 from vlora.launcher.repository import default_repository
 
-# Help texts that name the values of options in words instead of Python types.
-
-
+# Words for values of options without a `metavar` of their own, instead of Python types.
 WORDS: dict[Any, str] = {int: "NUMBER", float: "NUMBER", str: "TEXT", Path: "PATH"}
-"""Words for values of options without a `metavar` of their own."""
-
-REQUIRED = re.compile(r"\{(\w+)\}")
-"""Form in which typer shows a required argument in the usage."""
+REQUIRED = re.compile(r"\{(\w+)\}")  # Form in which typer shows a required argument in the usage.
 
 
 class Command(TyperCommand):
@@ -62,7 +60,6 @@ def run_command(function: Callable[..., None]) -> None:
 
 
 def _worded(parameters: list[Any]) -> list[Any]:
-    """Give words to those parameters that have none."""
     for one in parameters:
         if isinstance(one, TyperArgument):
             one.metavar = one.metavar or one.name.upper()
@@ -76,60 +73,71 @@ def _worded(parameters: list[Any]) -> list[Any]:
     return parameters
 
 
+def option(word: str | None, text: str, *flags: str, **more: Any) -> Any:
+    """Return an option with this placeholder for its value, or None for a flag, and help text."""
+    return typer.Option(*flags, metavar=word, help=text, **more)
+
+
 console = Console(highlight=False)
 error_console = Console(stderr=True, highlight=False)
 
 ModelOption = Annotated[
     Path | None,
-    typer.Option(
-        "--model",
-        metavar="FOLDER",
-        help="Folder of the checkpoint. Default: the one in model.json.",
-    ),
+    option("FOLDER", "Folder of the checkpoint. Default: the one in model.json.", "--model"),
 ]
 AdaptersOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Folder of the adapters. Default: the one in model.json, or none if --model is set.",
         "--adapters",
-        metavar="FOLDER",
-        help="Folder of the adapters. Default: the one in model.json, or none if --model is set.",
     ),
 ]
 RepositoryOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FOLDER",
+        "Model repository with model.json. Default: the one in the package vlora.",
         "--repository",
-        metavar="FOLDER",
-        help="Model repository with model.json. Default: the one in the package vlora.",
     ),
 ]
 OptionsFileOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "FILE",
+        "JSON file with keys that replace those of model.json, such as quantization.",
         "--options",
-        metavar="FILE",
-        help="JSON file with keys that replace those of model.json, such as quantization.",
     ),
 ]
 
 
 class ConfiguredCommand(Command):
-    """A command with `--options FILE`, which says so if a key of `model.json` is used as an option
-    of its own, such as `--quantization int8`.
+    """A command that says so if a key of `model.json` is used as an option of its own.
+
+    For `--quantization int8`, the error names `--set quantization=int8`, or `--options FILE` in a
+    command without `--set`.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name for parameter in self.get_params(ctx) for name in parameter.opts}
         keys = {field.name for field in fields(Options)} - {"notes"}
-        for word in takewhile(lambda word: word != "--", args):
-            name = word.partition("=")[0]
+        words = list(takewhile(lambda word: word != "--", args))
+        for word, following in zip(words, [*words[1:], ""], strict=True):
+            name, equals, value = word.partition("=")
             key = name.removeprefix("--").replace("-", "_")
-            if name.startswith("--") and name not in known and key in keys:
+            if not name.startswith("--") or name in known or key not in keys:
+                continue
+            if "--set" in known:
+                value = value if equals else following
+                value = "…" if not value or value.startswith("--") else value
                 raise typer.BadParameter(
-                    f"{name} is no option of this command; '{key}' is a key of model.json. Write"
-                    f' {{"{key}": …}} into a file, and name the file with --options FILE.',
-                    ctx,
+                    f"{name} is an option of model.json: use --set {key}={value}", ctx
                 )
+            raise typer.BadParameter(
+                f"{name} is no option of this command; '{key}' is a key of model.json. Write"
+                f' {{"{key}": …}} into a file, and name the file with --options FILE.',
+                ctx,
+            )
         return super().parse_args(ctx, args)
 
 
@@ -137,9 +145,7 @@ class ConfiguredCommand(Command):
 class Configuration:
     """The options that a server with this repository would have, and their sources.
 
-    repository: folder of the model repository.
     replacing: keys that replace those of its `model.json`.
-    options: the resulting options.
     names: adapter folders by name, as in `multi_lora.json`.
     """
 
@@ -147,6 +153,14 @@ class Configuration:
     replacing: dict[str, Any]
     options: Options
     names: dict[str, str]
+
+
+def make_table(heads: Sequence[str], right: Sequence[str] = (), title: str | None = None) -> Table:
+    """Return an empty table with these columns, of which those in `right` are aligned right."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, title=title)
+    for head in heads:
+        table.add_column(head, justify="right" if head in right else "left")
+    return table
 
 
 def print_plain(text: str) -> None:
@@ -174,15 +188,14 @@ def load_configuration(
     adapters: Path | None,
     repository: Path | None = None,
     options_file: Path | None = None,
+    settings: Sequence[str] = (),
 ) -> Configuration:
     """Return the configuration of a model repository, with these overrides.
 
-    model, adapters: folders that replace those in its `model.json`.
-    repository: folder of the model repository; None for the one of vlora.
-    options_file: JSON file with keys that replace those of `model.json`.
+    settings: KEY=VALUE of keys that replace those of `model.json` and of the options file.
 
-    Raises ServerError if there is no checkpoint or no adapters folder at the configured paths, or
-    if the adapters folder is itself an adapter, and InvalidArgument for invalid options.
+    Raises ServerError without a checkpoint or a valid adapters folder at the configured paths, and
+    InvalidArgument for invalid options.
     """
     repository = repository or default_repository()
     version = repository / "lmm" / "1"
@@ -192,9 +205,12 @@ def load_configuration(
             " --repository FOLDER, and write a new one with `vlora repository FOLDER`"
         )
     replacing = {} if options_file is None else load_replacing(options_file)
+    replacing |= read_settings(settings)
+    sources = [str(options_file)] if options_file else []
+    source = " and ".join([*sources, *(["--set"] if settings else [])]) or None
     overrides = {MODEL_VARIABLE: model, ADAPTERS_VARIABLE: adapters}
     given = {name: str(path) for name, path in overrides.items() if path is not None}
-    options = load_options(version / "model.json", os.environ | given, replacing, options_file)
+    options = load_options(version / "model.json", os.environ | given, replacing, source)
     if not (options.model / "config.json").is_file():
         missing = "has no config.json" if options.model.is_dir() else "does not exist"
         raise ServerError(

@@ -3,36 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
-from vlora.cli.common import console, print_plain, report_errors
+from vlora.cli.common import console, option, print_plain, report_errors
 
-if TYPE_CHECKING:
-    from vlora.offline.convert import Conversion
+Source = Annotated[
+    Path, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, as PEFT saves it.")
+]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the plain LoRA.")]
+Model = Annotated[Path, option("FOLDER", "Folder of the checkpoint that it was trained for.")]
+Rank = Annotated[int, option("RANK", "Maximum rank if the conversion is not exact.", min=1)]
+MaxError = Annotated[
+    float, option("ERROR", "Maximum relative error of the change of a matrix.", min=0.0)
+]
 
 
 def convert(
-    source: Annotated[
-        Path, typer.Argument(metavar="ADAPTER", help="Folder of the adapter, as PEFT saves it.")
-    ],
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder for the plain LoRA.")],
-    model: Annotated[
-        Path,
-        typer.Option(metavar="FOLDER", help="Folder of the checkpoint that it was trained for."),
-    ],
-    rank: Annotated[
-        int,
-        typer.Option(metavar="RANK", min=1, help="Maximum rank if the conversion is not exact."),
-    ] = 64,
-    max_error: Annotated[
-        float,
-        typer.Option(
-            metavar="ERROR", min=0.0, help="Maximum relative error of the change of a matrix."
-        ),
-    ] = 0.05,
+    source: Source,
+    out: Out,
+    model: Model,
+    rank: Rank = 64,
+    max_error: MaxError = 0.05,
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
 
@@ -53,18 +47,8 @@ def convert(
         config = load_config(model)
         shape, base = adapter_shape(model, config), BaseWeights(model, config)
         with console.status("reading") as status:
-            result = run(
-                source,
-                out,
-                shape,
-                base,
-                ConversionLimits(rank, max_error),
-                lambda matrix: status.update(escape(matrix)),
-            )
-        _print_result(result, out)
-
-
-def _print_result(result: Conversion, out: Path) -> None:
+            limits = ConversionLimits(rank, max_error)
+            result = run(source, out, shape, base, limits, lambda text: status.update(escape(text)))
     for key in result.dropped:
         print_plain(f"dropped '{key}', a copy of the base model's own weight")
     ranks = ", ".join(map(str, result.ranks))

@@ -8,16 +8,15 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.common import Command, report_errors
+from vlora.cli.common import Command, option, report_errors
 from vlora.errors import ServerError
 from vlora.gateway.options import MIB, GatewayOptions
 
 app = typer.Typer(add_completion=False)
-
 DEFAULTS = GatewayOptions()
 
+# Packages that the extra `gateway` installs, by the names of their imports.
 PACKAGES = ("fastapi", "grpc", "httpcore2", "httptools", "prometheus_client", "uvicorn")
-"""Packages that the extra `gateway` installs, by the names of their imports."""
 
 
 def check_installed() -> None:
@@ -29,83 +28,60 @@ def check_installed() -> None:
             )
 
 
+Grpc = Annotated[
+    str, option("HOST:PORT", "host:port of the V-LoRA server's gRPC endpoint.", "--grpc")
+]
+Host = Annotated[
+    str, option("ADDRESS", "IP address to listen on. Any address but loopback needs --keys.")
+]
+Port = Annotated[int, option("PORT", "Port; 0 chooses a free one.")]
+Keys = Annotated[Path | None, option("FILE", "File of API keys, one line TENANT KEY per key.")]
+RequestsPerMinute = Annotated[
+    int | None, option("NUMBER", "Requests per minute and tenant. Default: no limit.", min=1)
+]
+BaseName = Annotated[str, option("NAME", "Name under which the base model is served.")]
+ImageHost = Annotated[
+    list[str] | None,
+    option(
+        "HOST", "HOST or HOST:PORT from which images may be fetched; repeatable. Default: none."
+    ),
+]
+CorsOrigin = Annotated[
+    list[str] | None,
+    option("ORIGIN", "Origin of web pages that may use the gateway; repeatable. Default: none."),
+]
+MetricsUrl = Annotated[
+    str | None, option("URL", "URL of the server's metrics, which /metrics then includes.")
+]
+MaxBody = Annotated[int, option("MIB", "Maximum size of a request's body in MiB.", min=1)]
+MaxFetch = Annotated[int, option("MIB", "Maximum size of a fetched image in MiB.", min=1)]
+FetchTimeout = Annotated[
+    float, option("SECONDS", "Seconds within which an image must be fetched.", min=0.1)
+]
+AnswerTimeout = Annotated[
+    float, option("SECONDS", "Seconds to wait for each response of the server.", min=1)
+]
+Grace = Annotated[
+    int, option("SECONDS", "Seconds that running requests get to finish on shutdown.", min=0)
+]
+
+
 @app.command(cls=Command)
 def gateway(
-    grpc: Annotated[
-        str,
-        typer.Option(
-            "--grpc", metavar="HOST:PORT", help="host:port of the V-LoRA server's gRPC endpoint."
-        ),
-    ] = DEFAULTS.grpc,
-    host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS",
-            help="IP address to listen on. Any address but loopback needs --keys.",
-        ),
-    ] = DEFAULTS.host,
-    port: Annotated[
-        int, typer.Option(metavar="PORT", help="Port; 0 chooses a free one.")
-    ] = DEFAULTS.port,
-    keys: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File of API keys, one line TENANT KEY per key."),
-    ] = None,
-    requests_per_minute: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUMBER", min=1, help="Requests per minute and tenant. Default: no limit."
-        ),
-    ] = None,
-    base_name: Annotated[
-        str, typer.Option(metavar="NAME", help="Name under which the base model is served.")
-    ] = DEFAULTS.base_name,
-    image_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="HOST",
-            help="HOST or HOST:PORT from which images may be fetched; repeatable. Default: none.",
-        ),
-    ] = None,
-    cors_origin: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="ORIGIN",
-            help="Origin of web pages that may use the gateway; repeatable. Default: none.",
-        ),
-    ] = None,
-    metrics_url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL", help="URL of the server's metrics, which /metrics then includes."
-        ),
-    ] = None,
-    max_body: Annotated[
-        int, typer.Option(metavar="MIB", min=1, help="Maximum size of a request's body in MiB.")
-    ] = DEFAULTS.max_body_bytes // MIB,
-    max_fetch: Annotated[
-        int, typer.Option(metavar="MIB", min=1, help="Maximum size of a fetched image in MiB.")
-    ] = DEFAULTS.max_fetch_bytes // MIB,
-    fetch_timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0.1, help="Seconds within which an image must be fetched."
-        ),
-    ] = DEFAULTS.fetch_seconds,
-    answer_timeout: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=1, help="Seconds to wait for each response of the server."
-        ),
-    ] = DEFAULTS.answer_seconds,
-    grace: Annotated[
-        int,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Seconds that running requests get to finish on shutdown.",
-        ),
-    ] = int(DEFAULTS.grace_seconds),
+    grpc: Grpc = DEFAULTS.grpc,
+    host: Host = DEFAULTS.host,
+    port: Port = DEFAULTS.port,
+    keys: Keys = None,
+    requests_per_minute: RequestsPerMinute = None,
+    base_name: BaseName = DEFAULTS.base_name,
+    image_host: ImageHost = None,
+    cors_origin: CorsOrigin = None,
+    metrics_url: MetricsUrl = None,
+    max_body: MaxBody = DEFAULTS.max_body_bytes // MIB,
+    max_fetch: MaxFetch = DEFAULTS.max_fetch_bytes // MIB,
+    fetch_timeout: FetchTimeout = DEFAULTS.fetch_seconds,
+    answer_timeout: AnswerTimeout = DEFAULTS.answer_seconds,
+    grace: Grace = int(DEFAULTS.grace_seconds),
 ) -> None:
     """Serve the OpenAI API in front of a V-LoRA server until Ctrl-C."""
     with report_errors():

@@ -5,47 +5,38 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Self
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.progress import BarColumn, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
-from rich.table import Table
 
-from vlora.cli.common import console, counted, print_plain, report_errors
+from vlora.cli.common import console, counted, make_table, option, print_plain, report_errors
 from vlora.errors import InvalidArgument, Unsupported
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+
     from vlora.generation.fusion import RunState
     from vlora.generation.run import Outcome
     from vlora.generation.spec import Spec
     from vlora.generation.trainer import Progress
 
 
-# Progress of a generation run: two bars on a terminal, and lines of text elsewhere.
-
-
+# Minimum number of seconds between two status lines if the output is not a terminal.
 STATUS_SECONDS = 5.0
-"""Minimum number of seconds between two status lines if the output is not a terminal."""
 
 
 @dataclass
 class TimeLeft:
     """Estimates the remaining time from the time per step and the steps per item.
 
-    The estimate uses only steps that this process has trained, so it also holds for a run that was
-    killed and continued. Before the first item is packed, an item is assumed to take `max_steps`
-    steps.
+    Only what this process has trained counts, so the estimate also holds for a continued run.
 
     items: number of items that are not packed yet.
-    max_steps: maximum number of steps of an attempt.
+    max_steps: steps of an item until the first one is packed.
     now: present time in seconds.
-    packed: number of items that this process has packed.
-    steps: number of steps that this process has trained.
-    seconds: time of these steps.
     step, limit: number of steps of the present attempt so far, and maximum number.
     steps_of_item: number of steps that the present item has taken in all of its attempts.
     """
@@ -65,10 +56,8 @@ class TimeLeft:
         self.now = now
 
     def add(self, step: int, limit: int, now: float) -> None:
-        """Count the training up to `step` of the present attempt, which has at most `limit` steps.
-
-        A step that is not higher than the last one belongs to a new attempt.
-        """
+        """Count the training up to `step` of `limit` in the present attempt."""
+        # A step that is not higher than the last one belongs to a new attempt.
         trained = step - self.step if step > self.step else step
         self.step, self.limit = step, limit
         self.steps += trained
@@ -77,10 +66,7 @@ class TimeLeft:
         self.now = now
 
     def pack(self, items: int, now: float) -> None:
-        """Count the present item as packed, if it was trained.
-
-        items: number of items that are not packed yet.
-        """
+        """Count the present item as packed, if it was trained, and `items` as left."""
         if self.steps_of_item:
             self.packed += 1
         self.items, self.now = items, now
@@ -88,9 +74,7 @@ class TimeLeft:
 
     @property
     def estimate(self) -> float | None:
-        """Seconds until all items are packed and the present attempt ends; None if no step was
-        trained yet.
-        """
+        """Seconds until all items are packed and the present attempt ends; None if unknown."""
         if not self.steps:
             return None
         finished = self.steps - self.steps_of_item
@@ -108,22 +92,14 @@ class TimeLeft:
 
 
 class GenerationProgress:
-    """Display of the number of items that are decided, the present attempt and the time left.
+    """Watcher that shows two bars on a terminal, and lines of text elsewhere.
 
-    Its methods are the callbacks of `vlora.generation.run.generate`.
+    shown: whether to show anything. Of several processes, only the first does.
     """
 
     def __init__(self, spec: Spec, *, shown: bool) -> None:
-        """Create the progress display.
-
-        shown: whether to show anything. Of several processes, only the first does.
-        """
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            TextColumn("{task.fields[note]}"),
-            TimeElapsedColumn(),
-        )
+        text, note = TextColumn("{task.description}"), TextColumn("{task.fields[note]}")
+        columns = (text, BarColumn(), note, TimeElapsedColumn())
         terminal = shown and console.is_terminal
         self._lines = shown and not terminal
         self._bars = Bars(*columns, console=console, disable=not terminal)
@@ -138,12 +114,7 @@ class GenerationProgress:
         self._bars.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._bars.stop()
 
     def report(self, progress: Progress) -> None:
@@ -187,22 +158,25 @@ class GenerationProgress:
         return f"{counted(self._adapters, 'adapter')}, {self._left}"
 
 
+SpecFile = Annotated[Path, typer.Argument(help="YAML file with the base model and the items.")]
+Out = Annotated[Path, option("FOLDER", "Folder for the adapters.")]
+Work = Annotated[
+    Path | None, option("FOLDER", "Folder for the run's state. Default: OUT/.generation.")
+]
+Paper = Annotated[
+    bool, option(None, "Use the paper's heuristic instead of SPEC's options.", "--paper")
+]
+DryRun = Annotated[
+    bool, option(None, "Check the items and show the plan; train nothing.", "--dry-run")
+]
+
+
 def generate(
-    spec: Annotated[Path, typer.Argument(help="YAML file with the base model and the items.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder for the adapters.")],
-    work: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER", help="Folder for the run's state. Default: OUT/.generation."
-        ),
-    ] = None,
-    paper: Annotated[
-        bool,
-        typer.Option("--paper", help="Use the paper's heuristic instead of SPEC's options."),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check the items and show the plan; train nothing.")
-    ] = False,
+    spec: SpecFile,
+    out: Out,
+    work: Work = None,
+    paper: Paper = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Train the fewest adapters that reach the accuracy that every item requires.
 
@@ -212,12 +186,10 @@ def generate(
     """
     with report_errors():
         try:
-            from vlora.generation.spec import PAPER, read_spec
+            from vlora.generation.spec import read_spec
 
             wanted = read_spec(spec)
             # Imported after the check of the specification because they import torch and PEFT.
-            from vlora.generation.report import write_report
-            from vlora.generation.run import generate as run
             from vlora.generation.run import load_splits
             from vlora.generation.trainer import make_accelerator
         except ImportError as error:
@@ -228,54 +200,51 @@ def generate(
             _print_plan(wanted, {name: len(s.train) for name, s in load_splits(wanted).items()})
             return
         accelerator = make_accelerator(wanted.training)
-        first = accelerator.is_main_process  # Of several processes, only the first prints.
-        options = PAPER if paper else wanted.options
-        work = work or out / ".generation"
-        for folder in (out, work):
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise InvalidArgument(f"{folder} cannot be made: {error.strerror}") from None
-        try:
-            with GenerationProgress(wanted, shown=first) as progress:
-                outcome = run(
-                    wanted,
-                    options,
-                    work,
-                    out,
-                    progress.report,
-                    progress.decided,
-                    progress.status,
-                    accelerator,
-                )
-        except KeyboardInterrupt:
-            if first:
-                print_plain("stopped; to continue, start the same command again")
-            raise typer.Exit(130) from None
-        if first:
-            _print_outcome(outcome)
-            if outcome.left_out:
-                count = counted(len(outcome.left_out), "image")
-                print_plain(f"left out  {count}; the report says why")
-            print_plain(f"report    {write_report(outcome, out)}")
-            for name, score in outcome.missed.items():
-                required = wanted.item(name).required
-                print_plain(f"missed    {name}: {score:.3f} of the required {required:.3f}")
+        outcome = _run(wanted, out, work or out / ".generation", paper, accelerator)
+        if accelerator.is_main_process:
+            _report(outcome, out)
         if outcome.missed:
             raise typer.Exit(1)
 
 
+def _run(spec: Spec, out: Path, work: Path, paper: bool, accelerator: Accelerator) -> Outcome:
+    from vlora.generation.run import generate as run
+    from vlora.generation.spec import PAPER
+
+    for folder in (out, work):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgument(f"{folder} cannot be made: {error.strerror}") from None
+    first = accelerator.is_main_process  # Of several processes, only the first prints.
+    options = PAPER if paper else spec.options
+    try:
+        with GenerationProgress(spec, shown=first) as progress:
+            return run(spec, options, work, out, progress, accelerator)
+    except KeyboardInterrupt:
+        if first:
+            print_plain("stopped; to continue, start the same command again")
+        raise typer.Exit(130) from None
+
+
+def _report(outcome: Outcome, out: Path) -> None:
+    from vlora.generation.report import write_report
+
+    _print_outcome(outcome)
+    if outcome.left_out:
+        print_plain(f"left out  {counted(len(outcome.left_out), 'image')}; the report says why")
+    print_plain(f"report    {write_report(outcome, out)}")
+    for name, score in outcome.missed.items():
+        required = outcome.spec.item(name).required
+        print_plain(f"missed    {name}: {score:.3f} of the required {required:.3f}")
+
+
 def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
-    """Print the items, and the limits of the number of attempts and of their steps."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("item", "task", "metric"):
-        table.add_column(heading)
-    for heading in ("required", "training examples"):
-        table.add_column(heading, justify="right")
+    right = ("required", "training examples")
+    table = make_table(("item", "task", "metric", *right), right)
     for item in spec.items:
-        table.add_row(
-            item.name, item.task, item.metric, f"{item.required:.3f}", str(examples[item.name])
-        )
+        number = str(examples[item.name])
+        table.add_row(item.name, item.task, item.metric, f"{item.required:.3f}", number)
     console.print(table)
     count = len(spec.items)
     steps = spec.training.max_steps * (1 + spec.training.restarts)
@@ -286,11 +255,8 @@ def _print_plan(spec: Spec, examples: dict[str, int]) -> None:
 
 
 def _print_outcome(outcome: Outcome) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for heading in ("item", "adapter"):
-        table.add_column(heading)
-    for heading in ("required", "base", "reached"):
-        table.add_column(heading, justify="right")
+    right = ("required", "base", "reached")
+    table = make_table(("item", "adapter", *right), right)
     holders = outcome.holders
     for item in outcome.spec.items:
         reached = outcome.reached.get(item.name)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.box import SIMPLE_HEAD
 from rich.markup import escape
-from rich.table import Table
 
-from vlora.cli.common import Command, console, error_console, print_plain, report_errors
+from vlora.cli import common
+from vlora.cli.common import console, option, print_plain
 from vlora.errors import InvalidArgument, known_names, shown
 
 if TYPE_CHECKING:
@@ -24,36 +24,41 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False)
 
 
-@app.command(cls=Command)
+Model = Annotated[Path, option("FOLDER", "Folder of the checkpoint.")]
+Adapters = Annotated[Path, option("FOLDER", "Folder of the adapters.")]
+Out = Annotated[Path, option("FOLDER", "New folder for the results.")]
+Hot = Annotated[str | None, option("ADAPTER", "Name of the adapter to merge.")]
+Requests = Annotated[
+    Path | None,
+    option(
+        "FILE",
+        "Log of requests: JSON lines with the key lora_name, or one adapter name per"
+        " line. The adapter whose merge saves the most work is chosen.",
+    ),
+]
+MaxRank = Annotated[int, option("RANK", "Warn about delta adapters of a higher rank.", min=1)]
+Float32 = Annotated[
+    bool,
+    option(
+        None,
+        "Store fused weights in fp32 instead of rounding them to the"
+        " checkpoint's type; OUT/model is then served in fp32.",
+        "--float32",
+    ),
+]
+DryRun = Annotated[bool, option(None, "Show the choice and the ranks; write nothing.", "--dry-run")]
+
+
+@app.command(cls=common.Command)
 def premerge(
-    model: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the checkpoint.")],
-    adapters: Annotated[Path, typer.Option(metavar="FOLDER", help="Folder of the adapters.")],
-    out: Annotated[Path, typer.Option(metavar="FOLDER", help="New folder for the results.")],
-    hot: Annotated[
-        str | None, typer.Option(metavar="ADAPTER", help="Name of the adapter to merge.")
-    ] = None,
-    requests: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Log of requests: JSON lines with the key lora_name, or one adapter name per"
-            " line. The adapter whose merge saves the most work is chosen.",
-        ),
-    ] = None,
-    max_rank: Annotated[
-        int, typer.Option(metavar="RANK", min=1, help="Warn about delta adapters of a higher rank.")
-    ] = 64,
-    float32: Annotated[
-        bool,
-        typer.Option(
-            "--float32",
-            help="Store fused weights in fp32 instead of rounding them to the"
-            " checkpoint's type; OUT/model is then served in fp32.",
-        ),
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show the choice and the ranks; write nothing.")
-    ] = False,
+    model: Model,
+    adapters: Adapters,
+    out: Out,
+    hot: Hot = None,
+    requests: Requests = None,
+    max_rank: MaxRank = 64,
+    float32: Float32 = False,
+    dry_run: DryRun = False,
 ) -> None:
     """Merge one hot adapter into the checkpoint and adapt all others to it.
 
@@ -65,7 +70,7 @@ def premerge(
     adapter now use the hot one.
     A request that names the new adapter `base` gets the old checkpoint's answer.
     """
-    with report_errors():
+    with common.report_errors():
         if (hot is None) == (requests is None):
             raise InvalidArgument("pass either --hot NAME or --requests FILE")
         # Imported here because they import torch.
@@ -76,38 +81,32 @@ def premerge(
         config = load_config(model)
         shape = adapter_shape(model, config)
         folders, files, broken = _check_adapters(adapters, shape)
-        name = hot if requests is None else _choose(requests, files, shape)
+        name = _choose(requests, files, shape) if requests is not None else str(hot)
         if name in broken:
             raise broken[name]
-        if name is None or name not in files:
-            known = known_names(str(name), sorted(files))
-            raise InvalidArgument(f"no adapter '{name}' in {adapters}{known}")
+        if name not in files:
+            raise InvalidArgument(
+                f"no adapter '{name}' in {adapters}{known_names(name, sorted(files))}"
+            )
         for error in broken.values():
-            error_console.print(f"[yellow]left out:[/] {escape(str(error))}", soft_wrap=True)
+            _warn("left out", str(error))
         if dry_run:
             _print_ranks(_planned_ranks(files, name), max_rank)
             return
-        readers = {
-            other: partial(_read, folders[other], one)
-            for other, one in files.items()
-            if other != name
-        }
-        started = time.monotonic()
-        with console.status("starting") as status:
-            report = run(
-                model,
-                config,
-                shape,
-                _read(folders[name], files[name]),
-                readers,
-                out,
-                max_rank,
-                float32,
-                lambda part: status.update(f"{escape(part)} ({time.monotonic() - started:.0f} s)"),
-            )
+        readers = {other: partial(_read, folders[other], one) for other, one in files.items()}
+        merged = readers.pop(name)()
+        with _progress() as progress:
+            report = run(model, config, shape, merged, readers, out, max_rank, float32, progress)
         _print_report(report, out)
         if broken or report.failed:
             raise typer.Exit(1)
+
+
+@contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    started = time.monotonic()
+    with console.status("starting") as status:
+        yield lambda part: status.update(f"{escape(part)} ({time.monotonic() - started:.0f} s)")
 
 
 def _check_adapters(
@@ -125,10 +124,7 @@ def _check_adapters(
 
 
 def _choose(requests: Path, files: Mapping[str, AdapterDescription], shape: ModelShape) -> str:
-    """Return the adapter whose merge saves the most work, and print the amount saved.
-
-    requests: log of requests, from which the use of each adapter is counted.
-    """
+    """Return the adapter whose merge saves the most work for a log of requests, and print it."""
     from vlora.offline.premerge import BASE_NAME, choose_hot, lora_work, read_request_log
 
     work = {name: lora_work(one.ranks, shape) for name, one in files.items()}
@@ -154,18 +150,8 @@ def _choose(requests: Path, files: Mapping[str, AdapterDescription], shape: Mode
     return choice.hot
 
 
-def _read(folder: Path, description: AdapterDescription) -> tuple[Path, Adapter]:
-    from vlora.adapters.files import read_adapter
-
-    return folder, read_adapter(folder, description)
-
-
 def _planned_ranks(files: Mapping[str, AdapterDescription], hot: str) -> dict[str, int]:
-    """Return the rank of each delta adapter, without reading weights.
-
-    A delta adapter is an adapter minus the hot one. On the checkpoint with the hot adapter merged
-    into it, a delta adapter has the effect that its original adapter has on the old checkpoint.
-    """
+    """Return the rank of each delta adapter (an adapter minus the hot one), without its weights."""
     from vlora.offline.premerge import BASE_ADAPTER
 
     merged = files[hot].ranks
@@ -178,21 +164,29 @@ def _planned_ranks(files: Mapping[str, AdapterDescription], hot: str) -> dict[st
 
 
 def _print_ranks(ranks: Mapping[str, int], max_rank: int) -> None:
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("delta adapter")
-    table.add_column("rank", justify="right")
+    table = common.make_table(("delta adapter", "rank"), ("rank",))
     for name, rank in ranks.items():
         style = "yellow" if rank > max_rank else ""
         table.add_row(escape(name), str(rank), style=style)
     console.print(table)
 
 
+def _warn(kind: str, text: str) -> None:
+    common.error_console.print(f"[yellow]{kind}:[/] {escape(text)}", soft_wrap=True)
+
+
+def _read(folder: Path, description: AdapterDescription) -> tuple[Path, Adapter]:
+    from vlora.adapters.files import read_adapter
+
+    return folder, read_adapter(folder, description)
+
+
 def _print_report(report: Report, out: Path) -> None:
-    _print_ranks({delta.name: delta.rank for delta in report.deltas}, report.max_rank)
+    _print_ranks(report.deltas, report.max_rank)
     for warning in report.warnings:
-        error_console.print(f"[yellow]warning:[/] {escape(warning)}", soft_wrap=True)
+        _warn("warning", warning)
     for error in report.failed.values():
-        error_console.print(f"[yellow]left out:[/] {escape(error)}", soft_wrap=True)
+        _warn("left out", error)
     print_plain(
         f"merged '{report.hot}' into {report.matrices} matrices; rounding to the stored type is"
         f" {report.rounding:.1e} of the adapter's largest change"

@@ -7,56 +7,51 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.common import Command
+from vlora.cli.common import Command, option
 
 app = typer.Typer(add_completion=False)
 
 
+Address = Annotated[
+    str, typer.Argument(metavar="HOST:PORT", help="host:port of the server's gRPC endpoint.")
+]
+Deadline = Annotated[
+    float, option("SECONDS", "Seconds within which the server must answer.", min=0.1)
+]
+Alive = Annotated[
+    bool,
+    option(
+        None, "Also exit with 0 while the server starts, drains or has a full queue.", "--alive"
+    ),
+]
+MetricsPort = Annotated[
+    int | None,
+    option("PORT", "Port of the server's metrics, to tell a busy server from a hung one."),
+]
+Quiet = Annotated[bool, option(None, "Print nothing; only set the exit status.", "--quiet")]
+TlsCa = Annotated[
+    Path | None, option("FILE", "Use TLS, with the certificate authority in this PEM file.")
+]
+TlsName = Annotated[
+    str | None, option("NAME", "Name in the server's certificate. Default: the host.")
+]
+TlsKey = Annotated[Path | None, option("FILE", "PEM file of the client's key, for mutual TLS.")]
+TlsCertificate = Annotated[
+    Path | None, option("FILE", "PEM file of the client's certificate, for mutual TLS.")
+]
+
+
 @app.command(cls=Command)
 def probe(
-    address: Annotated[
-        str, typer.Argument(metavar="HOST:PORT", help="host:port of the server's gRPC endpoint.")
-    ] = ("localhost:8001"),
-    deadline: Annotated[
-        float,
-        typer.Option(
-            metavar="SECONDS", min=0.1, help="Seconds within which the server must answer."
-        ),
-    ] = 5.0,
-    alive: Annotated[
-        bool,
-        typer.Option(
-            "--alive", help="Also exit with 0 while the server starts, drains or has a full queue."
-        ),
-    ] = False,
-    metrics_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            help="Port of the server's metrics, to tell a busy server from a hung one.",
-        ),
-    ] = None,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print nothing; only set the exit status.")
-    ] = False,
-    tls_ca: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="Use TLS, with the certificate authority in this PEM file."
-        ),
-    ] = None,
-    tls_name: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Name in the server's certificate. Default: the host."),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="PEM file of the client's key, for mutual TLS."),
-    ] = None,
-    tls_certificate: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="PEM file of the client's certificate, for mutual TLS."),
-    ] = None,
+    address: Address = ("localhost:8001"),
+    deadline: Deadline = 5.0,
+    alive: Alive = False,
+    metrics_port: MetricsPort = None,
+    quiet: Quiet = False,
+    tls_ca: TlsCa = None,
+    tls_name: TlsName = None,
+    tls_key: TlsKey = None,
+    tls_certificate: TlsCertificate = None,
 ) -> None:
     """Check a server by asking for one token, which passes through every model.
 
@@ -72,11 +67,11 @@ def probe(
     A server that is starting is recognized only if the probe runs on the
     server's machine.
     """
-    from vlora.launcher.probe import ADDRESS, Health, Tls
+    from vlora.launcher.probe import Health, Tls
     from vlora.launcher.probe import probe as probe_server
-    from vlora.net import MAX_PORT
+    from vlora.net import GRPC_ADDRESS, MAX_PORT
 
-    parts = ADDRESS.fullmatch(address)
+    parts = GRPC_ADDRESS.fullmatch(address)
     if parts is None or int(parts[1]) > MAX_PORT:
         typer.echo(f"error: give the address as HOST:PORT, not '{address}'", err=True)
         raise typer.Exit(2)

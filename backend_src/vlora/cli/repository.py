@@ -7,30 +7,28 @@ from typing import Annotated
 
 import typer
 
-from vlora.cli.common import Command
+from vlora.cli.common import Command, option
 
 app = typer.Typer(add_completion=False)
 
 
+Folder = Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")]
+Model = Annotated[
+    Path | None,
+    option("FOLDER", "Checkpoint folder for its model.json, as the server will see it."),
+]
+Adapters = Annotated[
+    Path | None,
+    option(
+        "FOLDER",
+        "Adapters folder for its model.json, as the server will see it."
+        " Default: the demo's, or none if --model is set.",
+    ),
+]
+
+
 @app.command(cls=Command)
-def repository(
-    folder: Annotated[Path, typer.Argument(help="Folder to write; it must be new or empty.")],
-    model: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Checkpoint folder for its model.json, as the server will see it.",
-        ),
-    ] = None,
-    adapters: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FOLDER",
-            help="Adapters folder for its model.json, as the server will see it."
-            " Default: the demo's, or none if --model is set.",
-        ),
-    ] = None,
-) -> None:
+def repository(folder: Folder, model: Model = None, adapters: Adapters = None) -> None:
     """Write a copy of the model repository that can be changed and mounted."""
     from vlora.errors import InvalidArgument
     from vlora.launcher.repository import write_repository

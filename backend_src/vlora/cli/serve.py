@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,17 +13,8 @@ from typing import Annotated
 import typer
 
 from vlora import paths
-from vlora.cli.common import (
-    AdaptersOption,
-    ConfiguredCommand,
-    ModelOption,
-    OptionsFileOption,
-    RepositoryOption,
-    console,
-    load_configuration,
-    print_plain,
-    report_errors,
-)
+from vlora.cli import common
+from vlora.cli.common import console, option, print_plain
 from vlora.cli.gateway import check_installed
 from vlora.config import Options
 from vlora.errors import MAX_NAMES, ServerError
@@ -37,95 +28,89 @@ from vlora.net import LOOPBACK, check_ports
 
 app = typer.Typer(add_completion=False)
 
+# File in the working directory that the printed command sends to a model of the user.
 OWN_PICTURE = "picture.png"
-"""File in the working directory that the printed command sends to a model of the user."""
 
 
-@app.command(cls=ConfiguredCommand)
+Host = Annotated[str, option("ADDRESS", "IP address to listen on; 0.0.0.0 opens all networks.")]
+HttpPort = Annotated[int, option("PORT", "HTTP port; 0 chooses a free one.")]
+GrpcPort = Annotated[int, option("PORT", "gRPC port; 0 chooses a free one.")]
+MetricsPort = Annotated[
+    int, option("PORT", "Port of the Prometheus metrics; 0 chooses a free one.")
+]
+GatewayPort = Annotated[
+    int | None,
+    option("PORT", "Also run `vlora gateway`, on this port of --host; 0 chooses a free one."),
+]
+GatewayKeys = Annotated[
+    Path | None,
+    option("FILE", "File of the gateway's API keys; needed unless --host is loopback."),
+]
+AllowSharedMemory = Annotated[
+    bool,
+    option(None, "Let clients register shared memory of this machine.", "--allow-shared-memory"),
+]
+Log = Annotated[
+    Path | None,
+    option(
+        "FILE",
+        "File for the server's log; - is standard output."
+        " Default: a file in a private folder, which is printed.",
+    ),
+]
+Grace = Annotated[
+    int, option("SECONDS", "Seconds that running requests get to finish on shutdown.", min=0)
+]
+StartTimeout = Annotated[
+    float | None,
+    option("SECONDS", "Seconds within which the server must be ready. Default: no limit.", min=0),
+]
+Restart = Annotated[bool, option(None, "Restart the server when it fails.", "--restart")]
+Settings = Annotated[
+    list[str] | None,
+    option(
+        "KEY=VALUE",
+        "Key that replaces the one in model.json; may be repeated. VALUE is JSON or text.",
+        "--set",
+        show_default=False,
+    ),
+]
+Triton = Annotated[
+    list[str] | None,
+    typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
+]
+
+
+@app.command(cls=common.ConfiguredCommand)
 def serve(
-    model: ModelOption = None,
-    adapters: AdaptersOption = None,
-    repository: RepositoryOption = None,
-    host: Annotated[
-        str,
-        typer.Option(
-            metavar="ADDRESS", help="IP address to listen on; 0.0.0.0 opens all networks."
-        ),
-    ] = LOOPBACK,
-    http_port: Annotated[
-        int, typer.Option(metavar="PORT", help="HTTP port; 0 chooses a free one.")
-    ] = 8000,
-    grpc_port: Annotated[
-        int, typer.Option(metavar="PORT", help="gRPC port; 0 chooses a free one.")
-    ] = 8001,
-    metrics_port: Annotated[
-        int,
-        typer.Option(metavar="PORT", help="Port of the Prometheus metrics; 0 chooses a free one."),
-    ] = 8002,
-    gateway_port: Annotated[
-        int | None,
-        typer.Option(
-            metavar="PORT",
-            help="Also run `vlora gateway`, on this port of --host; 0 chooses a free one.",
-        ),
-    ] = None,
-    gateway_keys: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File of the gateway's API keys; needed unless --host is loopback."
-        ),
-    ] = None,
-    allow_shared_memory: Annotated[
-        bool,
-        typer.Option(
-            "--allow-shared-memory", help="Let clients register shared memory of this machine."
-        ),
-    ] = False,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="File for the server's log; - is standard output."
-            " Default: a file in a private folder, which is printed.",
-        ),
-    ] = None,
-    grace: Annotated[
-        int,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Seconds that running requests get to finish on shutdown.",
-        ),
-    ] = int(GRACE_SECONDS),
-    start_timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS",
-            min=0,
-            help="Seconds within which the server must be ready. Default: no limit.",
-        ),
-    ] = None,
-    restart: Annotated[
-        bool, typer.Option("--restart", help="Restart the server when it fails.")
-    ] = False,
-    options_file: OptionsFileOption = None,
-    triton: Annotated[
-        list[str] | None,
-        typer.Argument(help="Arguments for tritonserver itself, after --.", show_default=False),
-    ] = None,
+    model: common.ModelOption = None,
+    adapters: common.AdaptersOption = None,
+    repository: common.RepositoryOption = None,
+    host: Host = LOOPBACK,
+    http_port: HttpPort = 8000,
+    grpc_port: GrpcPort = 8001,
+    metrics_port: MetricsPort = 8002,
+    gateway_port: GatewayPort = None,
+    gateway_keys: GatewayKeys = None,
+    allow_shared_memory: AllowSharedMemory = False,
+    log: Log = None,
+    grace: Grace = int(GRACE_SECONDS),
+    start_timeout: StartTimeout = None,
+    restart: Restart = False,
+    options_file: common.OptionsFileOption = None,
+    settings: Settings = None,
+    triton: Triton = None,
 ) -> None:
     """Run a server in the foreground until Ctrl-C; by default with the demo model."""
-    with report_errors():
+    with common.report_errors():
         for warning in unknown_variables(os.environ):
             print_plain(f"warning: {warning}")
-        if triton and not triton[0].startswith("-"):
-            raise ServerError(
-                f"unexpected argument '{triton[0]}'; name a checkpoint with --model FOLDER, and"
-                " write options of tritonserver itself after a separate --"
-            )
+        _check_triton_arguments(triton or [])
         ports = {"http_port": http_port, "grpc_port": grpc_port, "metrics_port": metrics_port}
         check_ports(ports | ({} if gateway_port is None else {"gateway_port": gateway_port}))
-        configured = load_configuration(model, adapters, repository, options_file)
+        configured = common.load_configuration(
+            model, adapters, repository, options_file, settings or ()
+        )
         options = configured.options
         server_options = ServerOptions(
             repository=configured.repository,
@@ -145,45 +130,52 @@ def serve(
         )
         policy = RestartPolicy() if restart else None
         supervisor = Supervisor(server_options, print_plain, policy)
-        with ExitStack() as stack:
-            gateway = None
-            if gateway_port is not None:
-                check_installed()
-                if gateway_keys is not None:
-                    from vlora.gateway.door import load_keys
-
-                    load_keys(gateway_keys)
-                gateway = GatewayProcess(host, gateway_port, gateway_keys, print_plain)
-                stack.enter_context(gateway)
-            elif gateway_keys is not None:
-                raise ServerError("--gateway-keys needs --gateway-port")
+        with _gateway(host, gateway_port, gateway_keys) as gateway:
             supervisor.run(partial(_announce, options, gateway))
+
+
+def _check_triton_arguments(arguments: list[str]) -> None:
+    if arguments and not arguments[0].startswith("-"):
+        raise ServerError(
+            f"unexpected argument '{arguments[0]}'; name a checkpoint with --model FOLDER, and"
+            " write options of tritonserver itself after a separate --"
+        )
+
+
+def _gateway(
+    host: str, port: int | None, keys: Path | None
+) -> AbstractContextManager[GatewayProcess | None]:
+    if port is None:
+        if keys is not None:
+            raise ServerError("--gateway-keys needs --gateway-port")
+        return nullcontext()
+    check_installed()
+    if keys is not None:
+        from vlora.gateway.door import load_keys
+
+        load_keys(keys)
+    return GatewayProcess(host, port, keys, print_plain)
 
 
 def _announce(
     options: Options, gateway: GatewayProcess | None, server: TritonServer, seconds: float
 ) -> None:
-    """Print the addresses of a ready server and a first request to try; start the gateway.
-
-    seconds: time that the server took to become ready.
-    """
-    models = ", ".join(server.names)
-    console.print(f"[bold green]ready[/] in {seconds:.1f} s: {models}", soft_wrap=True)
-    console.print(f"model     {options.model}", soft_wrap=True)
-    folder = options.adapters or "none; name a folder with --adapters"
-    console.print(f"adapters  {folder}", soft_wrap=True)
+    show = partial(console.print, soft_wrap=True)
+    models = ", ".join(server.options.models)
+    show(f"[bold green]ready[/] in {seconds:.1f} s: {models}")
+    show(f"model     {options.model}")
+    show(f"adapters  {options.adapters or 'none; name a folder with --adapters'}")
     if broken := server.broken_adapters():
         names = ", ".join(broken[:MAX_NAMES]) + (", …" if len(broken) > MAX_NAMES else "")
-        print_plain(
-            f"{len(broken)} {'adapter' if len(broken) == 1 else 'adapters'} failed to load: {names}"
-            " (for the reasons, see the log or run `vlora adapters check` with the same options)"
-        )
+        reasons = "for the reasons, see the log or run `vlora adapters check` with the same options"
+        number = common.counted(len(broken), "adapter")
+        print_plain(f"{number} failed to load: {names} ({reasons})")
     console.print(f"HTTP      {server.http_url}")
     console.print(f"gRPC      {server.grpc_url}")
     console.print(f"metrics   {server.metrics_url}")
     if gateway is not None:
         console.print(f"gateway   {gateway.url} (starting)")
-    console.print(f"log       {server.log}", soft_wrap=True)
+    show(f"log       {server.log}")
     question = first_question(options, server.http_url)
     hint = f", with an image of yours as {OWN_PICTURE}" if OWN_PICTURE in question else ""
     console.print(f"Try this in another terminal{hint}:")
@@ -194,10 +186,10 @@ def _announce(
 
 
 def first_question(options: Options, url: str) -> str:
-    """Return a shell command that sends the server a question about an image.
+    """Return a shell command that sends the server a question.
 
-    With the demo model, the image is a sample of the demo. With any other model, it is
-    `OWN_PICTURE` in the working directory. A text-only model gets a question without an image.
+    It is about a sample of the demo, with another model about OWN_PICTURE, and has no image with a
+    text-only model.
     """
     generate = f"{url}/v2/models/video_analytics/generate"
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))

@@ -96,7 +96,6 @@ def load_or_measure(
 
 
 def _kernels() -> list[str]:
-    """Return the names of the backends in use and, for the CPU, the kernels' instruction sets."""
     served = [backends.backend_of("atmm"), backends.backend_of("kernels")]
     if "cpu" not in served:
         return [*served]
@@ -260,10 +259,10 @@ class Calibration:
         return self._add_merges(profile)
 
     def _add_attention(self, profile: Profile) -> Profile:
-        """Return the profile with its fields `position`, `pair` and `answer` measured.
+        """Measure `position`, `pair` and `answer`.
 
         Each pair of steps differs only in the context. The steps that measured `products` include
-        attention, so the time of attention is subtracted from `products`.
+        attention, so its time is subtracted from them.
         """
         steps = self.steps
         largest = profile.products[-1][0]
@@ -288,10 +287,10 @@ class Calibration:
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Return the profile with `lora_calls` and the two fields `adapter_element…` measured.
+        """Measure `lora_calls` and the two fields `adapter_element…`.
 
-        The measured steps apply the smallest adapter to one row, the largest adapters to one row
-        each, and the largest adapter to many rows.
+        The steps apply the smallest adapter to one row, the largest ones to one row each, and the
+        largest one to many rows.
         """
         sizes = self.sizes
         count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
@@ -327,7 +326,6 @@ class Calibration:
         return max(0.0, min(own for own, _ in pairs) - min(base for _, base in pairs))
 
     def _add_merges(self, profile: Profile) -> Profile:
-        """Return the profile with its field `merge` measured, if any adapter may be merged."""
         by_work = sorted((self.sizes(slot).product, slot) for slot in self.mergeable)
         if not by_work:
             return profile
@@ -338,7 +336,7 @@ class Calibration:
 
 
 def _ascending(knots: Sequence[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Return the (rows, seconds) pairs, with seconds raised so that they never decrease."""
+    """Raise seconds so that they never decrease with the rows."""
     ascending, longest = [], 1e-9
     for rows, seconds in knots:
         longest = max(longest, seconds)

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 from vlora.adapters.catalog import find_folders
 from vlora.adapters.store import AdapterStore
 from vlora.config import Options
@@ -42,7 +44,6 @@ EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "attention": ATTENTION,
     "all": TARGETS,
 }
-
 
 LOGIT_BYTES = 12
 """Bytes per logit in addition to those that `capacity.step_bytes` counts.
@@ -166,12 +167,7 @@ def plan(
     """
     config = load_config(options.model)
     dtype = dtype_of(options.dtype, options.model)
-    store = AdapterStore(
-        adapter_shape(options.model, config), options.limits.max_adapter_bytes, dtype, host_bytes=0
-    )
-    for matrices in lora_groups(config.layers):
-        store.slots.group(matrices)
-    store.load(find_folders(options.adapters, names))
+    store = _store(options, names, config, dtype)
     sizes = config.layers, options.block_size, config.kv_heads, config.head_dim
     page = page_bytes(*sizes, dtype, layout)
     form = quantization_of(options, config)
@@ -202,6 +198,18 @@ def plan(
             for rank in EXAMPLE_RANKS
         ),
     )
+
+
+def _store(
+    options: Options, names: Mapping[str, str], config: DecoderConfig, dtype: torch.dtype
+) -> AdapterStore:
+    """Return a store that has read all adapters and has no pages."""
+    limit = options.limits.max_adapter_bytes
+    store = AdapterStore(adapter_shape(options.model, config), limit, dtype, host_bytes=0)
+    for matrices in lora_groups(config.layers):
+        store.slots.group(matrices)
+    store.load(find_folders(options.adapters, names))
+    return store
 
 
 def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = None) -> int:
@@ -244,11 +252,8 @@ def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:
 def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int:
     """Return the maximum size in bytes of the host copies.
 
-    The budget limits the copies of adapters that are not resident. Resident adapters always have a
-    copy, because merging needs it.
-
     pages: number of the pool's pages that are meant for adapters.
-    budget: the option `adapter_host_bytes`.
+    budget: limit of the copies of adapters that are not resident.
     """
     resident = 0
     for cost in sorted(adapters, key=lambda cost: cost.pages):
@@ -275,13 +280,7 @@ def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCo
 def _example_cost(
     config: DecoderConfig, store: AdapterStore, rank: int, label: str, page: int
 ) -> AdapterCost:
-    """Return the cost of an example adapter, which changes the same targets in all layers.
-
-    store: store whose groups give the size of packed matrices.
-    rank: rank of all of its matrices.
-    label: key of EXAMPLE_TARGETS, which lists the targets.
-    page: size of a page in bytes.
-    """
+    """Return the cost of an adapter of this rank that changes the same targets in all layers."""
     ranks: dict[MatrixId, int] = {
         (layer, target): rank for layer in range(config.layers) for target in EXAMPLE_TARGETS[label]
     }
@@ -310,8 +309,7 @@ def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize:
 
 
 def require_engine_memory(options: Options, names: Mapping[str, str], device: Device) -> None:
-    """Raise OutOfMemory if the engine does not fit the memory of its device. The message lists the
-    sizes.
+    """Raise OutOfMemory, with the sizes, if the engine does not fit the memory of its device.
 
     Merged weights are not counted, because adapters are merged only if there is memory left for
     them. A device that commits memory only when it is first used, such as the CPU, is not checked.

@@ -1,8 +1,10 @@
 """The cost model, which predicts the time of a step or of a switch of the live (merged) adapter.
 
 The prediction uses a profile, which is measured once per machine and model, and corrections, which
-are learned from later steps. This module handles sizes, seconds and slots, but no tensors. The
-predicted time of a forward pass is the sum of the times of:
+are learned from later steps. This module handles sizes, seconds and slots, but no tensors.
+
+A step consists of its forward pass and the overhead around it: scheduling, sampling and delivering
+outputs. The predicted time of a forward pass is the sum of the times of:
 
 - the matrix products of all layers, by number of rows;
 - the LM head, by number of answers (rows whose logits are computed);
@@ -10,6 +12,10 @@ predicted time of a forward pass is the sum of the times of:
   of a row and a position that the row sees;
 - the calls of the LoRA operator, if any adapter is applied;
 - each applied adapter, once for reading its weights and once per row.
+
+Two factors correct this sum: the pace, which is the ratio of measured to predicted time in the last
+few steps, and a factor for the error that remains in steps of the same kind. The overhead is
+learned only from the steps of this run, because the profile does not contain it (decision 42).
 """
 
 from __future__ import annotations
@@ -24,19 +30,6 @@ from typing import NamedTuple
 
 from vlora.engine.policies.base import Candidate
 from vlora.ids import BASE
-
-# Corrections of the cost model's predictions, learned from measured steps.
-#
-# A step consists of its forward pass and the overhead around it: scheduling, sampling and
-# delivering outputs. Two factors correct the predicted time of the forward pass:
-#
-# - The pace is the ratio of measured to predicted time in the last few steps.
-# - Each step has a kind (see `cost._kind`). The factor of a kind corrects the error that remains
-#   after the pace in steps of this kind.
-#
-# The overhead is learned only from the steps of this run, because the measured profile does not
-# contain it (decision 42).
-
 
 MAX_ERRORS = 512
 """Number of latest step predictions whose errors are kept."""
@@ -61,7 +54,11 @@ else.
 """
 
 StepKind = tuple[int, ...]
-"""Kind of a step. Predictions for steps of the same kind have similar errors."""
+"""Kind of a step. Predictions for steps of the same kind have similar errors.
+
+It consists of the bit length of the number of rows, whether any request has several rows, and
+whether any adapter is applied.
+"""
 
 
 @dataclass
@@ -142,9 +139,7 @@ class Corrections:
     _kinds: dict[StepKind, RatioEstimate] = field(default_factory=dict)
 
     def factor(self, kind: StepKind) -> float:
-        """Return the factor by which to multiply the predicted forward pass of a step
-        of this kind.
-        """
+        """Return the factor by which to multiply the predicted forward pass of such a step."""
         of_kind = self._kinds.get(kind)
         return self.pace.factor * (1.0 if of_kind is None else of_kind.factor)
 
@@ -278,7 +273,7 @@ class CostModel:
         errors = self.corrections.errors
         return statistics.median(errors) if errors else 0.0
 
-    # -- methods of the protocols `policies.base.Costs` and `predictive.StepCosts` --------------
+    # -- what policies use (see also `policies.base.Costs`) --------------------------------------
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
@@ -308,9 +303,7 @@ class CostModel:
         return seconds
 
     def _applied(self, slot: int, live: int) -> tuple[float, float]:
-        """Return (seconds per step, seconds per row) of the adapters applied to a request with this
-        slot.
-        """
+        """Return (seconds per step, per row) of the adapters applied to a slot's requests."""
         applied = applied_adapters(slot, live)
         if not applied:
             return 0.0, 0.0
@@ -342,9 +335,7 @@ class CostModel:
         return slot == BASE or self.can_merge(slot)
 
     def products(self, rows: int, answers: int) -> float:
-        """Return the time of the matrix products: of `rows` rows in all layers, and of `answers`
-        rows in the LM head.
-        """
+        """Return the time of the matrix products of `rows` rows, with `answers` in the LM head."""
         head_share = self.profile.head / (1.0 + self.profile.head)
         heads = head_share * self._products_at(answers) if answers else 0.0
         layers = self._products_at(rows) - head_share * self._products_at(1)
@@ -359,16 +350,20 @@ class CostModel:
         return self.corrections.overhead.seconds(requests) / self.corrections.pace.factor
 
     def attention(self, rows: int, context: int) -> float:
+        """Return the time of attention for `rows` rows of one request after `context` positions."""
         profile = self.profile
         return profile.position * (context + rows) + profile.pair * rows * (context + rows / 2)
 
     def lora_calls(self) -> float:
+        """Return the fixed time of calling the LoRA operator in a step that applies any adapter."""
         return self.profile.lora_calls
 
     def read_adapter(self, slot: int) -> float:
+        """Return the time that a step needs to read an adapter."""
         return 0.0 if slot == BASE else self.profile.adapter_element * self.sizes(slot).factors
 
     def apply_adapter(self, slot: int, rows: int) -> float:
+        """Return the time of applying an adapter to this number of rows."""
         if slot == BASE:
             return 0.0
         return self.profile.adapter_element_row * self.sizes(slot).factors * rows
@@ -388,10 +383,6 @@ class CostModel:
         return seconds, _kind(rows, len(parts), adapted=bool(rows_of.keys() - {live}))
 
     def _adapters(self, rows_of: Mapping[int, int], live: int) -> float:
-        """Return the seconds of reading and applying adapters in a step.
-
-        rows_of: number of rows by slot.
-        """
         rows = rows_by_adapter(rows_of, live)
         calls = self.profile.lora_calls if rows else 0.0
         return calls + sum(
@@ -399,10 +390,7 @@ class CostModel:
         )
 
     def _products_at(self, rows: int) -> float:
-        """Return the seconds of `Profile.products` for this number of rows.
-
-        The interpolation is cached, because policies need it for each request in each step.
-        """
+        # Cached, because policies need it for each request in each step.
         seconds = self._product_seconds.get(rows)
         if seconds is None:
             seconds = self._product_seconds[rows] = _interpolate(self.profile.products, rows)
@@ -436,18 +424,11 @@ def rows_by_adapter(rows_of: Mapping[int, int], live: int) -> Mapping[int, int]:
 
 
 def _kind(rows: int, requests: int, *, adapted: bool) -> StepKind:
-    """Return the kind of a step with this many rows of this many requests.
-
-    The kind consists of the bit length of the number of rows, whether any request has several rows,
-    and whether any adapter is applied.
-    """
     return (rows.bit_length(), rows > requests, adapted)
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:
-    """Return the seconds for this number of rows, by linear interpolation between the knots.
-
-    knots: (rows, seconds), by ascending rows.
+    """Return the seconds for these rows by linear interpolation between (rows, seconds) knots.
 
     Beyond the last knot, the line through the last two continues.
     """

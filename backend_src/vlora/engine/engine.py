@@ -57,7 +57,6 @@ class Engine:
         self.max_model_len = parts.max_model_len
         self.admission = parts.admission
         self._runner = parts.runner
-        self._sizes = parts.sizes
         self._merge_is_lossy = parts.merge_is_lossy
         self._max_rows = options.max_num_batched_tokens
         self._clock = clock
@@ -83,7 +82,7 @@ class Engine:
             SyntheticSteps(self._runner, self.switcher, pages, block, self._max_rows),
             slots,
             [slot for slot in slots if self.costs.mergeable(slot)],
-            self._sizes,
+            self.costs.sizes,
             self.costs.profile.head,
             self.max_model_len,
         )
@@ -108,7 +107,7 @@ class Engine:
         if self._requests.get(sequence.id) is not None:
             raise ValueError(f"request id {sequence.id!r} is in use already")
         ended = self._supersede(sequence.request.freshness(arrival))
-        sequence.arrival = arrival
+        sequence.queue_at(arrival)
         self._requests.add(state)
         self.scheduler.add(sequence)
         if sequence.adapter is not None:
@@ -130,24 +129,25 @@ class Engine:
         return [state.ended(reason or Cancelled("the request was cancelled"), self._clock())]
 
     def _supersede(self, newer: Freshness) -> list[Output]:
-        """End the waiting requests that a new request supersedes; return their last outputs."""
         if not newer.supersede:
             return []
         older = [
             sequence.id
             for sequence in self.scheduler.waiting
-            if sequence.freshness.is_superseded_by(newer) and not sequence.started
+            if sequence.request.freshness(sequence.arrival).is_superseded_by(newer)
+            and not sequence.started
         ]
         self._statistics.count(superseded=len(older))
         reason = newer.superseded_error()
         return [output for request_id in older for output in self.abort(request_id, reason)]
 
     def _expire(self, now: float) -> list[Output]:
-        """End the requests whose deadline has passed; return their last outputs."""
         outputs: list[Output] = []
         for state in self._requests.expired(now):
             self._statistics.count(expired=1)
-            outputs += self.abort(state.sequence.id, state.sequence.freshness.late_error())
+            sequence = state.sequence
+            late = sequence.request.freshness(sequence.arrival).late_error()
+            outputs += self.abort(sequence.id, late)
         return outputs
 
     def discard(self, state: RequestState) -> None:
@@ -195,14 +195,11 @@ class Engine:
         return ended + outputs
 
     def _load_adapters(self, now: float) -> list[Output]:
-        """Advance the loading of adapters; return the last outputs of requests that failed."""
         failed = self.memory.advance(self.scheduler.queue, len(self.scheduler.running), now)
         return [output for name, error in failed for output in self.abort(name, error)]
 
     def _switch(self, live: int) -> float:
-        """Make `live` (a slot or BASE) the adapter in the active weights; return the seconds of the
-        switch.
-        """
+        """Make `live` the adapter in the active weights; return the seconds of the switch."""
         if live == self.switcher.live:
             return 0.0
         merges = bool(self.costs.merges(self.switcher.live, live))
@@ -216,9 +213,7 @@ class Engine:
         return seconds
 
     def _forward(self, plan: StepPlan) -> tuple[StepResult, StepRows, float]:
-        """Compute the forward pass of a plan; return its result, the rows whose tokens are to be
-        drawn, and its duration in seconds.
-        """
+        """Compute a plan; return its result, the rows that need tokens, and the seconds taken."""
         started, mode = self._clock(), plan.mode.value
         for chunk in plan.chunks:
             state = self._requests[chunk.sequence_id]
@@ -232,7 +227,6 @@ class Engine:
         return result, rows, seconds
 
     def _update(self, plan: StepPlan, result: StepResult, drawn: StepRows) -> list[Output]:
-        """Advance the sequences, append tokens, end complete requests; return all outputs."""
         now = self._clock()
         drawn.draw(result.logits)
         self._held_rows.wait_for(drawn.states)
@@ -256,14 +250,19 @@ class Engine:
         return outputs
 
     def _answer(self, state: RequestState, answer: Callable[[], Output], now: float) -> Output:
-        """Return the output of one row, and remove the request if this is its last output."""
-        output = _row_output(state, answer, now)
+        """Return the output of one row. A row that fails ends its request, and no other."""
+        try:
+            output = answer()
+        except VLoraError as error:
+            output = state.ended(error, now)
+        except Exception:
+            log.exception("answering request %s failed; it is ended", state.sequence.id)
+            output = state.ended(Internal("the engine failed on this request"), now)
         if output.finished:
             self._forget(state)
         return output
 
     def _answer_held(self, now: float) -> list[Output]:
-        """Return the outputs that need no forward pass (see `HeldRows.answerable`)."""
         outputs = [
             self._answer(state, partial(state.drawn, row, now), now)
             for state, row in self._held_rows.answerable()
@@ -276,9 +275,8 @@ class Engine:
         """Record the duration of a step.
 
         started: end of the previous step (beginning of this step if the engine was idle), plus the
-            duration of the switch. The switch is thus left out, as it is recorded separately.
+            duration of the switch, which is recorded separately.
         seconds: duration of its forward pass. The rest of the step is overhead.
-        learn: whether the cost model may learn from the step.
         """
         now = self._clock()
         if not self.idle:
@@ -290,7 +288,6 @@ class Engine:
         self._statistics.count(step_seconds=seconds + overhead, predicted_seconds=predicted)
 
     def _fail(self, plan: StepPlan) -> list[Output]:
-        """End all requests of a step that failed; return their last outputs."""
         return [
             output
             for chunk in plan.chunks
@@ -308,9 +305,7 @@ class Engine:
 
     @property
     def stalled(self) -> bool:
-        """True if all in-flight requests wait for adapters and no load ended since the
-        last step.
-        """
+        """True if all requests wait for adapters and no load ended since the last step."""
         return self._stalled and not self.adapters.workers.pending
 
     @property
@@ -335,14 +330,3 @@ class Engine:
         self.memory.check_integrity(running)
         assert all(not sequence.table.pages for sequence in waiting)
         self._requests.check_integrity({s.id for s in (*running, *waiting)})
-
-
-def _row_output(state: RequestState, answer: Callable[[], Output], now: float) -> Output:
-    """Return the output of one row. If the row fails, return an output that ends its request."""
-    try:
-        return answer()
-    except VLoraError as error:
-        return state.ended(error, now)
-    except Exception:
-        log.exception("answering request %s failed; it is ended", state.sequence.id)
-        return state.ended(Internal("the engine failed on this request"), now)

@@ -96,7 +96,6 @@ class EngineMemory:
         return pages_for_adapters(options, self._page_bytes, needed)
 
     def _run_length(self, handle: AdapterHandle) -> int:
-        """Return the number of contiguous pages that an adapter needs."""
         return Run.length(self._adapters.tiers.packed_bytes(handle), self._page_bytes)
 
     def attach(self) -> None:
@@ -147,13 +146,12 @@ class EngineMemory:
         return failed
 
     def _update_cutoff(self, queue: WaitingQueue, stuck: Sequence | None, now: float) -> None:
-        """Set the arrival cutoff: requests that arrived later may not begin.
+        """Hold back newer requests if the oldest stuck one has waited PATIENCE_SECONDS.
 
         stuck: oldest request whose adapter got no pages in this step, or None.
 
-        When the oldest stuck request has waited PATIENCE_SECONDS, its arrival becomes the cutoff.
-        The request counts as stuck until it begins, even if its adapter gets pages earlier: it then
-        still needs pages for its prompt, and until it gets them, its adapter may be evicted again.
+        A request counts as stuck until it begins, even if its adapter gets pages earlier: it still
+        needs pages for its prompt, and until it gets them, its adapter may be evicted again.
         """
         known = (s for s in (self._stuck, stuck) if s is not None and s in queue.by_arrival)
         oldest = min(known, key=lambda s: s.arrival, default=None)
@@ -165,15 +163,14 @@ class EngineMemory:
     def _resolve(self, queue: WaitingQueue) -> Iterable[tuple[str, VLoraError]]:
         """Set the adapter of each waiting request to the adapter's present version.
 
-        Yields (request id, error) for each request for which this fails. A request that holds a
-        version of its adapter keeps it (see `Sequence.holds_adapter`).
+        Yields (request id, error) where this fails. A request keeps a version that it holds.
         """
         for sequence in queue.by_arrival:
             adapter = sequence.adapter
             if adapter is None:
                 continue
             try:
-                if adapter.retired and not sequence.holds_adapter:
+                if adapter.retired and sequence.held_adapter is None:
                     self._use_present_version(queue, sequence, adapter.name)
                 elif adapter.error is not None:
                     raise adapter.error
@@ -181,10 +178,6 @@ class EngineMemory:
                 yield sequence.id, error
 
     def _use_present_version(self, queue: WaitingQueue, sequence: Sequence, name: str) -> None:
-        """Set a request's adapter to the present version of the adapter called `name`.
-
-        Raises a VLoraError if there is no such adapter, or if it cannot serve the request.
-        """
         handle = self._adapters.handle(name)
         sequence.max_tokens = admissible(
             sequence.request,

@@ -28,7 +28,7 @@ from vlora.engine.scheduler import Budgets, Scheduler
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import DecoderConfig, dtype_of, load_config, quantization_of
 from vlora.model.inputs import PromptReader
-from vlora.model.loader import adapter_shape, load_weights
+from vlora.model.loader import DecoderWeights, adapter_shape, load_weights
 from vlora.model.runner import Runner, StepSizes
 from vlora.model.switcher import Switcher
 from vlora.weights.quantized_slab import QuantizedSlab
@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 class EngineParts:
     """The components of an engine.
 
-    sizes: sizes of adapters by slot.
     max_model_len: maximum number of tokens of a request.
     merge_is_lossy: whether merged weights are rounded to a type of 16 bits.
     """
@@ -53,7 +52,6 @@ class EngineParts:
     memory: EngineMemory
     switcher: Switcher
     runner: Runner
-    sizes: AdapterSizes
     costs: CostModel
     scheduler: Scheduler
     admission: Admission
@@ -68,84 +66,48 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
 
     Raises InvalidArgument for a checkpoint or options that cannot be served.
     """
-    if options.max_num_batched_tokens < options.max_num_seqs:
-        raise InvalidArgument(
-            f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
-            f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs one row per step"
-        )
     config = load_config(options.model)
     dtype = dtype_of(options.dtype, options.model)
     merge_is_lossy = dtype != torch.float32
-    quantization = quantization_of(options, config)
-    device = engine_device(options, quantized=quantization is not None)
-    # A backend that cannot be used must fail here, not in each step.
-    backends.backend_of("kernels", device.torch_device.type)
-    backends.backend_of("atmm", device.torch_device.type, operator.current)
-    require_dtype(device, dtype)
-    require_engine_memory(options, adapter_names, device)
-    weights = load_weights(options.model, config, dtype, quantization, device)
-    adapters = AdapterStore(
-        adapter_shape(options.model, config, weights),
-        options.limits.max_adapter_bytes,
-        dtype,
-        options.adapter_host_bytes,
-        device,
-    )
-    adapters.load(find_folders(options.adapters, adapter_names))
-    finder = FolderFinder(options.adapters, adapter_names)
-    watch = FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
+    device, weights = _load_weights(options, adapter_names, config, dtype)
+    shape = adapter_shape(options.model, config, weights)
+    limit = options.limits.max_adapter_bytes
+    adapters = AdapterStore(shape, limit, dtype, options.adapter_host_bytes, device)
+    watch = _load_adapters(options, adapter_names, adapters)
     pool_tokens = options.kv_cache_tokens // options.block_size * options.block_size
     max_model_len = served_context(options, config.context, pool_tokens)
     memory = EngineMemory(options, config, dtype, adapters, max_model_len, device)
     switcher = Switcher(weights.slab, adapters.slots, options.merging)
-    sizes_of_steps = StepSizes(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
-    graph_sizes = None if options.enforce_eager else sizes_of_steps
+    sizes = StepSizes(options.max_num_batched_tokens, options.max_num_seqs, max_model_len)
+    graph_sizes = None if options.enforce_eager else sizes
     runner = Runner(config, weights, adapters.slots, switcher, memory.kv_cache, graph_sizes)
     memory.attach()
-    sizes = AdapterSizes(adapters.slots)
-    costs = CostModel(
-        guess(
-            weights.slab.elements,
-            dtype.itemsize,
-            math.prod(weights.lm_head.shape),
-            stored=weights.slab.nbytes,
-        ),
-        sizes,
-        merged_slot=lambda: switcher.merged,
-        can_merge=lambda slot: options.may_merge and switcher.can_merge(slot),
-        in_place=options.merging == "in_place",
-    )
+    costs = _cost_model(options, weights, dtype, adapters, switcher)
     scheduler = Scheduler(
         Budgets(options.max_num_seqs, options.max_num_batched_tokens),
         make_policy(options, costs),
         protect=partial(setattr, adapters.tiers.residents, "protected_slot"),
     )
-    _limit_merging(
-        options,
-        switcher,
-        memory,
-        adapters,
-        device,
-        reserve=options.may_merge and scheduler.policy.merges,
-    )
+    may_merge = options.may_merge and scheduler.policy.merges
+    _limit_merging(options, switcher, memory, adapters, device, reserve=may_merge)
     memory.pool.movers.append(lambda moves: memory.move(scheduler.running, moves))
     reader = PromptReader(options.model, config)
+    admission = Admission(
+        config, reader, adapters, memory, options.limits, max_model_len, merge_is_lossy
+    )
     return EngineParts(
-        config=config,
-        slab=weights.slab,
-        adapters=adapters,
-        watch=watch,
-        memory=memory,
-        switcher=switcher,
-        runner=runner,
-        sizes=sizes,
-        costs=costs,
-        scheduler=scheduler,
-        admission=Admission(
-            config, reader, adapters, memory, options.limits, max_model_len, merge_is_lossy
-        ),
-        max_model_len=max_model_len,
-        merge_is_lossy=merge_is_lossy,
+        config,
+        weights.slab,
+        adapters,
+        watch,
+        memory,
+        switcher,
+        runner,
+        costs,
+        scheduler,
+        admission,
+        max_model_len,
+        merge_is_lossy,
     )
 
 
@@ -166,6 +128,50 @@ def engine_device(options: Options, *, quantized: bool = False) -> Device:
         device = HOST
     log.info("device: %s", device.name)
     return device
+
+
+def _load_weights(
+    options: Options, adapter_names: Mapping[str, str], config: DecoderConfig, dtype: torch.dtype
+) -> tuple[Device, DecoderWeights]:
+    """Return the device and, on it, the weights, once it is known that they can be served."""
+    if options.max_num_batched_tokens < options.max_num_seqs:
+        raise InvalidArgument(
+            f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
+            f" 'max_num_seqs' = {options.max_num_seqs}: each running request needs one row per step"
+        )
+    quantization = quantization_of(options, config)
+    device = engine_device(options, quantized=quantization is not None)
+    # A backend that cannot be used must fail at the start, not in each step.
+    backends.backend_of("kernels", device.torch_device.type)
+    backends.backend_of("atmm", device.torch_device.type, operator.current)
+    require_dtype(device, dtype)
+    require_engine_memory(options, adapter_names, device)
+    return device, load_weights(options.model, config, dtype, quantization, device)
+
+
+def _load_adapters(
+    options: Options, names: Mapping[str, str], adapters: AdapterStore
+) -> FolderWatch:
+    adapters.load(find_folders(options.adapters, names))
+    finder = FolderFinder(options.adapters, names)
+    return FolderWatch(finder, adapters.folders.update, retry=adapters.folders.retry)
+
+
+def _cost_model(
+    options: Options,
+    weights: DecoderWeights,
+    dtype: torch.dtype,
+    adapters: AdapterStore,
+    switcher: Switcher,
+) -> CostModel:
+    slab, head = weights.slab, math.prod(weights.lm_head.shape)
+    return CostModel(
+        guess(slab.elements, dtype.itemsize, head, stored=slab.nbytes),
+        AdapterSizes(adapters.slots),
+        merged_slot=lambda: switcher.merged,
+        can_merge=lambda slot: options.may_merge and switcher.can_merge(slot),
+        in_place=options.merging == "in_place",
+    )
 
 
 def _limit_merging(

@@ -107,7 +107,7 @@ class RequestState:
         draw = self.sampler.draw(
             row.logits.numpy(),
             sequence.tokens[: sequence.prompt_length],
-            sequence.output,
+            sequence.tokens[sequence.prompt_length :],
             budget=sequence.max_tokens - sequence.output_length,
             mask=None if self.matcher is None else self.matcher.mask,
         )

@@ -1,4 +1,10 @@
-"""Sampling of a step's tokens. On a GPU, sampling runs while the engine's thread continues."""
+"""Sampling of a step's tokens, and the rows that wait for a token mask.
+
+Only structured requests have such rows, because their answers must follow a grammar. The grammar's
+process computes the mask of the allowed next tokens during the forward pass, so the mask is nearly
+always ready when the pass ends. If it is late, the row is held with its logits, and its token is
+drawn as soon as the mask arrives. Other requests continue meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +24,7 @@ from vlora.kernels import ops
 from vlora.model.sampler import MASKED, draw_parameters, draw_placed, draw_rows
 from vlora.structured.grammar import SLOW_NICENESS, VERY_SLOW_SECONDS, Grammar
 
-# Rows that wait for a token mask. Only structured requests have such rows.
-#
-# The answer of a structured request must follow a grammar. The grammar has a process, which
-# computes the mask of the allowed next tokens during the forward pass. The mask is nearly always
-# ready when the pass ends. If the mask is late, the row is held with its logits, and its token is
-# drawn as soon as the mask arrives. Other requests continue meanwhile.
-
+log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 0.001
 """Maximum seconds that a step waits for masks. The step does not wait for a grammar whose last mask
@@ -145,9 +145,6 @@ class HeldRows:
 
 
 def _check_speed(held: _Held) -> None:
-    """Lower the priority of a grammar's process that computes for long; end it after
-    MAX_WAIT_SECONDS.
-    """
     grammar = held.state.grammar
     assert grammar is not None
     if grammar.processor_seconds - held.processor_seconds > VERY_SLOW_SECONDS:
@@ -166,21 +163,16 @@ def _ready(state: RequestState) -> bool:
 
 
 def _receive(states: Iterable[RequestState]) -> None:
-    """Receive the replies that the grammars of these requests have sent."""
     for grammar in {state.grammar for state in states if state.grammar is not None}:
         grammar.receive()
 
 
 def _wait(grammars: Iterable[Grammar], seconds: float) -> None:
-    """Wait until one of these grammars has sent a reply, but at most `seconds`."""
     poll = select.poll()
     for grammar in grammars:
         if (file := grammar.file) is not None:
             poll.register(file, select.POLLIN)
     poll.poll(seconds * 1e3)
-
-
-log = logging.getLogger(__name__)
 
 
 class StepRows:

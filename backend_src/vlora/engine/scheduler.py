@@ -25,51 +25,326 @@ if TYPE_CHECKING:
     from vlora.adapters.handle import AdapterHandle
 
 
-# The waiting sequences of a scheduler, sorted in each order that a policy may read.
+@dataclass(frozen=True)
+class Budgets:
+    """Limits of the scheduler.
+
+    sequences: maximum number of sequences that hold pages at once; each occupies a batch slot.
+    rows: maximum number of tokens computed in one step.
+    candidates: number of waiting sequences that the policy sees in each of its sort orders. If more
+        batch slots than that are free, the policy sees as many as there are free slots.
+    """
+
+    sequences: int
+    rows: int
+    candidates: int = 16
 
 
-class _SortedSequences:
-    """Sequences in ascending order of a key, which must not change while a sequence waits."""
+class Scheduler:
+    """Iteration-level scheduling with chunked prefill, in the order of a policy.
 
-    def __init__(self, key: Callable[[Sequence], Any]) -> None:
-        self._key = key
-        self._keys: list[Any] = []
-        self.items: list[Sequence] = []
+    A sequence is admitted when there are free pages for all its known tokens. From then on it grows
+    page by page. A running sequence that the policy does not choose is paused: it keeps its pages.
+    If a chosen sequence gets no batch slot or no pages, a paused sequence is computed in its place.
+
+    When pages run out, sequences are preempted: first the paused ones, by ascending credit (see
+    `Choice.credits`), then the newest of the chosen ones. A preempted sequence loses its pages and
+    is recomputed later. The oldest sequence is never preempted, so it advances each time it is
+    chosen, and nothing starves.
+    """
+
+    def __init__(
+        self,
+        budgets: Budgets,
+        policy: Policy | None = None,
+        protect: Callable[[int], object] = lambda slot: None,
+    ) -> None:
+        """Make a scheduler without sequences.
+
+        policy: first come, first served by default.
+        protect: called with the slot of the step's live adapter before pages are allocated, so that
+            this adapter is not evicted for them.
+        """
+        self._protect = protect
+        self._budgets = budgets
+        self.policy = policy or UnmergeOnly(budgets.sequences)
+        self.queue = WaitingQueue()
+        """Sequences without pages."""
+        self.running: list[Sequence] = []
+        """Sequences that hold pages, in order of arrival."""
+        self._last_step: Mapping[Sequence, int] = {}
+        """Number of rows of each sequence in the last step."""
+        self._last_time = 0.0
+        """Time of the last call of `schedule`, in seconds on the engine's clock."""
+        self.choice = Choice((), BASE)
+        """The policy's last choice."""
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Sequences without pages, in order of arrival. Do not modify the list."""
+        return self.queue.by_arrival
+
+    @property
+    def idle(self) -> bool:
+        return not self.waiting and not self.running
+
+    @property
+    def paused(self) -> int:
+        """Number of sequences that hold pages and had no rows in the last step."""
+        last_step = self._last_step
+        return sum(sequence not in last_step for sequence in list(self.running))
 
     def add(self, sequence: Sequence) -> None:
-        key = self._key(sequence)
-        index = bisect.bisect_right(self._keys, key)
-        self._keys.insert(index, key)
-        self.items.insert(index, sequence)
+        """Queue a sequence that holds no pages."""
+        self.queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a sequence; raise ValueError if it is missing."""
-        first = bisect.bisect_left(self._keys, self._key(sequence))
-        index = self.items.index(sequence, first)
-        del self._keys[index], self.items[index]
+        """Remove a waiting or running sequence and release its pages."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+        else:
+            self.queue.remove(sequence)
+        sequence.end()
 
-    def first_ready(
-        self, count: int, arrival_cutoff: float, resident: dict[AdapterHandle, bool]
-    ) -> list[Sequence]:
-        """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
+    def schedule(
+        self, now: float = 0.0, live: int = BASE, arrival_cutoff: float = math.inf
+    ) -> StepPlan:
+        """Return the plan of the next step. It has no chunks if nothing can be computed.
 
-        resident: cache of `AdapterHandle.resident`, which this call extends. The search may read
-            the whole queue if few adapters are resident.
+        now: seconds on the engine's clock.
+        live: slot of the adapter in the active weights now, or BASE.
+        arrival_cutoff: waiting sequences that arrived later do not begin.
         """
-        found: list[Sequence] = []
-        for sequence in self.items:
-            adapter = sequence.adapter
-            if adapter is not None:
-                ready = resident.get(adapter)
-                if ready is None:
-                    ready = resident[adapter] = adapter.resident
-                if not ready:
-                    continue
-            if sequence.arrival <= arrival_cutoff:
-                found.append(sequence)
-                if len(found) == count:
-                    break
-        return found
+        if self.idle:
+            return StepPlan(())
+        # The sequences of the last step have not waited since then.
+        for sequence in self._last_step:
+            sequence.waiting_since += now - self._last_time
+        self._last_time = now
+        eligible = self._eligible(arrival_cutoff)
+        if not eligible:
+            return StepPlan(())
+        self.choice = self.policy.choose([s.candidate(now) for s in eligible], live, now)
+        step = self._fill(eligible)
+        self._last_step = step.rows
+        for sequence in step.rows:
+            sequence.started = True
+        return step.plan(self.choice.live)
+
+    def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
+        """Return the sequences that the policy sees, in order of arrival.
+
+        These are all running sequences with tokens to compute, and the first waiting ones in each
+        of the policy's orders.
+        """
+        # The limit keeps the work per step from growing with the queue. It is at least the number
+        # of free batch slots, because so many sequences can begin without a preemption.
+        count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
+        waiting = self.queue.candidates(self.policy.orders, count, arrival_cutoff)
+        return sorted([*self._computable(), *waiting], key=_arrival)
+
+    def _computable(self) -> list[Sequence]:
+        """Return the running sequences that have tokens to compute, in order of arrival.
+
+        The others wait for the mask of their next token.
+        """
+        return [sequence for sequence in self.running if sequence.missing]
+
+    def _fill(self, eligible: list[Sequence]) -> StepBuilder:
+        """Return a step with rows for the chosen sequences, or for others if these get no pages."""
+        by_id = {s.id: s for s in eligible}
+        self._protect(self.choice.live)
+        step = self._allocate([by_id[r.id] for r in self.choice.order], self.choice)
+        if not step.rows and self.running:
+            # No chosen sequence got pages, so the sequences that hold pages continue.
+            preempted = step.preempted
+            running = self._computable()[: self.policy.max_batch]
+            step = self._allocate(running, Choice((), self.choice.live))
+            step.preempted = preempted + step.preempted
+        if not step.rows:
+            # Nothing is running, so begin the oldest. It may take the live adapter's pages.
+            preempted = step.preempted
+            self.choice = Choice((), BASE)
+            self._protect(BASE)
+            step = self._allocate([s for s in eligible if s.ready][:1], self.choice)
+            step.preempted = preempted
+        return step
+
+    def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
+        """Return a step with rows for the chosen sequences, and paused ones if rows are left."""
+        step = StepBuilder(self._budgets.rows, choice, self._paused(chosen, choice))
+        # Decoding sequences go first, so that no prompt delays them.
+        decoding = [s for s in chosen if s.table.pages and s.missing == 1]
+        for sequence in decoding:
+            if sequence.table.pages and self._grow(sequence, step):
+                step.add(sequence)
+        prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
+        # Once one prompt has to wait for pages, later prompts must not take them. After a
+        # preemption, no prompt is admitted, because the preempted sequence itself might be admitted
+        # and take its pages back.
+        full = bool(step.preempted)
+        for sequence in prompts:
+            if step.free_rows == 0:
+                break
+            if not sequence.table.pages:
+                full = full or not self._admit(sequence, step)
+            if sequence.table.pages:
+                step.add(sequence)
+        if len(step.rows) < len(chosen):
+            self._continue_paused(chosen, step)
+        return step
+
+    def _continue_paused(self, chosen: list[Sequence], step: StepBuilder) -> None:
+        """Fill the step with paused sequences, as chosen ones got no batch slot or no pages."""
+        chosen_ids = {s.id for s in chosen}
+        left_out = [s for s in self._computable() if s.id not in chosen_ids]
+        for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival)):
+            if step.free_rows == 0 or len(step.rows) >= self.policy.max_batch:
+                break
+            if not sequence.table.pages:
+                continue  # The sequence was preempted for an earlier one.
+            if sequence in step.paused:
+                step.paused.remove(sequence)
+            if self._grow(sequence, step, only_paused=True):
+                step.add(sequence)
+
+    def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
+        """Return the sequences that may be preempted, in the order in which to preempt them.
+
+        They hold pages and are not chosen. They go by ascending credit; of equal credit, the newest
+        comes first.
+        """
+        chosen_ids = {s.id for s in chosen}
+        paused = [s for s in self.running if s.id not in chosen_ids]
+        if not paused:
+            return []
+        # The oldest of all sequences is left out, so that it can always finish.
+        oldest_waiting = next((s for s in self.waiting if s.ready), self.running[0])
+        oldest = min(self.running[0], oldest_waiting, key=_arrival)
+        credits = choice.credits or {}
+        preemptible = (s for s in paused if s is not oldest)
+        return sorted(preemptible, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
+
+    def _admit(self, sequence: Sequence, step: StepBuilder) -> bool:
+        """Give a waiting sequence a batch slot and pages for all its known tokens, if possible.
+
+        The pages are free ones or those of paused sequences that arrived later. Returns whether the
+        sequence is running now.
+        """
+        if not sequence.ready:
+            return False  # Its adapter was evicted for the pages of another sequence.
+        while len(self.running) >= self._budgets.sequences:
+            if not self._preempt_newer(sequence, step):
+                return False
+        sequence.begin(self.choice.live)
+        # Preempt only if that frees enough pages. Otherwise work would be lost for nothing.
+        newer = (s for s in step.paused if s.arrival > sequence.arrival)
+        fits = sequence.table.fits(sequence.known, sum(len(s.table.pages) for s in newer))
+        while not (fits and sequence.table.grow(sequence.known)):
+            if not (fits and self._preempt_newer(sequence, step)):
+                sequence.leave()
+                return False
+        self.queue.remove(sequence)
+        bisect.insort(self.running, sequence, key=_arrival)
+        step.cached += sequence.cached
+        return True
+
+    def _preempt_newer(self, sequence: Sequence, step: StepBuilder) -> bool:
+        """Preempt the first paused sequence that arrived later; return whether there was one."""
+        newer = [s for s in step.paused if s.arrival > sequence.arrival]
+        if newer:
+            step.paused.remove(newer[0])
+            self._preempt(newer[0])
+            step.preempted.append(newer[0].id)
+        return bool(newer)
+
+    def _grow(self, sequence: Sequence, step: StepBuilder, *, only_paused: bool = False) -> bool:
+        """Allocate pages for the sequence's next row; return whether it got them.
+
+        If too few are free, paused sequences are preempted, then the newest running one, which may
+        be this sequence itself.
+
+        only_paused: preempt only paused sequences.
+        """
+        while not sequence.table.grow(sequence.known):
+            if only_paused and not step.paused:
+                return False
+            victim = step.paused.pop(0) if step.paused else self.running[-1]
+            self._preempt(victim)
+            step.remove_preempted(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        sequence.leave()
+        sequence.preemptions += 1
+        self.queue.add(sequence)
+
+
+class StepBuilder:
+    """A step while the scheduler fills it with rows.
+
+    rows: number of rows of each sequence.
+    paused: paused sequences, in the order in which they are preempted.
+    preempted: ids of the sequences that were preempted for this step.
+    cached: number of tokens taken from the prefix cache.
+    """
+
+    def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:
+        self.free_rows = max_rows
+        self.rows: dict[Sequence, int] = {}
+        self.paused = paused
+        self.preempted: list[str] = []
+        self.cached = 0
+        self._max_rows = choice.max_rows or {}
+
+    def add(self, sequence: Sequence) -> None:
+        """Add the rows that a sequence needs, within the limits of the policy and the step."""
+        missing = sequence.next_rows
+        rows = min(missing, self._max_rows.get(sequence.id, missing), self.free_rows)
+        if rows:
+            self.rows[sequence] = rows
+            self.free_rows -= rows
+
+    def remove_preempted(self, sequence: Sequence) -> None:
+        """Remove the rows of a sequence that was preempted, and note its id."""
+        self.free_rows += self.rows.pop(sequence, 0)
+        self.preempted.append(sequence.id)
+
+    def plan(self, live: int) -> StepPlan:
+        """Return the finished step. Its chunks have the order of `ids.order_of`.
+
+        live: slot of the adapter in the active weights of the step, or BASE.
+        """
+        chunks: list[Chunk] = []
+        row = 0
+        by_slot: defaultdict[int, list[Sequence]] = defaultdict(list)
+        for sequence in self.rows:
+            by_slot[sequence.next_slot].append(sequence)
+        for slot in sorted(by_slot, key=lambda slot: order_of(slot, live)):
+            for sequence in by_slot[slot]:
+                chunk = _chunk(sequence, slot, row, self.rows[sequence])
+                chunks.append(chunk)
+                row += chunk.length
+        return StepPlan(tuple(chunks), tuple(self.preempted), live, self.cached)
+
+
+def _chunk(sequence: Sequence, slot: int, row: int, count: int) -> Chunk:
+    tokens, start = sequence.tokens, sequence.computed
+    end = start + count
+    return Chunk(
+        sequence.id,
+        slot,
+        row,
+        start,
+        tuple(tokens[start:end]),
+        sequence.prompt,
+        tuple(sequence.table.pages),
+        completes=end == len(tokens),
+        use_head=sequence.request.use_head,
+    )
 
 
 class WaitingQueue:
@@ -83,9 +358,7 @@ class WaitingQueue:
             Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
         }
         self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}
-        """The sequences of each adapter, in order of arrival. Adapters without sequences are left
-        out.
-        """
+        """The sequences of each adapter that has some, in order of arrival."""
 
     @property
     def by_arrival(self) -> list[Sequence]:
@@ -141,336 +414,54 @@ class WaitingQueue:
                 del self._by_adapter[sequence.adapter]
 
     def _orders_of(self, sequence: Sequence) -> list[_SortedSequences]:
-        """Return the sorted lists that contain this sequence."""
         has_deadline = sequence.deadline < math.inf
         orders = self._orders.items()
         return [held for order, held in orders if has_deadline or order is not Order.DEADLINE]
 
 
-def _arrival(sequence: Sequence) -> float:
-    return sequence.arrival
+class _SortedSequences:
+    """Sequences in ascending order of a key, which must not change while a sequence waits."""
 
-
-# A step while the scheduler fills it with rows.
-
-
-class StepBuilder:
-    """A step under construction.
-
-    rows: number of rows of each sequence.
-    paused: paused sequences, in the order in which they are preempted.
-    preempted: ids of the sequences that were preempted for this step.
-    cached: number of tokens taken from the prefix cache.
-    """
-
-    def __init__(self, max_rows: int, choice: Choice, paused: list[Sequence]) -> None:
-        self.free_rows = max_rows
-        self.rows: dict[Sequence, int] = {}
-        self.paused = paused
-        self.preempted: list[str] = []
-        self.cached = 0
-        self._max_rows = choice.max_rows or {}
+    def __init__(self, key: Callable[[Sequence], Any]) -> None:
+        self._key = key
+        self._keys: list[Any] = []
+        self.items: list[Sequence] = []
 
     def add(self, sequence: Sequence) -> None:
-        """Add rows of a sequence: as many as it needs, within the limits of the policy and the
-        step.
-        """
-        missing = sequence.next_rows
-        rows = min(missing, self._max_rows.get(sequence.id, missing), self.free_rows)
-        if rows:
-            self.rows[sequence] = rows
-            self.free_rows -= rows
-
-    def remove_preempted(self, sequence: Sequence) -> None:
-        """Remove the rows of a sequence that was preempted, and note its id."""
-        self.free_rows += self.rows.pop(sequence, 0)
-        self.preempted.append(sequence.id)
-
-
-def chunks_of(rows: Mapping[Sequence, int], live: int) -> tuple[Chunk, ...]:
-    """Return one chunk per sequence with its next positions, in the order of `ids.order_of`."""
-    chunks: list[Chunk] = []
-    row = 0
-    by_slot: defaultdict[int, list[Sequence]] = defaultdict(list)
-    for sequence in rows:
-        by_slot[sequence.next_slot].append(sequence)
-    for slot in sorted(by_slot, key=lambda slot: order_of(slot, live)):
-        for sequence in by_slot[slot]:
-            tokens, start = sequence.tokens, sequence.computed
-            end = start + rows[sequence]
-            chunks.append(
-                Chunk(
-                    sequence.id,
-                    slot,
-                    row,
-                    start,
-                    tuple(tokens[start:end]),
-                    sequence.prompt,
-                    tuple(sequence.table.pages),
-                    completes=end == len(tokens),
-                    use_head=sequence.request.use_head,
-                )
-            )
-            row += end - start
-    return tuple(chunks)
-
-
-@dataclass(frozen=True)
-class Budgets:
-    """Limits of the scheduler.
-
-    sequences: maximum number of sequences that hold pages at once; each occupies a batch slot.
-    rows: maximum number of tokens computed in one step.
-    candidates: number of waiting sequences that the policy sees in each of its sort orders. If more
-        batch slots than that are free, the policy sees as many as there are free slots.
-    """
-
-    sequences: int
-    rows: int
-    candidates: int = 16
-
-
-class Scheduler:
-    """Iteration-level scheduling with chunked prefill, in the order of a policy.
-
-    A sequence is admitted when there are free pages for all its known tokens. From then on it grows
-    page by page. A running sequence that the policy does not choose is paused: it keeps its pages.
-    If a chosen sequence gets no batch slot or no pages, a paused sequence is computed in its place.
-
-    When pages run out, sequences are preempted: first the paused ones, by ascending credit (see
-    `Choice.credits`), then the newest of the chosen ones. A preempted sequence loses its pages and
-    is recomputed later. The oldest sequence is never preempted, so it advances each time it is
-    chosen, and nothing starves.
-    """
-
-    def __init__(
-        self,
-        budgets: Budgets,
-        policy: Policy | None = None,
-        protect: Callable[[int], object] = lambda slot: None,
-    ) -> None:
-        """Make a scheduler without sequences.
-
-        policy: first come, first served by default.
-        protect: called with the slot of the step's live adapter before pages are allocated, so that
-            this adapter is not evicted for them.
-        """
-        self._protect = protect
-        self._budgets = budgets
-        self.policy = policy or UnmergeOnly(budgets.sequences)
-        self.queue = WaitingQueue()
-        """Sequences without pages."""
-        self.running: list[Sequence] = []
-        """Sequences that hold pages, in order of arrival."""
-        self._last_step: Mapping[Sequence, int] = {}
-        """Number of rows of each sequence in the last step."""
-        self.choice = Choice((), BASE)
-        """The policy's last choice."""
-
-    @property
-    def waiting(self) -> list[Sequence]:
-        """Sequences without pages, in order of arrival. Do not modify the list."""
-        return self.queue.by_arrival
-
-    @property
-    def idle(self) -> bool:
-        return not self.waiting and not self.running
-
-    @property
-    def paused(self) -> int:
-        """Number of sequences that hold pages and had no rows in the last step."""
-        last_step = self._last_step
-        return sum(sequence not in last_step for sequence in list(self.running))
-
-    def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that holds no pages."""
-        self.queue.add(sequence)
+        key = self._key(sequence)
+        index = bisect.bisect_right(self._keys, key)
+        self._keys.insert(index, key)
+        self.items.insert(index, sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """Remove a waiting or running sequence and release its pages."""
-        if sequence in self.running:
-            self.running.remove(sequence)
-        else:
-            self.queue.remove(sequence)
-        sequence.end()
+        """Remove a sequence; raise ValueError if it is missing."""
+        first = bisect.bisect_left(self._keys, self._key(sequence))
+        index = self.items.index(sequence, first)
+        del self._keys[index], self.items[index]
 
-    def schedule(
-        self, now: float = 0.0, live: int = BASE, arrival_cutoff: float = math.inf
-    ) -> StepPlan:
-        """Return the plan of the next step. It has no chunks if nothing can be computed.
+    def first_ready(
+        self, count: int, arrival_cutoff: float, resident: dict[AdapterHandle, bool]
+    ) -> list[Sequence]:
+        """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
 
-        now: seconds on the engine's clock.
-        live: slot of the adapter in the active weights now, or BASE.
-        arrival_cutoff: waiting sequences that arrived later do not begin.
+        resident: cache of `AdapterHandle.resident`, which this call extends. The search may read
+            the whole queue if few adapters are resident.
         """
-        if self.idle:
-            return StepPlan(())
-        for sequence in self._last_step:
-            sequence.ran(now)
-        eligible = self._eligible(arrival_cutoff)
-        if not eligible:
-            return StepPlan(())
-        self.choice = self.policy.choose([s.candidate(now) for s in eligible], live, now)
-        by_id = {s.id: s for s in eligible}
-        chosen = [by_id[r.id] for r in self.choice.order]
-        self._protect(self.choice.live)
-        step = self._allocate(chosen, self.choice)
-        preempted = step.preempted
-        if not step.rows and self.running:
-            # No chosen sequence got pages, so the sequences that hold pages continue.
-            running = self._computable()[: self.policy.max_batch]
-            step = self._allocate(running, Choice((), self.choice.live))
-            preempted += step.preempted
-        if not step.rows:
-            # Nothing is running, so begin the oldest. It may take the live adapter's pages.
-            self.choice = Choice((), BASE)
-            self._protect(BASE)
-            step = self._allocate([s for s in eligible if s.ready][:1], self.choice)
-        self._last_step = step.rows
-        for sequence in step.rows:
-            sequence.scheduled(now)
-        live = self.choice.live
-        return StepPlan(chunks_of(step.rows, live), tuple(preempted), live, step.cached)
+        found: list[Sequence] = []
+        for sequence in self.items:
+            adapter = sequence.adapter
+            if adapter is not None:
+                ready = resident.get(adapter)
+                if ready is None:
+                    ready = resident[adapter] = adapter.resident
+                if not ready:
+                    continue
+            if sequence.arrival <= arrival_cutoff:
+                found.append(sequence)
+                if len(found) == count:
+                    break
+        return found
 
-    def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
-        """Return the sequences that the policy sees, in order of arrival.
 
-        These are all running sequences with tokens to compute, and the first waiting ones in each
-        of the policy's orders. The number of waiting ones is limited, so that the work per step
-        does not grow with the queue. The limit is at least the number of free batch slots,
-        because this number of sequences can begin without a preemption.
-        """
-        count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
-        waiting = self.queue.candidates(self.policy.orders, count, arrival_cutoff)
-        return sorted([*self._computable(), *waiting], key=_arrival)
-
-    def _computable(self) -> list[Sequence]:
-        """Return the running sequences that have tokens to compute, in order of arrival.
-
-        The others wait for the mask of their next token.
-        """
-        return [sequence for sequence in self.running if sequence.missing]
-
-    def _allocate(self, chosen: list[Sequence], choice: Choice) -> StepBuilder:
-        """Return a step with rows for the chosen sequences: decoding ones first, so that no prompt
-        delays them, then prompts.
-
-        Paused sequences fill the step if chosen ones got no rows.
-        """
-        step = StepBuilder(self._budgets.rows, choice, self._paused(chosen, choice))
-        decoding = [s for s in chosen if s.table.pages and s.missing == 1]
-        for sequence in decoding:
-            if sequence.table.pages and self._grow(sequence, step):
-                step.add(sequence)
-        prompts = [s for s in chosen if s not in step.rows and s.id not in step.preempted]
-        # Once one prompt has to wait for pages, later prompts must not take them. After a
-        # preemption, no prompt is admitted, because the preempted sequence itself might be admitted
-        # and take its pages back.
-        full = bool(step.preempted)
-        for sequence in prompts:
-            if step.free_rows == 0:
-                break
-            if not sequence.table.pages:
-                full = full or not self._admit(sequence, step)
-            if sequence.table.pages:
-                step.add(sequence)
-        if len(step.rows) < len(chosen):
-            self._continue_paused(chosen, step)
-        return step
-
-    def _continue_paused(self, chosen: list[Sequence], step: StepBuilder) -> None:
-        """Fill the step with paused sequences when chosen ones got no batch slot or no pages.
-
-        Decoding sequences go first. Each takes pages only from other paused sequences.
-        """
-        chosen_ids = {s.id for s in chosen}
-        left_out = [s for s in self._computable() if s.id not in chosen_ids]
-        for sequence in sorted(left_out, key=lambda s: (s.missing > 1, s.arrival)):
-            if step.free_rows == 0 or len(step.rows) >= self.policy.max_batch:
-                break
-            if not sequence.table.pages:
-                continue  # The sequence was preempted for an earlier one.
-            if sequence in step.paused:
-                step.paused.remove(sequence)
-            if self._grow(sequence, step, only_paused=True):
-                step.add(sequence)
-
-    def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
-        """Return the sequences that may be preempted, in the order in which to preempt them.
-
-        These are the sequences that hold pages and are not chosen, by ascending credit; of equal
-        credit, the newest comes first. The oldest of all sequences is left out, so that it can
-        always finish.
-        """
-        chosen_ids = {s.id for s in chosen}
-        paused = [s for s in self.running if s.id not in chosen_ids]
-        if not paused:
-            return []
-        oldest_waiting = next((s for s in self.waiting if s.ready), self.running[0])
-        oldest = min(self.running[0], oldest_waiting, key=_arrival)
-        credits = choice.credits or {}
-        preemptible = (s for s in paused if s is not oldest)
-        return sorted(preemptible, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
-
-    def _admit(self, sequence: Sequence, step: StepBuilder) -> bool:
-        """Give a waiting sequence a batch slot and pages for all its known tokens, if possible.
-
-        The pages are free ones or those of paused sequences that arrived later. Returns whether the
-        sequence is running now.
-        """
-        if not sequence.ready:
-            return False  # Its adapter was evicted for the pages of another sequence.
-        while len(self.running) >= self._budgets.sequences:
-            if not self._preempt_newer(sequence, step):
-                return False
-        sequence.begin(self.choice.live)
-        # Preempt only if that frees enough pages. Otherwise work would be lost for nothing.
-        newer = (s for s in step.paused if s.arrival > sequence.arrival)
-        fits = sequence.table.fits(sequence.known, sum(len(s.table.pages) for s in newer))
-        while not (fits and sequence.table.grow(sequence.known)):
-            if not (fits and self._preempt_newer(sequence, step)):
-                sequence.leave()
-                return False
-        self.queue.remove(sequence)
-        bisect.insort(self.running, sequence, key=_arrival)
-        step.cached += sequence.cached
-        return True
-
-    def _preempt_newer(self, sequence: Sequence, step: StepBuilder) -> bool:
-        """Preempt the first sequence of `step.paused` that arrived later than `sequence`.
-
-        Returns whether there was one.
-        """
-        newer = [s for s in step.paused if s.arrival > sequence.arrival]
-        if newer:
-            step.paused.remove(newer[0])
-            self._preempt(newer[0])
-            step.preempted.append(newer[0].id)
-        return bool(newer)
-
-    def _grow(self, sequence: Sequence, step: StepBuilder, *, only_paused: bool = False) -> bool:
-        """Allocate pages for the sequence's next row.
-
-        If there are too few free pages, paused sequences are preempted, then the newest running
-        one.
-
-        only_paused: preempt only paused sequences.
-
-        Returns False if the sequence gets no page: there is none to take, or the sequence is itself
-        the newest and was preempted.
-        """
-        while not sequence.table.grow(sequence.known):
-            if only_paused and not step.paused:
-                return False
-            victim = step.paused.pop(0) if step.paused else self.running[-1]
-            self._preempt(victim)
-            step.remove_preempted(victim)
-            if victim is sequence:
-                return False
-        return True
-
-    def _preempt(self, sequence: Sequence) -> None:
-        self.running.remove(sequence)
-        sequence.leave()
-        sequence.preemptions += 1
-        self.queue.add(sequence)
+def _arrival(sequence: Sequence) -> float:
+    return sequence.arrival

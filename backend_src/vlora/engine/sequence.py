@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from vlora.memory.kv_cache import BlockTable
     from vlora.memory.prefix import BlockDigests
     from vlora.model.chunk import Prompt
-    from vlora.request import Freshness, Request
+    from vlora.request import Request
 
 
 SHAREABLE_MODES = ("", "merged")
@@ -39,7 +39,13 @@ class Sequence:
     prompt_length: number of tokens of the prompt.
     computed: number of tokens whose keys and values are in `table`.
     cached: number of tokens that the last call of `begin` took from the prefix cache.
-    arrival: seconds on the engine's clock; set when the request is queued.
+    base_tokens: number of leading tokens that are computed without the adapter. For an activated
+        LoRA, these are the tokens before its last invocation in the prompt, or all tokens without
+        an invocation. For other adapters, the number is 0.
+    held_adapter: version of the adapter that the sequence keeps until it ends, once it has begun.
+    arrival, deadline: seconds on the engine's clock; infinity without a deadline.
+    waiting_since: present time minus the time since the arrival that the sequence was not in a
+        step. It is constant while the sequence waits, so queues can sort by it.
     started: whether the sequence was ever in a step.
     preemptions: number of times that the sequence has lost its pages.
     """
@@ -74,24 +80,20 @@ class Sequence:
         self.prompt_length = len(prompt.ids)
         self.tokens = list(prompt.ids)
         self.use_adapter(adapter)
+        self.held_adapter: AdapterHandle | None = None
         self._pinned: AdapterHandle | None = None
-        self._held: AdapterHandle | None = None
         self._digests = digests
         self._merge_is_lossy = merge_is_lossy
         self._mode: str | None = ""
         """Weight mode of all computed tokens, or None if they were computed in several modes."""
         self.max_tokens = max_tokens
         self.longest_choice = longest_choice
-        self.arrival = 0.0
+        self.queue_at(0.0)
         self.table = table
         self.computed = 0
         self.cached = 0
         self.preemptions = 0
         self.started = False
-        self._waited = 0.0
-        """Value of `wait` when the sequence was last scheduled."""
-        self._waiting_since: float | None = None
-        """Value of `waiting_since` once the sequence was in a step; None before."""
 
     # -- adapter and pages -------------------------------------------------------------------
 
@@ -100,10 +102,6 @@ class Sequence:
         self.adapter = adapter
         invocation = adapter.info.invocation if adapter else ()
         self.base_tokens = 0
-        """Number of leading tokens that are computed without the adapter. For an activated LoRA,
-        these are the tokens before the last invocation in the prompt, or all tokens if the prompt
-        has no invocation. For other adapters, the number is 0.
-        """
         if invocation:
             start = last_occurrence(self.prompt.ids, invocation)
             self.base_tokens = sys.maxsize if start is None else start
@@ -119,33 +117,20 @@ class Sequence:
 
     @property
     def next_slot(self) -> int:
-        """Slot of the adapter that the next row needs; BASE for a row before the invocation of an
-        activated LoRA (see `base_tokens`).
-        """
+        """Slot of the adapter that the next row needs (see `base_tokens`)."""
         return BASE if self.computed < self.base_tokens else self.slot
 
     @property
     def next_rows(self) -> int:
-        """Maximum number of rows of the sequence in the next step, all with the adapter in
-        `next_slot`.
-        """
+        """Maximum number of rows in the next step, all with the adapter in `next_slot`."""
         missing = len(self.tokens) - self.computed
         before = self.base_tokens - self.computed
         return before if 0 < before < missing else missing
 
     @property
     def ready(self) -> bool:
-        """True if a step can compute the sequence: it has no adapter, or its adapter is
-        resident.
-        """
+        """True if a step can compute the sequence: its adapter, if any, is resident."""
         return self.adapter is None or self.adapter.resident
-
-    @property
-    def holds_adapter(self) -> bool:
-        """True once `begin` was called for a sequence with an adapter. The sequence then keeps this
-        version of its adapter until it ends.
-        """
-        return self._held is not None
 
     def begin(self, live: int = BASE) -> None:
         """Pin the adapter, and reuse cached prefix blocks. Further pages are allocated afterwards.
@@ -156,9 +141,9 @@ class Sequence:
         if self.adapter is not None:
             self.adapter.pin()
             self._pinned = self.adapter
-            if self._held is None:
+            if self.held_adapter is None:
                 self.adapter.hold()
-                self._held = self.adapter
+                self.held_adapter = self.adapter
         mode = mode_of(self.slot, live, merge_is_lossy=self._merge_is_lossy)
         keys = self._keys(mode, self.known - 1) if mode in SHAREABLE_MODES else []
         self.cached = self.table.reuse_prefix(keys)
@@ -166,8 +151,7 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows. Add to the prefix cache the blocks that became full, if they can be
-        shared.
+        """Count computed rows, and add to the prefix cache the full blocks that can be shared.
 
         mode: weight mode of the rows (see `mode_of`).
         """
@@ -187,9 +171,9 @@ class Sequence:
     def end(self) -> None:
         """Release the pages and this version of the adapter. The sequence cannot begin again."""
         self.leave()
-        if self._held is not None:
-            self._held.release()
-            self._held = None
+        if self.held_adapter is not None:
+            self.held_adapter.release()
+            self.held_adapter = None
 
     def _keys(self, mode: str, length: int) -> list[BlockKey]:
         """Return the keys of the full blocks among the first `length` tokens."""
@@ -219,11 +203,6 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
-    def output(self) -> list[int]:
-        """Token ids of the answer."""
-        return self.tokens[self.prompt_length :]
-
-    @property
     def output_length(self) -> int:
         return len(self.tokens) - self.prompt_length
 
@@ -233,57 +212,28 @@ class Sequence:
         This method is called for each candidate in each step, so it reads fields, which is faster
         than reading properties.
         """
-        adapter, arrival, since = self.adapter, self.arrival, self._waiting_since
+        adapter = self.adapter
         tokens, computed = len(self.tokens), self.computed
         limit = self.max_tokens if self._asked_tokens is None else self._asked_tokens
         remaining = limit - tokens + self.prompt_length
         return Candidate(
             self.id,
             BASE if adapter is None else self.slot,
-            arrival,
-            now - (arrival if since is None else since),
+            self.arrival,
+            now - self.waiting_since,
             tokens - computed,
             computed,
             remaining if remaining > 0 else 0,
             bool(self.table.pages),
-            arrival + self._patience,
+            self.deadline,
             self.priority,
             self.request.adapter,
         )
 
-    # -- time --------------------------------------------------------------------------------
-
-    @property
-    def deadline(self) -> float:
-        """Deadline on the engine's clock in seconds; infinity without a deadline."""
-        return self.arrival + self._patience
-
-    @property
-    def waiting_since(self) -> float:
-        """Present time minus `wait`. The value is constant while the sequence waits, so queues can
-        sort by it.
-        """
-        return self.arrival if self._waiting_since is None else self._waiting_since
-
-    @property
-    def freshness(self) -> Freshness:
-        return self.request.freshness(self.arrival)
-
-    def wait(self, now: float) -> float:
-        """Return the total seconds since the arrival in which the sequence was not in a step.
-
-        The total is never reset.
-        """
-        return now - self.waiting_since
-
-    def scheduled(self, now: float) -> None:
-        """Record that the sequence is in the step that begins now."""
-        self.started = True
-        self._waited = self.wait(now)
-
-    def ran(self, now: float) -> None:
-        """Record that the step that contained the sequence has ended."""
-        self._waiting_since = now - self._waited
+    def queue_at(self, arrival: float) -> None:
+        """Set the time of arrival, in seconds on the engine's clock."""
+        self.arrival = self.waiting_since = arrival
+        self.deadline = arrival + self._patience
 
 
 def last_occurrence(tokens: Tokens[int], wanted: Tokens[int]) -> int | None:
@@ -310,8 +260,7 @@ def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
 
 
 def scopes_of(adapter: AdapterHandle) -> list[str]:
-    """Return the scopes of the prefix blocks that are computed with an adapter, one per weight
-    mode.
+    """Return the scopes of the prefix blocks of an adapter, one per weight mode.
 
     A scope is the part of a block's key that names the weights (see `BlockKey`).
     """

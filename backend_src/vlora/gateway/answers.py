@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import itemgetter
 from typing import Any
 
 from vlora.gateway.backend import Piece
@@ -12,18 +14,13 @@ from vlora.gateway.requests import Ask
 
 DONE = b"data: [DONE]\n\n"
 
+# Placeholder for the text in the JSON of an event. `_text_event` replaces its last occurrence,
+# because earlier fields may contain the same word.
 TEXT_MARK = "text"
-"""Placeholder for the text in the JSON of an event. `_text_event` replaces its last occurrence,
-because earlier fields may contain the same word.
-"""
 
 
 class CompletionWriter:
-    """Writes the answer to one request from the pieces that the server sends.
-
-    In addition to OpenAI's fields, every answer has an object `vlora` with the task, the adapter,
-    the timings and, from a vision task head, the score of each label.
-    """
+    """Writes the answer to one request from the pieces that the server sends."""
 
     def __init__(self, ask: Ask, id: str) -> None:
         self._ask = ask
@@ -44,26 +41,19 @@ class CompletionWriter:
         logprobs = self._logprobs([token for piece in pieces for token in piece.logprobs])
         for piece in pieces:
             self._count(piece)
-        choice: dict[str, Any] = {"index": 0}
+        content: dict[str, Any] = {"text": text}
         if self._ask.chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        choice |= {"logprobs": logprobs, "finish_reason": self.finish_reason}
-        kind = "chat.completion" if self._ask.chat else "text_completion"
+            content = {"message": {"role": "assistant", "content": text, "refusal": None}}
+        end = {"logprobs": logprobs, "finish_reason": self.finish_reason}
         return {
-            **self._head(kind),
-            "choices": [choice],
+            **self._head("chat.completion" if self._ask.chat else "text_completion"),
+            "choices": [{"index": 0, **content, **end}],
             "usage": self._usage(),
             "vlora": _extra(pieces[-1]),
         }
 
     def events(self, piece: Piece) -> bytes:
-        """Return the server-sent events for one piece.
-
-        The events for the first piece include the start of the stream, and those for the last piece
-        include its end.
-        """
+        """Return the events for one piece, with the start or the end of the stream if it has it."""
         self._count(piece)
         if self._started and piece.finish_reason is None and not self._ask.logprobs:
             return self._text_event(piece.text) if piece.text else b""
@@ -78,17 +68,13 @@ class CompletionWriter:
         if piece.finish_reason is not None:
             chunks.append(self._chunk({}, None, piece))
             if self._ask.include_usage:
-                chunks.append(
-                    {**self._head(self._chunk_kind), "choices": [], "usage": self._usage()}
-                )
+                head = self._head(self._chunk_kind)
+                chunks.append({**head, "choices": [], "usage": self._usage()})
         events = b"".join(map(_event, chunks))
         return events + DONE if piece.finish_reason is not None else events
 
     def _text_event(self, text: str) -> bytes:
-        """Return the event of a chunk that contains only text.
-
-        All such events of an answer are equal except for the text, so their JSON is made once.
-        """
+        # All such events of an answer are equal except for the text, so their JSON is made once.
         if self._around_text is None:
             event = _event(self._chunk({"content": TEXT_MARK}, None, None))
             before, _, after = event.rpartition(json.dumps(TEXT_MARK).encode())
@@ -112,10 +98,7 @@ class CompletionWriter:
     def _chunk(
         self, delta: Mapping[str, str], logprobs: dict[str, Any] | None, last: Piece | None
     ) -> dict[str, Any]:
-        """Return one chunk of a stream.
-
-        last: the last piece of the answer, for the last chunk; None for any other.
-        """
+        """Return one chunk of a stream. `last` is the last piece, for the last chunk only."""
         content = {"delta": delta} if self._ask.chat else {"text": delta.get("content", "")}
         choice = {
             "index": 0,
@@ -146,15 +129,13 @@ class CompletionWriter:
         }
 
     def _logprobs(self, tokens: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, Any] | None:
-        """Return the log probabilities of tokens.
-
-        Returns None if there are no tokens, or if the request did not ask for log probabilities.
-        """
         top = self._ask.top_logprobs
         if top is None or not tokens:
             return None
         alternatives = [
-            sorted((entry for entry in token.values() if entry["rank"] <= top), key=_rank)
+            sorted(
+                (entry for entry in token.values() if entry["rank"] <= top), key=itemgetter("rank")
+            )
             for token in tokens
         ]
         sampled = [next(iter(token.values())) for token in tokens]
@@ -165,10 +146,7 @@ class CompletionWriter:
             ]
             return {"content": content, "refusal": None}
         texts = [one["decoded_token"] for one in sampled]
-        offsets = []
-        for text in texts:
-            offsets.append(self._text_offset)
-            self._text_offset += len(text)
+        *offsets, self._text_offset = accumulate(map(len, texts), initial=self._text_offset)
         return {
             "tokens": texts,
             "token_logprobs": [one["logprob"] for one in sampled],
@@ -184,15 +162,11 @@ def _event(chunk: Mapping[str, Any]) -> bytes:
     return b"data: %b\n\n" % json.dumps(chunk).encode()
 
 
-def _rank(entry: Mapping[str, Any]) -> int:
-    return int(entry["rank"])
-
-
 def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
     text = entry["decoded_token"]
     return {"token": text, "logprob": entry["logprob"], "bytes": list(text.encode())}
 
 
 def _extra(last: Piece) -> dict[str, Any]:
-    """Return the fields that this server adds to OpenAI's, from the last piece of the answer."""
+    """Return this server's own object `vlora`: task, adapter, timings, and a head's scores."""
     return {**last.details, **({"scores": last.scores} if last.scores else {})}

@@ -24,24 +24,12 @@ from vlora.errors import nearest, shown
 from vlora.gateway.answers import CompletionWriter
 from vlora.gateway.backend import Backend, Piece, Question, wait_for_first_answer
 from vlora.gateway.bodies import Bodies
-from vlora.gateway.door import (
-    App,
-    Door,
-    GatewayMetrics,
-    RateLimit,
-    Receive,
-    Visit,
-    load_keys,
-    send_error,
-)
-from vlora.gateway.errors import ApiError
+from vlora.gateway.door import App, Door, GatewayMetrics, RateLimit, Receive, Visit, load_keys
+from vlora.gateway.errors import ApiError, error_response
 from vlora.gateway.media import MediaLoader
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.requests import Ask, read_body, read_chat, read_completion
 from vlora.net import get, is_local
-
-# Work that ends when the client of a request disconnects.
-
 
 Result = TypeVar("Result")
 
@@ -51,8 +39,7 @@ class Disconnected(Exception):
 
 
 async def connected(receive: Receive, work: Awaitable[Result]) -> Result:
-    """Return the result of `work`. If the client disconnects first, cancel `work` and raise
-    Disconnected.
+    """Return the result of `work`, or cancel it and raise Disconnected if the client disconnects.
 
     The request's body must have been received already.
     """
@@ -76,13 +63,11 @@ async def _until_gone(receive: Receive) -> None:
         pass
 
 
-# The playground: static web pages that the gateway serves in addition to its API.
-
-
 PAGE = Path(__file__).parent / "static"
-EXAMPLES = paths.root() / "tools" / "demo" / "samples"
-"""Sample images of the demo, for the gallery."""
+EXAMPLES = paths.root() / "tools" / "demo" / "samples"  # Images of the demo, for the gallery.
 
+# Content-Security-Policy. It allows only files of this gateway. Scripts cannot insert text as
+# markup or run it as code.
 POLICY = "; ".join(
     (
         "default-src 'none'",
@@ -98,9 +83,6 @@ POLICY = "; ".join(
         "trusted-types 'none'",
     )
 )
-"""Content-Security-Policy. It allows only files of this gateway. Scripts cannot insert text as
-markup or run it as code.
-"""
 
 HEADERS = {
     "content-security-policy": POLICY,
@@ -114,29 +96,26 @@ HEADERS = {
 
 
 class StaticPages(StaticFiles):
-    """Serves the files of a folder with `HEADERS`."""
+    """Serves the files of the playground with `HEADERS`."""
 
     async def get_response(self, path: str, scope: Any) -> Response:
-        """Return a file, or the response that says that the client's copy is up to date."""
         response = await super().get_response(path, scope)
         response.headers.update(HEADERS)
         return response
 
 
-METRICS_SECONDS = 5.0
-"""Time limit in seconds for reading the server's metrics."""
+METRICS_SECONDS = 5.0  # Time limit in seconds for reading the server's metrics.
 
 EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
     "x-accel-buffering": "no",
 }
-"""Headers of a stream of server-sent events."""
 
 Pieces = AsyncGenerator[Piece, None]
 
+# Paths that the error for an unknown path may suggest.
 PATHS = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/health", "/metrics")
-"""Paths that the error for an unknown path may suggest."""
 
 
 class Gateway:
@@ -171,14 +150,11 @@ class Gateway:
         return await self._complete(request, read_completion)
 
     async def models(self) -> Response:
-        """Return the list of the base model and all adapters that the server can serve at
-        present.
-        """
-        description = await self._backend.describe()
-        return JSONResponse({"object": "list", "data": self._entries(description)})
+        """Return the list of the base model and all adapters that can be served at present."""
+        return JSONResponse({"object": "list", "data": await self._entries()})
 
     async def model(self, name: str) -> Response:
-        for entry in self._entries(await self._backend.describe()):
+        for entry in await self._entries():
             if entry["id"] == name:
                 return JSONResponse(entry)
         raise ApiError(
@@ -201,7 +177,8 @@ class Gateway:
                 page += await asyncio.to_thread(get, url, METRICS_SECONDS, direct)
         return Response(page, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    def _entries(self, description: dict[str, Any]) -> list[dict[str, Any]]:
+    async def _entries(self) -> list[dict[str, Any]]:
+        description = await self._backend.describe()
         base = {
             "id": self.options.base_name,
             "object": "model",
@@ -243,11 +220,6 @@ class Gateway:
             return Response(status_code=499)
 
     async def _answer(self, request: Request, visit: Visit, ask: Ask) -> Response:
-        """Return the response to a request.
-
-        The response to a streaming request begins when its first piece has arrived. An error before
-        that still sets the HTTP status.
-        """
         id = f"{'chatcmpl' if ask.chat else 'cmpl'}-{visit.id}"
         writer = CompletionWriter(ask, id)
         sampling = ask.sampling
@@ -266,6 +238,8 @@ class Gateway:
             )
         )
         if ask.stream:
+            # The response begins when the first piece has arrived. An error before that still sets
+            # the HTTP status.
             try:
                 first = await connected(request.receive, anext(pieces))
             except ApiError as error:
@@ -297,13 +271,10 @@ class Gateway:
 
 
 class _Events(Response):
-    """A response that is a stream of server-sent events.
+    """A stream of server-sent events. Starlette's `StreamingResponse` takes more time for each.
 
-    It replaces Starlette's `StreamingResponse`, which takes more time for each event.
-
-    events: the events.
-    pieces: iterator over the pieces from which `events` are made. It is closed after the response,
-        even if the client disconnects before the first event.
+    pieces: iterator from which `events` are made. It is closed after the response, even if the
+        client disconnects before the first event.
     """
 
     def __init__(
@@ -333,7 +304,6 @@ class _Events(Response):
 
 
 def _event(error: ApiError) -> bytes:
-    """Return the event that reports an error and ends the stream."""
     return b"data: %b\n\n" % error.as_json()
 
 
@@ -354,11 +324,10 @@ async def _collected(pieces: Pieces) -> list[Piece]:
 async def _api_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.state.visit.code = error.code
-    return _Failure(error)
+    return error_response(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Return the response to a routing error, such as an unknown path, in OpenAI's form."""
     assert isinstance(error, HTTPException)
     code = {404: "NOT_FOUND", 405: "METHOD_NOT_ALLOWED"}.get(error.status_code, "INVALID_ARG")
     path = f"{request.method} {request.url.path}"
@@ -368,22 +337,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
         hint = f"; use {(error.headers or {}).get('Allow', 'another method')}"
     elif error.status_code == 404 and not outside:
         hint = nearest(request.url.path, PATHS)
-    return _Failure(ApiError(code, f"{path}: {error.detail}{hint}"))
+    return error_response(ApiError(code, f"{path}: {error.detail}{hint}"))
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return _Failure(ApiError("INTERNAL", "the gateway failed; see its log for details"))
-
-
-class _Failure(Response):
-    """A response with an error."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(status_code=error.status)
-        self._error = error
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        await send_error(send, self._error)
+    return error_response(ApiError("INTERNAL", "the gateway failed; see its log for details"))
 
 
 def make_app(options: GatewayOptions) -> App:
@@ -406,8 +364,7 @@ def make_app(options: GatewayOptions) -> App:
     }
     for path, (method, endpoint) in routes.items():
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    examples = StaticPages(directory=EXAMPLES, check_dir=False)
-    app.mount("/playground/examples", examples)
+    app.mount("/playground/examples", StaticPages(directory=EXAMPLES, check_dir=False))
     app.mount("/playground", StaticPages(directory=PAGE, html=True))
     app.add_api_route("/", _to_playground, include_in_schema=False, response_model=None)
     app.add_exception_handler(ApiError, _api_error)

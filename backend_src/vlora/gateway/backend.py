@@ -12,6 +12,7 @@ import logging
 import struct
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import grpc
@@ -21,13 +22,24 @@ from vlora.gateway.errors import ApiError, from_grpc, from_server
 from vlora.net import grpc_options, load_grpc_stubs
 from vlora.serving.responder import from_message
 
-# The gateway's gRPC connection to a V-LoRA server.
+log = logging.getLogger(__name__)
+service_pb2, _ = load_grpc_stubs()
+METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
+MODEL = "lmm"
+# Time limit in seconds of a cancellation, and of a request for the server's description.
+CONTROL_SECONDS = 5.0
+DESCRIPTION_SECONDS = 1.0  # Seconds for which a description is reused.
 
+# Tag of a serialized `raw_input_contents`: its field number, and the type for bytes.
+CONTENT_TAG = bytes(
+    [service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2]
+)
 
+OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "details")
+HEAD_OUTPUTS = ("head_scores", "head_labels")
+# Maximum number of seconds between two attempts to connect. gRPC's default is two minutes, so a
+# server that starts after the gateway would be noticed late.
 RECONNECT_SECONDS = 2.0
-"""Maximum number of seconds between two attempts to connect. gRPC's default is two minutes, so a
-server that starts after the gateway would be noticed late.
-"""
 
 OPTIONS = (
     # Other code limits the sizes of requests and answers.
@@ -37,24 +49,48 @@ OPTIONS = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """Return a channel to a server, which connects when it is first used.
+@dataclass(frozen=True)
+class Question:
+    """One request to `lmm`, which can be cancelled by its id.
 
-    address: host:port of the gRPC endpoint.
+    images, frames: encoded files.
+    sampling: content of `sampling_parameters`.
     """
-    host = address.rpartition(":")[0]
-    return grpc.aio.insecure_channel(address, [*OPTIONS, *grpc_options(host)])
+
+    id: str
+    text: str
+    task: str | None = None
+    images: Sequence[bytes] = ()
+    frames: Sequence[bytes] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    stream: bool = False
+    logprobs: bool = False
 
 
-# A gRPC call whose operations have a time limit.
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One response to a question. The answer to a question that streams has several.
+
+    finish_reason: `stop` or `length` in the last piece; None in the others.
+    logprobs: alternatives by token id, for each token; the sampled token comes first.
+    details: task, adapter, timings and number of cached tokens; {} before the last piece.
+    scores: score of each label; {} unless a vision task head answered.
+    """
+
+    text: str = ""
+    finish_reason: str | None = None
+    num_input_tokens: int = 0
+    num_output_tokens: int = 0
+    logprobs: Sequence[Mapping[str, Mapping[str, Any]]] = ()
+    details: Mapping[str, Any] = field(default_factory=dict)
+    scores: Mapping[str, float] = field(default_factory=dict)
 
 
 class TimedCall:
-    """Sends the request of one gRPC call and reads its messages.
+    """A gRPC call of one request whose operations have a time limit.
 
-    Each of these operations has a time limit. One timer serves all of them, because a new timer for
-    each would be expensive. When the timer fires, it either detects a timeout or restarts itself
-    for the current operation.
+    One timer serves all of them, because a new timer for each would be expensive. When it fires, it
+    either detects a timeout or restarts itself for the current operation.
     """
 
     def __init__(self, call: Any, seconds: float) -> None:
@@ -101,87 +137,24 @@ class TimedCall:
             self._timer = self._loop.call_at(since + self._seconds, self._check)
 
 
-log = logging.getLogger(__name__)
-
-service_pb2, _ = load_grpc_stubs()
-
-METHOD = "/inference.GRPCInferenceService/ModelStreamInfer"
-MODEL = "lmm"
-CONTROL_SECONDS = 5.0
-"""Time limit in seconds of a cancellation, and of a request for the server's description."""
-
-DESCRIPTION_SECONDS = 1.0
-"""Seconds for which a description is reused."""
-
-CONTENT_TAG = bytes(
-    [service_pb2.ModelInferRequest.DESCRIPTOR.fields_by_name["raw_input_contents"].number << 3 | 2]
-)
-"""Tag of a serialized `raw_input_contents`: its field number, and the type for bytes."""
-
-OUTPUTS = ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "details")
-HEAD_OUTPUTS = ("head_scores", "head_labels")
-
-
-@dataclass(frozen=True)
-class Question:
-    """One request to `lmm`.
-
-    id: id by which it can be cancelled.
-    text: text of the prompt.
-    task: task for `lmm`; None if the request has no input `task`.
-    images, frames: encoded files.
-    sampling: content of `sampling_parameters`.
-    stream: whether the answer comes in pieces.
-    logprobs: whether to return log probabilities.
-    """
-
-    id: str
-    text: str
-    task: str | None = None
-    images: Sequence[bytes] = ()
-    frames: Sequence[bytes] = ()
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-    stream: bool = False
-    logprobs: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """One response to a question. The answer to a question that streams has several.
-
-    finish_reason: `stop` or `length` in the last piece; None in the others.
-    logprobs: alternatives by token id, for each token; the sampled token comes first.
-    details: task, adapter, timings and number of cached tokens; {} before the last piece.
-    scores: score of each label; {} unless a vision task head answered.
-    """
-
-    text: str = ""
-    finish_reason: str | None = None
-    num_input_tokens: int = 0
-    num_output_tokens: int = 0
-    logprobs: Sequence[Mapping[str, Mapping[str, Any]]] = ()
-    details: Mapping[str, Any] = field(default_factory=dict)
-    scores: Mapping[str, float] = field(default_factory=dict)
-
-
 class Backend:
-    """Client of one V-LoRA server. It belongs to the event loop in which it is first used."""
+    """Client of one V-LoRA server. It belongs to the event loop in which it is first used.
+
+    address: host:port of the gRPC endpoint.
+    answer_seconds: time limit of sending a request, and of each response.
+    """
 
     def __init__(self, address: str, answer_seconds: float) -> None:
-        """Create the channel.
-
-        address: host:port of the gRPC endpoint.
-        answer_seconds: time limit of sending a request, and of each response.
-        """
         self._answer_seconds = answer_seconds
-        self._channel = open_channel(address)
+        options = (*OPTIONS, *grpc_options(address.rpartition(":")[0]))
+        self._channel = grpc.aio.insecure_channel(address, options)
         # Requests are sent as bytes, which `_request` serializes.
         self._stream = self._channel.stream_stream(
             METHOD, response_deserializer=service_pb2.ModelStreamInferResponse.FromString
         )
         self._cancels: set[asyncio.Task[None]] = set()
+        # Time and result of the last request for the server's description.
         self._described: tuple[float, dict[str, Any] | ApiError] | None = None
-        """Time and result of the last request for the server's description."""
         self._describing = asyncio.Lock()
 
     async def close(self) -> None:
@@ -191,10 +164,9 @@ class Backend:
         await self._channel.close()
 
     async def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of the answer. The last one has a finish reason.
+        """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError.
 
-        If the iterator is closed before its end, the question is cancelled by its id. Raises
-        ApiError.
+        If the iterator is closed before its end, the question is cancelled by its id.
         """
         call = self._stream()
         answers = TimedCall(call, self._answer_seconds)
@@ -220,10 +192,8 @@ class Backend:
             if not finished:
                 raise ApiError("INTERNAL", "the V-LoRA server did not finish its answer")
         except TimeoutError:
-            seconds = self._answer_seconds
-            raise ApiError(
-                "UNAVAILABLE", f"the V-LoRA server sent nothing for {seconds:g} s"
-            ) from None
+            reason = f"the V-LoRA server sent nothing for {self._answer_seconds:g} s"
+            raise ApiError("UNAVAILABLE", reason) from None
         except grpc.aio.AioRpcError as error:
             ended = True
             raise from_grpc(error) from None
@@ -233,8 +203,7 @@ class Backend:
             answers.close()
 
     def _cancel(self, id: str) -> None:
-        """Cancel a question by its id, in the background."""
-        task = asyncio.get_running_loop().create_task(self._send_cancel(id))
+        task = asyncio.create_task(self._send_cancel(id))
         self._cancels.add(task)
         task.add_done_callback(self._cancels.discard)
 
@@ -264,7 +233,6 @@ class Backend:
             return result
 
     def _last_description(self, began: float) -> dict[str, Any] | ApiError | None:
-        """Return the last result if a call that began at this time can use it, else None."""
         if self._described is None:
             return None
         at, result = self._described
@@ -272,10 +240,6 @@ class Backend:
         return result if at >= oldest else None
 
     async def _control(self, flag: str, id: str = "") -> dict[str, Any]:
-        """Send a request with one BOOL input, and return the outputs of its response.
-
-        flag: name of the input, `cancel` or `describe`.
-        """
         request = service_pb2.ModelInferRequest(model_name=MODEL, id=id)
         request.inputs.add(name=flag, datatype="BOOL", shape=[1])
         request.raw_input_contents.append(b"\x01")
@@ -297,11 +261,6 @@ class Backend:
 
 
 def _request(question: Question) -> bytes:
-    """Return the serialized request.
-
-    In protobuf, concatenating two serialized messages merges their fields. The files are appended
-    in this way, because setting them as a field would copy them twice.
-    """
     request = service_pb2.ModelInferRequest(model_name=MODEL, id=question.id)
     request.parameters["triton_enable_empty_final_response"].bool_param = True
     strings = {
@@ -326,6 +285,8 @@ def _request(question: Question) -> bytes:
         request.raw_input_contents.append(b"\x01" if value else b"\x00")
     for name in (*OUTPUTS, *HEAD_OUTPUTS, *(("logprobs",) if question.logprobs else ())):
         request.outputs.add(name=name)
+    # In protobuf, concatenating two serialized messages merges their fields. The files are appended
+    # in this way, because setting them as a field would copy them twice.
     contents: list[bytes] = []
     for name, files in (("image", question.images), ("frames", question.frames)):
         if files:
@@ -340,9 +301,7 @@ def _packed(values: Iterable[bytes]) -> list[bytes]:
 
 
 def _content(parts: Sequence[bytes]) -> list[bytes]:
-    """Return the parts of a serialized message whose only field is one value of
-    `raw_input_contents`.
-    """
+    """Return the parts of a serialized message with one value of `raw_input_contents` only."""
     length, varint = sum(map(len, parts)), bytearray()
     while length > 0x7F:
         varint.append(length & 0x7F | 0x80)
@@ -352,11 +311,6 @@ def _content(parts: Sequence[bytes]) -> list[bytes]:
 
 
 def _piece(outputs: Mapping[str, Any]) -> Piece:
-    """Return the piece for the outputs of one response.
-
-    outputs: list of values by output name.
-    """
-
     def first(name: str, default: Any) -> Any:
         values = outputs.get(name)
         return values[0] if values else default
@@ -375,7 +329,6 @@ def _piece(outputs: Mapping[str, Any]) -> Piece:
 
 
 def _outputs(response: Any) -> dict[str, Any]:
-    """Return the outputs of a response by name, each a list of strings or numbers."""
     raws = zip(response.outputs, response.raw_output_contents, strict=True)
     return {output.name: _values(output.datatype, raw) for output, raw in raws}
 
@@ -392,11 +345,6 @@ def _values(datatype: str, raw: bytes) -> list[Any]:
     return list(struct.unpack(f"<{len(raw) // 4}{kind}", raw))
 
 
-# Waits for the first answer of the V-LoRA server, and tells the operator if it does not answer.
-#
-# A gateway may start before its server, as in Kubernetes. Requests get status 503 in the meantime.
-
-
 async def wait_for_first_answer(
     backend: Backend,
     address: str,
@@ -405,18 +353,13 @@ async def wait_for_first_answer(
 ) -> None:
     """Return once the server at `address` answers.
 
-    If it does not answer at once, report the reason, and later that it answers.
-
-    say: function that prints a message for the operator.
-    retry_seconds: seconds between a failed attempt and the next one.
+    If it does not answer at once, as in Kubernetes, `say` why, and later that it answers.
     """
-    attempts = 0
-    while True:
-        attempts += 1
+    for attempt in count(1):
         try:
             await backend.describe()
         except ApiError as error:
-            if attempts == 1:
+            if attempt == 1:
                 say(
                     f"warning: no answer from the server at {address} yet: {error.message}\n"
                     "  Start it with `vlora serve`, or name the gRPC address of another one with"
@@ -426,6 +369,6 @@ async def wait_for_first_answer(
                 )
             await asyncio.sleep(retry_seconds)
         else:
-            if attempts > 1:
+            if attempt > 1:
                 say(f"the server at {address} answers now")
             return

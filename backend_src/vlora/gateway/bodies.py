@@ -11,36 +11,30 @@ from typing import Any, TypeVar
 from fastapi import Request
 
 from vlora.errors import shown
-from vlora.gateway.errors import ApiError
+from vlora.gateway.errors import ApiError, invalid
 from vlora.gateway.options import GatewayOptions
 
-BODY_SECONDS = 60.0
-"""Time limit in seconds for receiving a body."""
+BODY_SECONDS = 60.0  # Time limit in seconds for receiving a body.
 
+# Seconds after which a client should try again if there is no memory for its body.
 RETRY_SECONDS = 1.0
-"""Seconds after which a client should try again if there is no memory for its body."""
-
 MAX_DISCARDED_BYTES = 64 * 1024 * 1024
-DISCARD_SECONDS = 5.0
-"""Limits of bytes and of time for receiving the unused rest of a body."""
+DISCARD_SECONDS = 5.0  # Limits of bytes and of time for receiving the unused rest of a body.
 
+# Number of commas above which a body is parsed in another thread. Parsing takes up to half a
+# second, during which the event loop could serve no other request.
 MANY_COMMAS = 4096
-"""Number of commas above which a body is parsed in another thread. Parsing takes up to half a
-second, during which the event loop could serve no other request.
-"""
-
 Parsed = TypeVar("Parsed")
 
+# Function that counts additional bytes in memory. It raises ApiError if they exceed the limit.
 Hold = Callable[[int], None]
-"""Function that counts additional bytes in memory. It raises ApiError if they exceed the limit."""
 
 
 class BodyReceiver:
     """Receives the body of one request part by part, and can discard the rest if it is not needed.
 
-    A client that is still sending when the connection is closed usually loses the answer: it
-    reports a broken connection instead of the error. So before a request is answered early, the
-    rest of its body is received and discarded, within limits.
+    A client that is still sending when the connection is closed usually reports a broken connection
+    instead of the error. So before an early answer, the rest of the body is discarded.
     """
 
     def __init__(
@@ -74,10 +68,7 @@ class BodyReceiver:
 
 
 class Bodies:
-    """Receives and parses request bodies, and bounds their total size in memory.
-
-    It belongs to one event loop.
-    """
+    """Receives and parses the request bodies of one event loop, and bounds their total size."""
 
     def __init__(self, options: GatewayOptions) -> None:
         self._limit = options.max_body_bytes
@@ -92,10 +83,7 @@ class Bodies:
 
     @contextmanager
     def holding(self) -> Iterator[Hold]:
-        """Yield a function that counts bytes of one body toward the limit of all bodies.
-
-        The counted bytes are subtracted again at the end of the block.
-        """
+        """Yield a function that counts bytes of a body in the block toward the limit of all."""
         held = 0
 
         def hold(size: int) -> None:
@@ -128,14 +116,10 @@ class Bodies:
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
-            raise ApiError(
-                "INVALID_ARG", f"the content type must be application/json, not {kind!r}"
-            )
+            raise invalid(None, f"the content type must be application/json, not {kind!r}")
         encoding = request.headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
-            raise ApiError(
-                "INVALID_ARG", f"the content encoding must be identity, not {shown(encoding)}"
-            )
+            raise invalid(None, f"the content encoding must be identity, not {shown(encoding)}")
         # The HTTP parser has checked that this is a number. A chunked body has no length.
         if int(request.headers.get("content-length", "0")) > self._limit:
             raise self._too_large()
@@ -148,9 +132,8 @@ class Bodies:
                     if len(body) > self._limit:
                         raise self._too_large()
         except TimeoutError:
-            raise ApiError(
-                "TIMEOUT", f"the body did not arrive within {BODY_SECONDS:g} s"
-            ) from None
+            reason = f"the body did not arrive within {BODY_SECONDS:g} s"
+            raise ApiError("TIMEOUT", reason) from None
         return body
 
     def _too_large(self) -> ApiError:

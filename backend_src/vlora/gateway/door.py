@@ -21,59 +21,37 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from vlora.errors import ServerError, shown
 from vlora.gateway.bodies import BodyReceiver
-from vlora.gateway.errors import ApiError
+from vlora.gateway.errors import ApiError, error_response
 from vlora.net import is_local
-
-# Prometheus metrics of the gateway.
-
 
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 
 class GatewayMetrics:
-    """Metrics of the gateway. Their labels, such as route and status, cannot be chosen
-    by clients.
-    """
+    """Prometheus metrics of the gateway. No label's value can be chosen by clients."""
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
+        registry = self._registry = CollectorRegistry()
         self.requests = Counter(
-            "vlora_gateway_requests",
-            "Requests answered.",
-            ("route", "status"),
-            registry=self._registry,
+            "vlora_gateway_requests", "Requests answered.", ("route", "status"), registry=registry
         )
+        help = "Seconds from a request's arrival to the end of its answer."
         self.seconds = Histogram(
-            "vlora_gateway_request_seconds",
-            "Seconds from a request's arrival to the end of its answer.",
-            ("route",),
-            buckets=SECONDS,
-            registry=self._registry,
+            "vlora_gateway_request_seconds", help, ("route",), buckets=SECONDS, registry=registry
         )
         self.running = Gauge(
-            "vlora_gateway_requests_running", "Requests being answered.", registry=self._registry
+            "vlora_gateway_requests_running", "Requests being answered.", registry=registry
         )
-        self.disconnects = Counter(
-            "vlora_gateway_disconnects",
-            "Requests whose client disconnected before their end.",
-            registry=self._registry,
-        )
+        help = "Requests whose client disconnected before their end."
+        self.disconnects = Counter("vlora_gateway_disconnects", help, registry=registry)
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return bytes(generate_latest(self._registry))
 
 
-# API keys and rate limits of the gateway.
-#
-# A file of keys has one line `TENANT KEY` per key. Lines that begin with # are comments. A tenant
-# may have several keys, so that an old key can be replaced by a new one.
-
-
 MIN_KEY_LENGTH = 16
-
-ANYBODY = "-"
-"""Tenant of all requests to a gateway without keys."""
+ANYBODY = "-"  # Tenant of all requests to a gateway without keys.
 
 
 class Keys:
@@ -87,10 +65,8 @@ class Keys:
         self._digests = [(_digest(key), tenant) for key, tenant in tenants.items()]
 
     def tenant(self, key: str) -> str | None:
-        """Return the tenant of a key; None for an unknown key.
-
-        The lookup takes the same time for every key, so its duration reveals nothing about a key.
-        """
+        """Return the tenant of a key; None for an unknown key."""
+        # The lookup takes the same time for every key, so its duration reveals nothing about a key.
         digest, found = _digest(key), None
         for known, tenant in self._digests:
             if hmac.compare_digest(known, digest):
@@ -103,7 +79,10 @@ def _digest(key: str) -> bytes:
 
 
 def load_keys(path: Path) -> Keys:
-    """Return the keys in a file. Raises ServerError, whose message never contains a key."""
+    """Return the keys in a file of lines `TENANT KEY` and comments. A tenant may have several.
+
+    Raises ServerError, whose message never contains a key.
+    """
     try:
         lines = path.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -128,42 +107,30 @@ def load_keys(path: Path) -> Keys:
 
 
 @dataclass
-class _Bucket:
-    """Token bucket of one tenant.
-
-    requests: number of requests that the tenant may send at time `at`.
-    at: seconds on the clock of the rate limit.
-    """
-
-    requests: float
-    at: float
-
-
-@dataclass
 class RateLimit:
     """Limits the number of requests per minute with one token bucket per tenant.
 
-    A tenant may send all requests of a minute at once. Tenants come from the file of keys, so the
-    number of buckets is bounded.
+    A tenant may send all requests of a minute at once.
     """
 
     per_minute: int
     clock: Callable[[], float] = time.monotonic
-    _buckets: dict[str, _Bucket] = field(default_factory=dict)
+    # Requests that a tenant may send at a time. Tenants come from the file of keys, which bounds
+    # their number.
+    _buckets: dict[str, tuple[float, float]] = field(default_factory=dict)
 
     def count(self, tenant: str) -> None:
         """Count one request. Raise ApiError if the tenant has sent too many."""
         now, rate = self.clock(), self.per_minute / 60
-        bucket = self._buckets.setdefault(tenant, _Bucket(float(self.per_minute), now))
-        bucket.requests = min(self.per_minute, bucket.requests + (now - bucket.at) * rate)
-        bucket.at = now
-        if bucket.requests < 1:
+        left, at = self._buckets.get(tenant, (float(self.per_minute), now))
+        left = min(self.per_minute, left + (now - at) * rate)
+        self._buckets[tenant] = left - (left >= 1), now
+        if left < 1:
             raise ApiError(
                 "RATE_LIMITED",
                 f"more than {self.per_minute} requests per minute; try again later",
-                retry_after=(1 - bucket.requests) / rate,
+                retry_after=(1 - left) / rate,
             )
-        bucket.requests -= 1
 
 
 Scope = MutableMapping[str, Any]
@@ -172,23 +139,14 @@ Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
+# Paths that need no key, with everything below them. They reveal nothing and cost little.
 OPEN_PATHS = ("/health", "/playground")
-"""Paths that need no key, with everything below them. They reveal nothing and cost little."""
-
-API = "/v1/"
-"""Prefix of the paths that count toward a tenant's rate limit."""
+API = "/v1/"  # Prefix of the paths that count toward a tenant's rate limit.
 
 
 @dataclass
 class Visit:
-    """Fields of one request for the access log. Each is set as soon as its value is available.
-
-    id: id of the request.
-    tenant: tenant of its API key.
-    model: name of the model in its body.
-    prompt_tokens, completion_tokens: numbers of tokens.
-    finish_reason: reason why the answer ended.
-    """
+    """Fields of one request for the access log. Each is set as soon as its value is available."""
 
     id: str
     tenant: str = ANYBODY
@@ -196,18 +154,14 @@ class Visit:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     finish_reason: str | None = None
-    code: str | None = None
-    """Code of the error that the request got, even within a stream."""
+    code: str | None = None  # Code of the error that the request got, even within a stream.
 
 
 class Door:
     """ASGI middleware that checks each request, then passes it to `app`.
 
-    keys: API keys; None admits everybody. Without keys, the Host header of a request must name this
-        machine itself, which prevents DNS rebinding by web pages.
-    limit: rate limit of each tenant, or None.
+    keys: API keys; None admits everybody.
     origins: origins of web pages that may use the gateway, in addition to its own.
-    metrics: metrics to update.
     log: file for the access log, with one JSON object per line.
     """
 
@@ -255,7 +209,7 @@ class Door:
                 self._check(scope, visit)
             except ApiError as error:
                 visit.code = error.code
-                await send_error(sending, error)
+                await error_response(error)(scope, body, sending)
             else:
                 await self._app(scope, body, sending)
         finally:
@@ -272,17 +226,15 @@ class Door:
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
             raise ApiError("INVALID_ARG", "the request has more than one Host header; send one")
         host = _host(headers.get("host", b"").decode("latin-1"))
+        # Without keys, this prevents DNS rebinding by web pages.
         if self._keys is None and not is_local(host):
             raise ApiError(
                 "PERMISSION_DENIED",
                 f"the Host header names {host!r}; without keys, it must name the gateway's machine",
             )
         origin = headers.get("origin", b"").decode("latin-1")
-        if (
-            origin
-            and origin not in self._origins
-            and _netloc(origin) != headers.get("host", b"").decode("latin-1")
-        ):
+        own = origin.partition("://")[2] == headers.get("host", b"").decode("latin-1")
+        if origin and origin not in self._origins and not own:
             raise ApiError(
                 "PERMISSION_DENIED",
                 f"web pages of the origin {shown(origin)} may not use this gateway",
@@ -330,23 +282,7 @@ class Door:
 
 
 def _host(header: str) -> str:
-    """Return the host of a Host header, without its port."""
     try:
         return urlsplit(f"//{header}").hostname or ""
     except ValueError:
         return ""
-
-
-def _netloc(origin: str) -> str:
-    return origin.partition("://")[2]
-
-
-async def send_error(send: Send, error: ApiError) -> None:
-    body = error.as_json()
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if error.status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
-    if error.retry_after is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after + 0.5))))
-    await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body})

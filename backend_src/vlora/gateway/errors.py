@@ -11,11 +11,14 @@ from collections.abc import Container
 from typing import Any
 
 import grpc
+from starlette.responses import Response
 
+from vlora import strict_json
 from vlora.errors import VLoraError
-from vlora.launcher.probe import port_hint
+from vlora.net import port_hint
 from vlora.serving.responder import from_message
 
+# HTTP status of each code. OpenAI's clients retry after 408, 409, 429 and 5xx.
 STATUSES = {
     "INVALID_ARG": 400,
     "UNSUPPORTED": 400,
@@ -30,17 +33,15 @@ STATUSES = {
     "INTERNAL": 500,
     "UNAVAILABLE": 503,
 }
-"""HTTP status of each code. OpenAI's clients retry after 408, 409, 429 and 5xx."""
 
+# OpenAI's error type by status. Other types are `server_error` from 500 on, else
+# `invalid_request_error`.
 TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
 }
-"""OpenAI's error type by status. Other types are `server_error` from 500 on, else
-`invalid_request_error`.
-"""
 
 _QUOTED = re.compile(r"'(\w+)'")
 
@@ -78,9 +79,24 @@ class ApiError(Exception):
         return json.dumps({"error": error}).encode()
 
 
+def error_response(error: ApiError) -> Response:
+    """Return the HTTP response that reports an error."""
+    headers = {}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    if error.retry_after is not None:
+        headers["retry-after"] = str(max(1, round(error.retry_after + 0.5)))
+    return Response(error.as_json(), error.status, headers, "application/json")
+
+
 def invalid(param: str | None, message: str) -> ApiError:
     """Return the error for an invalid request."""
     return ApiError("INVALID_ARG", message, param)
+
+
+def wrong_value(param: str, value: Any, expected: str) -> ApiError:
+    """Return the error for a field whose value is not what `expected` describes."""
+    return invalid(param, strict_json.wrong_value(param, value, expected).message)
 
 
 def unsupported(param: str, message: str) -> ApiError:
@@ -99,10 +115,7 @@ def from_server(error: VLoraError, fields: Container[str]) -> ApiError:
 
 
 def from_grpc(error: Any) -> ApiError:
-    """Return the error of the API for a failed gRPC call.
-
-    error: an `AioRpcError`.
-    """
+    """Return the error of the API for an `AioRpcError`."""
     details = error.details() or "no details"
     if error.code() == grpc.StatusCode.UNAVAILABLE:
         reason = f"{details}{port_hint(details)}"

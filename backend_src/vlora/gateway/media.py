@@ -11,7 +11,7 @@ import asyncio
 import binascii
 import ipaddress
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -22,17 +22,12 @@ from vlora.gateway.errors import ApiError, invalid
 from vlora.gateway.messages import Media
 from vlora.gateway.options import GatewayOptions
 
-MAX_FETCHES = 16
-"""Maximum number of connections for fetching images at the same time."""
+MAX_FETCHES = 16  # Maximum number of connections for fetching images at the same time.
+MAX_HEADER = 256  # Maximum number of characters of a data URL before its content.
 
-MAX_HEADER = 256
-"""Maximum number of characters of a data URL before its content."""
-
+# Default port of each scheme. Any other port must be allowed explicitly, as HOST:PORT.
 PORTS = {"http": 80, "https": 443}
-"""Default port of each scheme. Any other port must be allowed explicitly, as HOST:PORT."""
-
-UNICAST6 = ipaddress.ip_network("2000::/3")
-"""Public unicast addresses of IPv6."""
+UNICAST6 = ipaddress.ip_network("2000::/3")  # Public unicast addresses of IPv6.
 
 
 class PrivateAddress(Exception):
@@ -40,7 +35,7 @@ class PrivateAddress(Exception):
 
 
 class MediaLoader:
-    """Loads the images of requests. It belongs to one event loop."""
+    """Loads the images of requests, in one event loop."""
 
     def __init__(self, options: GatewayOptions) -> None:
         self._options = options
@@ -53,10 +48,9 @@ class MediaLoader:
         await self._pool.aclose()
 
     async def load(self, media: Sequence[Media]) -> list[bytes]:
-        """Return the encoded files of the images, in order.
+        """Return the encoded files of the images. The fetched ones have `max_body_bytes` in total.
 
-        The fetched ones may have `max_body_bytes` bytes in total. Raises ApiError, which names the
-        field or the host of an image that is invalid or cannot be fetched.
+        Raises ApiError, which names the field or the host of an image that cannot be used.
         """
         files, left = [], self._options.max_body_bytes
         for one in media:
@@ -68,10 +62,6 @@ class MediaLoader:
         return files
 
     async def _load(self, media: Media, limit: int) -> bytes:
-        """Return the file at an http(s) URL. Raises ApiError.
-
-        limit: maximum number of bytes.
-        """
         url, host = _read_url(media)
         if host not in self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"
@@ -84,16 +74,12 @@ class MediaLoader:
             async with asyncio.timeout(self._options.fetch_seconds):
                 return await self._fetch(url, limit, media.param)
         except TimeoutError:
-            seconds = self._options.fetch_seconds
-            raise invalid(
-                media.param, f"the image of {host!r} took more than {seconds:g} s"
-            ) from None
+            reason = f"took more than {self._options.fetch_seconds:g} s"
         except PrivateAddress as error:
             raise ApiError("PERMISSION_DENIED", str(error), media.param) from None
         except (httpcore2.NetworkError, httpcore2.ProtocolError, OSError) as error:
-            raise invalid(
-                media.param, f"the image of {host!r} cannot be fetched: {error}"
-            ) from None
+            reason = f"cannot be fetched: {error}"
+        raise invalid(media.param, f"the image of {host!r} {reason}")
 
     async def _fetch(self, url: httpcore2.URL, limit: int, param: str) -> bytes:
         content = bytearray()
@@ -127,10 +113,8 @@ def decode(media: Media) -> bytes:
 
 
 def _read_url(media: Media) -> tuple[httpcore2.URL, str]:
-    """Return the parsed URL, and its host in the form that the list of allowed hosts uses.
-
-    The URL is parsed only once, so that the URL that is checked is the one that is fetched.
-    """
+    """Return the parsed URL, and its host in the form that the list of allowed hosts uses."""
+    # The URL is parsed only once, so that the URL that is checked is the one that is fetched.
     try:
         parts = urlsplit(media.url)
         port = parts.port
@@ -155,16 +139,9 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         self._backend = httpcore2.AnyIOBackend()
 
     async def connect_tcp(
-        self,
-        host: str,
-        port: int,
-        timeout: float | None = None,
-        local_address: str | None = None,
-        socket_options: Iterable[Any] | None = None,
+        self, host: str, port: int, *args: Any, **kwargs: Any
     ) -> httpcore2.AsyncNetworkStream:
-        """Return a connection to `host`. Raise PrivateAddress unless all addresses of the host are
-        public.
-        """
+        """Return a connection to `host`, all of whose addresses must be public."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
         for address in addresses:
@@ -172,9 +149,7 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
                 raise PrivateAddress(
                     f"images may not be fetched from {host!r}: its address is not public"
                 )
-        return await self._backend.connect_tcp(
-            addresses[0], port, timeout, local_address, socket_options
-        )
+        return await self._backend.connect_tcp(addresses[0], port, *args, **kwargs)
 
     async def connect_unix_socket(self, *args: Any, **kwargs: Any) -> Any:
         """Raise PrivateAddress, because a URL must not name a socket of this machine."""
@@ -185,13 +160,10 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
 
 
 def is_public(address: str) -> bool:
-    """Return whether an IP address belongs to the public Internet.
-
-    An IPv6 address that contains an IPv4 address (mapped, 6to4, NAT64) is public if the IPv4
-    address is.
-    """
+    """Return whether an IP address belongs to the public Internet."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if isinstance(ip, ipaddress.IPv6Address):
+        # An address that contains an IPv4 address (mapped, 6to4, NAT64) is public if that one is.
         inner = ip.ipv4_mapped or ip.sixtofour
         if ip in ipaddress.ip_network("64:ff9b::/96"):
             inner = ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF)

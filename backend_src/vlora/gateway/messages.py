@@ -1,7 +1,7 @@
 """Messages of a chat: their text, and the images and clips in them.
 
-If a chat has a single message, the request has the message's text and may have any task. Several
-messages become JSON, which the server renders with the checkpoint's chat template (task `chat`).
+The text of a single message is the request's, for any task. Several messages become JSON, which the
+server renders with the checkpoint's chat template (task `chat`).
 """
 
 from __future__ import annotations
@@ -13,17 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlora.errors import shown
-from vlora.gateway.errors import invalid, unsupported
+from vlora.gateway.errors import invalid, unsupported, wrong_value
 from vlora.vision.prompts import PLACEHOLDER
 
+# OpenAI's roles, with those of chat templates.
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles of OpenAI's messages, with the corresponding roles of chat templates."""
 
+# Valid values of an image's `detail`. They have no effect, because the checkpoint's image processor
+# determines the resolution.
 DETAILS = ("auto", "low", "high", "original")
-"""Valid values of an image's `detail`. They have no effect, because the checkpoint's image
-processor determines the resolution.
-"""
 
+# Fields of a message, each with the values that it may have. None stands for a field that `_Reader`
+# reads and checks itself. The listed values of all other fields have no effect. `name` has no
+# effect either, because chat templates take no names.
 MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "role": None,
     "content": None,
@@ -34,24 +36,18 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "tool_calls": ([],),
     "annotations": ([],),
 }
-"""Fields of a message, each with the values that it may have.
-
-None stands for a field that `_Reader` reads and checks itself. The listed values of all other
-fields have no effect. `name` has no effect either, because chat templates take no names.
-"""
 
 
+# Maximum number of images and frames of a request. The server's limit, `max_images`, is lower by
+# default.
 MAX_MEDIA = 1024
-"""Maximum number of images and frames of a request. The server's limit, `max_images`, is lower by
-default.
-"""
 
+# Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM.
 CLIP = "data:video/jpeg;base64,"
-"""Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM."""
 
 
+# Start of an error message about an image or a frame, which are numbered from 0.
 NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
-"""Start of an error message about an image or a frame, which are numbered from 0."""
 
 
 @dataclass(frozen=True)
@@ -101,10 +97,7 @@ def read_messages(messages: Any) -> Conversation:
 
 
 class _Reader:
-    """Collects the media of messages, in order.
-
-    places_all: whether images that stand before a message's text get placeholders, too.
-    """
+    """Collects the media of messages, in order."""
 
     def __init__(self, places_all: bool) -> None:
         self._places_all = places_all
@@ -112,15 +105,11 @@ class _Reader:
         self.frames: list[Media] = []
 
     def message(self, message: Any, param: str) -> dict[str, str]:
-        """Return the role and the text of a message. Raises ApiError."""
         if not isinstance(message, dict):
             raise invalid(param, f"'{param}' must be an object with 'role' and 'content'")
         role = message.get("role")
         if not isinstance(role, str) or role not in ROLES:
-            raise invalid(
-                f"{param}.role",
-                f"'{param}.role' must be one of {', '.join(ROLES)}, not {shown(role)}",
-            )
+            raise wrong_value(f"{param}.role", role, f"one of {', '.join(ROLES)}")
         if not isinstance(message.get("name", ""), str | None):
             raise invalid(f"{param}.name", f"'{param}.name' must be a string")
         for name, value in message.items():
@@ -144,6 +133,7 @@ class _Reader:
         if any(PLACEHOLDER in text for text in texts):
             return "\n".join(texts)  # The text already contains the placeholders.
         leading = sorted(parts, key=lambda part: part[0]) == parts
+        # In a chat of several messages, also images before the text need placeholders.
         if leading and not self._places_all:
             return "\n".join(texts)
         return "".join(text for _, text in parts)
@@ -166,10 +156,7 @@ class _Reader:
             raise invalid(param, f"'{param}' must be an object whose 'url' is a string")
         for name, option in value.items():
             if name == "detail" and option not in (None, *DETAILS):
-                raise invalid(
-                    f"{param}.detail",
-                    f"'{param}.detail' must be one of {', '.join(DETAILS)}, not {shown(option)}",
-                )
+                raise wrong_value(f"{param}.detail", option, f"one of {', '.join(DETAILS)}")
             if name not in ("url", "detail"):
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of '{param}'")
         if kind == "video_url":
@@ -181,23 +168,18 @@ class _Reader:
         return False, PLACEHOLDER
 
     def _clip(self, url: str, param: str) -> int:
-        """Add the frames of a clip, and return their number."""
         if self.frames:
             raise unsupported(param, "a request may have one clip only")
         if not url.startswith(CLIP):
-            raise unsupported(
-                param, f"'{param}' must be a list of JPEG frames, {CLIP}FRAME,FRAME,…"
-            )
-        self._check_number(url.removeprefix(CLIP).count(",") + 1, param)
+            message = f"'{param}' must be a list of JPEG frames, {CLIP}FRAME,FRAME,…"
+            raise unsupported(param, message)
+        self._check_number(url.count(",", len(CLIP)) + 1, param)
         frames = url.removeprefix(CLIP).split(",")
         self.frames += [Media(f"data:image/jpeg;base64,{frame}", param) for frame in frames]
         return len(frames)
 
     def _check_number(self, more: int, param: str) -> None:
-        """Raise ApiError if `more` additional images and frames would exceed MAX_MEDIA."""
         number = len(self.images) + len(self.frames) + more
         if number > MAX_MEDIA:
-            raise invalid(
-                param,
-                f"the request has {number} or more images and frames; the limit is {MAX_MEDIA}",
-            )
+            message = f"the request has {number} or more images and frames"
+            raise invalid(param, f"{message}; the limit is {MAX_MEDIA}")

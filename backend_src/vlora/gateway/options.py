@@ -16,18 +16,13 @@ class GatewayOptions:
 
     host, port: IP address and port that the gateway listens on.
     grpc: address of the V-LoRA server, host:port.
-    base_name: name of the base model in the API.
     keys: file of API keys; None admits everybody, which is allowed on a loopback address only.
     requests_per_minute: limit for each tenant; None for no limit.
-    image_hosts: hosts from which the gateway may fetch images; none by default. Each is HOST, or
-        HOST:PORT for a port other than the scheme's.
-    cors_origins: origins of web pages that may use the gateway; none by default.
+    image_hosts: hosts from which images may be fetched, HOST or HOST:PORT; none by default.
     metrics_url: URL of the server's metrics, which are appended to the gateway's own, or None.
-    max_body_bytes: maximum size of a request's body. The images that are fetched for the request
-        may have the same size in total, in addition.
-    max_held_bytes: maximum size in bytes of all request bodies in memory.
-    max_fetch_bytes: maximum size of one fetched image.
-    fetch_seconds: time limit for fetching one image.
+    max_body_bytes: maximum size of a request's body, and of all images fetched for it.
+    max_held_bytes: maximum size of all request bodies in memory.
+    max_fetch_bytes, fetch_seconds: limits of one fetched image.
     answer_seconds: time limit for sending a request to the server, and for each response.
     grace_seconds: seconds that running requests get to finish when the gateway stops.
     """

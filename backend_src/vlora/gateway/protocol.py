@@ -1,19 +1,7 @@
 """HTTP connections with additions to uvicorn: limits, cancellation, ignored upgrades, and errors.
 
-Limits: the head of a request is everything before its body. Its size and the time to receive it are
-limited, and so is the number of chunks of a body. Without these limits, one client could use up
-memory and processor time: the application cannot refuse a request before the head is complete, and
-with every network read, the parser copies what it has of a header again.
-
-Cancellation: a client may send several requests without waiting for answers (pipelining). uvicorn
-answers these requests one after another. If the connection is lost, uvicorn notifies only the last
-request. This module notifies all of them.
-
-Ignored upgrades: the first request of a client may offer a switch to another protocol. For example,
-Java's client sends `Upgrade: h2c`. A server may ignore the offer, but the parser stops before the
-body of such a request. This module therefore parses the request again without the offer.
-
-Errors: a request that is not valid HTTP is answered with an error in the form of the API.
+A request's head (everything before its body) and the number of chunks of its body are limited,
+because the application cannot refuse a request before the head is complete.
 """
 
 from __future__ import annotations
@@ -27,30 +15,24 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from vlora.gateway.errors import ApiError
 
+# Maximum size in bytes of a request without its body. The network read that contains the start of a
+# request is not counted; it has at most 256 KiB.
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum size in bytes of a request without its body.
 
-The network read that contains the start of a request is not counted; it has at most 256 KiB.
-"""
-
+# Time limit in seconds for a head, from the start of the connection or the end of the last
+# response.
 HEAD_SECONDS = 30.0
-"""Time limit in seconds for a head, from the start of the connection or the end of the last
-response.
-"""
 
+# Maximum number of bytes of framing for each byte of a body that is sent in chunks.
 CHUNK_OVERHEAD = 8
-"""Maximum number of bytes of framing for each byte of a body that is sent in chunks."""
-
 MAX_SMALL_CHUNKS = 4096
+# Limits of the chunks of a body. MAX_SMALL_CHUNKS chunks may have any size. If there are more, the
+# others must have MIN_CHUNK_BYTES bytes on average. The number is limited because each chunk takes
+# several calls of Python functions.
 MIN_CHUNK_BYTES = 1024
-"""Limits of the chunks of a body. MAX_SMALL_CHUNKS chunks may have any size. If there are more, the
-others must have MIN_CHUNK_BYTES bytes on average.
 
-The number is limited because each chunk takes several calls of Python functions.
-"""
-
+# Maximum number of requests on a connection that wait until earlier ones are answered.
 MAX_WAITING = 16
-"""Maximum number of requests on a connection that wait until earlier ones are answered."""
 
 
 class LimitedConnection(HttpToolsProtocol):
@@ -73,6 +55,7 @@ class LimitedConnection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify all requests of the connection that the client has disconnected."""
+        # With pipelining, uvicorn would notify only the last one.
         self._stop_timer()
         for cycle in self._cycles:
             if not cycle.response_complete:
@@ -142,10 +125,8 @@ class LimitedConnection(HttpToolsProtocol):
             super().on_message_complete()
 
     def _ignore_offer(self, rest: bytes) -> None:
-        """Parse the head of a request again, without its offer of another protocol.
-
-        rest: bytes that have arrived after the head.
-        """
+        """Parse a request again from its head to `rest`, without its offer of another protocol."""
+        # Such as `Upgrade: h2c` by Java's client. The parser stops before the body of the request.
         method = self.parser.get_method()
         if method == b"CONNECT":  # The method CONNECT always switches the protocol.
             self.send_400_response("the method CONNECT is not supported; the gateway is no proxy")

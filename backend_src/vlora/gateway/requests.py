@@ -1,7 +1,6 @@
 """Reading of request bodies: OpenAI's fields, vLLM's additional ones, and those of this server.
 
-A field that would change the answer is either passed on to the server or rejected with an error
-that names the field. No such field is ignored. The server checks the values of sampling keys.
+**Invariant:** a field that would change the answer is passed on or rejected by name, never ignored.
 """
 
 from __future__ import annotations
@@ -12,30 +11,24 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vlora.errors import InvalidArgument, nearest, shown
-from vlora.gateway.errors import ApiError, invalid, unsupported
+from vlora.gateway.errors import ApiError, invalid, unsupported, wrong_value
 from vlora.gateway.messages import Conversation, read_messages
 from vlora.sampling import KNOWN_KEYS, REFUSED
 from vlora.strict_json import is_text, load_object
 from vlora.structured.structure import KINDS, MAX_DEPTH, STRUCTURE_KEYS
 
+# Maximum number of commas in a body. It limits the number of values, which take time to check.
 MAX_COMMAS = 1 << 18
-"""Maximum number of commas in a body. It limits the number of values, which take time to check."""
-
-MAX_MODEL_LENGTH = 256
-"""Maximum number of characters of a model's name."""
-
-MAX_HINT_LENGTH = 64
-"""Maximum length of an unknown field for which a similar field is suggested."""
-
+MAX_MODEL_LENGTH = 256  # Maximum number of characters of a model's name.
+MAX_HINT_LENGTH = 64  # Maximum length of an unknown field for which a similar field is suggested.
 MAX_TOP_LOGPROBS = 20
 
+# Sampling keys that are sent if the request lacks them. `stream_interval_ms` limits the cost of
+# fast models: sending one token alone takes as much time in the gateway and in the server as
+# sending ten tokens together.
 DEFAULTS: Mapping[str, Any] = {"temperature": 0, "stream_interval_ms": 20}
-"""Sampling keys that are sent if the request lacks them.
 
-`stream_interval_ms` limits the cost of fast models: sending one token alone takes as much time in
-the gateway and in the server as sending ten tokens together.
-"""
-
+# Fields that are accepted with any value, because they never change an answer here.
 NO_EFFECT = frozenset(
     {
         "metadata",
@@ -47,8 +40,9 @@ NO_EFFECT = frozenset(
         "user",
     }
 )
-"""Fields that are accepted with any value, because they never change an answer here."""
 
+# Fields of unsupported features, each with the values that do not request the feature. Each of
+# these fields may also be null.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "add_generation_prompt": (True,),
     "audio": (),
@@ -68,16 +62,11 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-"""Fields of unsupported features, each with the values that do not request the feature.
 
-Each of these fields may also be null.
-"""
+OWN = frozenset({"task"})  # Fields of this server that are not sampling keys.
 
-OWN = frozenset({"task"})
-"""Fields of this server that are not sampling keys."""
-
+# Key of `structured_outputs` by vLLM's older name for it.
 STRUCTURED = {name: kind for name, kind in STRUCTURE_KEYS.items() if kind is not None}
-"""Key of `structured_outputs` by vLLM's older name for it."""
 
 COMMON = frozenset(
     {"model", "stream", "stream_options", "max_tokens", "response_format", "structured_outputs"}
@@ -85,20 +74,16 @@ COMMON = frozenset(
 CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs"}
 COMPLETION = COMMON | {"prompt", "logprobs"}
 
+# Sampling keys that are passed on to the server, which reads them or refuses them by name.
 PASSED = frozenset({*KNOWN_KEYS, *REFUSED}) - {"lora_name", "max_tokens", "logprobs", *STRUCTURED}
-"""Sampling keys that are passed on to the server, which reads them or refuses them by name."""
 
 
 @dataclass(frozen=True)
 class Ask:
     """Content and options of a request.
 
-    chat: whether it is a chat completion.
-    model: the model's name in the request.
     conversation: text, images and clips. Their URLs are not fetched yet.
-    task: task that is sent to the server; None if no task is sent.
     sampling: the server's `sampling_parameters`, without the adapter.
-    stream: whether the answer is sent as a stream of events.
     include_usage: whether a stream ends with the numbers of tokens.
     top_logprobs: number of alternatives to list for each token; None without log probabilities.
     """
@@ -178,13 +163,7 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
 
 
 def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:
-    """Return the fields of a body that are not null.
-
-    known: fields that are read.
-    what: name of the body, for messages.
-
-    Raises ApiError for fields and values that this API does not support.
-    """
+    """Return the fields of a body that are not null. Raises ApiError for unsupported ones."""
     given = {}
     for name, value in body.items():
         if name == "lora_name":
@@ -193,9 +172,8 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
             continue
         if name in NEUTRAL:
             if value is not None and value not in NEUTRAL[name]:
-                raise unsupported(
-                    name, f"'{name}' = {shown(value)} is not supported; leave '{name}' out"
-                )
+                message = f"'{name}' = {shown(value)} is not supported; leave '{name}' out"
+                raise unsupported(name, message)
             continue
         if name not in known | OWN | PASSED | STRUCTURE_KEYS.keys():
             hint = nearest(name, known | PASSED) if len(name) <= MAX_HINT_LENGTH else ""
@@ -206,13 +184,9 @@ def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[
 
 
 def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling keys in the request, including the structure of the answer."""
-    sampling = {
-        **DEFAULTS,
-        **{key: given[key] for key in given if key in PASSED and key not in STRUCTURE_KEYS},
-    }
-    structure = _structure(given)
-    if structure is not None:
+    passed = {key: given[key] for key in given if key in PASSED and key not in STRUCTURE_KEYS}
+    sampling = {**DEFAULTS, **passed}
+    if (structure := _structure(given)) is not None:
         sampling["structured_outputs"] = json.dumps(structure)
     return sampling
 
@@ -245,11 +219,8 @@ def _response_format(value: Any) -> dict[str, Any] | None:
         if not isinstance(inner, dict | bool):
             raise invalid(param, "'response_format' needs the schema in 'json_schema.schema'")
         return {"json": inner}
-    raise invalid(
-        param,
-        "'response_format' must be an object whose 'type' is 'text', 'json_object' or"
-        f" 'json_schema', not {shown(value)}",
-    )
+    expected = "an object whose 'type' is 'text', 'json_object' or 'json_schema'"
+    raise wrong_value(param, value, expected)
 
 
 def _structured_outputs(name: str, value: Any) -> dict[str, Any]:
@@ -275,14 +246,12 @@ def _model(given: Mapping[str, Any]) -> str:
     if not name:
         raise invalid("model", "'model' is missing; GET /v1/models lists the names")
     if len(name) > MAX_MODEL_LENGTH:
-        raise invalid(
-            "model", f"'model' has {len(name)} characters; the limit is {MAX_MODEL_LENGTH}"
-        )
+        message = f"'model' has {len(name)} characters; the limit is {MAX_MODEL_LENGTH}"
+        raise invalid("model", message)
     return name
 
 
 def _max_tokens(given: Mapping[str, Any]) -> Any:
-    """Return the maximum number of tokens of the answer; None if only the context limits it."""
     newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
     if newer is not None and older is not None and newer != older:
         raise invalid(
@@ -294,30 +263,17 @@ def _max_tokens(given: Mapping[str, Any]) -> Any:
 
 
 def _chat_logprobs(given: Mapping[str, Any], sampling: dict[str, Any]) -> int | None:
-    """Return the number of alternatives to list; None without log probabilities."""
-    top = given.get("top_logprobs")
     if not _boolean(given, "logprobs"):
-        if top:
+        if given.get("top_logprobs"):
             raise invalid("top_logprobs", "'top_logprobs' needs 'logprobs' = true")
         return None
-    if top is None:
-        top = 0
-    sampling["logprobs"] = _alternatives("top_logprobs", top)
+    sampling["logprobs"] = top = _alternatives("top_logprobs", given.get("top_logprobs", 0))
     return top
 
 
 def _alternatives(name: str, value: Any) -> int:
-    """Return the number of alternatives per token.
-
-    name, value: field of the request, and its value.
-
-    Raises ApiError if it is invalid.
-    """
     if type(value) is not int or not 0 <= value <= MAX_TOP_LOGPROBS:
-        raise invalid(
-            name,
-            f"'{name}' must be a whole number from 0 to {MAX_TOP_LOGPROBS}, not {shown(value)}",
-        )
+        raise wrong_value(name, value, f"a whole number from 0 to {MAX_TOP_LOGPROBS}")
     return value
 
 
@@ -338,12 +294,12 @@ def _include_usage(given: Mapping[str, Any]) -> bool:
 def _boolean(given: Mapping[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise invalid(name, f"'{name}' must be true or false, not {shown(value)}")
+        raise wrong_value(name, value, "true or false")
     return value
 
 
 def _text(given: Mapping[str, Any], name: str) -> str | None:
     value = given.get(name)
     if value is not None and not isinstance(value, str):
-        raise invalid(name, f"'{name}' must be a string, not {shown(value)}")
+        raise wrong_value(name, value, "a string")
     return value

@@ -15,51 +15,36 @@ from vlora.errors import ServerError
 from vlora.gateway.app import make_app
 from vlora.gateway.options import GatewayOptions
 from vlora.gateway.protocol import LimitedConnection
-from vlora.launcher.probe import ADDRESS
-from vlora.net import MAX_PORT, check_host, check_keys, choose_ports, reachable_host
+from vlora.net import GRPC_ADDRESS, MAX_PORT, check_host, check_keys, choose_ports, reachable_host
 
+# Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s.
 KEEP_ALIVE_SECONDS = 75
-"""Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s."""
-
-BACKLOG = 2048
-"""Maximum number of connections that wait to be accepted."""
+BACKLOG = 2048  # Maximum number of connections that wait to be accepted.
 
 
-MAX_FILES = 65_536
-"""Maximum number of open files, including connections, if the system allows it."""
+MAX_FILES = 65_536  # Maximum number of open files, including connections, if the system allows it.
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Numbers of options in glibc's malloc.h.
 
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Numbers of options in glibc's malloc.h."""
-
+# Size of freed memory that is kept, and of blocks that glibc maps separately and therefore returns.
 KEPT_BYTES = 64 * 1024 * 1024
-"""Maximum size in bytes of freed memory that is not returned to the system."""
 
 MMAP_BYTES = 4 * 1024 * 1024
-"""Minimum size in bytes of a memory block that glibc maps separately, and therefore returns to the
-system when the block is freed.
-"""
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an IP address and whose connections have TCP_NODELAY.
-
-    asyncio sets TCP_NODELAY only on sockets that name their protocol. Sockets of
-    `socket.create_server` do not name it. Without TCP_NODELAY, a response of two writes waits 40 ms
-    for the client's acknowledgement.
-    """
+    """Return a socket that listens at an IP address and whose connections have TCP_NODELAY."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+    # Without it, a response of two writes waits 40 ms for the client's acknowledgement. asyncio
+    # sets it only on sockets that name their protocol, which those of `create_server` do not.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def raise_limits() -> None:
-    """Raise the limit of open files, and let the C library reuse large freed blocks.
-
-    The usual limit of 1,024 open files would limit the number of connections. By default, the C
-    library returns large freed blocks to the system, which then has to clear new pages for each
-    image.
-    """
+    """Raise the limit of open files, and let the C library reuse large freed blocks."""
+    # The usual limit of 1,024 open files would limit the number of connections. And by default, the
+    # C library returns large freed blocks to the system, which clears new pages for each image.
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -73,7 +58,7 @@ def raise_limits() -> None:
 def serve(options: GatewayOptions) -> None:
     """Serve until SIGINT or SIGTERM, then let running requests finish. Raises ServerError."""
     raise_limits()
-    parts = ADDRESS.fullmatch(options.grpc)
+    parts = GRPC_ADDRESS.fullmatch(options.grpc)
     if parts is None or int(parts[1]) > MAX_PORT:
         raise ServerError(f"--grpc takes HOST:PORT, as in 127.0.0.1:8001, not '{options.grpc}'")
     check_host(options.host)

@@ -1,7 +1,4 @@
-"""Reading of the examples of knowledge items, and their split into training, validation and test.
-
-A knowledge item is a data set with the accuracy that an adapter must reach on it (`spec.Item`).
-"""
+"""Reading of the examples of knowledge items, and their split into three parts."""
 
 from __future__ import annotations
 
@@ -23,17 +20,13 @@ from vlora.vision.results import parse_boxes
 IMAGE_SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp"})
 PLACEHOLDER = "<image>"
 BOX_EXAMPLE = "<ref>dog</ref><box>(120,80),(460,900)</box>"
-MAX_LEFT_OUT = 0.1
-"""Maximum share of an item's images that may be left out. If more fail, the item is refused."""
+MAX_LEFT_OUT = 0.1  # Share of an item's images that may fail. If more do, the item is refused.
 TRAIN, VALIDATION, TEST = "train", "validation", "test"
 
 
 @dataclass(frozen=True)
 class Example:
-    """One question about an image or a clip, with its answer.
-
-    images: image files. Several files are the frames of a clip.
-    """
+    """One question about an image, or about a clip with several images as its frames."""
 
     images: tuple[Path, ...]
     question: str
@@ -42,10 +35,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Splits:
-    """Examples of one item for training, validation and test.
-
-    Examples with equal first images are in the same split.
-    """
+    """Examples of one item. Those with equal first images are in the same split."""
 
     train: tuple[Example, ...]
     validation: tuple[Example, ...]
@@ -59,13 +49,11 @@ def read_examples(
 ) -> list[Example]:
     """Return all examples of an item whose images can be read, in a fixed order.
 
-    label: returns the answer of the item's teacher for an image. If it returns None, the image is
-        left out. The argument is None for an item without a teacher.
-    left_out: called with the reason for each image that cannot be read or on which the teacher
-        fails.
+    label: the item's teacher, if any. It returns an image's answer, or None to leave the image out.
+    left_out: called with the reason for each image that cannot be read or labelled.
 
-    Raises InvalidArgument, which names the item and the file, if a file is invalid, or if the share
-    of images that would be left out exceeds MAX_LEFT_OUT.
+    Raises InvalidArgument, which names the item and the file, for an invalid file, or if too many
+    images are left out.
     """
     bad: dict[Path, str] = {}
 
@@ -95,10 +83,7 @@ def read_examples(
 
 
 def _check_answers(item: Item, examples: Sequence[Example]) -> None:
-    """Raise InvalidArgument if there are no examples, or no boxes although the task needs them.
-
-    A picture without boxes is a valid example of such a task.
-    """
+    # A picture without boxes is a valid example of a task that needs boxes.
     if not examples:
         source = item.conversations or item.images
         reason = " that its teacher labels" if item.teacher else ""
@@ -135,34 +120,26 @@ def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed
 
     shares: shares of train, validation and test.
 
-    Raises InvalidArgument if a split would be empty, or if the labels are not usable (see
-    `_check_labels`).
+    Raises InvalidArgument if a split or a label would have no examples.
     """
     ranked = sorted(examples, key=lambda example: _position(example, seed))
     parts: dict[str, list[Example]] = {TRAIN: [], VALIDATION: [], TEST: []}
     for example in ranked[: item.max_examples]:
         position = _position(example, seed + 1)
-        name = TRAIN if position < shares[0] else TEST
-        if shares[0] <= position < shares[0] + shares[1]:
-            name = VALIDATION
-        parts[name].append(example)
+        later = VALIDATION if position < shares[0] + shares[1] else TEST
+        parts[TRAIN if position < shares[0] else later].append(example)
     for name, part in parts.items():
         if not part:
             raise InvalidArgument(
                 f"item '{item.name}' has {len(examples)} examples, none of them for {name};"
                 " examples are split by a hash of the image, so add more images"
             )
-    if item.head or _has_label_folders(item):
+    if item.head or (item.conversations is None and item.teacher is None):
         _check_labels(item, parts)
     return Splits(*(tuple(parts[name]) for name in (TRAIN, VALIDATION, TEST)))
 
 
-def _has_label_folders(item: Item) -> bool:
-    return item.conversations is None and item.teacher is None
-
-
 def _check_labels(item: Item, parts: Mapping[str, Sequence[Example]]) -> None:
-    """Raise InvalidArgument if there is only one label, or if a label has no training example."""
     counts = Counter(example.answer for part in parts.values() for example in part)
     if len(counts) < 2:
         raise InvalidArgument(
@@ -191,9 +168,7 @@ def digest_of(path: Path) -> str:
 
 
 def _unreadable(path: Path) -> str | None:
-    """Return the reason why a file is not an image, or None if it seems to be an image. Pixels are
-    not decoded.
-    """
+    """Return why a file is not an image; None if it seems to be one. Pixels are not decoded."""
     try:
         with Image.open(path) as image:
             image.verify()
@@ -207,7 +182,6 @@ def _images_in(folder: Path) -> list[Path]:
 
 
 def _read_conversations(item: Item, file: Path) -> Iterator[Example]:
-    """Yield one example per question in a file of LLaVA conversations."""
     for number, record in _records(item, file):
         where = f"item '{item.name}': {file.name}: record {number}"
         images = record.get("image", record.get("images"))

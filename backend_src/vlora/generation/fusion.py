@@ -1,15 +1,12 @@
 """The paper's accuracy-aware knowledge-fusion algorithm (§4.2.1, Fig. 10), and our additions.
 
-The algorithm packs knowledge items into as few adapters as possible. Each item has a promise: the
-accuracy that it requires. An item breaks its promise if its accuracy is lower. The paper's
-heuristic takes the next item, trains the newest adapter with it, and evaluates all items of that
-adapter. If no promise is broken, the adapter gets the new weights. If a promise is broken, the
-previous weights are restored, and a new adapter is trained with this item. `spec.PackingOptions`
-selects our additions.
+Each knowledge item has a promise: the accuracy that it requires. The paper's heuristic trains the
+newest adapter with the next item, and evaluates all items of that adapter. If a promise is broken,
+the previous weights are restored, and a new adapter is trained with this item.
+`spec.PackingOptions` selects our additions.
 
-This module makes the decisions, and a `Trainer` trains and evaluates. A state is immutable, and the
-caller saves it after each decision. A run that was killed continues from the last saved state. It
-then makes the decisions that it would have made without the interruption.
+This module makes the decisions, and a `Trainer` trains and evaluates. A state is immutable. A run
+that was killed continues from the last saved state and makes the same decisions.
 """
 
 from __future__ import annotations
@@ -20,18 +17,17 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import combinations
 from typing import Any, Protocol
 
+from pydantic import TypeAdapter
+
 from vlora.generation.spec import Item, PackingOptions, Spec
 
+# A score counts as near its goal if it is below the goal by at most this number of standard errors.
 NEAR_ERRORS = 2.0
-"""A score counts as near its goal if it is below the goal by at most this number of standard
-errors.
-"""
 
 
+# Two items conflict if an attempt to join them left a score below its goal by more than this number
+# of standard errors.
 HOPELESS_ERRORS = 5.0
-"""Two items conflict if an attempt to join them left a score below its goal by more than this
-number of standard errors.
-"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,6 @@ class Packed:
 
     number: number of the adapter, counted from 1 in order of creation.
     version: number of the attempt that produced its weights.
-    items: names of its items, in the order in which they were added.
     scores: accuracy of each item on the validation split.
     """
 
@@ -52,13 +47,7 @@ class Packed:
 
 @dataclass(frozen=True)
 class Attempt:
-    """Result of one training.
-
-    version: number of the attempt.
-    scores: accuracy of each item on the validation split.
-    steps: number of training steps.
-    seconds: time of these steps.
-    """
+    """Result of one training: accuracy of each item on the validation split, and its cost."""
 
     version: int
     scores: Mapping[str, float]
@@ -68,11 +57,8 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Event:
-    """One decision about an item, for the report.
+    """One attempt to add an item to an adapter.
 
-    item: name of the item.
-    adapter: number of the adapter that was tried.
-    attempt: the attempt to add the item to this adapter.
     broken: items whose promise the attempt broke; () if it was accepted.
     """
 
@@ -87,7 +73,6 @@ class Merge:
     """One attempt to merge two adapters.
 
     versions: versions of the two adapters.
-    attempt: evaluation of the merged weights.
     broken: items whose promise the merged weights break; () if the merged adapter replaced the two.
     """
 
@@ -112,30 +97,19 @@ class RunState:
     unreachable: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def decisions(self) -> list[Event | Merge]:
+        return [*self.events, *self.merges]
+
+    @property
     def next_version(self) -> int:
-        return len(self.events) + len(self.merges) + 1
+        return len(self.decisions) + 1
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RunState:
-        return cls(
-            pending=tuple(value["pending"]),
-            adapters=tuple(
-                Packed(one["number"], one["version"], tuple(one["items"]), one["scores"])
-                for one in value["adapters"]
-            ),
-            events=tuple(
-                Event(one["item"], one["adapter"], Attempt(**one["attempt"]), tuple(one["broken"]))
-                for one in value["events"]
-            ),
-            merges=tuple(
-                Merge(tuple(one["versions"]), Attempt(**one["attempt"]), tuple(one["broken"]))
-                for one in value["merges"]
-            ),
-            unreachable=value["unreachable"],
-        )
+        return TypeAdapter(cls).validate_python(value)
 
 
 class Trainer(Protocol):
@@ -162,9 +136,8 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class Goal:
-    """Validation accuracy that an item must reach.
+    """Validation accuracy from 0 to 1 that an item must reach.
 
-    accuracy: the accuracy, from 0 to 1.
     error: standard error of its measurement on the validation split.
     """
 
@@ -176,13 +149,11 @@ class Goal:
         return score >= self.accuracy - NEAR_ERRORS * self.error
 
 
-Goals = Mapping[str, Goal]
-"""Goal by item."""
+Goals = Mapping[str, Goal]  # Goal by item.
 
 
 def goals_of(spec: Spec, examples: Mapping[str, int]) -> Goals:
-    """Return the goal of each item: its required accuracy plus `margin` standard errors of its
-    measurement.
+    """Return the goal of each item: its required accuracy plus `margin` standard errors.
 
     examples: number of validation examples of each item.
     """
@@ -199,11 +170,9 @@ def broken_promises(goals: Goals, scores: Mapping[str, float]) -> tuple[str, ...
 
 
 def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
-    """Return whether an adapter may contain `item` in addition to its present items.
-
-    An adapter has at most one vision task head, for items of one task (§4.2.2). The head answers
-    all requests of that task, so no item without a head may have the same task.
-    """
+    """Return whether an adapter may contain `item` in addition to its present items."""
+    # An adapter has at most one vision task head, for items of one task (§4.2.2). It answers all
+    # requests of that task, so no item without a head may have the same task.
     others = [spec.item(name) for name in adapter.items]
     headed = {other.task for other in others if other.head}
     if item.head:
@@ -216,17 +185,11 @@ def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
 def candidates(
     spec: Spec, options: PackingOptions, state: RunState, item: Item, trainer: Trainer
 ) -> list[Packed]:
-    """Return the adapters to try for an item, in order.
-
-    These are the newest adapter with `fit: last`, and otherwise all adapters, the most similar
-    first. Adapters that may not contain the item are left out.
-    """
+    """Return the adapters to try for an item: the newest, or all with the most similar first."""
     fitting = [adapter for adapter in state.adapters if may_share(spec, item, adapter)]
     if options.fit == "last":
         return [adapter for adapter in fitting if adapter is state.adapters[-1]]
-    return sorted(
-        fitting, key=lambda adapter: trainer.similarity(item, adapter.items), reverse=True
-    )
+    return sorted(fitting, key=lambda one: trainer.similarity(item, one.items), reverse=True)
 
 
 def fuse_next(
@@ -251,22 +214,16 @@ def fuse_next(
         event = Event(item.name, adapter.number, attempt, broken_promises(goals, attempt.scores))
         state = replace(state, events=(*state.events, event))
         if not event.broken:
-            grown = Packed(
-                adapter.number, attempt.version, (*adapter.items, item.name), attempt.scores
-            )
-            adapters = tuple(
-                grown if one.number == adapter.number else one for one in state.adapters
-            )
+            items = (*adapter.items, item.name)
+            grown = Packed(adapter.number, attempt.version, items, attempt.scores)
+            adapters = tuple(grown if one is adapter else one for one in state.adapters)
             return replace(state, adapters=adapters, pending=state.pending[1:])
         save(state)
     return _open_adapter(goals, state, item, trainer)
 
 
 def _open_adapter(goals: Goals, state: RunState, item: Item, trainer: Trainer) -> RunState:
-    """Train a new adapter for one item, and return the new state.
-
-    If the item's promise is broken even then, the item becomes unreachable and has no adapter.
-    """
+    """Train a new adapter for one item. If its promise is broken even then, it is unreachable."""
     number = 1 + max((adapter.number for adapter in state.adapters), default=0)
     attempt = trainer.train(item, None, state.next_version)
     event = Event(item.name, number, attempt, broken_promises(goals, attempt.scores))
@@ -290,7 +247,8 @@ def merge_next(
     pairs = [
         (first, second)
         for first, second in combinations(state.adapters, 2)
-        if (first.version, second.version) not in tried and _may_merge(spec, first, second)
+        if (first.version, second.version) not in tried
+        and all(may_share(spec, spec.item(name), first) for name in second.items)
     ]
     if not pairs:
         return None
@@ -309,9 +267,7 @@ def merge_next(
 
 
 def _hopeless(goals: Goals, state: RunState, first: Packed, second: Packed) -> bool:
-    """Return whether an item of one adapter was far below its goal when it was tried in the other
-    one.
-    """
+    """Return whether an item of one adapter was far below its goal when tried in the other."""
     items = {first.number: second.items, second.number: first.items}
     return any(
         event.attempt.scores[name] < goals[name].accuracy - HOPELESS_ERRORS * goals[name].error
@@ -321,16 +277,10 @@ def _hopeless(goals: Goals, state: RunState, first: Packed, second: Packed) -> b
     )
 
 
-def _may_merge(spec: Spec, first: Packed, second: Packed) -> bool:
-    return all(may_share(spec, spec.item(name), first) for name in second.items)
-
-
 def similar_order(names: Sequence[str], likeness: Callable[[str, str], float]) -> tuple[str, ...]:
     """Return the items in a greedy order: each is followed by the most similar remaining item.
 
     The first item is the one with the largest sum of similarities to all others.
-
-    likeness: returns how similar two items are.
     """
     left = list(names)
     order: list[str] = []

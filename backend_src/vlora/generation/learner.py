@@ -12,15 +12,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import peft
 import torch
 from cachetools import LRUCache, cachedmethod
-from peft import (
-    LoraConfig,
-    PeftModel,
-    get_peft_model,
-    get_peft_model_state_dict,
-    set_peft_model_state_dict,
-)
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -32,16 +26,13 @@ from vlora.vision.families.base import PROCESSOR_BACKEND
 from vlora.vision.prompts import TASKS, ChatTemplate, render
 
 IGNORED = -100
+# Longest row of a batch, divided by its shortest. Longer rows get another batch, so that questions
+# about one image are not padded to the length of a clip.
 LENGTH_RATIO = 2
-"""Maximum length of a batch's longest row, divided by that of its shortest. Longer rows get another
-batch, so that questions about one image are not padded to the length of a clip.
-"""
 HEAD_STATE = "head.json"
-MAX_TEXTS = 1 << 16
-"""Maximum number of texts whose tokens are cached."""
+MAX_TEXTS = 1 << 16  # Maximum number of texts whose tokens are cached.
 WEIGHTS = "adapter_model.safetensors"
-MERGE_DENSITY = 0.5
-"""Share of the weights that the merging methods TIES and DARE keep."""
+MERGE_DENSITY = 0.5  # Share of the weights that the merging methods TIES and DARE keep.
 
 
 @dataclass(frozen=True)
@@ -87,8 +78,7 @@ class Base:
     ) -> None:
         """Load the checkpoint onto `device`, with at most `cache_mib` MiB of cached features.
 
-        fast_attention: whether to use fused attention on a CPU, too, where its bf16 gradient is
-            slow.
+        fast_attention: whether to fuse attention also on a CPU, where its bf16 gradient is slow.
         """
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint, local_files_only=True)
@@ -114,10 +104,7 @@ class Base:
         return int(self.model.config.text_config.hidden_size)
 
     def row(self, item: Item, example: Example, labels: Sequence[str]) -> Row:
-        """Return an example as tokens.
-
-        labels: labels of the head that answers the item; () for the LM head.
-        """
+        """Return an example as tokens, for a head over these labels, or else for the LM head."""
         images, frames = len(example.images), 0
         if item.task == "video":
             images, frames = frames, images
@@ -128,7 +115,7 @@ class Base:
 
     @cachedmethod(attrgetter("_tokens"))
     def _ids(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a text, cached because items and evaluations repeat texts."""
+        # Cached, because items and evaluations repeat texts.
         return tuple(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _prompt_ids(self, text: str) -> Iterable[int]:
@@ -139,14 +126,9 @@ class Base:
 
     @torch.inference_mode()
     def features(self, paths: Iterable[Path]) -> torch.Tensor:
-        """Return the features of images, [tokens of all images, hidden] fp32, on the device.
-
-        Images that are not cached are encoded in one batch and cached if there is space.
-        """
+        """Return the features of images, [tokens of all images, hidden] fp32, on the device."""
         paths = list(paths)
-        found = {
-            path: self._features[path] for path in dict.fromkeys(paths) if path in self._features
-        }
+        found = {path: self._features[path] for path in paths if path in self._features}
         missing = [path for path in dict.fromkeys(paths) if path not in found]
         if missing:
             pictures = [Image.open(path).convert("RGB") for path in missing]
@@ -205,7 +187,7 @@ class Learner(nn.Module):
         self.labels = list(labels)
         torch.manual_seed(seed)
         names = "|".join(training.targets)
-        config = LoraConfig(
+        config = peft.LoraConfig(
             r=training.rank,
             lora_alpha=training.alpha or 2 * training.rank,
             target_modules=rf".*language_model\.layers\.\d+\.(self_attn|mlp)\.({names})",
@@ -213,7 +195,7 @@ class Learner(nn.Module):
             bias="none",
             task_type="CAUSAL_LM",
         )
-        self.adapted: PeftModel = get_peft_model(base.model, config)
+        self.adapted: peft.PeftModel = peft.get_peft_model(base.model, config)
         self.head = nn.Linear(base.hidden, len(labels)).to(base.device) if labels else None
         if self.head is not None:
             nn.init.normal_(self.head.weight, std=0.02)
@@ -225,19 +207,18 @@ class Learner(nn.Module):
 
     def load(self, folder: Path) -> None:
         """Load the weights of an earlier adapter and its head, whose labels are all in `labels`."""
-        set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
+        peft.set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS))
         self._load_head(folder)
 
     def load_merged(self, folders: Sequence[Path], method: str) -> None:
-        """Load the merge of several adapters, each with weight 1, by PEFT's `add_weighted_adapter`.
-
-        method: PEFT's `combination_type`. All adapters, and their merge, have this adapter's rank.
-        """
+        """Load the merge of adapters of this rank, each with weight 1, by PEFT's method."""
         config = self.adapted.peft_config["default"]
         names = [f"part{number}" for number in range(len(folders))]
         for name, folder in zip(names, folders, strict=True):
             self.adapted.add_adapter(name, config)
-            set_peft_model_state_dict(self.adapted, load_file(folder / WEIGHTS), adapter_name=name)
+            peft.set_peft_model_state_dict(
+                self.adapted, load_file(folder / WEIGHTS), adapter_name=name
+            )
             self._load_head(folder)
         self.adapted.add_weighted_adapter(
             names,
@@ -247,14 +228,14 @@ class Learner(nn.Module):
             svd_rank=config.r,
             density=MERGE_DENSITY if method != "svd" else None,
         )
-        state = get_peft_model_state_dict(self.adapted, adapter_name="merged")
+        state = peft.get_peft_model_state_dict(self.adapted, adapter_name="merged")
         # PEFT's merged adapter has the scale 1, but this adapter keeps its own scale.
         scale = config.lora_alpha / config.r
         state = {key: t / scale if ".lora_B." in key else t for key, t in state.items()}
         for name in (*names, "merged"):
             self.adapted.delete_adapter(name)
         self.adapted.set_adapter("default")
-        set_peft_model_state_dict(self.adapted, state)
+        peft.set_peft_model_state_dict(self.adapted, state)
 
     def _load_head(self, folder: Path) -> None:
         if (folder / HEAD_STATE).is_file() and self.head is not None:
@@ -279,15 +260,11 @@ class Learner(nn.Module):
             (folder / HEAD_STATE).write_text(json.dumps(self.labels))
 
     def forward(self, batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the mean cross entropy of the rows of all batches (§4.2.1, L = CE(y, ŷ)).
-
-        Every row has the same weight, independent of the length of its answer.
-        """
+        """Return the mean cross entropy of the rows (§4.2.1, L = CE(y, ŷ)), equally weighted."""
         losses = [self._loss(batch) for batch in batches]
         return torch.stack(losses).sum() / sum(len(batch.tokens) for batch in batches)
 
     def _loss(self, batch: Batch) -> torch.Tensor:
-        """Return the sum of the rows' cross entropies."""
         hidden = self._hidden(batch.tokens, batch.mask, batch.features)
         shifted = batch.targets[:, 1:]
         asked = shifted != IGNORED
@@ -300,13 +277,9 @@ class Learner(nn.Module):
         of_head = batch.labels != IGNORED
         if self.head is not None and of_head.any():
             last = hidden[of_head, batch.ends[of_head]]
-            losses.append(
-                nn.functional.cross_entropy(
-                    self.head(last.to(self.head.weight.dtype)).float(),
-                    batch.labels[of_head],
-                    reduction="sum",
-                )
-            )
+            logits = self.head(last.to(self.head.weight.dtype)).float()
+            labels = batch.labels[of_head]
+            losses.append(nn.functional.cross_entropy(logits, labels, reduction="sum"))
         return torch.stack(losses).sum()
 
     def _embedded(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
@@ -326,9 +299,7 @@ class Learner(nn.Module):
 
     @torch.inference_mode()
     def answer(self, rows: Sequence[Row], task: str) -> list[str]:
-        """Return the answer to each row: the label with the highest score if there is a head, else
-        greedily decoded text within the task's token limit.
-        """
+        """Return the answers: the head's best labels, or else greedily decoded texts."""
         length = max(len(row.prompt) for row in rows)
         tokens = torch.zeros(len(rows), length, dtype=torch.long, device=self.base.device)
         mask = torch.zeros_like(tokens)

@@ -7,15 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 from vlora.vision.results import parse_boxes
 
+# Function of the answers and the references (the right answers) that returns the accuracy.
 Metric = Callable[[Sequence[str], Sequence[str]], float]
-"""Function that returns the accuracy of answers.
-
-Its arguments are the answers and the references (the right answers), in the same order.
-"""
-
-Box = tuple[float, float, float, float]
-"""Left, top, right and bottom, in any unit."""
-
+Box = tuple[float, float, float, float]  # Left, top, right and bottom, in any unit.
 ENOUGH_OVERLAP = 0.5
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = re.compile(r"[^\w\s]")
@@ -32,8 +26,7 @@ def top1(answers: Sequence[str], references: Sequence[str]) -> float:
 def vqa_score(answers: Sequence[str], references: Sequence[str]) -> float:
     """Return the VQA accuracy (Antol et al., 2015) for one reference per question.
 
-    Answers are compared in lower case, without articles and punctuation, and with numbers as
-    digits. An answer that equals the reference counts as 1, any other answer as 0.
+    Answers are compared in lower case, without articles and punctuation, with numbers as digits.
     """
     pairs = zip(answers, references, strict=True)
     return sum(_normal(answer) == _normal(wanted) for answer, wanted in pairs) / len(references)
@@ -45,13 +38,10 @@ def _normal(text: str) -> str:
 
 
 def f1_iou50(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the F1 score of all boxes.
+    """Return the F1 score of all boxes, which have the paper's syntax; 1 if there are none.
 
-    Boxes match if they have the same label and an intersection over union of at least 0.5.
-
-    Answers and references have the paper's syntax, `<ref>name</ref><box>(x1,y1),(x2,y2)</box>`.
-    Each reference box matches at most one box of the answer. If there are no boxes at all, the
-    score is 1.
+    Boxes match if they have the same label and an intersection over union of at least 0.5. Each
+    reference box matches at most one box of the answer.
     """
     matched = total = 0
     for answer, reference in zip(answers, references, strict=True):
@@ -84,10 +74,10 @@ def chrf(answers: Sequence[str], references: Sequence[str]) -> float:
     return float(corpus_chrf(list(answers), [list(references)]).score) / 100
 
 
+# Metrics by the names that a specification uses.
 METRICS: Mapping[str, Metric] = {
     "top1": top1,
     "vqa_score": vqa_score,
     "f1_iou50": f1_iou50,
     "chrf": chrf,
 }
-"""Metrics by the names that a specification uses."""

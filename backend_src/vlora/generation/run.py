@@ -1,7 +1,4 @@
-"""Generation runs, from the examples to the adapter folders and the report.
-
-A run reads the examples, measures the base model, packs the items into adapters, evaluates them on
-the test split, and writes the folders.
+"""Generation runs, from the examples to the adapter folders.
 
 The run's folder contains everything that a killed run needs to continue: `state.json`, which is
 replaced after each decision, and the weights of each attempt.
@@ -15,7 +12,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from accelerate import Accelerator
 
@@ -23,18 +20,11 @@ from vlora.adapters.routing import usual_words
 from vlora.atomic_file import apply_umask, replace_text
 from vlora.errors import InvalidArgument
 from vlora.generation.examples import Splits, read_examples, split
-from vlora.generation.fusion import (
-    Goals,
-    Packed,
-    RunState,
-    fuse_next,
-    merge_next,
-    similar_order,
-)
+from vlora.generation.fusion import Goals, Packed, RunState, fuse_next, merge_next, similar_order
 from vlora.generation.learner import HEAD_STATE
 from vlora.generation.spec import PackingOptions, Spec
 from vlora.generation.teachers import load_teacher, read_truth, remembered, teacher_score
-from vlora.generation.trainer import PeftTrainer, Progress, make_accelerator, similarities
+from vlora.generation.trainer import PeftTrainer, Progress, make_accelerator
 from vlora.offline.peft_folder import rename_base
 
 STATE = "state.json"
@@ -45,10 +35,8 @@ class Outcome:
     """Result of a run.
 
     goals: goal of each item on the validation split.
-    base: accuracy of the base model for each item, on the test split.
-    reached: accuracy of each item on the test split, with the adapter that contains it.
-    teachers: accuracy of the teacher of each item on the test split, if the right answers are
-        known.
+    base, reached: accuracy of each item on the test split, of the base model and of its adapter.
+    teachers: accuracy of the teachers on the test split, where the right answers are known.
     left_out: reason for each image that was not used.
     folders: folder of each adapter by number.
     """
@@ -74,25 +62,19 @@ class Outcome:
 
     @property
     def missed(self) -> dict[str, float]:
-        """Accuracy of each item that misses the accuracy required by the specification, by name.
+        """Accuracy of each item that misses the required accuracy, by name.
 
         It is measured on the test split; for an item without an adapter, on the validation split.
         """
-        missed = dict(self.state.unreachable)
-        for name, score in self.reached.items():
-            if score < self.spec.item(name).required:
-                missed[name] = score
-        return missed
-
-
-Status = Callable[[str], None]
-"""Function that is called with a line of text about what the run is doing."""
+        required = {item.name: item.required for item in self.spec.items}
+        below = {name: score for name, score in self.reached.items() if score < required[name]}
+        return {**self.state.unreachable, **below}
 
 
 def load_splits(
     spec: Spec,
     work: Path | None = None,
-    status: Status = lambda _: None,
+    status: Callable[[str], None] = lambda _: None,
     left_out: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Splits]:
     """Return the examples of all items, labelled by their teachers and split.
@@ -114,29 +96,24 @@ def load_splits(
     return splits
 
 
-@dataclass
 class _Journal:
     """The file from which a killed run continues.
 
-    settings: all settings that determine the result, except for the items.
-    items: settings of each item. Items may be added, but not changed.
     writes: whether this process writes the file. Of several processes, only the first does.
-    base: accuracy of the base model for each item, on the test split.
-    written: names of the adapter folders that the run has written.
     """
 
-    path: Path
-    settings: Mapping[str, Any]
-    items: Mapping[str, Any]
-    writes: bool
-    base: dict[str, float] = field(default_factory=dict)
-    written: list[str] = field(default_factory=list)
+    def __init__(self, spec: Spec, options: PackingOptions, work: Path, writes: bool) -> None:
+        self.path = work / STATE
+        self.settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
+        self.settings["options"] = options.model_dump()
+        # Items may be added, but not changed.
+        self.items = {item.name: item.model_dump(mode="json") for item in spec.items}
+        self.writes = writes
+        self.base: dict[str, float] = {}  # Accuracy of the base model on the test split.
+        self.written: list[str] = []  # Names of the adapter folders.
 
     def read(self) -> RunState | None:
-        """Return the saved state with new items added to `pending`; None if no state was saved.
-
-        Raises InvalidArgument if the saved run had other settings or an item has changed.
-        """
+        """Return the saved state with new items added to `pending`; None if no state was saved."""
         if not self.path.is_file():
             return None
         saved = json.loads(self.path.read_text(encoding="utf-8"))
@@ -156,7 +133,6 @@ class _Journal:
         return replace(state, pending=(*state.pending, *new))
 
     def write(self, state: RunState) -> None:
-        """Replace the file atomically, if this process writes it."""
         if not self.writes:
             return
         content = {
@@ -169,70 +145,66 @@ class _Journal:
         replace_text(self.path, json.dumps(content, indent=2) + "\n")
 
 
+class Watcher(Protocol):
+    """Receives the progress of a run."""
+
+    def report(self, progress: Progress) -> None:
+        """Take the result of an evaluation."""
+
+    def decided(self, state: RunState) -> None:
+        """Take the state before the first decision and after each one."""
+
+    def status(self, text: str) -> None:
+        """Take what the run does next, other than attempts."""
+
+
+class Unwatched:
+    """A watcher that ignores everything."""
+
+    def report(self, progress: Progress) -> None:
+        pass
+
+    def decided(self, state: RunState) -> None:
+        pass
+
+    def status(self, text: str) -> None:
+        pass
+
+
 def generate(
     spec: Spec,
     options: PackingOptions,
     work: Path,
     out: Path,
-    report: Callable[[Progress], None] = lambda _: None,
-    decided: Callable[[RunState], None] = lambda _: None,
-    status: Status = lambda _: None,
+    watcher: Watcher | None = None,
     accelerator: Accelerator | None = None,
 ) -> Outcome:
     """Start or continue a generation run and write the adapter folders.
 
-    If items were added to the specification of a finished run, the run is extended. Its adapters
-    stay, and the new items are added to them or get new adapters.
+    If items were added to the specification of a finished run, the run is extended.
 
     work: folder of the run's state.
     out: folder for the adapters. Folders of the same run in it are replaced.
-    report: called after each evaluation.
-    decided: called before the first decision and after each one.
-    status: called before other work that takes long.
-    accelerator: object of accelerate; made if None.
 
     Raises InvalidArgument for examples that cannot be used, and if `work` contains another run.
     """
     work.mkdir(parents=True, exist_ok=True)
+    watcher = watcher or Unwatched()
     accelerator = accelerator or make_accelerator(spec.training)
     left_out: list[str] = []
     with accelerator.main_process_first():  # Others then read the teachers' answers.
-        splits = load_splits(spec, work, status, left_out.append)
+        splits = load_splits(spec, work, watcher.status, left_out.append)
     teachers = _teacher_scores(spec, splits)
-    trainer = PeftTrainer(spec, options, splits, work, accelerator, report)
-    settings = spec.model_dump(mode="json", exclude={"items", "options", "prefix"})
-    journal = _Journal(
-        work / STATE,
-        {**settings, "options": options.model_dump()},
-        {item.name: item.model_dump(mode="json") for item in spec.items},
-        accelerator.is_main_process,
-    )
+    trainer = PeftTrainer(spec, options, splits, work, accelerator, watcher.report)
+    journal = _Journal(spec, options, work, accelerator.is_main_process)
     saved = journal.read()
     _check_output(spec, out, journal.written)
     accelerator.wait_for_everyone()
     state = saved or RunState(tuple(item.name for item in spec.items))
-    new = [item for item in spec.items if item.name not in journal.base]
-    status("measuring the base model's accuracy")
-    journal.base.update(trainer.base_scores(new, "test"))
-    if options.order == "gradient" or options.fit == "best":
-        status("comparing the items' gradients")
-        trainer.similarities = similarities(
-            trainer.base, spec.training, spec.items, splits, spec.seed
-        )
-    state = replace(state, pending=_ordered(state.pending, spec, options, trainer))
-    journal.write(state)
-    decided(state)
-    while state.pending:
-        state = fuse_next(spec, options, trainer.goals, state, trainer, journal.write)
-        journal.write(state)
-        decided(state)
-    if options.merge != "none":
-        status("merging adapters")
-        while merged := merge_next(spec, options, trainer.goals, state, trainer):
-            state = merged
-            journal.write(state)
+    state = _measured_and_ordered(state, trainer, journal, watcher)
+    state = _packed(state, trainer, journal, watcher)
     reached: dict[str, float] = {}
-    status("measuring the accuracy of the adapters on the test split")
+    watcher.status("measuring the accuracy of the adapters on the test split")
     for adapter in state.adapters:
         reached |= trainer.packed_scores(adapter, "test")
     folders = {adapter.number: out / folder_name(spec, adapter) for adapter in state.adapters}
@@ -242,25 +214,42 @@ def generate(
         journal.written = [folder.name for folder in folders.values()]
         journal.write(state)
         for adapter in state.adapters:
-            _write_folder(spec, adapter, trainer, splits, reached, folders[adapter.number])
+            _write_folder(trainer, adapter, reached, folders[adapter.number])
     accelerator.wait_for_everyone()
-    return Outcome(
-        spec,
-        options,
-        state,
-        trainer.goals,
-        journal.base,
-        reached,
-        teachers,
-        tuple(left_out),
-        folders,
-    )
+    base, goals = journal.base, trainer.goals
+    return Outcome(spec, options, state, goals, base, reached, teachers, tuple(left_out), folders)
+
+
+def _measured_and_ordered(
+    state: RunState, trainer: PeftTrainer, journal: _Journal, watcher: Watcher
+) -> RunState:
+    new = [item for item in trainer.spec.items if item.name not in journal.base]
+    watcher.status("measuring the base model's accuracy")
+    journal.base.update(trainer.base_scores(new, "test"))
+    if trainer.options.order == "gradient" or trainer.options.fit == "best":
+        watcher.status("comparing the items' gradients")
+        trainer.compare()
+    state = replace(state, pending=_ordered(state.pending, trainer))
+    journal.write(state)
+    watcher.decided(state)
+    return state
+
+
+def _packed(state: RunState, trainer: PeftTrainer, journal: _Journal, watcher: Watcher) -> RunState:
+    spec, options = trainer.spec, trainer.options
+    while state.pending:
+        state = fuse_next(spec, options, trainer.goals, state, trainer, journal.write)
+        journal.write(state)
+        watcher.decided(state)
+    if options.merge != "none":
+        watcher.status("merging adapters")
+        while merged := merge_next(spec, options, trainer.goals, state, trainer):
+            state = merged
+            journal.write(state)
+    return state
 
 
 def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float]:
-    """Return the accuracy on the test split of each teacher for which the right answers
-    are known.
-    """
     scores = {
         item.name: teacher_score(item, splits[item.name].test, read_truth(item))
         for item in spec.items
@@ -268,27 +257,18 @@ def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float
     return {name: score for name, score in scores.items() if score is not None}
 
 
-def _ordered(
-    pending: tuple[str, ...], spec: Spec, options: PackingOptions, trainer: PeftTrainer
-) -> tuple[str, ...]:
-    """Return the pending items in the order that the options select.
-
-    A run that was stopped and continued gets the same order again.
-    """
-    listed = [item.name for item in spec.items]
-    if options.order == "random":
-        random.Random(spec.seed).shuffle(listed)
-    elif options.order == "gradient":
+def _ordered(pending: tuple[str, ...], trainer: PeftTrainer) -> tuple[str, ...]:
+    # A run that was stopped and continued gets the same order again.
+    listed = [item.name for item in trainer.spec.items]
+    if trainer.options.order == "random":
+        random.Random(trainer.spec.seed).shuffle(listed)
+    elif trainer.options.order == "gradient":
         listed = list(similar_order(listed, lambda a, b: trainer.similarities[a].get(b, 0.0)))
     return tuple(name for name in listed if name in pending)
 
 
 def _check_output(spec: Spec, out: Path, written: Sequence[str]) -> None:
-    """Raise InvalidArgument if this run would replace a folder in `out` that belongs to another
-    run.
-
-    written: names of the folders that this run has written.
-    """
+    """Raise InvalidArgument if this run would replace a folder in `out` that it has not written."""
     for number in range(1, len(spec.items) + 1):
         name = f"{spec.prefix}-{number}"
         if (out / name).exists() and name not in written:
@@ -303,20 +283,14 @@ def folder_name(spec: Spec, adapter: Packed) -> str:
 
 
 def _write_folder(
-    spec: Spec,
-    adapter: Packed,
-    trainer: PeftTrainer,
-    splits: Mapping[str, Splits],
-    reached: Mapping[str, float],
-    folder: Path,
+    trainer: PeftTrainer, adapter: Packed, reached: Mapping[str, float], folder: Path
 ) -> None:
-    """Write one adapter's folder in the form that the server reads."""
+    spec = trainer.spec
     items = [spec.item(name) for name in adapter.items]
-    part = trainer.folder(adapter.version).with_name(folder.name)
+    trained = trainer.folder(adapter.version)
+    part = trained.with_name(folder.name)
     shutil.rmtree(part, ignore_errors=True)
-    shutil.copytree(
-        trainer.folder(adapter.version), part, ignore=shutil.ignore_patterns(HEAD_STATE)
-    )
+    shutil.copytree(trained, part, ignore=shutil.ignore_patterns(HEAD_STATE))
     rename_base(part, spec.base.name)
     about: dict[str, Any] = {
         "tasks": sorted({item.task for item in items}),
@@ -327,7 +301,7 @@ def _write_folder(
             "name": item.name,
             "task": item.task,
             "accuracy": about["accuracy"][item.name],
-            "words": usual_words([one.question for one in splits[item.name].train]),
+            "words": usual_words([one.question for one in trainer.splits[item.name].train]),
         }
         for item in items
     ]

@@ -1,8 +1,4 @@
-"""The specification of a generation run: knowledge items, their required accuracy, and training.
-
-`read_spec` reads a YAML file and checks it strictly. For an unknown key, a wrong type or a missing
-file, the error names the key.
-"""
+"""The specification of a generation run: knowledge items, their required accuracy, and training."""
 
 from __future__ import annotations
 
@@ -17,20 +13,28 @@ from vlora.errors import InvalidArgument, nearest, shown
 from vlora.strict_json import load_object
 from vlora.vision.prompts import TASKS
 
-# Strict parsing of YAML files that people write.
-#
-# Besides invalid YAML, it rejects duplicate keys, of which YAML libraries use only the last, and
-# aliases that make a short file very large.
-
-
+# Maximum number of values. The values behind an alias count each time that the alias is used.
 MAX_VALUES = 100_000
-"""Maximum number of values. The values behind an alias count each time that the alias is used."""
+MAX_PROBLEMS = 5  # Maximum number of problems that one error message lists.
+
+# Numbers that are neither YAML's `true` nor quoted.
+Int = Annotated[int, Field(strict=True)]
+Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
+MAX_SPEC_BYTES = 1 << 20
+TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
+TRAINED_MODEL_TYPE = "llava"
+# Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it.
+BOX_TASKS = ("refer", "detect")
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
+Share = Annotated[Float, Field(ge=0, le=1)]
+Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def load_yaml(content: bytes, what: str) -> Any:
-    """Return the value in `content`. Raises InvalidArgument.
+    """Return the value in the YAML file `what`. Raises InvalidArgument.
 
-    what: name of the file in messages.
+    Besides invalid YAML, it rejects duplicate keys, of which YAML libraries use only the last, and
+    aliases that make a short file very large.
     """
     try:
         text = content.decode("utf-8-sig")
@@ -61,7 +65,6 @@ def load_yaml(content: bytes, what: str) -> Any:
 
 
 def _one_line(error: yaml.YAMLError) -> str:
-    """Return the problem and its position, without an excerpt of the file."""
     problem = getattr(error, "problem", None) or getattr(error, "reason", None) or "unknown error"
     mark = getattr(error, "problem_mark", None)
     place = f" at line {mark.line + 1}, column {mark.column + 1}" if mark is not None else ""
@@ -69,11 +72,9 @@ def _one_line(error: yaml.YAMLError) -> str:
 
 
 def _count(node: yaml.Node, what: str, known: dict[int, int | None]) -> int:
-    """Return the number of values in `node` after its aliases are replaced.
+    """Return the number of values in `node`, with those of its aliases.
 
     known: number of values by the id of each node; None for nodes that are being counted.
-
-    Raises InvalidArgument for a duplicate key and for a value that contains itself.
     """
     if id(node) in known:
         if (count := known[id(node)]) is None:
@@ -97,18 +98,6 @@ def _count(node: yaml.Node, what: str, known: dict[int, int | None]) -> int:
     return total
 
 
-# Base class of the specification's models, and error messages about invalid values.
-
-
-MAX_PROBLEMS = 5
-"""Maximum number of problems that one error message lists."""
-
-Int = Annotated[int, Field(strict=True)]
-"""Integer. YAML's `true` and quoted numbers are not accepted."""
-Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
-"""Finite number. YAML's `true` and quoted numbers are not accepted."""
-
-
 class StrictModel(BaseModel):
     """Frozen model that refuses unknown keys and names the nearest known key."""
 
@@ -130,9 +119,7 @@ class StrictModel(BaseModel):
 
 
 def describe(error: ValidationError) -> str:
-    """Return one line with the key, the value and the valid values of up to MAX_PROBLEMS
-    problems.
-    """
+    """Return one line with the keys, values and valid values of up to MAX_PROBLEMS problems."""
     problems = error.errors(include_url=False)
     places = [one["loc"] for one in problems]
     lines = []
@@ -160,22 +147,9 @@ def _line(place: str, kind: str, message: str, value: Any) -> str:
     return f"{place} is {shown(value)}, but should {rule}" if rule else f"{place}: {message}"
 
 
-MAX_SPEC_BYTES = 1 << 20
-TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
-METRICS = ("top1", "vqa_score", "f1_iou50", "chrf")
-TRAINED_MODEL_TYPE = "llava"
-BOX_TASKS = ("refer", "detect")
-"""Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it."""
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
-Share = Annotated[Float, Field(ge=0, le=1)]
-Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
 class OnnxTeacher(StrictModel):
     """An ONNX classifier: input [1, 3, size, size], output [1, labels].
 
-    file: the ONNX file.
     labels: answer for each class.
     size: side in pixels of the square to which images are scaled.
     mean, std: normalization of the three channels, whose values are from 0 to 1.
@@ -193,7 +167,6 @@ class Teacher(StrictModel):
 
     pipeline: arguments of a `transformers` pipeline, such as {"task": "image-classification",
         "model": "folder"}. The model must be a folder, because nothing is downloaded.
-    onnx: a classifier as an ONNX file, with its labels and its preprocessing.
     python: "module:function". The function takes a PIL image and returns the text of the answer, or
         None if it cannot label the image.
     """
@@ -226,15 +199,12 @@ class Teacher(StrictModel):
 class Item(StrictModel):
     """A knowledge item: a data set, with the accuracy that its application requires.
 
-    name: name of the item.
-    task: task of its requests.
     images: folder of the images. If neither `conversations` nor `teacher` is given, the folder must
         have one subfolder of images per label.
     conversations: LLaVA conversations as JSON or JSONL about these images.
     teacher: model that labels the images.
     truth: JSON object with the right answer by image file, to measure the teacher.
     question: text of every request, for items without conversations.
-    metric: metric of the accuracy.
     required: required accuracy from 0 to 1, called the item's promise.
     head: whether a vision task head answers (§4.2.2) instead of the LM head.
     max_examples: maximum number of examples, chosen by a hash; all if absent.
@@ -289,17 +259,14 @@ class Item(StrictModel):
 class Training(StrictModel):
     """Settings of one attempt to train an adapter.
 
-    rank, alpha: LoRA's rank and alpha; alpha is twice the rank if absent.
-    targets: names of the matrices to adapt in every layer.
+    alpha: LoRA's alpha, twice the rank if absent.
     learning_rate: maximum learning rate.
-    batch_size: number of examples per step.
     max_steps: maximum number of steps. An attempt ends earlier once all promises are kept.
     evaluate_every: number of steps between two evaluations on the validation split.
     patience: number of evaluations without a better score after which an attempt ends.
     restarts: number of times that an attempt which nearly keeps its promises continues from its
         best weights for another `max_steps` steps.
-    margin: number of standard errors by which the validation accuracy must exceed a promise,
-        because the accuracy on the test split will differ.
+    margin: number of standard errors by which the validation accuracy must exceed a promise.
     mixed_precision: `auto` means bf16 if the device has instructions for it, and otherwise `no`.
     feature_cache_mib: memory in MiB for image features, which training does not change.
     """
@@ -326,12 +293,12 @@ class PackingOptions(StrictModel):
     order: order of the items. `gradient` puts similar items next to each other. The paper's order
         is random.
     replay: share of a batch that is drawn from the items fused before. The paper has 0.
-    focus: share of a batch that is drawn from the items below their goal, in proportion to the
-        accuracy that they still lack. The paper has 0.
-    fit: `last` tries only the newest adapter, as the paper does. `best` tries every adapter, the
-        most similar first.
-    merge: method by which adapters are merged at the end. Two adapters are merged only if all their
-        items still reach their goals.
+    focus: share of a batch that is drawn from the items below their goal, in proportion to what
+        they lack. The paper has 0.
+    fit: `last` tries only the newest adapter, as the paper does. `best` tries all, the most similar
+        first.
+    merge: method by which adapters are merged at the end, if all their items still reach their
+        goals.
     merge_training: whether merged weights that break a promise are trained on the items of both
         adapters, unless an earlier attempt shows that the items are too different.
     """
@@ -344,23 +311,18 @@ class PackingOptions(StrictModel):
     merge_training: bool = True
 
 
+# The heuristic of the paper (§4.2.1).
 PAPER = PackingOptions(
     order="random", replay=0.0, focus=0.0, fit="last", merge="none", merge_training=False
 )
-"""The heuristic of the paper (§4.2.1)."""
 
 
 class Spec(StrictModel):
     """Specification of a generation run. Relative paths start at the folder of the YAML file.
 
     base: folder of the checkpoint.
-    items: the knowledge items.
     prefix: prefix of the adapters' names.
-    seed: seed of all random numbers.
-    split: shares of the examples for training, validation and test. Examples with equal first
-        images are in the same part.
-    training: settings of each attempt.
-    options: settings of the packing.
+    split: shares of the examples for training, validation and test.
     """
 
     base: Path
@@ -385,11 +347,7 @@ class Spec(StrictModel):
 
 
 def read_spec(path: Path) -> Spec:
-    """Return the specification in a YAML file, with absolute paths.
-
-    Raises InvalidArgument, which names up to MAX_PROBLEMS wrong keys, their values and the valid
-    values.
-    """
+    """Return the specification in a YAML file, with absolute paths. Raises InvalidArgument."""
     try:
         if path.stat().st_size > MAX_SPEC_BYTES:
             raise InvalidArgument(f"{path} has more than {MAX_SPEC_BYTES} bytes")
@@ -405,37 +363,31 @@ def read_spec(path: Path) -> Spec:
 
 
 def _with_absolute_paths(spec: Spec, folder: Path) -> Spec:
-    """Return the specification with absolute paths; relative ones start at `folder`.
-
-    Raises InvalidArgument for a path that does not exist or is of the wrong kind.
-    """
     base = _existing(folder / spec.base, "base", is_folder=True)
     _check_base(base)
     items = []
     for item in spec.items:
         where = f"item '{item.name}'"
-        paths: dict[str, Any] = {
-            "images": _existing(folder / item.images, f"{where}: images", is_folder=True)
-        }
+        images = _existing(folder / item.images, f"{where}: images", is_folder=True)
+        paths: dict[str, Any] = {"images": images}
         for key in ("conversations", "truth"):
             if (path := getattr(item, key)) is not None:
                 paths[key] = _existing(folder / path, f"{where}: {key}", is_folder=False)
-        if item.teacher and item.teacher.onnx:
-            onnx = item.teacher.onnx
+        teacher = item.teacher
+        if teacher and (onnx := teacher.onnx):
             file = _existing(folder / onnx.file, f"{where}: teacher.onnx.file", is_folder=False)
             onnx = onnx.model_copy(update={"file": file})
-            paths["teacher"] = item.teacher.model_copy(update={"onnx": onnx})
-        if item.teacher and item.teacher.pipeline:
-            model = folder / item.teacher.pipeline["model"]
+            paths["teacher"] = teacher.model_copy(update={"onnx": onnx})
+        if teacher and (pipeline := teacher.pipeline):
+            model = folder / pipeline["model"]
             model = _existing(model, f"{where}: teacher.pipeline.model", is_folder=True)
-            pipeline = {**item.teacher.pipeline, "model": str(model)}
-            paths["teacher"] = item.teacher.model_copy(update={"pipeline": pipeline})
+            pipeline = {**pipeline, "model": str(model)}
+            paths["teacher"] = teacher.model_copy(update={"pipeline": pipeline})
         items.append(item.model_copy(update=paths))
     return spec.model_copy(update={"base": base, "items": tuple(items)})
 
 
 def _existing(path: Path, what: str, *, is_folder: bool) -> Path:
-    """Return `path` if it is an existing folder or file, as required. Raises InvalidArgument."""
     try:
         if path.is_dir() if is_folder else path.is_file():
             return path
@@ -448,7 +400,6 @@ def _existing(path: Path, what: str, *, is_folder: bool) -> Path:
 
 
 def _check_base(base: Path) -> None:
-    """Raise InvalidArgument if a folder is not a checkpoint that can be trained."""
     config = base / "config.json"
     if not config.is_file():
         raise InvalidArgument(f"base: {base} is not a checkpoint: it has no config.json")

@@ -18,44 +18,36 @@ from vlora.generation.examples import Example, digest_of
 from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, OnnxTeacher, Teacher
 
-SAVE_EVERY = 50
-"""Number of new answers of a teacher after which they are written to the file."""
+SAVE_EVERY = 50  # Number of new answers after which they are written to the file.
 
+# Function that returns the answer for an image file, or None to leave the image out.
 Label = Callable[[Path], str | None]
-"""Function that returns the answer for an image file, or None to leave the image out."""
 
 
 def load_teacher(item: Item) -> Label | None:
-    """Return the item's teacher; None if the item has none.
-
-    Raises InvalidArgument if the teacher cannot be loaded.
-    """
+    """Return the item's teacher, if it has one. Raises InvalidArgument if it cannot be loaded."""
     if item.teacher is None:
         return None
+    its_teacher = f"item '{item.name}': its teacher"
     try:
         label = _load(item.teacher)
     except ModuleNotFoundError as error:
         raise InvalidArgument(
-            f"item '{item.name}': its teacher cannot be loaded: it needs the module '{error.name}',"
+            f"{its_teacher} cannot be loaded: it needs the module '{error.name}',"
             " which is not installed or not in PYTHONPATH"
         ) from error
     except Exception as error:  # A teacher is foreign code and can fail in any way.
-        raise InvalidArgument(
-            f"item '{item.name}': its teacher cannot be loaded: {error}"
-        ) from error
+        raise InvalidArgument(f"{its_teacher} cannot be loaded: {error}") from error
 
     def checked(path: Path) -> str | None:
         try:
             with Image.open(path) as image:
                 answer = label(image.convert("RGB"))
         except Exception as error:
-            raise InvalidArgument(
-                f"item '{item.name}': its teacher fails on {path}: {error!r}"
-            ) from error
+            raise InvalidArgument(f"{its_teacher} fails on {path}: {error!r}") from error
         if answer is not None and not isinstance(answer, str):
             raise InvalidArgument(
-                f"item '{item.name}': its teacher returns {shown(answer)} for {path}; it must"
-                " return a string or None"
+                f"{its_teacher} returns {shown(answer)} for {path}; it must return a string or None"
             )
         return answer
 
@@ -66,14 +58,10 @@ def load_teacher(item: Item) -> Label | None:
 def remembered(
     item: Item, label: Label, file: Path, status: Callable[[str], None] = lambda _: None
 ) -> Iterator[Label]:
-    """Yield a label function that stores the teacher's answers in `file`, so that each image is
-    labelled only once.
+    """Yield a label function that labels each image only once, and stores the answers in `file`.
 
     Stored answers of another teacher are dropped. The file is written after every SAVE_EVERY
     answers and at the end, even after an error or a signal.
-
-    label: the teacher.
-    status: called before the teacher labels an image.
     """
     teacher = item.teacher.model_dump(mode="json") if item.teacher else None
     answers: dict[str, str | None] = {}
@@ -103,10 +91,7 @@ def remembered(
 
 
 def read_truth(item: Item) -> dict[Path, str]:
-    """Return the right answer of each image in the item's `truth`; {} if the item has none.
-
-    Raises InvalidArgument if the file cannot be read.
-    """
+    """Return the right answer by image, from the item's `truth`. Raises InvalidArgument."""
     if item.truth is None:
         return {}
     try:
@@ -122,11 +107,7 @@ def read_truth(item: Item) -> dict[Path, str]:
 def teacher_score(
     item: Item, examples: Sequence[Example], truth: Mapping[Path, str]
 ) -> float | None:
-    """Return the teacher's accuracy on the examples whose right answer is known; None if there are
-    none.
-
-    truth: right answer by image file.
-    """
+    """Return the teacher's accuracy on the examples with a known truth; None if there are none."""
     known = [one for one in examples if one.images[0] in truth]
     if not known:
         return None
@@ -150,7 +131,6 @@ def _load(teacher: Teacher) -> Callable[[Image.Image], Any]:
 
 
 def _onnx(teacher: OnnxTeacher) -> Callable[[Image.Image], str]:
-    """Return a classifier that runs an ONNX file with onnxruntime."""
     import onnxruntime
 
     session = onnxruntime.InferenceSession(

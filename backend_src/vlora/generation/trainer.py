@@ -1,13 +1,13 @@
 """Training and evaluation of attempts with PEFT and accelerate.
 
-All random numbers depend only on the run's seed and the attempt's number, so that an attempt that
-was killed is repeated exactly.
+**Invariant:** all random numbers depend only on the run's seed and the attempt's number, so that an
+attempt that was killed is repeated exactly.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,24 +24,16 @@ from vlora.generation.learner import Base, Learner, Row
 from vlora.generation.metrics import METRICS
 from vlora.generation.spec import Item, PackingOptions, Spec, Training
 
-# Precision, learning rate and averaging of the weights in one training attempt.
-
-
 WARMUP_STEPS = 20
-FINAL_RATE = 0.05
-"""Learning rate at the end of an attempt, as a share of the maximum."""
-COOLING_SHARE = 0.2
-"""Share of `max_steps` over which the rate falls if an attempt ends early."""
+FINAL_RATE = 0.05  # Learning rate at the end of an attempt, as a share of the maximum.
+COOLING_SHARE = 0.2  # Share of `max_steps` over which the rate falls if an attempt ends early.
+# Learning rate with which a further round of an attempt begins, as a share of the maximum.
 RESTART_RATE = 0.5
-"""Learning rate with which a further round of an attempt begins, as a share of the maximum."""
 AVERAGE_DECAY = 0.97
 
 
 def make_accelerator(training: Training) -> Accelerator:
-    """Return accelerate's object for this process, with the precision in the settings.
-
-    Raises InvalidArgument for a precision that the device cannot use.
-    """
+    """Return accelerate's object. Raises InvalidArgument for a precision that cannot be used."""
     precision = training.mixed_precision
     if precision == "auto":
         precision = "bf16" if _bf16_is_fast() else "no"
@@ -61,10 +53,9 @@ def _bf16_is_fast() -> bool:
 
 
 class WeightAverage:
-    """Exponential moving average of the trained weights.
+    """Exponential moving average of the trained weights, which is evaluated and saved.
 
-    The average is evaluated and saved instead of the weights. With a high learning rate, the
-    weights fluctuate around a better point, to which their average is close.
+    With a high learning rate, the weights fluctuate around a better point, close to their average.
     """
 
     def __init__(self, weights: Sequence[torch.Tensor]) -> None:
@@ -72,11 +63,9 @@ class WeightAverage:
         self._steps = 0
 
     def add(self, weights: Sequence[torch.Tensor]) -> None:
-        """Include the weights after a step in the average.
-
-        The first steps have equal weights. Later, a step has the weight 1 - AVERAGE_DECAY.
-        """
+        """Include the weights after a step in the average."""
         self._steps += 1
+        # The first steps have equal weights.
         share = max(1 - AVERAGE_DECAY, 1 / self._steps)
         for value, weight in zip(self._values, weights, strict=True):
             value.lerp_(weight.detach(), share)
@@ -109,15 +98,11 @@ def assign(weights: Sequence[torch.Tensor], values: Sequence[torch.Tensor]) -> N
 class Schedule:
     """Learning rate of an attempt as a share of the maximum, and the step at which it ends.
 
-    A round consists of a linear warm-up and a cosine decay to FINAL_RATE. A round may end early,
-    with a short linear decay. Another round may follow, which starts at a lower rate.
+    A round of `steps` steps consists of a linear warm-up and a cosine decay to FINAL_RATE. It may
+    end early, with a short linear decay. Another round may follow, which starts at a lower rate.
     """
 
     def __init__(self, steps: int) -> None:
-        """Begin the first round.
-
-        steps: number of steps in a round.
-        """
         self._steps = steps
         self._start = 0
         self._peak = 1.0
@@ -160,6 +145,9 @@ class Schedule:
         return FINAL_RATE + (self._peak - FINAL_RATE) * wave
 
 
+EXAMPLES = 64  # Number of training examples of each item from which its gradient is computed.
+# Length of a sketch, the compressed gradient. The error of a cosine is about 1 / √BUCKETS.
+BUCKETS = 1 << 16
 EVALUATION_ROWS = 64
 MAX_GRADIENT_NORM = 1.0
 
@@ -170,8 +158,6 @@ class Progress:
 
     item: name of the item that is added, or names of the items of merged adapters.
     adapter: number of the adapter that is trained; None for a new one.
-    step, max_steps: number of steps so far, and maximum number of steps.
-    loss: present training loss.
     scores: accuracy of each item at the last evaluation.
     """
 
@@ -184,11 +170,7 @@ class Progress:
 
 
 class PeftTrainer:
-    """Trains and evaluates attempts. The weights of attempt N are in the folder `work/attempt-N`.
-
-    splits: examples of each item.
-    report: called after each evaluation.
-    """
+    """Trains and evaluates attempts. The weights of attempt N are in `work/attempt-N`."""
 
     def __init__(
         self,
@@ -199,9 +181,9 @@ class PeftTrainer:
         accelerator: Accelerator,
         report: Callable[[Progress], None] = lambda _: None,
     ) -> None:
-        self._spec = spec
-        self._options = options
-        self._splits = splits
+        self.spec = spec
+        self.options = options
+        self.splits = splits
         self._work = work
         self.goals = goals_of(spec, {name: len(part.validation) for name, part in splits.items()})
         self.similarities: Mapping[str, Mapping[str, float]] = {}
@@ -223,60 +205,51 @@ class PeftTrainer:
         return sum(own.get(other, 0.0) for other in others) / len(others)
 
     def train(self, item: Item, onto: Packed | None, version: int) -> Attempt:
-        """Train as `fusion.Trainer.train` describes.
-
-        Training ends when all promises are kept, or when the scores no longer improve.
-        """
+        """Train as `fusion.Trainer.train` describes, until the scores no longer improve."""
         started = time.monotonic()
-        training = self._spec.training
-        items = [self._spec.item(name) for name in (onto.items if onto else ())] + [item]
-        learner = Learner(self.base, training, self.labels(items), self._seed(version))
-        try:
+        items = [*self._items(onto.items if onto else ()), item]
+        with self._learner(items, self._seed(version)) as learner:
             if onto is not None:
                 learner.load(self.folder(onto.version))
             number = onto.number if onto else None
-            attempt = self._run(learner, items, item.name, number, version)
-            if self._accelerator.is_main_process:
-                learner.save(self.folder(version))
-            self._accelerator.wait_for_everyone()
-        finally:
-            learner.release()
-        scores, steps = attempt
+            scores, steps = self._run(learner, items, item.name, number, version)
+            self._save(learner, version)
         return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
 
     def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
-        """Merge two adapters as `fusion.Trainer.merge` describes, by PEFT's `add_weighted_adapter`
-        with weight 1 each.
-
-        train: whether to train the merged weights on all items if a promise is broken.
-        """
-        started = time.monotonic()
-        items = [self._spec.item(name) for name in (*first.items, *second.items)]
-        learner = Learner(self.base, self._spec.training, self.labels(items), self._seed(version))
-        steps = 0
-        try:
+        """Merge two adapters as `fusion.Trainer.merge` describes, with weight 1 each."""
+        started, steps = time.monotonic(), 0
+        items = self._items((*first.items, *second.items))
+        with self._learner(items, self._seed(version)) as learner:
             folders = self.folder(first.version), self.folder(second.version)
-            learner.load_merged(folders, self._options.merge)
+            learner.load_merged(folders, self.options.merge)
             scores = self.evaluate(learner, items, "validation")
             if train and broken_promises(self.goals, scores):
                 scores, steps = self._run(learner, items, None, first.number, version)
-            if self._accelerator.is_main_process:
-                learner.save(self.folder(version))
-            self._accelerator.wait_for_everyone()
+            self._save(learner, version)
+        return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
+
+    def _items(self, names: Iterable[str]) -> list[Item]:
+        return [self.spec.item(name) for name in names]
+
+    @contextmanager
+    def _learner(self, items: Sequence[Item], seed: int) -> Iterator[Learner]:
+        learner = Learner(self.base, self.spec.training, self.labels(items), seed)
+        try:
+            yield learner
         finally:
             learner.release()
-        return Attempt(version, scores, steps, round(time.monotonic() - started, 1))
+
+    def _save(self, learner: Learner, version: int) -> None:
+        if self._accelerator.is_main_process:
+            learner.save(self.folder(version))
+        self._accelerator.wait_for_everyone()
 
     def labels(self, items: Sequence[Item]) -> list[str]:
         """Return the labels of the head that these items share, in a fixed order."""
-        answers = {
-            example.answer
-            for item in items
-            if item.head
-            for part in (self._splits[item.name],)
-            for example in (*part.train, *part.validation, *part.test)
-        }
-        return sorted(answers)
+        splits = [self.splits[item.name] for item in items if item.head]
+        examples = [one for part in splits for one in (*part.train, *part.validation, *part.test)]
+        return sorted({example.answer for example in examples})
 
     def _run(
         self,
@@ -286,73 +259,66 @@ class PeftTrainer:
         adapter: int | None,
         version: int,
     ) -> tuple[dict[str, float], int]:
-        """Train until the promises are kept. Returns the scores of the best weights, and the number
-        of steps.
-
-        new: name of the item that joins the others; None if two adapters are merged.
-        adapter: number of the adapter whose weights are trained; None for a new adapter.
-
-        An attempt that makes no progress for `patience` evaluations ends with a short decay of the
-        learning rate, which often raises the scores enough. An attempt with a new adapter is not
-        ended for this reason, because it is the last attempt for its item. An attempt that nearly
-        keeps its promises at the end continues from its best weights, up to `restarts` times.
-        """
-        training = self._spec.training
+        """Train until the promises are kept. Return the best weights' scores, and the steps."""
+        training = self.spec.training
         weights = [weight for weight in learner.parameters() if weight.requires_grad]
         optimizer = torch.optim.AdamW(weights, lr=training.learning_rate, weight_decay=0.0)
         model, optimizer = self._accelerator.prepare(learner, optimizer)
-        rows = {
-            one.name: [
-                self.base.row(one, example, learner.labels if one.head else ())
-                for example in self._splits[one.name].train
-            ]
-            for one in items
-        }
+        rows = {one.name: self._rows(one, learner) for one in items}
         best: tuple[float, dict[str, float], list[torch.Tensor]] | None = None
-        shares = row_shares(self.goals, self._options, new, tuple(rows), {})
+        scores: dict[str, float] = {}
         average = WeightAverage(weights)
         schedule, restarts = Schedule(training.max_steps), training.restarts
+        name = new or " with ".join(one.name for one in items)
         failed = step = 0
         while True:
-            model.train()
-            for group in optimizer.param_groups:
-                group["lr"] = training.learning_rate * schedule.rate(step)
-            batches = self.base.batches(self._draw(rows, shares, version, step))
-            with self._accelerator.autocast():
-                loss = model(batches)
-            optimizer.zero_grad()
-            self._accelerator.backward(loss)
-            self._accelerator.clip_grad_norm_(weights, MAX_GRADIENT_NORM)
-            optimizer.step()
+            rate = training.learning_rate * schedule.rate(step)
+            loss = self._step(model, optimizer, rate, self._draw(rows, new, scores, version, step))
             step += 1
             average.add(weights)
             if step % training.evaluate_every and step < schedule.end:
                 continue
             with average.applied(weights):
                 scores = self.evaluate(learner, items, "validation")
-            name = new or " with ".join(one.name for one in items)
-            self._report(Progress(name, adapter, step, schedule.end, float(loss.detach()), scores))
-            shares = row_shares(self.goals, self._options, new, tuple(rows), scores)
+            self._report(Progress(name, adapter, step, schedule.end, float(loss), scores))
             slack = min(scores[one.name] - self.goals[one.name].accuracy for one in items)
+            failed += 1
             if best is None or slack > best[0]:
-                best = slack, scores, average.values()
-                failed = 0
-            else:
-                failed += 1
-            if not broken_promises(self.goals, scores):
+                best, failed = (slack, scores, average.values()), 0
+            # An attempt that nearly keeps its promises continues from its best weights.
+            go_on = restarts and self._nearly_reached(best[1])
+            if not broken_promises(self.goals, scores) or (step == schedule.end and not go_on):
                 break
             if step == schedule.end:
-                if not restarts or not self._nearly_reached(best[1]):
-                    break
-                restarts -= 1
-                failed = 0
+                restarts, failed = restarts - 1, 0
                 schedule.restart(step)
                 assign(weights, best[2])
                 average.restart(best[2])
+            # The short decay at an early end often raises the scores enough. An attempt with a new
+            # adapter is not ended early, because it is the last one for its item.
             elif adapter is not None and not schedule.cooling and failed >= training.patience:
                 schedule.end_early(step)
         assign(weights, best[2])
         return best[1], step
+
+    def _rows(self, item: Item, learner: Learner) -> list[Row]:
+        labels = learner.labels if item.head else ()
+        examples = self.splits[item.name].train
+        return [self.base.row(item, example, labels) for example in examples]
+
+    def _step(
+        self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, rows: list[Row]
+    ) -> torch.Tensor:
+        model.train()
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        with self._accelerator.autocast():
+            loss: torch.Tensor = model(self.base.batches(rows))
+        optimizer.zero_grad()
+        self._accelerator.backward(loss)
+        self._accelerator.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
+        optimizer.step()
+        return loss.detach()
 
     def _nearly_reached(self, scores: Mapping[str, float]) -> bool:
         return all(self.goals[name].nearly_reached(score) for name, score in scores.items())
@@ -360,17 +326,15 @@ class PeftTrainer:
     def _draw(
         self,
         rows: Mapping[str, Sequence[Row]],
-        shares: Mapping[str, float],
+        new: str | None,
+        scores: Mapping[str, float],
         version: int,
         step: int,
     ) -> list[Row]:
-        """Return the examples of one step.
-
-        The item of each example is drawn with the probability in `shares`.
-        """
+        shares = row_shares(self.goals, self.options, new, tuple(rows), scores)
         process = self._accelerator.process_index
-        rng = np.random.default_rng([self._spec.seed, version, step, process])
-        size = self._spec.training.batch_size
+        rng = np.random.default_rng([self.spec.seed, version, step, process])
+        size = self.spec.training.batch_size
         drawn = rng.choice(len(shares), size, p=np.array(list(shares.values())))
         parts = [rows[name] for name in np.array(list(shares))[drawn]]
         return [part[int(rng.integers(len(part)))] for part in parts]
@@ -379,7 +343,7 @@ class PeftTrainer:
         """Return the accuracy of each item on a split, `validation` or `test`."""
         learner.eval()
         return {
-            item.name: self._score(learner, item, getattr(self._splits[item.name], split))
+            item.name: self._score(learner, item, getattr(self.splits[item.name], split))
             for item in items
         }
 
@@ -397,28 +361,40 @@ class PeftTrainer:
         return METRICS[item.metric]([a for a, _ in pairs], [wanted for _, wanted in pairs])
 
     def base_scores(self, items: Sequence[Item], split: str) -> dict[str, float]:
-        """Return the accuracy of the base model without adapters for each item. Its LM head answers
-        all items.
-        """
-        learner = Learner(self.base, self._spec.training, (), self._spec.seed)
-        try:
-            headless = [item.model_copy(update={"head": False}) for item in items]
+        """Return the accuracy of the base model for each item. Its LM head answers all items."""
+        headless = [item.model_copy(update={"head": False}) for item in items]
+        with self._learner(headless, self.spec.seed) as learner:
             return self.evaluate(learner, headless, split)
-        finally:
-            learner.release()
 
     def packed_scores(self, adapter: Packed, split: str) -> dict[str, float]:
         """Return the accuracy of a packed adapter's items on a split."""
-        items = [self._spec.item(name) for name in adapter.items]
-        learner = Learner(self.base, self._spec.training, self.labels(items), self._spec.seed)
-        try:
+        items = self._items(adapter.items)
+        with self._learner(items, self.spec.seed) as learner:
             learner.load(self.folder(adapter.version))
             return self.evaluate(learner, items, split)
-        finally:
-            learner.release()
+
+    def compare(self) -> None:
+        """Store the cosine of the gradients of each two items as their similarity."""
+        # A small training step on item b with learning rate η changes the loss of item a by
+        # -η gₐ·g_b to first order, where g is the gradient with respect to the adapter's weights.
+        # So the cosine estimates whether training both in one adapter helps. Li et al. (ACL 2025,
+        # "Efficient Ensemble for Fine-tuning Language Models on Multiple Datasets") do the same.
+        with self._learner((), self.spec.seed) as learner:
+            sketches = {
+                item.name: _sketch(learner, item, self.splits[item.name], self.spec.seed)
+                for item in self.spec.items
+            }
+        self.similarities = {
+            name: {
+                other: round(float(torch.cosine_similarity(sketch, theirs, dim=0)), 6)
+                for other, theirs in sketches.items()
+                if other != name
+            }
+            for name, sketch in sketches.items()
+        }
 
     def _seed(self, version: int) -> int:
-        return self._spec.seed * 1_000_003 + version
+        return self.spec.seed * 1_000_003 + version
 
 
 def row_shares(
@@ -428,7 +404,7 @@ def row_shares(
     names: Sequence[str],
     scores: Mapping[str, float],
 ) -> dict[str, float]:
-    """Return the share of each item in the batches of an attempt. The sum of the shares is 1.
+    """Return the share of each item in the batches of an attempt, which sum up to 1.
 
     new: name of the item that is added; None if two adapters are merged.
     names: names of all items of the attempt, including `new`.
@@ -448,47 +424,10 @@ def row_shares(
     return {name: (1 - focus) * even[name] + focus * missing[name] / total for name in names}
 
 
-# Estimates of how well items can share one adapter, from gradients at the base model.
-#
-# A small training step on item b with learning rate η changes the loss of item a by -η gₐ·g_b to
-# first order, where g is the gradient with respect to the adapter's weights. So the cosine of the
-# two gradients estimates whether training both items in one adapter helps or hurts them. It costs
-# one backward pass per item. Li et al. (ACL 2025, "Efficient Ensemble for Fine-tuning Language
-# Models on Multiple Datasets") use the same gradients to estimate which data sets to train
-# together.
-
-
-EXAMPLES = 64
-"""Number of training examples of each item from which its gradient is computed."""
-BUCKETS = 1 << 16
-"""Length of a sketch, the compressed gradient. The error of a cosine is about 1 / √BUCKETS."""
-
-
-def similarities(
-    base: Base, training: Training, items: Sequence[Item], splits: Mapping[str, Splits], seed: int
-) -> dict[str, dict[str, float]]:
-    """Return the cosine of the gradients of each two items, as result[item][other item]."""
-    learner = Learner(base, training, (), seed)
-    try:
-        sketches = {item.name: _sketch(learner, item, splits[item.name], seed) for item in items}
-    finally:
-        learner.release()
-    return {
-        name: {
-            other: round(float(torch.cosine_similarity(sketch, theirs, dim=0)), 6)
-            for other, theirs in sketches.items()
-            if other != name
-        }
-        for name, sketch in sketches.items()
-    }
-
-
 def _sketch(learner: Learner, item: Item, splits: Splits, seed: int) -> torch.Tensor:
-    """Return the count sketch of an item's gradient, [BUCKETS].
-
-    The gradient of every weight is added, with a random sign, to a random bucket. Sketches with the
-    same seed preserve inner products in expectation.
-    """
+    """Return the count sketch of an item's gradient, [BUCKETS]."""
+    # The gradient of every weight is added, with a random sign, to a random bucket. Sketches with
+    # the same seed preserve inner products in expectation.
     step = max(1, len(splits.train) // EXAMPLES)
     rows = [learner.base.row(item, example, ()) for example in splits.train[::step][:EXAMPLES]]
     learner.zero_grad()

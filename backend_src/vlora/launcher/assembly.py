@@ -1,8 +1,4 @@
-"""Finds a `tritonserver`, and the files that it needs to run the models with this Python.
-
-If a server is on PATH, as in NVIDIA's container, it is used with its own backends. Otherwise the
-server in the wheel `nvidia-pytriton` is used, with a backend directory that is made of links.
-"""
+"""Finds a `tritonserver`, with the files and environment to run the models with this Python."""
 
 from __future__ import annotations
 
@@ -19,11 +15,7 @@ from pathlib import Path
 import vlora
 from vlora.errors import ServerError
 
-# Environment variables of the server, and a check for unknown ones.
-
-
-PREFIX = "VLORA_"
-
+# Meaning of each variable with the prefix VLORA_ that any part of the project reads.
 KNOWN = {
     "VLORA_MODEL": "folder of the checkpoint, as --model",
     "VLORA_ADAPTERS": "folder of the adapters, as --adapters",
@@ -37,19 +29,17 @@ KNOWN = {
     "VLORA_SERVER": "set by vlora serve: the server's process id",
     "VLORA_GPU_TESTS": "set by tools.gpu: the tests of GPU kernels run on the GPU",
 }
-"""Meaning of each variable with the prefix VLORA_ that any part of the project reads."""
 
+# Ending of a variable that Kubernetes sets for a service, since a service may be named `vlora`.
 _SERVICE = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_\w+)?)?)")
-"""Ending of a variable that Kubernetes sets for a service, since a service may be named `vlora`."""
 
 
 def unknown_variables(names: Iterable[str]) -> list[str]:
     """Return a warning for each variable that has the prefix VLORA_ but is not in KNOWN."""
-    unknown = (name for name in names if name.startswith(PREFIX) and name not in KNOWN)
     return [
         f"nothing reads the environment variable {name}; known are {', '.join(KNOWN)}"
-        for name in sorted(unknown)
-        if not _SERVICE.search(name)
+        for name in sorted(names)
+        if name.startswith("VLORA_") and name not in KNOWN and not _SERVICE.search(name)
     ]
 
 
@@ -63,9 +53,9 @@ class Assembly:
 
 
 def assemble(folder: Path) -> Assembly:
-    """Return the server to start.
+    """Return the server to start: one on PATH, as in NVIDIA's container, else that of the wheel.
 
-    folder: existing folder for links to the parts of the Python backend.
+    folder: existing folder for links to the wheel's parts of the Python backend.
 
     Raises ServerError, which names what is missing and the command that installs it.
     """
@@ -92,18 +82,12 @@ def assemble(folder: Path) -> Assembly:
         link.unlink(missing_ok=True)
         link.symlink_to(part)
     libraries = [root.parent.parent / "nvidia_pytriton.libs", find_libpython().parent]
-    return Assembly(
-        binary,
-        (f"--backend-directory={backend.parent}",),
-        _python_environment(libraries),
-    )
+    arguments = (f"--backend-directory={backend.parent}",)
+    return Assembly(binary, arguments, _python_environment(libraries))
 
 
 def find_libpython() -> Path:
-    """Return the path of this Python's shared library, which the backend's stub is linked to.
-
-    Raises ServerError if there is none.
-    """
+    """Return the path of this Python's shared library, which the backend's stub is linked to."""
     name = sysconfig.get_config_var("INSTSONAME") or ""
     if not name.startswith("libpython") or ".so" not in name:
         name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
@@ -123,13 +107,8 @@ def find_libpython() -> Path:
 
 
 def _python_environment(libraries: list[Path]) -> dict[str, str]:
-    """Return environment variables with which the backend's Python finds this Python's packages.
-
-    libraries: folders of shared libraries.
-
-    The wheel's stub ignores PYTHONPATH. It uses the packages of the first `python3` on PATH, which
-    may belong to a virtual environment. The container's stub reads PYTHONPATH.
-    """
+    # The wheel's stub ignores PYTHONPATH. It uses the packages of the first `python3` on PATH,
+    # which may belong to a virtual environment. The container's stub reads PYTHONPATH.
     package = Path(vlora.__file__).resolve().parent.parent
     packages = [str(package)] + [entry for entry in sys.path if entry.endswith("-packages")]
     environment = {

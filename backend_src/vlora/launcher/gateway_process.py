@@ -9,41 +9,26 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 
 from vlora.launcher.processes import ended_with, start_tied
 from vlora.net import check_host, check_keys, choose_ports, reachable_host
 
+# Shortest and longest wait before a gateway that has ended is restarted. It doubles each time.
 FIRST_WAIT_SECONDS = 1.0
 MAX_WAIT_SECONDS = 30.0
-"""Shortest and longest wait in seconds before a gateway that has ended is restarted. The wait
-doubles each time.
-"""
 
-STOP_SECONDS = 5.0
-"""Seconds that the gateway gets to end. No request is running then, because the server has been
-stopped.
-"""
+STOP_SECONDS = 5.0  # No request is running then, because the server has been stopped.
 
 
 class GatewayProcess:
-    """Runs `vlora gateway`, and restarts it whenever it ends.
+    """Runs `vlora gateway` from `start` to the end of a `with` block, and restarts it if it ends.
 
-    It is a context manager. `start` starts the process, and leaving the block ends it.
-
+    say: function that prints a message for the user.
     url: address on which the gateway listens once it has started.
     """
 
     def __init__(self, host: str, port: int, keys: Path | None, say: Callable[[str], None]) -> None:
-        """Check the address and choose the port, without starting anything.
-
-        host: IP address to listen on.
-        port: 0 chooses a free one.
-        keys: file of API keys, or None.
-        say: function that prints a message for the user.
-
-        Raises ServerError if the address cannot be used, or needs keys and there are none.
-        """
+        """Choose the port. Raise ServerError for an address that cannot be used, or needs keys."""
         check_host(host)
         check_keys(host, keys, "--gateway-keys")
         chosen = choose_ports({"gateway_port": port}, host)["gateway_port"]
@@ -68,12 +53,7 @@ class GatewayProcess:
     def __enter__(self) -> GatewayProcess:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
@@ -86,7 +66,6 @@ class GatewayProcess:
             process.wait()
 
     def _watch(self, command: list[str]) -> None:
-        """Restart the process whenever it ends, until the context is left."""
         wait = FIRST_WAIT_SECONDS
         while self._process is not None:
             status = self._process.wait()

@@ -1,10 +1,8 @@
 """`python -m vlora.launcher.guard FOLDER`: ends what a killed `vlora serve` leaves behind.
 
-The process waits until no process holds the lock of the run's folder. If the folder is still there,
-the run was killed. The guard then ends the run's server and models, and removes their shared memory
-and the folder. The guard is needed because a model may be unable to end itself: Triton's Python
-backend holds the interpreter's lock while it sends a metric's new value to the server and waits for
-the reply. A server that was killed never replies.
+It waits until the lock of the run's folder is free, and clears the folder if it is still there. A
+model may be unable to end itself: Triton's Python backend holds the
+interpreter's lock while it sends a metric to the server, and a killed server never replies.
 """
 
 from __future__ import annotations
@@ -19,16 +17,13 @@ from pathlib import Path
 
 @contextmanager
 def guarded(folder: Path) -> Iterator[None]:
-    """Run a guard of this folder of a run until the end of the block.
-
-    The guard is in a session of its own, so Ctrl-C in the terminal does not end it.
-    """
+    """Run a guard of this folder of a run until the end of the block."""
     guard = subprocess.Popen(
         [sys.executable, "-m", __name__, str(folder)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        start_new_session=True,
+        start_new_session=True,  # So that Ctrl-C in the terminal does not end it.
     )
     try:
         yield

@@ -1,22 +1,13 @@
 """Checks a running server by asking it for an answer of one token.
 
-Triton reports itself as live and ready even after a model's process has ended, so only a request
-can detect this. The request goes to `video_analytics` without an image, and passes through all four
-model processes. A healthy server does not answer this request in three cases:
-
-- The server is still starting and has not opened a port. On the same machine, a file that `vlora
-  serve` creates shows this.
-- The server has a long queue and does not answer within the deadline. The counts of forward passes
-  or encoded images in its metrics then grow; those of a hung server do not.
-- The server is draining, or its queue is full. The error that it sends says so.
-
-Kubernetes runs the probe every few seconds. So this module imports neither torch nor numpy, and
-every call has a deadline.
+Triton reports itself as ready even after a model's process has ended, so only a request, which
+passes through all model processes, detects this. A healthy server that starts, drains or has a long
+queue does not answer; a file of the run, the error, or growing metrics show this. Kubernetes runs
+the probe every few seconds, so this module imports neither torch nor numpy.
 """
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -27,59 +18,37 @@ from typing import Any
 
 import grpc
 
-from vlora.net import get, grpc_options, is_local, load_grpc_stubs
+from vlora.net import get, grpc_options, is_local, load_grpc_stubs, port_hint
 
 service_pb2, service_pb2_grpc = load_grpc_stubs()
-
 ENSEMBLE = "video_analytics"
 QUESTION = b"ready?"
 SAMPLING = b'{"max_tokens": 1}'
+# Counters that grow while a server works.
 PROGRESS = {
     "vlora:engine_steps_total": "forward passes",
     "vlora:encoder_images_total": "encoded images",
 }
-"""Counters that grow while a server works, each with a description of what it counts."""
 
+# Share of the deadline that is reserved for reading the metrics of a server that does not answer.
 METRICS_SHARE = 0.25
-"""Share of the deadline that is reserved for reading the metrics of a server that does
-not answer.
-"""
 
+# Parts of the errors of a healthy server that accepts no requests: ours (queue full or draining),
+# and Triton's while it drains. gRPC uses the same status for a broken connection.
 BUSY_MESSAGES = ("UNAVAILABLE: ", "stopped accepting")
-"""Parts of the error messages of a healthy server that accepts no requests.
-
-The first is ours (queue full or draining), the second is Triton's while it drains. The status alone
-does not suffice, because gRPC uses the same status for a broken connection.
-"""
-
-ADDRESS = re.compile(r"[^/\s]+:(\d{1,5})")
-"""Pattern of a gRPC address, HOST:PORT. Its group matches the port."""
-
-NOT_GRPC = re.compile("Failed parsing HTTP/2|Socket closed")
-"""Text of gRPC's errors when the port belongs to an HTTP/1 server, such as Triton's."""
 
 
 class Health(IntEnum):
     """State of a server. The values are exit codes of `vlora probe`."""
 
-    READY = 0
-    """The server answers requests."""
-    DEAD = 1
-    """The server does not listen, a model's process has ended, or neither an answer nor progress
-    was seen within the deadline.
-    """
-    ALIVE = 3
-    """The server runs but accepts no requests now: it starts, drains, or has a full queue."""
+    READY = 0  # The server answers requests.
+    DEAD = 1  # No server, an ended model process, or no answer and no progress in time.
+    ALIVE = 3  # It accepts no requests now: it starts, drains, or has a full queue.
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of a probe.
-
-    health: state of the server.
-    reason: sentence for the user.
-    seconds: seconds that the probe took.
-    """
+    """Result of a probe, its reason for the user, and the seconds that it took."""
 
     health: Health
     reason: str
@@ -88,11 +57,9 @@ class Finding:
 
 @dataclass(frozen=True)
 class Tls:
-    """PEM files for a connection with TLS.
+    """PEM files for a connection with TLS; key and certificate of the client for mutual TLS.
 
-    ca: certificate authority.
     name: name in the server's certificate, if it differs from the host.
-    key, certificate: key and certificate of the client, for mutual TLS.
     """
 
     ca: Path
@@ -105,11 +72,9 @@ def _channel(address: str, tls: Tls | None) -> grpc.Channel:
     direct = grpc_options(address.rpartition(":")[0])
     if tls is None:
         return grpc.insecure_channel(address, direct)
-    credentials = grpc.ssl_channel_credentials(
-        tls.ca.read_bytes(),
-        None if tls.key is None else tls.key.read_bytes(),
-        None if tls.certificate is None else tls.certificate.read_bytes(),
-    )
+    files = (tls.ca, tls.key, tls.certificate)
+    contents = (None if file is None else file.read_bytes() for file in files)
+    credentials = grpc.ssl_channel_credentials(*contents)
     name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
     return grpc.secure_channel(address, credentials, (*direct, *name))
 
@@ -149,31 +114,22 @@ def probe(
             return finding(Health.DEAD, f"no server answers at {address}: {_describe(error)}{hint}")
         if not (live and ready):
             return finding(Health.ALIVE, "the server is running; its models are not ready yet")
-        before = None if metrics_port is None else _read_progress(host, metrics_port, left())
+        before = {} if metrics_port is None else _read_progress(host, metrics_port, left())
         try:
             share = 1.0 if metrics_port is None else 1.0 - METRICS_SHARE
             stub.ModelInfer(_request(), timeout=left() * share)
         except grpc.RpcError as error:
-            if error.code() == grpc.StatusCode.DEADLINE_EXCEEDED and metrics_port is not None:
+            late = error.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+            if late and metrics_port is not None:
                 work = _work_done(before, _read_progress(host, metrics_port, left()))
                 if work:
-                    return finding(
-                        Health.ALIVE, f"no answer yet, but {work}: the server is working"
-                    )
+                    reason = f"no answer yet, but {work}: the server is working"
+                    return finding(Health.ALIVE, reason)
             return finding(*_judge(error, deadline))
     return finding(Health.READY, f"{ENSEMBLE} answered")
 
 
-def port_hint(details: str) -> str:
-    """Return the end of a message about a failed connection: a question if the port is not gRPC's.
-
-    details: text of gRPC's error.
-    """
-    return "; is this the gRPC port?" if NOT_GRPC.search(details) else ""
-
-
 def _judge(error: grpc.RpcError, deadline: float) -> tuple[Health, str]:
-    """Return what the error of a request says about the server's health, and the reason."""
     code = error.code()
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return Health.DEAD, f"{ENSEMBLE} did not answer within {deadline:g} s"
@@ -192,12 +148,10 @@ def _is_starting(port: int) -> bool:
 
 
 def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
-    """Return the counters of `PROGRESS` that the server exports; {} if they cannot be read."""
     try:
         page = get(f"http://{host}:{port}/metrics", seconds, direct=is_local(host))
-        lines = page.decode().splitlines()
         counts: dict[str, float] = {}
-        for line in lines:
+        for line in page.decode().splitlines():
             name = line.partition("{")[0]
             if name in PROGRESS:
                 counts[name] = counts.get(name, 0.0) + float(line.rpartition(" ")[2])
@@ -206,14 +160,12 @@ def _read_progress(host: str, port: int, seconds: float) -> dict[str, float]:
     return counts
 
 
-def _work_done(before: Mapping[str, float] | None, after: Mapping[str, float]) -> str:
-    """Return a text with the growth of the counters between two readings; "" without growth."""
-    grown = {name: count - (before or {}).get(name, count) for name, count in after.items()}
+def _work_done(before: Mapping[str, float], after: Mapping[str, float]) -> str:
+    grown = {name: count - before.get(name, count) for name, count in after.items()}
     return ", ".join(f"{count:.0f} {PROGRESS[name]}" for name, count in grown.items() if count > 0)
 
 
 def _request() -> Any:
-    """Return a request for one token, with a unique id."""
     request = service_pb2.ModelInferRequest(
         model_name=ENSEMBLE, id=f"vlora-probe-{uuid.uuid4().hex}"
     )

@@ -1,7 +1,4 @@
-"""Starting, watching and ending processes.
-
-Processes are psutil objects, which do not confuse a process with a later one of the same id.
-"""
+"""Starting, watching and ending processes, among them those of a server's models."""
 
 from __future__ import annotations
 
@@ -21,8 +18,8 @@ import psutil
 
 from vlora.launcher import tether
 
-KILL_SECONDS = 5.0
-"""Seconds to wait for a killed process. Only a process that hangs in the kernel takes longer."""
+KILL_SECONDS = 5.0  # Only a process that hangs in the kernel takes longer to end.
+MIB = 1 << 20
 
 
 def start_tied(
@@ -31,10 +28,9 @@ def start_tied(
     """Start a process in a new session, and return it. It ends when this process ends.
 
     log: file for its output; None to use this process's output.
-
-    The kernel ends the process when the thread that started it ends. So it is started by a new
-    thread, which lives as long as the process.
     """
+    # The kernel ends the process when the thread that started it ends. So it is started by a new
+    # thread, which lives as long as the process.
     started: Future[subprocess.Popen[bytes]] = Future()
 
     def start_and_wait() -> None:
@@ -69,11 +65,8 @@ def children(pid: int) -> set[psutil.Process]:
 
 
 def is_alive(process: psutil.Process) -> bool:
-    """Return whether this process is running.
-
-    A later process with the same id does not count. A zombie does not count either, since Triton
-    never waits for the ended processes of its models.
-    """
+    """Return whether this process is running. A later process with the same id does not count."""
+    # A zombie does not count either: Triton never waits for the ended processes of its models.
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -81,9 +74,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def end(processes: Iterable[psutil.Process], grace_seconds: float = 2.0) -> None:
-    """Wait up to `grace_seconds` for the processes to end. Kill the remaining ones and wait for
-    them.
-    """
+    """Wait up to `grace_seconds` for the processes to end, then kill the remaining ones."""
     for process in _still_alive(processes, grace_seconds):
         with suppress(psutil.NoSuchProcess):
             process.kill()
@@ -91,10 +82,7 @@ def end(processes: Iterable[psutil.Process], grace_seconds: float = 2.0) -> None
 
 
 def _still_alive(processes: Iterable[psutil.Process], seconds: float) -> list[psutil.Process]:
-    """Return the processes that are still running after this many seconds.
-
-    psutil's own function for this counts a zombie as running.
-    """
+    # psutil's own function for this counts a zombie as running.
     deadline = time.monotonic() + seconds
     while True:
         alive = [process for process in processes if is_alive(process)]
@@ -114,24 +102,12 @@ def how_it_ended(process: psutil.Process) -> str:
 
 
 def ended_with(code: int) -> str:
-    """Return a text for an exit code, such as `signal SIGKILL` or `status 3`.
-
-    code: exit code in the convention of `subprocess`: minus the signal number after a signal.
-    """
+    """Return a text for an exit code of `subprocess`, such as `signal SIGKILL` or `status 3`."""
     return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
 
 
-# The processes of a server's models.
-
-
-MIB = 1 << 20
-
-
 def model_processes(server: int) -> dict[psutil.Process, str]:
-    """Return the model processes of a server, each with the name of its model.
-
-    server: process id of the server.
-    """
+    """Return the model processes of the server with this id, each with the name of its model."""
     return {process: _model_of(process) for process in children(server) if is_alive(process)}
 
 

@@ -1,4 +1,4 @@
-"""Copies of the model repository, either for the user or with overrides for one run."""
+"""The model repository that a server serves, its copies, and the options of a server."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from vlora.net import LOOPBACK
 from vlora.paths import model_repository
 
 IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
+GRACE_SECONDS = 30.0
+STANDARD_OUTPUT = Path("-")  # Value of `ServerOptions.log`.
 
 
 def write_repository(folder: Path, model: Path | None = None, adapters: Path | None = None) -> Path:
     """Copy the model repository to `folder`, which must be new or empty, and return `folder`.
 
-    model, adapters: paths to write into the copy's `model.json`. They need not exist on this
-        machine, since a container may use the copy. By default, these are the absolute paths of the
-        demo. With `model` alone, the copy has no adapters.
+    model, adapters: paths for the copy's `model.json`, by default those of the demo. They need not
+        exist, since a container may use the copy. With `model` alone, the copy has no adapters.
 
     Raises InvalidArgument if `folder` is a file or not empty.
     """
@@ -32,9 +33,8 @@ def write_repository(folder: Path, model: Path | None = None, adapters: Path | N
         raise InvalidArgument(f"{folder} is not empty; choose a new or empty folder")
     source = model_repository()
     shutil.copytree(source, folder, ignore=IGNORED, dirs_exist_ok=True)
-    original = source / "lmm" / "1" / "model.json"
     given = {key: str(path) for key, path in (("model", model), ("adapters", adapters)) if path}
-    options = replace_keys(resolve_folders(read_keys(original), original.parent), given)
+    options = _options_with(source, given)
     (folder / "lmm" / "1" / "model.json").write_text(json.dumps(options, indent=2) + "\n")
     return folder
 
@@ -42,60 +42,39 @@ def write_repository(folder: Path, model: Path | None = None, adapters: Path | N
 def copy_with_overrides(
     source: Path, copy: Path, model_json: Mapping[str, Any], multi_lora: Mapping[str, str]
 ) -> None:
-    """Copy the repository `source` to a new folder `copy` and override keys there.
-
-    model_json: keys that replace those of `model.json`. All other paths in the file become
-        absolute.
-    multi_lora: entries that are added to `multi_lora.json`.
-    """
+    """Copy a repository to a new folder, with these overrides and absolute paths."""
     shutil.copytree(source, copy, ignore=IGNORED)
-    original = source / "lmm" / "1" / "model.json"
-    keys = resolve_folders(read_keys(original), original.parent)
     version = copy / "lmm" / "1"
-    (version / "model.json").write_text(json.dumps(replace_keys(keys, model_json)))
+    (version / "model.json").write_text(json.dumps(_options_with(source, model_json)))
     names = load_adapter_names(version / "multi_lora.json") | dict(multi_lora)
     (version / "multi_lora.json").write_text(json.dumps(names))
 
 
-# Options of a server, for the command line, tests and benchmarks.
-
-
-GRACE_SECONDS = 30.0
-"""Default number of seconds that running requests get to finish when the server stops."""
-
-STANDARD_OUTPUT = Path("-")
-"""Value of `ServerOptions.log` for standard output."""
-
-
 def default_repository() -> Path:
-    """Return the folder of the model repository.
-
-    It is in the source tree if the package runs from one, otherwise in the installed package.
-    Raises ServerError if it does not exist.
-    """
+    """Return the folder of vlora's model repository. Raises ServerError if it does not exist."""
     folder = model_repository()
     if not folder.is_dir():
         raise ServerError(f"no model repository at {folder}; reinstall vlora")
     return folder
 
 
+def _options_with(repository: Path, replacing: Mapping[str, Any]) -> dict[str, Any]:
+    original = repository / "lmm" / "1" / "model.json"
+    return replace_keys(resolve_folders(read_keys(original), original.parent), replacing)
+
+
 @dataclass(frozen=True)
 class ServerOptions:
     """Options of a server. A port of 0 means any free port.
 
-    repository: folder of the model repository.
-    host: IP address that the server listens on.
-    allow_shared_memory: whether clients may register shared memory.
     model, adapters: folders that override those in `model.json`. With `model` alone, there are no
         adapters.
-    model_json: keys that replace those of `model.json`, in a copy of the repository.
-    multi_lora: entries that are added to `multi_lora.json`, in a copy of the repository.
-    environment: variables that are added to the server's environment.
+    model_json, multi_lora: keys that replace those of `model.json`, and entries that are added to
+        `multi_lora.json`, in a copy of the repository.
     log: file for the log, or STANDARD_OUTPUT. None: a file that is removed at the end of the run.
     keep_log: whether the file that `log` = None stands for is `kept_log(http_port)` and is kept.
-    start_seconds: maximum number of seconds until the server is ready; None for no limit.
-    grace_seconds: seconds that running requests get to finish when the server stops.
-    triton_arguments: additional arguments for tritonserver.
+    start_seconds: limit until the server is ready; None for no limit.
+    grace_seconds: what running requests get to finish when the server stops.
     """
 
     repository: Path = field(default_factory=default_repository)
@@ -114,3 +93,8 @@ class ServerOptions:
     start_seconds: float | None = None
     grace_seconds: float = GRACE_SECONDS
     triton_arguments: tuple[str, ...] = ()
+
+    @property
+    def models(self) -> list[str]:
+        """Names of all models in the repository, including those without a process."""
+        return sorted(config.parent.name for config in self.repository.glob("*/config.pbtxt"))

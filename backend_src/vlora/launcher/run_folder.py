@@ -1,9 +1,8 @@
 """The folder of one run of a server, and the removal of what killed runs have left behind.
 
 A run owns the folder `<temporary>/vlora-<user id>/<token>/` while it holds a lock on the file
-`lock` in it. The kernel releases the lock when the process ends, however that happens. The token is
-random. It is part of the names of the run's shared memory, and of the command lines of its server
-and models. So everything that a dead run left behind can be identified.
+`lock` in it, which the kernel releases when the process ends. The random token is part of the names
+of the run's shared memory and of its command lines, which identify what a dead run left behind.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ import psutil
 from vlora.errors import ServerError
 from vlora.launcher.processes import end
 
+# Environment variable by which a server and its models get the path of their run's folder.
 RUN_VARIABLE = "VLORA_RUN"
-"""Environment variable by which a server and its models get the path of their run's folder."""
-
 PROGRAMS = ("tritonserver", "triton_python_backend_stub")
 SHARED_MEMORY = Path("/dev/shm")
 TOKEN = re.compile(r"[0-9a-f]{16}")
@@ -43,10 +41,8 @@ def kept_log(http_port: int) -> Path:
 
 
 def starting_file(folder: Path, grpc_port: int) -> Path:
-    """Return the path of a file that exists while the run's server is starting.
-
-    Triton opens no port before its models are loaded, so a probe looks for this file.
-    """
+    """Return the path of a file that exists while the run's server is starting, for a probe."""
+    # Triton opens no port before its models are loaded.
     return folder / f"starting-{grpc_port}"
 
 
@@ -57,27 +53,20 @@ def is_starting(grpc_port: int) -> bool:
 
 
 def shared_memory_prefix(folder: Path) -> str:
-    """Return the prefix of the names of the run's shared memory.
-
-    It begins with a prefix that Triton reserves from release 25.07 on, so that no client can
-    register this memory.
-    """
+    """Return the prefix of the names of the run's shared memory."""
+    # Triton reserves its beginning from release 25.07 on, so no client can register this memory.
     return f"triton_python_backend_shm_region_vlora_{folder.name}_"
 
 
 def protect_shared_memory(folder: Path) -> None:
-    """Make the run's shared memory, which contains requests, readable by this user only.
-
-    The Python backend ignores the umask and makes the memory readable by everyone.
-    """
+    """Make the run's shared memory, which contains requests, readable by this user only."""
+    # The Python backend ignores the umask.
     for region in SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"):
         region.chmod(0o600)
 
 
 def release_shared_memory(folder: Path) -> int:
-    """Unlink the run's shared memory, which must not be in use; return the number of
-    removed files.
-    """
+    """Unlink the run's shared memory, which must not be in use; return the number of files."""
     regions = list(SHARED_MEMORY.glob(f"{shared_memory_prefix(folder)}*"))
     for region in regions:
         region.unlink(missing_ok=True)
@@ -97,9 +86,7 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 
 @contextmanager
 def run_folder(root: Path | None = None) -> Iterator[Path]:
-    """Yield a new folder that is locked until the end of the block and then removed.
-
-    First, everything that dead runs of the same user have left behind is removed.
+    """Remove what dead runs have left behind, and yield a new locked folder, which is removed too.
 
     root: folder of all runs; `root_of_runs()` by default.
 
@@ -162,9 +149,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def _try_lock(path: Path) -> IO[str] | None:
-    """Return the open file, which is locked until it is closed; None if another process has locked
-    it.
-    """
+    """Return the file, locked until it is closed; None if another process has locked it."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -175,13 +160,11 @@ def _try_lock(path: Path) -> IO[str] | None:
 
 
 def _is_owned(path: Path) -> bool:
-    """Return whether another process has locked this file."""
     try:
         with path.open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except FileNotFoundError:
-        # The run has just ended.
+    except FileNotFoundError:  # The run has just ended.
         return False
     return False

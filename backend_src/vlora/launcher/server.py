@@ -1,188 +1,42 @@
 """Starts, watches, drains and ends a Triton server with our model repository.
 
-`TritonServer` is a context manager. `vlora serve`, the tests and the benchmarks use it. A server
-counts as ready when it reports every model of the repository as ready. Triton's own report about
-the whole server does not suffice: Triton ignores a model whose `config.pbtxt` has an unknown field,
-and only logs this.
-
 **Invariant:** all started processes are ended, including those of the models, which can outlive a
-crashed server. This object ends them. If this process is killed, the kernel (`tether.py`) ends the
-server, and the models end themselves (`lifeline.py`). Files that remain are removed by the next
-start.
+crashed server. `TritonServer` ends them. If this process is killed, the kernel (`tether.py`) ends
+the server, and the models end themselves (`lifeline.py`).
 """
 
 from __future__ import annotations
 
-import errno
 import math
 import os
-import re
 import subprocess
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any
+from typing import Any
 
 import psutil
 
+from vlora import net
 from vlora.config import ADAPTERS_VARIABLE, MODEL_VARIABLE
 from vlora.errors import ServerError
-from vlora.launcher import draining
+from vlora.launcher import draining, processes, run_folder, server_log
 from vlora.launcher.assembly import Assembly, assemble
 from vlora.launcher.guard import guarded
-from vlora.launcher.processes import (
-    describe_loading,
-    end,
-    ended_with,
-    how_it_ended,
-    is_alive,
-    model_processes,
-    start_tied,
-)
-from vlora.launcher.repository import (
-    STANDARD_OUTPUT,
-    ServerOptions,
-    copy_with_overrides,
-    default_repository,
-)
-from vlora.launcher.run_folder import (
-    RUN_VARIABLE,
-    kept_log,
-    processes_of,
-    protect_shared_memory,
-    release_shared_memory,
-    run_folder,
-    shared_memory_prefix,
-    starting_file,
-)
-from vlora.net import (
-    check_host,
-    choose_ports,
-    closing_arguments,
-    get,
-    listen_arguments,
-    reachable_host,
-)
+from vlora.launcher.repository import STANDARD_OUTPUT, ServerOptions, copy_with_overrides
 
-# Triton's log: its file, and the errors and broken adapters in it.
+REPORT_SECONDS = 30.0  # Interval at which progress is reported while the server starts.
 
-
-MAX_BYTES = 4 * 1024 * 1024
-"""Maximum number of bytes of a log that are read, because a server may log for months."""
-
-STACK = "\\n\\nAt:"
-"""Text that precedes a Python stack in a line of Triton's log."""
-
-TABLE = ("+", "|")
-"""First characters of the lines that belong to a table of options or models."""
-
-NOISE = (
-    "CudaDriverHelper",
-    "unable to create stream",
-    "Failed to initialize NVML",
-    "pinned",
-    "DCGM",
-)
-"""Parts of lines that a healthy server without a GPU also logs. They do not explain a failure."""
-
-_USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
-"""Messages of Triton about its own arguments, which stand before or after the list of options."""
-
-_INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
-_BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
-
-
-def create(path: Path) -> IO[bytes]:
-    """Create the log's folder and file, and return the file, open for writing and empty.
-
-    A symbolic link is refused, because in a shared folder another user may have created it. Raises
-    ServerError with the path and the reason.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return os.fdopen(os.open(path, flags, 0o666), "wb")
-    except OSError as error:
-        is_link = error.errno == errno.ELOOP
-        reason = "it is a symbolic link" if is_link else error.strerror
-        raise ServerError(
-            f"cannot write the log {path}: {reason}; name another file with --log FILE,"
-            " or - for standard output"
-        ) from None
-
-
-def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
-    """Return the text of the log from byte `start` on; "" if the log is not a file.
-
-    limit: maximum number of bytes to read. If there are more, only the last `limit` bytes are read.
-        The text then begins after the first line break, because the first line may be incomplete.
-    """
-    if not path.is_file():
-        return ""
-    with path.open("rb") as file:
-        skipped = max(start, file.seek(0, 2) - limit)
-        file.seek(skipped)
-        content = file.read(limit)
-    if skipped > start:
-        # The first line may be incomplete.
-        content = content.partition(b"\n")[2]
-    return content.decode(errors="replace")
-
-
-def why_it_did_not_start(log: str, lines: int = 12) -> str:
-    """Return the messages of the models that failed to load.
-
-    If there are none, return the errors in the log. If there are no errors, return its end.
-
-    lines: maximum number of lines.
-    """
-    text = log.splitlines()
-    unloaded = [
-        line.split(STACK)[0]
-        for line in text
-        if "failed to load '" in line and not _INFORMATION.match(line)
-    ]
-    usage = [line for line in text if _USAGE.search(line)]
-    errors = usage or [line for line in text if line.startswith("E") or "error:" in line.lower()]
-    rest = [line for line in text if not line.startswith(TABLE)]
-    return "\n".join((unloaded or _without_noise(errors) or rest)[-lines:])
-
-
-def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
-    """Return the last warnings and errors since the server was ready; "" if there are none."""
-    problems = [line for line in log_since_ready.splitlines() if not _INFORMATION.match(line)]
-    return "\n".join(_without_noise(problems)[-lines:])
-
-
-def broken_adapters(log: str) -> list[str]:
-    """Return the names of adapters that could not be loaded, in the order of the log."""
-    matches = (_BROKEN.match(line) for line in log.splitlines())
-    return list(dict.fromkeys(match[1] for match in matches if match))
-
-
-def _without_noise(lines: list[str]) -> list[str]:
-    return [line for line in lines if line.strip() and not any(noise in line for noise in NOISE)]
-
-
-__all__ = ["ServerError", "ServerOptions", "TritonServer", "default_repository"]
-
-REPORT_SECONDS = 30.0
-"""Interval at which progress is reported while the server starts."""
-
+# Seconds that the models get to cancel the requests that remain after the grace period.
 CANCEL_SECONDS = 5.0
-"""Seconds that the models get to cancel the requests that remain after the grace period."""
 
+# Seconds to unload the models. Triton also waits this long for idle HTTP connections, since no
+# option of Triton 2.51 closes them.
 EXIT_SECONDS = 5.0
-"""Seconds that Triton gets to unload its models when no request is running.
-
-Triton also waits this long for idle HTTP connections, since no option of Triton 2.51 closes them.
-"""
 
 LISTENERS = ("http", "grpc", "metrics")
-"""Names of Triton's listeners. Each has an option for its port, such as `http_port`."""
 
 PYTHON_BACKEND = {
     # A week instead of 30 s, for large checkpoints. `start_seconds` limits the start.
@@ -192,8 +46,7 @@ PYTHON_BACKEND = {
     "thread-pool-size": "160",
 }
 
-Report = Callable[[str], None]
-"""Function that prints a message for the user."""
+Report = Callable[[str], None]  # Function that prints a message for the user.
 
 
 class TritonServer:
@@ -204,35 +57,28 @@ class TritonServer:
 
     def __init__(self, options: ServerOptions | None = None) -> None:
         options = options or ServerOptions()
-        check_host(options.host)
+        net.check_host(options.host)
         requested = {f"{name}_port": getattr(options, f"{name}_port") for name in LISTENERS}
-        chosen: dict[str, Any] = choose_ports(requested, options.host)
+        chosen: dict[str, Any] = net.choose_ports(requested, options.host)
         self.options = replace(options, **chosen)
         self.log = Path()
         self._stack = ExitStack()
         self._folder = Path()
         self._process: subprocess.Popen[bytes] | None = None
         self._models: dict[psutil.Process, str] = {}
-        self._ready_at: int | None = None
-        """Size of the log in bytes when all models were READY."""
+        self._ready_at: int | None = None  # Size of the log in bytes when all models were READY.
 
     @property
     def http_url(self) -> str:
-        return f"{reachable_host(self.options.host)}:{self.options.http_port}"
+        return f"{net.reachable_host(self.options.host)}:{self.options.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"{reachable_host(self.options.host)}:{self.options.grpc_port}"
+        return f"{net.reachable_host(self.options.host)}:{self.options.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
-
-    @property
-    def names(self) -> list[str]:
-        """Names of all models in the repository, including those without a process."""
-        configs = self.options.repository.glob("*/config.pbtxt")
-        return sorted(config.parent.name for config in configs)
+        return f"http://{net.reachable_host(self.options.host)}:{self.options.metrics_port}/metrics"
 
     @property
     def is_running(self) -> bool:
@@ -257,19 +103,11 @@ class TritonServer:
         self.open()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def open(self, report: Report | None = None) -> None:
-        """Start the server and wait until it is ready. If that fails, end its processes.
-
-        report: see `wait_ready`.
-        """
+        """Start the server and `wait_ready`. If that fails, end its processes."""
         try:
             self.start()
             self.wait_ready(report)
@@ -279,74 +117,68 @@ class TritonServer:
 
     def start(self) -> None:
         """Start the process, without waiting until it is ready."""
-        self._folder = self._stack.enter_context(run_folder())
+        self._folder = self._stack.enter_context(run_folder.run_folder())
         self._stack.enter_context(guarded(self._folder))
-        self.log = self.options.log or (
-            kept_log(self.options.http_port)
-            if self.options.keep_log
-            else self._folder / "tritonserver.log"
-        )
         log = None
+        self.log = self.options.log or self._folder / "tritonserver.log"
+        if self.options.keep_log and not self.options.log:
+            self.log = run_folder.kept_log(self.options.http_port)
         if self.log != STANDARD_OUTPUT:
-            log = self._stack.enter_context(create(self.log))
+            log = self._stack.enter_context(server_log.create(self.log))
         assembly = assemble(self._folder)
-        repository = self._repository(self._folder)
-        starting_file(self._folder, self.options.grpc_port).touch()
+        repository = self._repository()
+        run_folder.starting_file(self._folder, self.options.grpc_port).touch()
         command = [str(assembly.binary), *assembly.arguments, *self._arguments(repository)]
-        self._process = start_tied(command, self._environment(assembly), log)
+        self._process = processes.start_tied(command, self._environment(assembly), log)
 
     def wait_ready(self, report: Report | None = None) -> None:
         """Wait until all models are READY.
 
         report: called every REPORT_SECONDS with a sentence about the progress.
 
-        Raises ServerError, with the reason, if the server ends or is not ready within
-        `start_seconds`.
+        Raises ServerError with the reason if the server ends, or after `start_seconds`.
         """
         started = reported = time.monotonic()
         limit = self.options.start_seconds
         while self._get("/v2/health/ready") is None:
             status, now = self.poll(), time.monotonic()
             if status is not None:
-                raise ServerError(
-                    f"the server ended with {ended_with(status)} while starting\n{self.explain()}"
-                )
+                how = f"ended with {processes.ended_with(status)} while starting"
+                raise ServerError(f"the server {how}\n{self.explain()}")
             if limit is not None and now - started >= limit:
                 raise ServerError(
                     f"the server was not ready within {limit:g} s (--start-timeout):"
-                    f" {describe_loading(self.pid)}\n{self.explain()}"
+                    f" {processes.describe_loading(self.pid)}\n{self.explain()}"
                 )
             if report is not None and now - reported >= REPORT_SECONDS:
-                report(f"still loading after {now - started:.0f} s: {describe_loading(self.pid)}")
+                loading = processes.describe_loading(self.pid)
+                report(f"still loading after {now - started:.0f} s: {loading}")
                 reported = now
             time.sleep(0.1)
-        protect_shared_memory(self._folder)
-        self._models = model_processes(self.pid)
-        missing = [name for name in self.names if self._get(f"/v2/models/{name}/ready") is None]
+        run_folder.protect_shared_memory(self._folder)
+        self._models = processes.model_processes(self.pid)
+        models = self.options.models
+        # Triton's own report about the whole server does not suffice: a model whose `config.pbtxt`
+        # has an unknown field is only logged.
+        missing = [name for name in models if self._get(f"/v2/models/{name}/ready") is None]
         if missing:
             raise ServerError(f"not READY: the models {', '.join(missing)}\n{self.explain()}")
-        starting_file(self._folder, self.options.grpc_port).unlink()
+        run_folder.starting_file(self._folder, self.options.grpc_port).unlink()
         self._ready_at = self.log.stat().st_size if self.log.is_file() else 0
-
-    def wait(self) -> int:
-        """Wait until the server process ends, and return its exit status."""
-        return self._running.wait()
 
     def poll(self) -> int | None:
         """Return the exit status of the server's process; None while it is running."""
         return self._running.poll()
 
     def failure(self) -> str | None:
-        """Return a sentence that says which process has ended; None while all are running.
-
-        Triton neither restarts a model whose process has ended nor reports it.
-        """
+        """Return a sentence that says which process has ended; None while all are running."""
+        # Triton neither restarts a model whose process has ended nor reports it.
         status = self.poll()
         if status is not None:
-            return f"the server ended unexpectedly with {ended_with(status)}"
+            return f"the server ended unexpectedly with {processes.ended_with(status)}"
         for process, model in self._models.items():
-            if not is_alive(process):
-                how = how_it_ended(process)
+            if not processes.is_alive(process):
+                how = processes.how_it_ended(process)
                 return f"the process of model '{model}' ended" + (f" with {how}" if how else "")
         return None
 
@@ -354,8 +186,6 @@ class TritonServer:
         """Reject new requests, let running ones finish, cancel the rest, and end the server.
 
         grace_seconds: seconds that running requests get; by default those of the options.
-
-        A second call does nothing.
         """
         if self._process is not None and self.is_running:
             grace = self.options.grace_seconds if grace_seconds is None else grace_seconds
@@ -370,18 +200,15 @@ class TritonServer:
         self.kill()
 
     def kill(self) -> None:
-        """End all processes immediately. A second call does nothing."""
+        """End all processes immediately."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
-            end(processes_of(self._folder), grace_seconds=1.0)
-            release_shared_memory(self._folder)
+            processes.end(run_folder.processes_of(self._folder), grace_seconds=1.0)
+            run_folder.release_shared_memory(self._folder)
         self._stack.close()
 
     def _drain(self, seconds: float) -> None:
-        """Make the models reject new requests and finish the running ones, and wait until they
-        have.
-        """
         deadline = time.monotonic() + seconds + CANCEL_SECONDS
         draining.begin(self._folder, seconds)
         while draining.unfinished(self._folder) and time.monotonic() < deadline:
@@ -390,38 +217,31 @@ class TritonServer:
             time.sleep(0.02)
 
     def explain(self) -> str:
-        """Return the errors in the log; "" if there are none.
-
-        If the server has become ready, only the errors since then are returned.
-        """
+        """Return the errors in the log, only the new ones if the server was ready; "" for none."""
         if self._ready_at is None:
-            return why_it_did_not_start(read_end(self.log))
-        return why_it_failed(read_end(self.log, self._ready_at))
+            return server_log.why_it_did_not_start(server_log.read_end(self.log))
+        return server_log.why_it_failed(server_log.read_end(self.log, self._ready_at))
 
     def broken_adapters(self) -> list[str]:
         """Return the names of the adapters that failed to load, according to the log."""
-        return broken_adapters(read_end(self.log))
+        return server_log.broken_adapters(server_log.read_end(self.log))
 
-    def _repository(self, folder: Path) -> Path:
-        """Return the folder of the repository to serve.
-
-        It is the repository in the options or, if they contain overrides, a copy in `folder`.
-        """
+    def _repository(self) -> Path:
         options = self.options
         if not (options.model_json or options.multi_lora):
             return options.repository
-        copy = folder / "model_repository"
+        copy = self._folder / "model_repository"
         copy_with_overrides(options.repository, copy, options.model_json, options.multi_lora)
         return copy
 
     def _arguments(self, repository: Path) -> list[str]:
-        prefix = shared_memory_prefix(self._folder)
+        prefix = run_folder.shared_memory_prefix(self._folder)
         ports = {name: getattr(self.options, f"{name}_port") for name in LISTENERS}
         python = {**PYTHON_BACKEND, "shm-region-prefix-name": prefix}
         return [
             f"--model-repository={repository}",
-            *listen_arguments(self.options.host, ports),
-            *closing_arguments(self.options.allow_shared_memory, self.options.triton_arguments),
+            *net.listen_arguments(self.options.host, ports),
+            *net.closing_arguments(self.options.allow_shared_memory, self.options.triton_arguments),
             "--disable-auto-complete-config",
             "--reuse-http-port=false",
             "--reuse-grpc-port=false",
@@ -434,19 +254,17 @@ class TritonServer:
 
     def _environment(self, assembly: Assembly) -> dict[str, str]:
         environment = {**os.environ, **assembly.environment, **self.options.environment}
-        environment[RUN_VARIABLE] = str(self._folder)
-        for variable, folder in (
-            (MODEL_VARIABLE, self.options.model),
-            (ADAPTERS_VARIABLE, self.options.adapters),
-        ):
+        environment[run_folder.RUN_VARIABLE] = str(self._folder)
+        model, adapters = self.options.model, self.options.adapters
+        for variable, folder in ((MODEL_VARIABLE, model), (ADAPTERS_VARIABLE, adapters)):
             if folder is not None:
                 environment[variable] = str(folder.resolve())
-            elif self.options.model is not None:
+            elif model is not None:
                 environment.pop(variable, None)
         return environment
 
     def _get(self, path: str) -> bytes | None:
         try:
-            return get(f"http://{self.http_url}{path}", seconds=5, direct=True)
+            return net.get(f"http://{self.http_url}{path}", seconds=5, direct=True)
         except OSError:
             return None

@@ -1,7 +1,4 @@
-"""Runs a server in the foreground: watches it, stops it on signals, and restarts it.
-
-Messages for the user are passed to a callback, so this module does not depend on a terminal.
-"""
+"""Runs a server in the foreground: watches it, stops it on signals, and restarts it."""
 
 from __future__ import annotations
 
@@ -17,22 +14,16 @@ from vlora.errors import ServerError
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
 
-WATCH_SECONDS = 0.5
-"""Interval at which the server's processes are checked."""
+WATCH_SECONDS = 0.5  # Interval at which the server's processes are checked.
 
 
 @dataclass(frozen=True)
 class RestartPolicy:
     """Conditions and delays for restarting a server that has failed.
 
-    A failure is quick if it occurs within `quick_seconds` after the start. Successive quick
-    failures form a series; any other failure begins a new series.
-
-    max_failures: number of failures in a series after which the server is not restarted.
-    quick_seconds: maximum number of seconds from the start to a quick failure.
-    first_wait: seconds before the first restart of a series. Each further restart waits twice as
-        long.
-    max_wait: maximum of these waits in seconds.
+    max_failures: number of failures in a series after which the server is not restarted. Failures
+        within `quick_seconds` after a start form a series; any other failure begins a new one.
+    first_wait: seconds before the first restart of a series. The wait doubles up to `max_wait`.
     """
 
     max_failures: int = 5
@@ -41,22 +32,19 @@ class RestartPolicy:
     max_wait: float = 30.0
 
     def wait(self, failures: int) -> float:
-        """Return the seconds to wait before restarting after this number of failures in a
-        series.
-        """
+        """Return the seconds to wait after this number of failures in a series."""
         return min(self.first_wait * 2.0 ** (failures - 1), self.max_wait)
 
 
+# Function that is called with a server that has become ready, and the seconds of its start.
 Announce = Callable[[TritonServer, float], None]
-"""Function that is called with a server that has become ready, and the seconds of its start."""
 
 
 class Supervisor:
     """Runs servers with these options until a signal or a failure.
 
     say: function that prints a message for the user.
-    restart: conditions for restarting a server that has failed; None never restarts it.
-    make: function that creates a server without starting it.
+    restart: None never restarts a server that has failed.
     """
 
     def __init__(
@@ -105,7 +93,6 @@ class Supervisor:
                     return
 
     def _serve(self, announce: Announce) -> None:
-        """Run one server until a signal. Raise ServerError if the server fails earlier."""
         server = self._make(self._options)
         self._say("starting the server …")
         started = time.monotonic()
@@ -142,10 +129,8 @@ class Supervisor:
         self._say("stopped")
 
     def _log_of(self, server: TritonServer) -> Path:
-        """Return a path at which the server's log can be read even after a restart.
-
-        A restarted server overwrites its log, so the present log is renamed if there is a restart.
-        """
+        # A restarted server overwrites its log, so the present log is renamed if there is a
+        # restart.
         if self._restart is None or not server.log.is_file():
             return server.log
         return server.log.replace(server.log.with_name(f"{server.log.name}.before"))
@@ -153,13 +138,8 @@ class Supervisor:
 
 @contextmanager
 def _signals_interrupt() -> Iterator[None]:
-    """Raise KeyboardInterrupt on the first and on the second signal within the block.
-
-    Later signals are ignored, so that the shutdown which the second one starts can finish. SIGINT
-    needs a handler, because `vlora serve &` in a script inherits it as ignored. SIGHUP stays
-    ignored if it was ignored before (nohup).
-    """
-    left = 2
+    """Raise KeyboardInterrupt on the first and on the second signal within the block."""
+    left = 2  # Later signals are ignored, so that the shutdown by the second one can finish.
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         nonlocal left
@@ -167,6 +147,8 @@ def _signals_interrupt() -> Iterator[None]:
         if left >= 0:
             raise KeyboardInterrupt
 
+    # SIGINT needs a handler, because `vlora serve &` in a script inherits it as ignored. SIGHUP
+    # stays ignored if it was ignored before (nohup).
     signals = {signal.SIGINT, signal.SIGTERM}
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signals.add(signal.SIGHUP)

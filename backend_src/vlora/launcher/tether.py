@@ -1,9 +1,7 @@
 """`python tether.py PARENT PROGRAM …`: becomes PROGRAM, which the kernel ends when PARENT ends.
 
-Only a process itself can ask the kernel to end it together with its parent. Running Python code for
-this between `fork` and `exec` would not be safe, so this script asks and then executes PROGRAM. The
-script runs without site packages. The kernel does not end child processes of PROGRAM, so the
-server's models watch the server themselves (`lifeline.py`).
+Only a process itself can ask the kernel for this, and Python code between `fork` and `exec` is not
+safe. Children of PROGRAM are not ended, so the server's models watch it (`lifeline.py`).
 """
 
 import ctypes

@@ -39,10 +39,6 @@ class ChoiceSet:
     """
 
     def __init__(self, choices: Sequence[str], vocabulary: Vocabulary) -> None:
-        """Compute all spellings.
-
-        Raises InvalidArgument for a choice that the vocabulary cannot spell.
-        """
         self._vocabulary = vocabulary
         self.required_tokens = 0
         needed: dict[bytes, list[int]] = {}
@@ -65,9 +61,7 @@ class ChoiceSet:
         self._cache: dict[tuple[int, int, int], tuple[IndexArray, IndexArray]] = {}
 
     def _tokens_needed(self, spelling: bytes) -> list[int]:
-        """Return, for each byte offset, the minimum number of tokens that spell the rest of the
-        spelling.
-        """
+        """Return the minimum number of tokens that spell the rest from each byte offset."""
         needed = [0] * (len(spelling) + 1)
         for start in range(len(spelling) - 1, -1, -1):
             needed[start] = self._min_tokens(spelling, start, needed)
@@ -76,7 +70,7 @@ class ChoiceSet:
     def _min_tokens(self, spelling: bytes, start: int, needed: list[int]) -> int:
         """Return the minimum number of tokens that spell the rest from `start`.
 
-        needed: these minimum numbers for all later offsets.
+        needed: these numbers for all later offsets.
         """
         minimum = UNREACHABLE
         for end in self._token_ends(spelling, start):

@@ -26,47 +26,6 @@ from vlora.model.tokenizer import Vocabulary
 from vlora.request import BoolArray, DoubleArray, FloatArray, IndexArray, TokenLogprob
 from vlora.sampling import SamplingParams
 
-# Sampling of a step's tokens on a GPU, with random numbers from the host.
-#
-# A draw is a tuple: row of the logits, top-k (below 1 for all tokens), temperature, min-p, top-p,
-# and random number in [0, 1).
-
-
-DrawKey = tuple[int, int, float, float, float, float]
-
-
-def draw_parameters(draws: Sequence[DrawKey]) -> list[torch.Tensor]:
-    """Return the parameters of draws in the form that `draw_placed` takes.
-
-    The result is one tensor per parameter, each [draws], in host memory.
-    """
-    if not draws:
-        return []
-    rows, top_ks, temperatures, min_ps, top_ps, uniforms = zip(*draws, strict=True)
-    whole = torch.tensor([rows, [max(0, top_k) for top_k in top_ks]], dtype=torch.int32)
-    single = torch.tensor([temperatures, min_ps])
-    double = torch.tensor([top_ps, uniforms], dtype=torch.float64)
-    return [*whole, *single, *double]
-
-
-def draw_placed(logits: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the drawn tokens, [draws].
-
-    logits: [rows, vocabulary] fp32, on the GPU.
-    parameters: result of `draw_parameters`, copied to the GPU.
-    """
-    tokens: torch.Tensor = on_gpu.draws().draw(logits, on_gpu.draws().Draws(*parameters))
-    return tokens
-
-
-def draw_on_gpu(logits: torch.Tensor, draws: Sequence[DrawKey]) -> torch.Tensor:
-    """Return the drawn tokens, [draws]. The parameters of all draws are copied in one transfer.
-
-    logits: [rows, vocabulary] fp32, on the GPU.
-    """
-    return draw_placed(logits, upload(draw_parameters(draws), logits.device))
-
-
 MASKED = np.float32(-np.inf)
 
 UNIFORMS_AHEAD = 16
@@ -191,7 +150,6 @@ class TokenSampler:
         return Draw(token, self._logprobs(logits, token))
 
     def _pick(self, scores: FloatArray, position: int) -> int:
-        """Return the index of the drawn score. `position` selects the random number."""
         if self._params.greedy:
             return int(scores.argmax())
         return draw(scores, self._params, self._uniform(position))
@@ -204,7 +162,6 @@ class TokenSampler:
         return min(params.top_k, width), temperature, params.min_p, params.top_p, uniform
 
     def _uniform(self, position: int) -> float:
-        """Return the random number in [0, 1) of this position of the sequence."""
         return self._uniforms.at(position)
 
     def _logprobs(self, logits: FloatArray, token: int) -> tuple[TokenLogprob, ...] | None:
@@ -251,9 +208,40 @@ def draw_rows(
         ]
     draws = [(row, *sampler.parameters(at, logits.shape[1])) for row, sampler, at in rows]
     if chosen == "gpu":
-        return list(draw_on_gpu(logits, draws).tolist())
+        parameters = upload(draw_parameters(draws), logits.device)
+        return list(draw_placed(logits, parameters).tolist())
     gemm, threads = native.kernels().gemm, torch.get_num_threads()
     return list(gemm.sample(logits.data_ptr(), logits.shape[1], draws, threads))
+
+
+DrawKey = tuple[int, int, float, float, float, float]
+"""Parameters of a draw on a GPU: row of the logits, top-k (below 1 for all tokens), temperature,
+min-p, top-p, and random number in [0, 1).
+"""
+
+
+def draw_parameters(draws: Sequence[DrawKey]) -> list[torch.Tensor]:
+    """Return the parameters of draws in the form that `draw_placed` takes.
+
+    The result is one tensor per parameter, each [draws], in host memory.
+    """
+    if not draws:
+        return []
+    rows, top_ks, temperatures, min_ps, top_ps, uniforms = zip(*draws, strict=True)
+    whole = torch.tensor([rows, [max(0, top_k) for top_k in top_ks]], dtype=torch.int32)
+    single = torch.tensor([temperatures, min_ps])
+    double = torch.tensor([top_ps, uniforms], dtype=torch.float64)
+    return [*whole, *single, *double]
+
+
+def draw_placed(logits: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the drawn tokens, [draws].
+
+    logits: [rows, vocabulary] fp32, on the GPU.
+    parameters: result of `draw_parameters`, copied to the GPU.
+    """
+    tokens: torch.Tensor = on_gpu.draws().draw(logits, on_gpu.draws().Draws(*parameters))
+    return tokens
 
 
 def _seed(seed: int | None, request_id: str) -> int:
@@ -267,8 +255,7 @@ def _penalised(
 ) -> FloatArray:
     """Return a copy of the logits, which must be finite, with the penalties applied.
 
-    The repetition penalty counts the tokens of prompt and output, the other penalties those of the
-    output. Results stay finite, because a difference of infinities would be NaN.
+    Results stay finite, because a difference of infinities would be NaN.
     """
     scores = logits.astype(np.float32, copy=True)
     if params.repetition_penalty != 1.0:
@@ -286,15 +273,12 @@ def _penalised(
 
 
 def _finite(values: DoubleArray) -> FloatArray:
-    """Return `values` in fp32. Values beyond its range become the nearest finite value."""
     limits = np.finfo(np.float32)
     return values.clip(limits.min, limits.max).astype(np.float32)
 
 
 def _largest(values: FloatArray, count: int) -> IndexArray:
-    """Return the indices of the `count` largest values, largest first. Equal values keep their
-    order.
-    """
+    """Return the indices of the `count` largest values, largest first, lower indices first."""
     if count == 0:
         return np.empty(0, dtype=np.int64)
     candidates = np.arange(values.size)
@@ -381,10 +365,7 @@ def _largest_ascending(
 
 
 def _zero_others(weights: DoubleArray, candidates: IndexArray) -> DoubleArray:
-    """Return the weights with zeros for all tokens but the candidates.
-
-    The sum of this array, including its zeros, is bitwise equal to the sum in `probabilities`.
-    """
+    # The sum of the result, with its zeros, is bitwise equal to the sum in `probabilities`.
     if candidates.size == weights.size:
         return weights
     result = np.zeros_like(weights)

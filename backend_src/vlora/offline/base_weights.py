@@ -15,10 +15,7 @@ from vlora.model.loader import find_weights, read_weight
 
 
 class BaseWeights:
-    """Weights of a checkpoint, each of which is read when it is requested.
-
-    folder: folder of the checkpoint.
-    """
+    """Weights of a checkpoint folder, each of which is read when it is requested."""
 
     def __init__(self, folder: Path, config: DecoderConfig) -> None:
         """Find the language model's weights. Raise InvalidArgument if one is missing."""
@@ -27,10 +24,7 @@ class BaseWeights:
         self._places = find_weights(folder, config)
 
     def matrix(self, matrix: MatrixId | None) -> torch.Tensor:
-        """Return a matrix that an adapter may change, [d_out, d_in] fp32.
-
-        matrix: id of the matrix; None for the input embeddings.
-        """
+        """Return a matrix, or the input embeddings for None, [d_out, d_in] fp32."""
         if matrix is not None and matrix[0] == VISION:
             return self._of_vision(matrix[1])
         names = self.config.names
@@ -43,7 +37,6 @@ class BaseWeights:
         return read_weight(*self._places[name])
 
     def _of_vision(self, path: str) -> torch.Tensor:
-        """Return the matrix of a linear layer of the vision tower or the connector."""
         for file in weight_files(self.folder):
             for key in open_weights(file).keys():  # noqa: SIM118
                 if key.endswith(".weight") and vision_path(key.removesuffix(".weight")) == path:

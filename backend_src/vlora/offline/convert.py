@@ -1,16 +1,9 @@
 """Conversion to a plain LoRA, for adapters that the server cannot load.
 
-- A pickle becomes safetensors, and copies of the base model's own weights are dropped. This is
-  exact.
-- PiSSA and OLoRA change the base model by a product that can be computed from its weights. The
-  negative product becomes further rows of A and columns of B, so that the adapter fits the
-  unchanged base model. This is exact.
-- DoRA scales each row of W + B A to a trained norm m. Its change m (W + B A) / |W + B A| - W has
-  full rank. So the change is approximated: A and B are its truncated singular value decomposition,
-  whose error is stated.
-- A method that PEFT can express as a change of the weights is approximated in the same way.
-
-The result is then loaded with the server's own loader, so it must pass all checks of adapters.
+Pickles, copies of the base model's weights, PiSSA and OLoRA are converted exactly. The changes of
+DoRA, and of other methods that PEFT can express as changes of weights, have full rank: A and B are
+their truncated singular value decomposition, whose error is stated. The server's own loader then
+checks the result.
 """
 
 from __future__ import annotations
@@ -22,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -49,36 +42,23 @@ from vlora.offline.base_weights import BaseWeights
 from vlora.offline.peft_folder import CONFIG, copy_head, write_adapter, write_config
 from vlora.weights.safetensors import FLOATS
 
-# Tensors of a PEFT folder that is to be converted, from safetensors or from a pickle.
-#
-# A pickle is read by torch's restricted reader, which makes tensors and runs no code.
-
-
-_GLOBAL = re.compile(r"GLOBAL (\S+)")
-"""Pattern that finds, in torch's error, the name of the code that a pickle would run."""
-
-
-class Tensors(Protocol):
-    """Tensors by key, from a safetensors file or a pickle.
-
-    shapes: shape of each tensor, available without reading the tensor.
-    """
-
-    shapes: dict[str, tuple[int, ...]]
-
-    def stored(self, key: str) -> torch.Tensor:
-        """Return the tensor as it is stored. Raise InvalidArgument if it cannot be read."""
+ADAPTER = "default"
+MAGNITUDE = "lora_magnitude_vector"
+# Smaller side of the largest matrix that is decomposed fully, in about a second. Larger ones are
+# decomposed by random projection, which takes as long as a few products.
+EXACT_SIDE = 1024
+# Additional dimensions and power iterations of the random projection. With these, the error is
+# within 1 % of the minimum even if the singular values decrease slowly.
+OVERSAMPLING, POWER_ITERATIONS = 16, 4
+ROUNDING = 1e-5  # Singular values below this share of the largest one are rounding errors.
+_GLOBAL = re.compile(r"GLOBAL (\S+)")  # The code that a pickle would run, in torch's error.
 
 
 class PickledTensors:
-    """Tensors of an `adapter_model.bin`, all in memory."""
+    """Tensors of an `adapter_model.bin`, all in memory, with the methods of `WeightsFile`."""
 
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
-        """Read the file.
-
-        Raises InvalidArgument if it contains anything but dense float tensors, or if they are too
-        large.
-        """
+        """Read the file. Raises InvalidArgument for anything but dense floats of a legal size."""
         require_file(path, invalid)
         self._tensors = _unpickle(path, invalid)
         self.shapes = {key: tuple(tensor.shape) for key, tensor in self._tensors.items()}
@@ -93,12 +73,11 @@ class PickledTensors:
         return self._tensors[key]
 
 
-def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
-    """Return the folder's tensors and the name of their file.
+Tensors = WeightsFile | PickledTensors
 
-    The file is `adapter_model.safetensors` or, if that is missing, the pickled `adapter_model.bin`.
-    Raises InvalidArgument if this file cannot be read, or if both are missing.
-    """
+
+def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
+    """Return the folder's tensors, from safetensors or else a pickle, and their file's name."""
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
         return PickledTensors(folder / PICKLED, invalid.in_file(PICKLED)), PICKLED
     return WeightsFile(folder / WEIGHTS, invalid.in_file(WEIGHTS)), WEIGHTS
@@ -106,13 +85,13 @@ def open_tensors(folder: Path, invalid: ErrorFactory) -> tuple[Tensors, str]:
 
 def _unpickle(path: Path, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
     try:
+        # This restricted reader makes tensors and runs no code.
         content: Any = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         found = _GLOBAL.search(str(error))
         what = f"the code '{found[1]}'" if found else "objects other than tensors"
         raise invalid(f"holds {what}, which is never run; only tensors are read") from None
-    except Exception as error:
-        # If the file is not a pickle, the reader may raise any type of exception.
+    except Exception as error:  # The reader may raise any type if the file is not a pickle.
         raise invalid(f"cannot be read as tensors: {type(error).__name__}: {error}") from error
     if not isinstance(content, Mapping):
         raise invalid(f"holds a {type(content).__name__}; it must hold tensors by key")
@@ -127,36 +106,11 @@ def _unpickle(path: Path, invalid: ErrorFactory) -> dict[str, torch.Tensor]:
     return {key: value.detach() for key, value in content.items()}
 
 
-def base_of(config: Mapping[str, Any]) -> str:
-    """Return the name of the base model in an adapter's config; "" if the config has none."""
-    name = config.get("base_model_name_or_path")
-    return name if isinstance(name, str) else ""
-
-
-# Truncated singular value decomposition, which turns the change of a matrix into A and B of a
-# LoRA.
-
-
-EXACT_SIDE = 1024
-"""Maximum length of the smaller side of a matrix that is decomposed fully, in about a second.
-
-Larger matrices are decomposed by random projection, which takes as long as a few products.
-"""
-OVERSAMPLING, POWER_ITERATIONS = 16, 4
-"""Parameters of the random projection: additional dimensions, and number of power iterations.
-
-With these, the error is within 1 % of the minimum even if the singular values decrease slowly.
-"""
-ROUNDING = 1e-5
-"""Singular values below this share of the largest one are treated as rounding errors."""
-
-
 @dataclass(frozen=True)
 class LowRank:
     """A and B that approximate the change of a matrix.
 
-    error: Frobenius norm of the error, relative to that of the change.
-    change: Frobenius norm of the change.
+    error, change: Frobenius norms of the relative error, and of the change.
     """
 
     pair: LoraPair
@@ -169,9 +123,9 @@ class LowRank:
 
 
 def factorize(change: torch.Tensor, max_rank: int) -> LowRank:
-    """Return A and B, of rank `max_rank` at most, whose product B·A approximates a change.
+    """Return A and B, of rank `max_rank` at most, whose product approximates a change.
 
-    change: [d_out, d_in] fp32. If its rank is below `max_rank`, the result has this lower rank.
+    change: [d_out, d_in] fp32. A lower rank of it is that of the result, too.
     """
     norm = float(torch.linalg.norm(change))
     u, s, vt = _decompose(change, min(max_rank, *change.shape))
@@ -183,10 +137,8 @@ def factorize(change: torch.Tensor, max_rank: int) -> LowRank:
 
 
 def sufficient_rank(change: torch.Tensor, max_error: float) -> int:
-    """Return the smallest rank at which the error of `factorize` is at most `max_error`.
-
-    All singular values are computed, which takes a minute for a matrix of 8192 rows.
-    """
+    """Return the smallest rank at which the error of `factorize` is at most `max_error`."""
+    # All singular values are computed, which takes a minute for a matrix of 8192 rows.
     values = change if change.shape[0] <= change.shape[1] else change.T
     squares = torch.linalg.eigvalsh(values.double() @ values.double().T).flip(0).clamp(min=0)
     left = (squares.sum() - squares.cumsum(0)).clamp(min=0).sqrt()
@@ -195,9 +147,7 @@ def sufficient_rank(change: torch.Tensor, max_error: float) -> int:
 
 
 def _decompose(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the truncated SVD: U [d_out, rank], S [rank] in descending order, and Vᵀ [rank,
-    d_in].
-    """
+    """Return the truncated SVD: U [d_out, rank], S [rank] descending, and Vᵀ [rank, d_in]."""
     if min(change.shape) <= EXACT_SIDE:
         u, s, vt = torch.linalg.svd(change, full_matrices=False)
     else:
@@ -209,17 +159,11 @@ def _decompose(change: torch.Tensor, rank: int) -> tuple[torch.Tensor, torch.Ten
     return u[:, :rank], s[:rank], vt[:rank]
 
 
-# Changes of a weight that differ from a plain product B·A.
-
-
 def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -> torch.Tensor:
-    """Return the change that a DoRA makes to a matrix, m (W + B A) / |W + B A| - W, [d_out, d_in].
+    """Return DoRA's change of a matrix, m (W + B A) / |W + B A| - W, with the norm of each row.
 
-    weight: W [d_out, d_in].
-    pair: A and B.
-    magnitude: m [d_out].
-
-    |·| is the norm of each row. All tensors are fp32.
+    weight: W [d_out, d_in] fp32.
+    magnitude: m [d_out] fp32.
     """
     changed = weight + pair.b @ pair.a
     factor: torch.Tensor = magnitude / torch.linalg.norm(changed, dim=1)
@@ -229,117 +173,18 @@ def dora_change(weight: torch.Tensor, pair: LoraPair, magnitude: torch.Tensor) -
 def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: float) -> LoraPair:
     """Return A and B that fit the unchanged base, for a LoRA whose initialization changed the base.
 
-    pair: A and B of that LoRA, for the changed base.
+    pair: A and B for the changed base. The negative change becomes further rows and columns.
     weight: W [d_out, d_in] fp32 of the unchanged base.
-    kind: `pissa`, which subtracts the part of W with the largest singular values, or `olora`, which
-        subtracts `scale` times the product of the first columns of Q and the first rows of R, where
-        W = Q R.
     scale: scale of the LoRA, which is folded into the resulting B.
     """
     rank = pair.a.shape[0]
-    if kind == "pissa":
+    if kind == "pissa":  # It subtracts the part of W with the largest singular values.
         u, s, vt = torch.linalg.svd(weight, full_matrices=False)
         initial = LoraPair(vt[:rank], u[:, :rank] * s[:rank])
-    else:
+    else:  # OLoRA subtracts the first columns of Q times the first rows of R, where W = Q R.
         q, r = torch.linalg.qr(weight)
         initial = LoraPair(r[:rank], scale * q[:, :rank])
     return LoraPair(torch.cat([pair.a, initial.a]), torch.cat([pair.b, -initial.b], dim=1))
-
-
-# Conversion of PEFT's methods other than LoRA to changes of the base model's weights.
-
-
-ADAPTER = "default"
-
-
-def changes_of(
-    config: Mapping[str, Any],
-    tensors: Mapping[str, torch.Tensor],
-    checkpoint: Path,
-    shape: ModelShape,
-    invalid: ErrorFactory,
-) -> dict[MatrixId, Callable[[], torch.Tensor]]:
-    """Return functions that compute the change of each matrix, [d_out, d_in] fp32.
-
-    The whole model is loaded in fp32.
-
-    config, tensors: config and tensors of an adapter in PEFT's format.
-    checkpoint: folder of the base model.
-    invalid: function that creates the InvalidArgument for a message.
-
-    Raises InvalidArgument if PEFT cannot load the adapter or cannot express its type as a change,
-    or if it changes anything but matrices of the language model. Raises Unsupported if PEFT is not
-    installed.
-    """
-    try:
-        from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
-        from peft.tuners.tuners_utils import BaseTunerLayer
-    except ImportError as error:
-        raise Unsupported(
-            f"converting this adapter needs {error.name}: pip install 'vlora[train]'"
-        ) from error
-    for name, tensor in tensors.items():
-        if not bool(torch.isfinite(tensor).all()):
-            raise invalid(f"has NaN or Inf in '{name}'")
-    if config.get("bias", "none") != "none":
-        raise invalid(f"has bias {config['bias']!r}, which no LoRA can express")
-    try:
-        parsed = PeftConfig.from_peft_type(**config)
-        model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
-        loaded = set_peft_model_state_dict(model, dict(tensors), ADAPTER)
-    except Exception as error:
-        # PEFT raises exceptions of any type for an invalid adapter.
-        raise invalid(
-            f"of type {config.get('peft_type')!r} cannot be loaded by PEFT:"
-            f" {type(error).__name__}: {error}"
-        ) from error
-    missing = [key for key in loaded.missing_keys if model.base_model.prefix in key]
-    if missing or loaded.unexpected_keys:
-        strange = (missing or loaded.unexpected_keys)[0]
-        raise invalid(
-            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
-            f" {'expects' if missing else 'does not know'} for this checkpoint"
-        )
-    changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
-    for path, module in model.named_modules():
-        if not isinstance(module, BaseTunerLayer):
-            continue
-        if not module.supports_lora_conversion(ADAPTER):
-            raise invalid(
-                f"is of type {config.get('peft_type')!r}, which PEFT cannot convert to LoRA"
-            )
-        try:
-            matrix = parse_key(f"{path}.weight", shape).matrix
-        except UnknownKey as reason:
-            raise invalid(f"changes '{path}', {reason}") from None
-        if matrix is None:
-            raise invalid(f"changes '{path}', the embeddings, which no LoRA can express")
-        changes[matrix] = partial(_change, module)
-    return changes
-
-
-def _change(module: Any) -> torch.Tensor:
-    with torch.inference_mode():
-        change: torch.Tensor = module.get_delta_weight(ADAPTER).to(torch.float32)
-    return change
-
-
-def _stock_model(checkpoint: Path) -> Any:
-    """Return transformers' model of a checkpoint in fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-
-    multimodal = type(AutoConfig.from_pretrained(checkpoint)) in (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    )
-    model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
-    return model.from_pretrained(checkpoint, dtype=torch.float32)
-
-
-DEFAULT_RANK = 64
-DEFAULT_MAX_ERROR = 0.05
-"""Default maximum error of each matrix's change, relative to the change."""
-MAGNITUDE = "lora_magnitude_vector"
 
 
 @dataclass(frozen=True)
@@ -347,12 +192,11 @@ class ConversionLimits:
     """Limits of a conversion that is not exact.
 
     rank: maximum rank of the result.
-    error: maximum Frobenius norm of the error of a matrix's change, relative to the norm of the
-        change.
+    error: maximum Frobenius norm of the error of a matrix's change, relative to the change's.
     """
 
-    rank: int = DEFAULT_RANK
-    error: float = DEFAULT_MAX_ERROR
+    rank: int = 64
+    error: float = 0.05
 
 
 @dataclass
@@ -361,8 +205,7 @@ class Conversion:
 
     method: method of the source, such as "DoRA".
     dropped: keys of tensors that were left out because they equal the base model's weights.
-    errors: Frobenius norm of the error of each matrix's change, relative to the norm of the change.
-    changes: Frobenius norm of the change of each matrix.
+    errors, changes: Frobenius norms of each matrix's relative error, and of its change.
     ranks: ranks of the result.
     """
 
@@ -374,9 +217,7 @@ class Conversion:
 
     @property
     def error(self) -> float:
-        """Frobenius norm of the errors of all matrices together, relative to the norm of all
-        changes.
-        """
+        """Frobenius norm of the errors of all matrices, relative to that of all changes."""
         left = math.hypot(*(self.errors[m] * self.changes[m] for m in self.errors))
         change = math.hypot(*self.changes.values())
         return left / change if change else 0.0
@@ -389,17 +230,18 @@ class Conversion:
 
 @dataclass(frozen=True)
 class _Source:
-    """Adapter to convert, and the checkpoint that it was trained for."""
+    """Adapter to convert, the checkpoint that it was trained for, and how to convert it."""
 
     config: Mapping[str, Any]
     tensors: Tensors
     shape: ModelShape
     base: BaseWeights
     invalid: ErrorFactory
+    limits: ConversionLimits
+    progress: Callable[[str], None]
 
     @property
     def method(self) -> str:
-        """Name of the adapter's training method."""
         if self.config.get("peft_type") != "LORA":
             return str(self.config.get("peft_type"))
         if self.config.get("use_dora"):
@@ -411,10 +253,7 @@ class _Source:
         return {key: value for key, value in self.config.items() if key not in keys}
 
     def is_copy(self, key: str) -> bool:
-        """Return whether a tensor is a copy of one of the base model's weights.
-
-        Raises InvalidArgument if the tensor is a whole weight that differs from the base model's.
-        """
+        """Return whether a tensor is a copy of one of the base model's weights."""
         try:
             parsed = parse_key(key, self.shape)
         except UnknownKey:
@@ -430,10 +269,7 @@ class _Source:
         return True
 
     def magnitudes(self, matrices: Iterable[MatrixId]) -> dict[MatrixId, torch.Tensor]:
-        """Return DoRA's magnitudes, [d_out] fp32 by matrix.
-
-        Raises InvalidArgument unless there is exactly one for each of `matrices`.
-        """
+        """Return DoRA's magnitudes, [d_out] fp32 by matrix, of exactly these matrices."""
         wanted, found = set(matrices), {}
         for key, declared in self.tensors.shapes.items():
             if MAGNITUDE not in key:
@@ -465,15 +301,12 @@ def convert(
     limits: ConversionLimits,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Conversion:
-    """Write the adapter in `source` to the new folder `out` as a plain LoRA; return how it was
-    converted.
+    """Write the adapter in `source` to the new folder `out` as a plain LoRA; return how.
 
     shape, base: shape and weights of the checkpoint that the adapter was trained for.
-    limits: limits of the approximation, if the conversion is not exact.
     progress: called with the name of each matrix before it is decomposed.
 
-    Raises InvalidArgument, and writes nothing, if the adapter cannot be converted within the
-    limits.
+    Raises InvalidArgument, and writes nothing, if it cannot be converted within the limits.
     """
     name = source.absolute().name
     invalid = ErrorFactory(name)
@@ -483,7 +316,7 @@ def convert(
         raise invalid.in_file(OUTSIDE_LORA)("holds weights that no LoRA can express")
     config = read_json(source / CONFIG, invalid)
     tensors, file = open_tensors(source, invalid)
-    adapter = _Source(config, tensors, shape, base, invalid.in_file(file))
+    adapter = _Source(config, tensors, shape, base, invalid.in_file(file), limits, progress)
     result = Conversion(adapter.method)
     if config.get("alora_invocation_tokens") and adapter.method != "LoRA":
         raise invalid.in_file(CONFIG)(
@@ -493,20 +326,18 @@ def convert(
         copy_head(source, part)
         if config.get("peft_type") == "LORA":
             plain = _write_plain(adapter, part, name, result)
-            pairs = _pairs_of_lora(adapter, part, plain, limits, result, progress)
+            pairs = _pairs_of_lora(adapter, part, plain, result)
         else:
-            pairs = _pairs_by_peft(adapter, limits, result, progress)
+            pairs = _pairs_by_peft(adapter, result)
         if pairs:
-            write_adapter(part, pairs, shape, base_of(config))
+            base_name = config.get("base_model_name_or_path")
+            write_adapter(part, pairs, shape, base_name if isinstance(base_name, str) else "")
         result.ranks = load_adapter(name, part, shape).info.ranks
     return result
 
 
 def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> AdapterDescription:
-    """Write A and B of the source unchanged to the folder `part`, with the config of a plain LoRA.
-
-    Returns the description of the written files, which have passed the checks of adapters.
-    """
+    """Write A and B unchanged to `part` as a plain LoRA, and return its checked description."""
     factors = {}
     for key in source.tensors.shapes:
         if source.is_copy(key):
@@ -524,16 +355,9 @@ def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> 
 
 
 def _pairs_of_lora(
-    source: _Source,
-    part: Path,
-    plain: AdapterDescription,
-    limits: ConversionLimits,
-    result: Conversion,
-    progress: Callable[[str], None],
+    source: _Source, part: Path, plain: AdapterDescription, result: Conversion
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return new A and B for an adapter of PEFT's type LORA; {} for a plain LoRA, which keeps its A
-    and B.
-    """
+    """Return new A and B for PEFT's type LORA; {} for a plain LoRA, which keeps its own."""
     if source.method == "LoRA":
         return {}
     if plain.vision is not None:
@@ -546,7 +370,7 @@ def _pairs_of_lora(
         def change_of(matrix: MatrixId) -> torch.Tensor:
             return dora_change(source.base.matrix(matrix), pairs[matrix], magnitudes[matrix])
 
-        return _factorize(source, pairs, change_of, limits, result, progress)
+        return _factorize(source, pairs, change_of, result)
     if source.base.config.tied and (-1, LM_HEAD) in pairs:
         raise source.invalid(
             f"was initialised with '{source.method}', which changes the lm_head and so the"
@@ -558,42 +382,112 @@ def _pairs_of_lora(
     }
 
 
-def _pairs_by_peft(
-    source: _Source, limits: ConversionLimits, result: Conversion, progress: Callable[[str], None]
-) -> Mapping[MatrixId, LoraPair]:
-    """Return A and B for an adapter of another type, from the changes of weights that PEFT
-    computes.
-    """
+def _pairs_by_peft(source: _Source, result: Conversion) -> Mapping[MatrixId, LoraPair]:
     kept = {}
     for key in source.tensors.shapes:
         if source.is_copy(key):
             result.dropped.append(key)
         else:
             kept[key] = source.tensors.stored(key)
-    config = source.config_without("modules_to_save")
-    changes = changes_of(config, kept, source.base.folder, source.shape, source.invalid)
-    return _factorize(source, changes, lambda m: changes[m](), limits, result, progress)
+    changes = _changes_of(source, kept)
+    return _factorize(source, changes, lambda matrix: changes[matrix](), result)
+
+
+def _changes_of(
+    source: _Source, tensors: Mapping[str, torch.Tensor]
+) -> dict[MatrixId, Callable[[], torch.Tensor]]:
+    """Return functions that compute the change of each matrix by PEFT, [d_out, d_in] fp32.
+
+    The whole model is loaded in fp32. Raises InvalidArgument if PEFT cannot express the adapter as
+    changes of matrices of the language model, and Unsupported if PEFT is not installed.
+    """
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError as error:
+        raise Unsupported(
+            f"converting this adapter needs {error.name}: pip install 'vlora[train]'"
+        ) from error
+    config, invalid = source.config_without("modules_to_save"), source.invalid
+    for name, tensor in tensors.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise invalid(f"has NaN or Inf in '{name}'")
+    if config.get("bias", "none") != "none":
+        raise invalid(f"has bias {config['bias']!r}, which no LoRA can express")
+    model = _adapted_model(config, tensors, source.base.folder, invalid)
+    changes: dict[MatrixId, Callable[[], torch.Tensor]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        if not module.supports_lora_conversion(ADAPTER):
+            raise invalid(
+                f"is of type {config.get('peft_type')!r}, which PEFT cannot convert to LoRA"
+            )
+        try:
+            matrix = parse_key(f"{path}.weight", source.shape).matrix
+        except UnknownKey as reason:
+            raise invalid(f"changes '{path}', {reason}") from None
+        if matrix is None:
+            raise invalid(f"changes '{path}', the embeddings, which no LoRA can express")
+        changes[matrix] = partial(_change, module)
+    return changes
+
+
+def _adapted_model(
+    config: Mapping[str, Any],
+    tensors: Mapping[str, torch.Tensor],
+    checkpoint: Path,
+    invalid: ErrorFactory,
+) -> Any:
+    from peft import PeftConfig, get_peft_model, set_peft_model_state_dict
+
+    try:
+        parsed = PeftConfig.from_peft_type(**config)
+        model = get_peft_model(_stock_model(checkpoint), parsed, ADAPTER)
+        loaded = set_peft_model_state_dict(model, dict(tensors), ADAPTER)
+    except Exception as error:  # PEFT raises any type for an invalid adapter.
+        raise invalid(
+            f"of type {config.get('peft_type')!r} cannot be loaded by PEFT:"
+            f" {type(error).__name__}: {error}"
+        ) from error
+    missing = [key for key in loaded.missing_keys if model.base_model.prefix in key]
+    if missing or loaded.unexpected_keys:
+        strange = (missing or loaded.unexpected_keys)[0]
+        raise invalid(
+            f"{'lacks' if missing else 'holds'} '{strange}', which PEFT"
+            f" {'expects' if missing else 'does not know'} for this checkpoint"
+        )
+    return model
+
+
+def _change(module: Any) -> torch.Tensor:
+    with torch.inference_mode():
+        change: torch.Tensor = module.get_delta_weight(ADAPTER).to(torch.float32)
+    return change
+
+
+def _stock_model(checkpoint: Path) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+    multimodal = type(AutoConfig.from_pretrained(checkpoint)) in (
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    )
+    model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
+    return model.from_pretrained(checkpoint, dtype=torch.float32)
 
 
 def _factorize(
     source: _Source,
     matrices: Collection[MatrixId],
     change_of: Callable[[MatrixId], torch.Tensor],
-    limits: ConversionLimits,
     result: Conversion,
-    progress: Callable[[str], None],
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return A and B for the changes of all matrices, and store their errors in `result`.
-
-    change_of: returns the change of a matrix.
-
-    Raises InvalidArgument if an error exceeds the limits.
-    """
-    pairs = {}
+    """Return A and B for the changes of all matrices, and store their errors in `result`."""
+    limits, pairs = source.limits, {}
     if any(layer == VISION for layer, _ in matrices):
         raise source.invalid(_vision_stays(source))
     for matrix in sorted(matrices):
-        progress(name_of(matrix))
+        source.progress(name_of(matrix))
         change = change_of(matrix)
         if not bool(torch.isfinite(change).all()):
             raise source.invalid(f"changes {name_of(matrix)} to values that are not finite")

@@ -1,8 +1,6 @@
 """Writer of adapter folders in the form in which PEFT saves them.
 
 The scale is folded into B, so alpha is set to the rank of every matrix, which makes PEFT's scale 1.
-Servers that ignore `rank_pattern` and `alpha_pattern` then compute the same result.
-`target_modules` lists whole paths, because a vision tower may have modules with the same names.
 """
 
 from __future__ import annotations
@@ -24,7 +22,6 @@ from vlora.ids import MatrixId
 
 CONFIG = "adapter_config.json"
 HEAD_FILES = ("vlora.json", "head.safetensors")
-"""Files of an adapter folder that describe its tasks and contain its vision task head."""
 
 
 def write_adapter(
@@ -36,18 +33,15 @@ def write_adapter(
 ) -> None:
     """Write `adapter_config.json` and the weights of one adapter into a folder.
 
-    The folder is created if necessary.
-
     pairs: A [rank, d_in] and B [d_out, rank] of each matrix, with the scale folded into B.
     base: value of `base_model_name_or_path`.
-    dtype: dtype of the stored weights.
 
     Raises ValueError if `pairs` is empty.
     """
     if not pairs:
         raise ValueError("an adapter needs at least one matrix")
     folder.mkdir(parents=True, exist_ok=True)
-    paths = {matrix: _module_path(matrix, shape) for matrix in pairs}
+    paths = {matrix: paths_of(matrix, shape, "")[-1] for matrix in pairs}
     ranks = {paths[matrix]: pair.a.shape[0] for matrix, pair in pairs.items()}
     (common_rank, _), *_ = Counter(ranks.values()).most_common()
     other_ranks = {path: rank for path, rank in ranks.items() if rank != common_rank}
@@ -63,6 +57,7 @@ def write_adapter(
         "use_rslora": False,
         "rank_pattern": other_ranks,
         "alpha_pattern": other_ranks,
+        # Whole paths, because a vision tower may have modules with the same names.
         "target_modules": sorted(paths.values()),
     }
     write_config(folder / CONFIG, config)
@@ -75,9 +70,7 @@ def write_adapter(
 
 
 def rename_base(folder: Path, base: str) -> None:
-    """Replace the name of the base model in an adapter's config. The old name is a path on the
-    training machine.
-    """
+    """Replace the name of the base model, a path on the training machine, in the config."""
     path = folder / CONFIG
     config = json.loads(path.read_text(encoding="utf-8"))
     config["base_model_name_or_path"] = base
@@ -90,14 +83,7 @@ def write_config(path: Path, config: Mapping[str, Any]) -> None:
 
 
 def copy_head(source: Path, target: Path) -> None:
-    """Copy `vlora.json` and the vision task head of an adapter folder to another one, if they
-    exist.
-    """
+    """Copy `vlora.json` and the vision task head of an adapter folder, if they exist."""
     for name in HEAD_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def _module_path(matrix: MatrixId, shape: ModelShape) -> str:
-    """Return the path of a matrix's module in transformers' model."""
-    return paths_of(matrix, shape, "")[-1]

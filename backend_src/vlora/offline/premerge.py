@@ -2,9 +2,7 @@
 
 This follows equations 1 to 5 of the paper "Plug-and-Play Multi-LoRA Support Layer for vLLM". The
 fused weights are W + B_hot A_hot. Any other adapter is called cold. Its delta adapter, cold minus
-hot, has B = [B_cold, -B_hot] and A = [A_cold; A_hot]. A matrix that only the cold adapter changes
-keeps its A and B. A matrix that only the hot adapter changes gets the change -B_hot A_hot. The
-results are a Hugging Face checkpoint and PEFT folders, so any server can use them.
+hot, has B = [B_cold, -B_hot] and A = [A_cold; A_hot].
 """
 
 from __future__ import annotations
@@ -31,29 +29,19 @@ from vlora.model.decoder_config import DecoderConfig
 from vlora.model.loader import find_weights
 from vlora.offline.peft_folder import copy_head, write_adapter
 
-# Choice of the hot adapter, which is merged into the base, from a log of requests.
-#
-# The work of LoRA for one row is proportional to the sum of rank · (d_in + d_out) over the matrices
-# that the adapter changes. Merging the hot adapter saves its own work. But all other adapters
-# become delta adapters, which must also subtract the hot one. This adds the hot adapter's work to
-# every other request.
-
-
+# Name of the delta adapter that restores the base model, by subtracting the hot adapter.
+BASE_ADAPTER = "base"
+REPORT = "premerge.json"
+DEFAULT_MAX_RANK = 64
+# Keys that may name the adapter in a request log. The first one that is present is used.
 NAME_KEYS = ("lora_name", "adapter", "model")
-"""Keys that may name the adapter in a request log. The first one that is present is used."""
-BASE_NAME = ""
-"""Name by which requests without an adapter are counted."""
+BASE_NAME = ""  # Name by which requests without an adapter are counted.
 MAX_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
 class HotChoice:
-    """The adapter to merge, and what merging it saves.
-
-    hot: name of the adapter to merge; None if every merge would increase the work.
-    work_before: mean number of LoRA's multiplications per row, with no adapter merged.
-    work_after: mean number of LoRA's multiplications per row, with `hot` merged.
-    """
+    """The adapter to merge, or None, and LoRA's mean work per row before and after the merge."""
 
     hot: str | None
     work_before: float
@@ -61,19 +49,14 @@ class HotChoice:
 
 
 def lora_work(ranks: Mapping[MatrixId, int], shape: ModelShape) -> int:
-    """Return the number of multiplications of an adapter per row: the sum of rank · (d_in + d_out).
-
-    ranks: rank of each matrix that the adapter changes.
-    """
+    """Return an adapter's multiplications per row: the sum of rank · (d_in + d_out)."""
     return sum(rank * sum(shape.shape_of(matrix)) for matrix, rank in ranks.items())
 
 
 def work_after_merge(requests: Mapping[str, int], work: Mapping[str, int], hot: str) -> float:
-    """Return the mean work per row with `hot` merged into the base.
-
-    requests: number of requests by adapter; `BASE_NAME` stands for the base.
-    work: `lora_work` of each adapter.
-    """
+    """Return the mean work per row with `hot` merged into the base (see `choose_hot`)."""
+    # Merging saves the hot adapter's own work, but adds it to every other request, because all
+    # delta adapters must also subtract the hot one.
     total = sum(requests.values())
     others = (count * (work.get(name, 0) + work[hot]) for name, count in requests.items())
     return (sum(others) - requests.get(hot, 0) * 2 * work[hot]) / total
@@ -82,8 +65,7 @@ def work_after_merge(requests: Mapping[str, int], work: Mapping[str, int], hot: 
 def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> HotChoice:
     """Return the adapter whose merge makes the mean request cheapest.
 
-    requests: number of requests by adapter. Those for adapters that are not in `work` count as
-        requests for the base.
+    requests: number of requests by adapter. Those that are not in `work` are for the base.
     work: `lora_work` of each adapter.
 
     Raises InvalidArgument if there are no requests.
@@ -100,70 +82,43 @@ def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> HotChoic
 
 
 def read_request_log(path: Path) -> Counter[str]:
-    """Return the number of requests by adapter.
+    """Return the number of requests by adapter. Raises InvalidArgument with the file and line.
 
     Each line is a JSON object with one of NAME_KEYS, or just the adapter's name. A null or empty
-    name stands for the base. Empty lines are skipped. Raises InvalidArgument, which names the file
-    and the line.
+    name stands for the base. Empty lines are skipped.
     """
     counts: Counter[str] = Counter()
     try:
         with path.open("rb") as opened:
-            for number, line in enumerate(
-                iter(lambda: opened.readline(MAX_LINE_BYTES + 1), b""), 1
-            ):
-                if len(line) > MAX_LINE_BYTES:
-                    raise InvalidArgument(
-                        f"{path}: line {number} has more than {MAX_LINE_BYTES} bytes"
-                    )
-                if text := _decode(line, path, number).strip():
-                    counts[_name_in(text, path, number)] += 1
+            lines = iter(lambda: opened.readline(MAX_LINE_BYTES + 1), b"")
+            for number, line in enumerate(lines, 1):
+                if (name := _name_in(line, f"{path}: line {number}")) is not None:
+                    counts[name] += 1
     except OSError as error:
         raise InvalidArgument(f"{path} cannot be read: {error.strerror}") from error
     return counts
 
 
-def _decode(line: bytes, path: Path, number: int) -> str:
+def _name_in(line: bytes, where: str) -> str | None:
+    if len(line) > MAX_LINE_BYTES:
+        raise InvalidArgument(f"{where} has more than {MAX_LINE_BYTES} bytes")
     try:
-        return line.decode()
+        text = line.decode().strip()
     except UnicodeDecodeError:
-        raise InvalidArgument(f"{path}: line {number} is not UTF-8 text") from None
-
-
-def _name_in(text: str, path: Path, number: int) -> str:
-    """Return the adapter's name in one line of a request log."""
+        raise InvalidArgument(f"{where} is not UTF-8 text") from None
     if not text.startswith("{"):
-        return text
+        return text or None
     try:
         request = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InvalidArgument(f"{path}: line {number} is not a JSON object: {error}") from error
-    for key in NAME_KEYS:
-        if key in request:
-            name = request[key]
-            if name is not None and not isinstance(name, str):
-                raise InvalidArgument(
-                    f"{path}: line {number} has {key} = {name!r}, which is not a name"
-                )
-            return name or BASE_NAME
-    raise InvalidArgument(f"{path}: line {number} names no adapter; use the key '{NAME_KEYS[0]}'")
-
-
-BASE_ADAPTER = "base"
-"""Name of the delta adapter that restores the base model, by subtracting the hot adapter."""
-REPORT = "premerge.json"
-DEFAULT_MAX_RANK = 64
-
-
-@dataclass(frozen=True)
-class Delta:
-    """A delta adapter that was written.
-
-    rank: largest rank of its matrices.
-    """
-
-    name: str
-    rank: int
+        raise InvalidArgument(f"{where} is not a JSON object: {error}") from error
+    key = next((key for key in NAME_KEYS if key in request), None)
+    if key is None:
+        raise InvalidArgument(f"{where} names no adapter; use the key '{NAME_KEYS[0]}'")
+    name = request[key]
+    if name is not None and not isinstance(name, str):
+        raise InvalidArgument(f"{where} has {key} = {name!r}, which is not a name")
+    return str(name or BASE_NAME)
 
 
 @dataclass
@@ -175,7 +130,7 @@ class Report:
     rounding: largest rounding error of a fused weight, relative to the largest change of a weight
         by the hot adapter; 0 if the stored type represents every result exactly.
     max_rank: rank above which a delta adapter causes a warning.
-    deltas: delta adapters that were written.
+    deltas: largest rank of each delta adapter that was written.
     failed: by name, the reason why an adapter was left out.
     """
 
@@ -183,18 +138,17 @@ class Report:
     matrices: int = 0
     rounding: float = 0.0
     max_rank: int = DEFAULT_MAX_RANK
-    deltas: list[Delta] = field(default_factory=list)
+    deltas: dict[str, int] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
 
     @property
     def warnings(self) -> list[str]:
         """Sentences about delta adapters whose rank is above the maximum."""
         return [
-            f"the delta adapter '{delta.name}' has rank {delta.rank}, above {self.max_rank}:"
-            f" a server may refuse it, and it costs as much as '{delta.name}' and the hot adapter"
-            " together"
-            for delta in self.deltas
-            if delta.rank > self.max_rank
+            f"the delta adapter '{name}' has rank {rank}, above {self.max_rank}: a server may"
+            f" refuse it, and it costs as much as '{name}' and the hot adapter together"
+            for name, rank in self.deltas.items()
+            if rank > self.max_rank
         ]
 
     def as_json(self) -> dict[str, Any]:
@@ -203,7 +157,7 @@ class Report:
             "hot": self.hot,
             "fused_matrices": self.matrices,
             "relative_rounding": self.rounding,
-            "deltas": {delta.name: {"rank": delta.rank} for delta in self.deltas},
+            "deltas": {name: {"rank": rank} for name, rank in self.deltas.items()},
             "failed": self.failed,
             "warnings": self.warnings,
         }
@@ -212,10 +166,7 @@ class Report:
 def delta_pairs(
     cold: Mapping[MatrixId, LoraPair], hot: Mapping[MatrixId, LoraPair]
 ) -> dict[MatrixId, LoraPair]:
-    """Return A and B of the delta adapter, cold minus hot, by matrix.
-
-    cold, hot: A [rank, d_in] and B [d_out, rank], with the scale folded into B.
-    """
+    """Return A and B of the delta adapter, cold minus hot, by matrix. B has the scale folded in."""
     pairs: dict[MatrixId, LoraPair] = {}
     for matrix in sorted(cold.keys() | hot.keys()):
         factors = [cold[matrix]] if matrix in cold else []
@@ -244,10 +195,6 @@ def check_hot(hot: Adapter, config: DecoderConfig) -> None:
 
 
 def _check_mergeable(adapter: Adapter) -> None:
-    """Raise InvalidArgument for an adapter that can be neither merged nor made a delta adapter.
-
-    An activated LoRA changes only some tokens, and premerging does not write vision towers.
-    """
     if adapter.info.vision_ranks:
         raise InvalidArgument(
             f"adapter '{adapter.info.name}' changes the vision tower or connector, which premerging"
@@ -268,10 +215,8 @@ def fuse_checkpoint(
     exact: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[int, float]:
-    """Write the checkpoint with the hot adapter merged into it, one weights file at a time.
+    """Write the checkpoint with the hot adapter merged into it to the new folder `target`.
 
-    target: new folder. Its files have the same names and metadata as those of the source.
-    hot: A and B of the hot adapter.
     exact: whether to store fused weights in fp32 and declare fp32 in config.json. If False, they
         are rounded to the type in which the source stores them.
     progress: called with the name of each weights file before it is read.
@@ -305,8 +250,6 @@ def fuse_checkpoint(
 
 
 def _declare_float32(path: Path) -> None:
-    """Replace every type that a config.json declares for weights by float32."""
-
     def declare(value: Any) -> Any:
         if not isinstance(value, dict):
             return value
@@ -330,11 +273,8 @@ def premerge(
     exact: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
-    """Write `out/model`, `out/adapters` and `out/premerge.json`; return a report.
+    """Write `out/model`, `out/adapters` and `out/premerge.json`, or nothing; return a report.
 
-    The folder `out` appears when everything has been written. An interrupted run leaves nothing.
-
-    model, config, shape: folder of the checkpoint, its configuration, and the shapes for adapters.
     hot: folder and weights of the adapter to merge.
     cold: by name, a function that reads the folder and the weights of each other adapter. If it
         raises InvalidArgument, the adapter is reported, and the others are still written.
@@ -359,26 +299,36 @@ def premerge(
         )
         base = str(out / "model")
         adapters = part / "adapters"
-
-        def write_delta(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
-            deltas = delta_pairs(pairs, adapter.pairs)
-            write_adapter(adapters / name, deltas, shape, base)
-            rank = max(pair.a.shape[0] for pair in deltas.values())
-            report.deltas.append(Delta(name, rank))
-
         write_adapter(adapters / name, no_change(adapter.pairs), shape, base)
         copy_head(folder, adapters / name)
-        write_delta(BASE_ADAPTER, {})
-        for cold_name, read in cold.items():
-            progress(cold_name)
-            try:
-                cold_folder, weights = read()
-                _check_mergeable(weights)
-            except InvalidArgument as error:
-                report.failed[cold_name] = str(error)
-                continue
-            write_delta(cold_name, weights.pairs)
-            copy_head(cold_folder, adapters / cold_name)
+        _write_deltas(adapters, adapter.pairs, cold, shape, base, report, progress)
         text = json.dumps(report.as_json(), indent=2)
         (part / REPORT).write_text(text + "\n", encoding="utf-8")
     return report
+
+
+def _write_deltas(
+    folder: Path,
+    hot: Mapping[MatrixId, LoraPair],
+    cold: Mapping[str, Callable[[], tuple[Path, Adapter]]],
+    shape: ModelShape,
+    base: str,
+    report: Report,
+    progress: Callable[[str], None],
+) -> None:
+    def write(name: str, pairs: Mapping[MatrixId, LoraPair]) -> None:
+        deltas = delta_pairs(pairs, hot)
+        write_adapter(folder / name, deltas, shape, base)
+        report.deltas[name] = max(pair.a.shape[0] for pair in deltas.values())
+
+    write(BASE_ADAPTER, {})
+    for name, read in cold.items():
+        progress(name)
+        try:
+            source, weights = read()
+            _check_mergeable(weights)
+        except InvalidArgument as error:
+            report.failed[name] = str(error)
+            continue
+        write(name, weights.pairs)
+        copy_head(source, folder / name)

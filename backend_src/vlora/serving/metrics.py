@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vlora.engine.plan import Mode
 from vlora.errors import BY_CODE, VLoraError
@@ -46,6 +46,19 @@ SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 3
 
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
 """Upper bounds in seconds of the histogram buckets for the time per output token."""
+
+HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
+    "time_to_first_token_seconds": (
+        "Seconds from acceptance of a request to its first token.",
+        SECONDS,
+    ),
+    "time_per_output_token_seconds": ("Seconds between output tokens.", TOKEN_SECONDS),
+    "e2e_request_latency_seconds": ("Seconds from acceptance of a request to its end.", SECONDS),
+    "request_prompt_tokens": ("Prompt tokens of an answered request.", None),
+    "request_generation_tokens": ("Output tokens of an answered request.", None),
+    "request_params_n": ("Requested number of answers; always 1.", (1, 2, 5, 10, 20)),
+}
+"""Help text and buckets of each histogram; None: buckets up to the longest request."""
 
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
 """Fields of `EngineStats` by value of the label `kv_cache_block_type`."""
@@ -119,6 +132,29 @@ class Levels:
             gauge.set(getattr(stats, attribute))
         for attribute, counter in self._counters.items():
             counter.raise_to(getattr(stats, attribute))
+
+
+class ModeStats(NamedTuple):
+    """Statistics of one inference mode.
+
+    now: whether it is the mode of the last step.
+    """
+
+    now: bool
+    steps: int
+    seconds: float
+
+    @classmethod
+    def of(cls, stats: EngineStats, mode: Mode) -> ModeStats:
+        seconds = stats.mode_seconds.get(mode, 0.0)
+        return cls(stats.mode == mode, stats.mode_steps.get(mode, 0), seconds)
+
+
+MODE_EXPORTS = {
+    "now": Export("gauge", "vlora:mode", "1 for the mode of the last step, 0 for the others."),
+    "steps": Export("counter", "vlora:mode_steps_total", "Forward passes by mode."),
+    "seconds": Export("counter", "vlora:mode_seconds_total", "Seconds of forward passes by mode."),
+}
 
 
 class Exporter(ABC):
@@ -247,34 +283,15 @@ class EngineExporter(Exporter):
             Levels(registry, {**labels, "kv_cache_block_type": kind}, {attribute: blocks})
             for kind, attribute in CACHE_BLOCKS.items()
         ]
-        self._modes = {mode: _ModeLevels(registry, {**labels, "mode": mode.value}) for mode in Mode}
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Metric:
-            return registry.histogram(f"vllm:{name}", text, labels, buckets)
+        self._modes = {
+            mode: Levels(registry, {**labels, "mode": mode.value}, MODE_EXPORTS) for mode in Mode
+        }
 
         tokens = _one_two_five(max_tokens)
-        self._first_token = histogram(
-            "time_to_first_token_seconds",
-            "Seconds from acceptance of a request to its first token.",
-            SECONDS,
-        )
-        self._per_token = histogram(
-            "time_per_output_token_seconds", "Seconds between output tokens.", TOKEN_SECONDS
-        )
-        self._latency = histogram(
-            "e2e_request_latency_seconds",
-            "Seconds from acceptance of a request to its end.",
-            SECONDS,
-        )
-        self._prompt = histogram(
-            "request_prompt_tokens", "Prompt tokens of an answered request.", tokens
-        )
-        self._generation = histogram(
-            "request_generation_tokens", "Output tokens of an answered request.", tokens
-        )
-        self._n = histogram(
-            "request_params_n", "Requested number of answers; always 1.", (1, 2, 5, 10, 20)
-        )
+        self._histograms = {
+            name: registry.histogram(f"vllm:{name}", text, labels, buckets or tokens)
+            for name, (text, buckets) in HISTOGRAMS.items()
+        }
 
     def request(self) -> Callable[[Output], None]:
         """Return a function to call with each output of one request, in order. It never raises."""
@@ -285,15 +302,17 @@ class EngineExporter(Exporter):
             total = output.timings.total
             if output.token_ids:
                 if last is None:
-                    self._observe(self._first_token, output.timings.first_token)
+                    self._observe("time_to_first_token_seconds", output.timings.first_token)
                 else:
-                    self._observe(self._per_token, (total - last) / len(output.token_ids))
+                    self._observe(
+                        "time_per_output_token_seconds", (total - last) / len(output.token_ids)
+                    )
                 last = total
             if output.finish_reason is not None:
-                self._observe(self._latency, total)
-                self._observe(self._prompt, output.num_input_tokens)
-                self._observe(self._generation, output.num_output_tokens)
-                self._observe(self._n, 1)
+                self._observe("e2e_request_latency_seconds", total)
+                self._observe("request_prompt_tokens", output.num_input_tokens)
+                self._observe("request_generation_tokens", output.num_output_tokens)
+                self._observe("request_params_n", 1)
             if output.finished:
                 self._safely(self._write_observed if self._stats_written else self._write_once)
 
@@ -310,15 +329,15 @@ class EngineExporter(Exporter):
         self._safely(self._write_observed if fresh else self._write)
         self._stats_written = False
 
-    def _observe(self, metric: Metric, value: float) -> None:
-        self._observed.append((metric, value))
+    def _observe(self, name: str, value: float) -> None:
+        self._observed.append((self._histograms[name], value))
 
     def _write(self) -> None:
         stats = self._stats()
         for levels in (self._levels, *self._blocks):
             levels.write(stats)
-        for mode, of_mode in self._modes.items():
-            of_mode.write(mode, stats)
+        for mode, levels in self._modes.items():
+            levels.write(ModeStats.of(stats, mode))
         self._lora.update(stats, self._clock())
         self._written = time.monotonic()
         self._write_observed()
@@ -333,30 +352,6 @@ class EngineExporter(Exporter):
         while self._observed:
             metric, value = self._observed.popleft()
             metric.observe(value)
-
-
-class _ModeLevels:
-    """The metrics of one inference mode."""
-
-    def __init__(self, registry: Registry, labels: Mapping[str, str]) -> None:
-        self._now = Level(
-            registry.gauge(
-                "vlora:mode", "1 for the mode of the last step, 0 for the others.", labels
-            )
-        )
-        self._steps = Level(
-            registry.counter("vlora:mode_steps_total", "Forward passes by mode.", labels)
-        )
-        self._seconds = Level(
-            registry.counter(
-                "vlora:mode_seconds_total", "Seconds of forward passes by mode.", labels
-            )
-        )
-
-    def write(self, mode: Mode, stats: EngineStats) -> None:
-        self._now.set(stats.mode == mode)
-        self._steps.raise_to(stats.mode_steps.get(mode, 0))
-        self._seconds.raise_to(stats.mode_seconds.get(mode, 0.0))
 
 
 def _one_two_five(limit: int) -> list[float]:

@@ -64,17 +64,23 @@ class _SharedGrammar:
     compiled: Future[Grammar] = field(default_factory=Future)
     users: int = 0
 
+    @property
+    def grammar(self) -> Grammar | None:
+        """The grammar; None if it is being compiled or was refused."""
+        done = self.compiled.done() and self.compiled.exception() is None
+        return self.compiled.result() if done else None
+
+    @property
+    def ended(self) -> bool:
+        """True if it was refused, or if its process has ended."""
+        grammar = self.grammar
+        return self.compiled.done() and (grammar is None or grammar.ended)
+
 
 class Grammars:
     """Compiles grammars, shares them among requests, and ends their processes. Thread-safe."""
 
     def __init__(self, tokenizer: Callable[[], TokenizerData], vocabulary: int, limits: Limits):
-        """Create an object without processes.
-
-        tokenizer: returns the description of the tokenizer.
-        vocabulary: number of the model's tokens.
-        limits: limits of grammars.
-        """
         self._tokenizer = tokenizer
         self._vocabulary = vocabulary
         self._limits = limits
@@ -98,7 +104,7 @@ class Grammars:
         self.check(structure)
         with self._lock:
             entry = self._entries.pop(structure, None)
-            is_new = entry is None or self._has_ended(entry)
+            is_new = entry is None or entry.ended
             if entry is None or is_new:
                 self._make_room()
                 entry = _SharedGrammar()
@@ -109,14 +115,16 @@ class Grammars:
         try:
             return entry.compiled.result()
         except BaseException:
-            self._remove(structure, entry)
+            with self._lock:
+                if self._entries.get(structure) is entry:
+                    del self._entries[structure]
             raise
 
     def release(self, structure: Structure, grammar: Grammar) -> None:
         """Release a grammar that `acquire` has returned."""
         with self._lock:
             entry = self._entries.get(structure)
-            if entry is None or not _holds(entry, grammar):
+            if entry is None or entry.grammar is not grammar:
                 return  # The grammar has ended and was replaced.
             entry.users -= 1
             if entry.users == 0 and grammar.ended:
@@ -126,7 +134,6 @@ class Grammars:
                 self._entries.pop(key).compiled.result().end()
 
     def __len__(self) -> int:
-        """Return the number of structures that are compiled or being compiled."""
         return len(self._entries)
 
     def check(self, structure: Structure) -> None:
@@ -150,16 +157,14 @@ class Grammars:
             server, self._server = self._server, None
             entries = list(self._entries.values())
         for entry in entries:
-            if entry.compiled.done() and not self._has_ended(entry):
-                entry.compiled.result().end()
+            if entry.grammar is not None:
+                entry.grammar.end()
         if server is not None:
             server.close()
         self._ends.shutdown()
 
     def _make_room(self) -> None:
-        """End the least recently used idle grammar if the limit of grammars is reached.
-
-        The caller holds the lock.
+        """End the least recently used idle grammar at the limit. The caller holds the lock.
 
         Raises Unavailable if all grammars are in use, or after `close`.
         """
@@ -188,19 +193,7 @@ class Grammars:
             self.counters.compile_seconds += grammar.compile_seconds
         entry.compiled.set_result(grammar)
 
-    def _remove(self, structure: Structure, entry: _SharedGrammar) -> None:
-        with self._lock:
-            if self._entries.get(structure) is entry:
-                del self._entries[structure]
-
-    def _has_ended(self, entry: _SharedGrammar) -> bool:
-        compiled = entry.compiled
-        return compiled.done() and (compiled.exception() is not None or compiled.result().ended)
-
     def _compile(self, structure: Structure) -> Grammar:
-        """Return the grammar of a structure, compiled in a new process within limits of time and
-        memory.
-        """
         place = self._regular
         place.acquire()
         try:
@@ -240,7 +233,6 @@ class Grammars:
             place.release()
 
     def _fork(self) -> tuple[int, socket.socket]:
-        """Return a new process. Raises Unavailable if it cannot be started."""
         with self._lock:
             if self._closed:
                 raise Unavailable("the server is shutting down")
@@ -254,10 +246,6 @@ class Grammars:
             raise Unavailable("the process that compiles grammars cannot be started") from None
 
     def _stop(self, process: int) -> Future[VLoraError]:
-        """End a process on another thread.
-
-        Returns a future of the error to report for the process's answers (see `grammar.Stop`).
-        """
         limits = self._limits
 
         def stop() -> VLoraError:
@@ -284,8 +272,3 @@ def tokenizer_data(
     """
     json = tokenizer.backend_tokenizer.to_str()
     return TokenizerData(json, tuple(token.hex() for token in tokens), size, tuple(ends))
-
-
-def _holds(entry: _SharedGrammar, grammar: Grammar) -> bool:
-    compiled = entry.compiled
-    return compiled.done() and compiled.exception() is None and compiled.result() is grammar

@@ -81,10 +81,9 @@ def read_structure(key: str, value: Any) -> Structure | tuple[str, ...]:
 
 
 def _only_kind(key: str, value: Any) -> tuple[str, Any]:
-    """Return the only key of an object like `{"regex": "a+"}`, and its value.
+    """Return the only key of an object like `{"regex": "a+"}`, or of its text, and its value.
 
-    The object may be given as text. Keys with the value null or false are ignored. Raises
-    InvalidArgument unless one key is left, and Unsupported if it is not one of KINDS.
+    Keys with the value null or false are ignored.
     """
     parsed = load_object(value, f"'{key}'", MAX_DEPTH) if isinstance(value, str) else value
     kinds = ", ".join(KINDS)

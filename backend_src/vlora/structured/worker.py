@@ -81,7 +81,6 @@ class Speller:
         return self._longest_tokens(data)
 
     def _spells(self, ids: list[int], data: bytes) -> bool:
-        """Return whether these tokens spell `data` and can all appear in text."""
         count = len(self._bytes_of)
         pieces = [self._bytes_of[token] if token < count else b"" for token in ids]
         return all(pieces) and b"".join(pieces) == data
@@ -163,7 +162,6 @@ class _Grammar:
         self._reply(reply, 0, started, _one_line(error))
 
     def _send_mask(self, number: int, started: float) -> None:
-        """Send the mask of a matcher, or the message that it has stopped or failed."""
         matcher = self._matchers[number]
         if not matcher.is_stopped():
             matcher.unsafe_compute_mask_ptr(self._mask.ctypes.data, self._mask.nbytes)
@@ -180,9 +178,6 @@ class _Grammar:
 
 
 def _limit_this_process(memory: int) -> None:
-    """Set the limits of this process: `memory` more bytes than it has now, and STACK_BYTES of
-    stack.
-    """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + memory
     for kind, soft in (

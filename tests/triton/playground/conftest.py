@@ -13,7 +13,8 @@ from tests.support.browser import Page, browser
 from tests.support.gateway import Gateway, running
 from tests.support.playground import WIDTHS
 from tools.demo.__main__ import ADAPTERS
-from vlora.launcher.server import ServerOptions, TritonServer
+from vlora.launcher.repository import ServerOptions
+from vlora.launcher.server import TritonServer
 
 
 @pytest.fixture(scope="session")

@@ -50,8 +50,8 @@ def test_a_head_is_read_with_its_labels(folder: Path, model: ModelShape) -> None
     adapter = load_adapter("x", folder, model)
     assert adapter.head is not None
     assert (adapter.info.head_labels, adapter.info.head_tasks) == (("yes", "no"), ("classify",))
-    assert torch.equal(adapter.head.linear.weight, weight)
-    assert torch.equal(adapter.head.linear.bias, bias)
+    assert torch.equal(adapter.head.weight, weight)
+    assert torch.equal(adapter.head.bias, bias)
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,10 @@ import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Protocol
 
 from vlora.config import Options
-from vlora.engine.cost import applied_adapters
-from vlora.engine.policies.base import Candidate, Choice, Costs, Order
+from vlora.engine.cost import CostModel, applied_adapters
+from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.ids import BASE
 
 URGENT_FACTOR = 2.0
@@ -51,36 +50,6 @@ prompt. Smaller chunks gain less than their additional steps cost (decision 43).
 """
 
 
-class StepCosts(Costs, Protocol):
-    """Predicted times of the parts of a step, in seconds."""
-
-    def products(self, rows: int, answers: int) -> float:
-        """Return the time of the matrix products of `rows` rows, with `answers` rows in the LM
-        head.
-        """
-        ...
-
-    def overhead(self, requests: int) -> float:
-        """Return the time that a step of this many requests takes outside its forward pass."""
-        ...
-
-    def attention(self, rows: int, context: int) -> float:
-        """Return the time of attention for `rows` rows of one request after `context` positions."""
-        ...
-
-    def lora_calls(self) -> float:
-        """Return the fixed time of calling the LoRA operator in a step that applies any adapter."""
-        ...
-
-    def read_adapter(self, slot: int) -> float:
-        """Return the time that a step needs to read an adapter."""
-        ...
-
-    def apply_adapter(self, slot: int, rows: int) -> float:
-        """Return the time of applying an adapter to this number of rows."""
-        ...
-
-
 class Predictive:
     """The predictive policy (see the module's docstring).
 
@@ -93,7 +62,7 @@ class Predictive:
     merges = True
     orders = (Order.WAIT, Order.PRIORITY, Order.DEADLINE)
 
-    def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: StepCosts) -> None:
+    def __init__(self, max_batch: int, max_rows: int, max_wait: float, costs: CostModel) -> None:
         self.max_batch = max_batch
         self._max_rows = max_rows
         self._max_wait = max_wait
@@ -131,7 +100,6 @@ class Predictive:
     def _add_prompts(
         self, prompts: list[Candidate], work: _RemainingWork, step: _PlannedStep
     ) -> None:
-        """Add the prompts that raise the gain per second, by priority, then least work first."""
         prompts.sort(key=lambda r: (r.priority, work.seconds(r)))
         refused = 0
         for r in prompts:
@@ -170,7 +138,7 @@ class Predictive:
 class _RemainingWork:
     """Remaining work of requests in seconds if all steps had FULL_ROWS rows. Made once per step."""
 
-    def __init__(self, costs: StepCosts) -> None:
+    def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._row_seconds = costs.products(FULL_ROWS, 1) / FULL_ROWS
         self._adapted_row_seconds: dict[int, float] = {}
@@ -195,7 +163,7 @@ class _PlannedStep:
     """
 
     def __init__(
-        self, costs: StepCosts, live: int, max_rows: int, requests_by_slot: Mapping[int, int]
+        self, costs: CostModel, live: int, max_rows: int, requests_by_slot: Mapping[int, int]
     ) -> None:
         self._costs = costs
         self._live = live
@@ -270,7 +238,6 @@ class _PlannedStep:
         self.rows[r.id] = rows
 
     def _seconds(self, rows: int = 0, answers: int = 0, requests: int = 0) -> float:
-        """Return the predicted time of the step with this many more rows, answers and requests."""
         products = self._costs.products(self._row_count + rows, self._answers + answers)
         return products + self._other_seconds + self._costs.overhead(len(self.order) + requests)
 
@@ -338,11 +305,11 @@ def _gain_of(r: Candidate, rows: int) -> float:
 
 
 def _weight(r: Candidate) -> float:
-    """Return the weight of the request, 2 ** −`priority`, with `priority` limited to −8 … 8."""
+    """Return 2 ** −`priority`, with `priority` limited to −8 … 8."""
     return 2.0 ** -float(min(max(r.priority, -8), 8)) if r.priority else 1.0
 
 
-def make(options: Options, costs: StepCosts) -> Predictive:
+def make(options: Options, costs: CostModel) -> Predictive:
     return Predictive(
         options.max_step_requests,
         options.max_num_batched_tokens,

@@ -1,4 +1,4 @@
-"""Strict parsing of `model.json` and `multi_lora.json`.
+"""Options of the server, and the strict parsing of `model.json` and `multi_lora.json`.
 
 The error for an unknown key names the nearest known key. A key of vLLM is accepted if its value
 describes what this server does, or if the key has no effect here, which is logged. Otherwise it is
@@ -9,28 +9,176 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, Final, Literal, get_args, get_type_hints
 
-from vlora.config.options import (
-    ADAPTERS_VARIABLE,
-    AUTO,
-    DEVICE,
-    DTYPES,
-    MERGING,
-    MODEL_VARIABLE,
-    POLICIES,
-    QUANTIZATION_GROUPS,
-    QUANTIZATIONS,
-    IntOrAuto,
-    Limits,
-    Options,
-)
-from vlora.config.vllm_keys import ACCEPTED, NO_EFFECT, REFUSED, RENAMED
 from vlora.errors import InvalidArgument, nearest
 from vlora.strict_json import BOOLEANS, load_object
+
+MODEL_VARIABLE = "VLORA_MODEL"
+"""Environment variable that overrides `model` in `model.json`. `vlora serve --model` sets it."""
+ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
+"""Environment variable that overrides `adapters` in `model.json`. `vlora serve --adapters` sets it.
+"""
+
+AUTO: Final = "auto"
+DTYPES = ("float32", "bfloat16", "float16", AUTO)
+DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
+"""Pattern of the valid values of `device`."""
+
+POLICIES: dict[str, str] = {
+    path.stem: f"vlora.engine.policies.{path.stem}:make"
+    for path in sorted((Path(__file__).parent / "engine" / "policies").glob("[!_]*.py"))
+    if path.stem not in ("base", "registry")
+}
+"""Values of `policy`, each with the function that creates it ("module:function").
+
+They are found by their files, without importing them, because that would import torch.
+`vlora.engine.policies.registry.register_policy` adds others.
+"""
+
+MERGING = ("out_of_place", "in_place", "off")
+QUANTIZATIONS = ("int8", "int4")
+QUANTIZATION_GROUPS = (32, 64, 128)
+IntOrAuto = int | Literal["auto"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one request or one adapter. An error about a limit states the value and the limit.
+
+    docs/operations.md has one row on each.
+    """
+
+    max_prompt_bytes: int = 1024 * 1024
+    # The largest message that gRPC clients receive by default.
+    max_answer_bytes: int = 4 * 1024 * 1024
+    max_image_megapixels: float = 40.0
+    # A decoded pixel takes 3 bytes.
+    max_request_megapixels: float = 640.0
+    # Does not count the images of the request that is being decoded. So the encoder's decoded
+    # images have at most the sum of this limit and `max_request_megapixels`.
+    max_batch_megapixels: float = 160.0
+    # That of Qwen-VL. Without it, a processor that scales the shorter edge to a fixed length would
+    # make a huge image of a long strip.
+    max_aspect_ratio: float = 200.0
+    max_image_bytes: int = 64 * 1024 * 1024
+    max_decode_seconds: float = 10.0
+    max_decode_bytes: int = 1024**3
+    max_images: int = 64
+    max_in_flight_bytes: int = 4 * 1024**3
+    max_json_bytes: int = 64 * 1024
+    max_metadata_bytes: int = 1024 * 1024
+    max_adapter_bytes: int = 4 * 1024**3
+    max_choices: int = 256
+    max_choices_bytes: int = 16 * 1024
+    max_grammar_bytes: int = 64 * 1024
+    max_grammar_seconds: float = 2.0
+    max_mask_seconds: float = 10.0
+    max_grammar_memory: int = 128 * 1024**2
+    max_grammars: int = 64
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the engine and the vision encoder: the keys of `model.json`.
+
+    docs/operations.md has one row on each.
+
+    notes: sentences to log about keys in the file that have no effect. This field is not a key.
+    """
+
+    model: Path = Path()
+    adapters: Path | None = None
+    # Sums, norms, softmax, logits and sampling always use float32.
+    dtype: str = "float32"
+    device: str = "cpu"
+    engine_memory_share: float = 0.8
+    encoder_memory_share: float = 0.15
+    enforce_eager: bool = False
+    quantization: str | None = None
+    quantization_group_size: int = 32
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 1024
+    max_batch_requests: int | None = None
+    policy: str = "unmerge_only"
+    theta_min: float = 1.0
+    theta_factor: float = 4.0
+    max_wait_seconds: float = 30.0
+    deterministic: bool = False
+    route_adapters: bool = False
+    max_num_waiting: int = 1024
+    block_size: int = 16
+    kv_cache_tokens: int = 32768
+    merging: str = "out_of_place"
+    # None: the memory that the machine or the container has available at the start, minus pages.
+    merged_weights_bytes: int | None = None
+    adapter_pool_bytes: IntOrAuto = AUTO
+    adapter_host_bytes: int = 4 * 1024**3
+    enable_prefix_caching: bool = True
+    # "auto": see `cores.split_cores`.
+    engine_threads: IntOrAuto = AUTO
+    encoder_threads: IntOrAuto = AUTO
+    feature_cache_bytes: int = 256 * 1024 * 1024
+    disable_log_stats: bool = False
+    limits: Limits = field(default_factory=Limits)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def may_merge(self) -> bool:
+        """False if the options alone rule out that an adapter is merged."""
+        return self.merging != "off" and not self.deterministic
+
+    @property
+    def max_step_requests(self) -> int:
+        """Maximum number of requests in a step: the paper's MaxBS."""
+        return self.max_batch_requests or self.max_num_seqs
+
+
+RENAMED: dict[str, str] = {"tokenizer": "model"}
+"""Keys of vLLM that mean the same as one of our keys. If both are set, their values
+must be equal.
+"""
+
+ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "enable_lora": (True,),
+    "trust_remote_code": (False,),
+    "tensor_parallel_size": (1,),
+    "pipeline_parallel_size": (1,),
+    "disable_log_requests": (True, False),
+    "enable_log_requests": (True, False),
+    "enable_chunked_prefill": (True,),
+}
+"""Keys of vLLM without an equivalent here. Only the listed values are accepted, because they
+describe what this server does.
+"""
+
+NO_EFFECT: dict[str, str] = {
+    "gpu_memory_utilization": "the size of the page pool is 'kv_cache_tokens', and the share of a"
+    " GPU's memory is 'engine_memory_share'",
+    "max_loras": "the number of resident adapters is limited by 'adapter_pool_bytes'",
+    "max_lora_rank": "each adapter has its own rank, without padding",
+}
+"""Keys of vLLM's tutorials that have no effect here, with the note to log about them."""
+
+REFUSED: dict[str, str] = {
+    "kv_cache_memory_bytes": "set the size of the page pool with 'kv_cache_tokens'",
+    "num_gpu_blocks_override": "set the size of the page pool with 'kv_cache_tokens'",
+    "swap_space": "preempted requests are recomputed",
+    "cpu_offload_gb": "all weights are on one device",
+    "max_cpu_loras": "set the bytes of adapters in host memory with 'adapter_host_bytes'",
+    "lora_modules": "list adapters in multi_lora.json",
+    "limit_mm_per_prompt": "use 'limits': {'max_images': …}",
+    "max_logprobs": "the maximum is 20",
+    "load_format": "only safetensors are loaded",
+    "seed": "send 'seed' with the request",
+    "tokenizer_mode": "the checkpoint's fast tokenizer is used",
+}
+"""Keys of vLLM that are rejected, with our equivalent or the reason."""
 
 EXPECTED: dict[Any, str] = {
     int: "a positive whole number",
@@ -48,13 +196,13 @@ def load_options(
     path: Path,
     environment: Mapping[str, str] | None = None,
     replacing: Mapping[str, Any] | None = None,
-    replacing_from: Path | None = None,
+    replacing_from: object = None,
 ) -> Options:
     """Return the options in a `model.json`.
 
     environment: variables that override folders; by default those of this process.
     replacing: keys that replace those in the file.
-    replacing_from: file with these keys, for messages.
+    replacing_from: their source, such as a file, for messages.
 
     If the model is overridden, the adapters in the file are not used, because they belong to the
     file's model. Raises InvalidArgument with the file, the key and its valid values.
@@ -98,9 +246,36 @@ def load_replacing(path: Path) -> dict[str, Any]:
     Relative folders in the file start at the folder that contains it. Raises InvalidArgument, which
     names this file, for an invalid key or value.
     """
-    keys = resolve_folders(read_keys(path), path.parent)
+    return _checked_replacing(read_keys(path), path.parent, str(path))
+
+
+def read_settings(settings: Iterable[str]) -> dict[str, Any]:
+    """Return the keys in `--set` options (KEY=VALUE) that replace those of a `model.json`.
+
+    A value is JSON if it can be, else text. Relative folders start at the working directory. Raises
+    InvalidArgument for an invalid key or value.
+    """
+    keys: dict[str, Any] = {}
+    for setting in settings:
+        key, equals, value = setting.partition("=")
+        if not (key and equals):
+            raise InvalidArgument(f"--set must have the form KEY=VALUE, not '{setting}'")
+        keys[key] = _json_or_text(value)
+    return _checked_replacing(keys, Path.cwd(), "--set")
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        (parsed,) = load_object(f'{{"value": {value}}}', "the value").values()
+    except (InvalidArgument, ValueError):
+        return value
+    return parsed
+
+
+def _checked_replacing(keys: Mapping[str, Any], folder: Path, where: str) -> dict[str, Any]:
+    keys = resolve_folders(keys, folder)
     alone = keys if "model" in keys else {key: keys[key] for key in keys if key not in RENAMED}
-    _read_values(alone, str(path))
+    _read_values(alone, where)
     return keys
 
 
@@ -166,10 +341,9 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
 
 
 def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of options by name, and notes about keys without effect.
+    """Return the values of options, and notes about keys without effect.
 
-    Combinations of options are not checked. Raises InvalidArgument with the key and its valid
-    values.
+    Combinations of options are not checked.
     """
     values: dict[str, Any] = {}
     notes = []
@@ -207,7 +381,6 @@ def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
 
 
 def _check_choices(values: Mapping[str, Any], where: str) -> None:
-    """Raise InvalidArgument if an option that names a choice has an unknown value."""
     for key, choices in (("dtype", DTYPES), ("merging", MERGING)):
         if values.get(key, choices[0]) not in choices:
             raise InvalidArgument(
@@ -229,7 +402,6 @@ def _check_choices(values: Mapping[str, Any], where: str) -> None:
 
 
 def _check_shares(options: Options, where: str) -> None:
-    """Raise InvalidArgument if the engine and the encoder may take more than all of a GPU."""
     engine, encoder = options.engine_memory_share, options.encoder_memory_share
     if engine + encoder > 1 + 1e-9:
         raise InvalidArgument(
@@ -257,13 +429,7 @@ def _one_of(values: Iterable[str]) -> str:
 
 
 def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values for the fields of a dataclass.
-
-    kind: the dataclass.
-    where: name of the file, for messages.
-
-    Raises InvalidArgument for an unknown key or a value of another type.
-    """
+    """Return the values for the fields of the dataclass `kind`."""
     known = {f.name for f in fields(kind)} - {"notes"}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
@@ -281,7 +447,7 @@ def _cast(value: Any, hint: Any, what: str) -> Any:
     hint: type of the field.
     what: name of the value, for messages.
 
-    Raises InvalidArgument for another type. Numbers must be positive, but sizes in bytes may be 0.
+    Numbers must be positive, but sizes in bytes may be 0.
     """
     kinds = get_args(hint) or (hint,)
     if bool in kinds:

@@ -1,0 +1,96 @@
+"""Triton's log: its file, and the errors and broken adapters in it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+from typing import IO
+
+from vlora.errors import ServerError
+
+# Maximum number of bytes of a log that are read, because a server may log for months.
+MAX_BYTES = 4 * 1024 * 1024
+STACK = "\\n\\nAt:"  # Text that precedes a Python stack in a line of Triton's log.
+TABLE = ("+", "|")  # First characters of the lines that belong to a table of options or models.
+
+# Parts of lines that a healthy server without a GPU also logs. They do not explain a failure.
+NOISE = (
+    "CudaDriverHelper",
+    "unable to create stream",
+    "Failed to initialize NVML",
+    "pinned",
+    "DCGM",
+)
+
+# Messages of Triton about its own arguments, which stand before or after the list of options.
+_USAGE = re.compile("unrecognized option|Unexpected argument|option .* requires an argument")
+_INFORMATION = re.compile(r"I\d{4} \d\d:\d\d:")
+_BROKEN = re.compile(r"^W\d{4} .*\] \"\[lmm\] adapter '(.*?)': ")
+
+
+def create(path: Path) -> IO[bytes]:
+    """Create the log's folder and file, and return the file, open for writing and empty.
+
+    Raises ServerError with the path and the reason.
+    """
+    # A symbolic link is refused, because in a shared folder another user may have created it.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.fdopen(os.open(path, flags, 0o666), "wb")
+    except OSError as error:
+        is_link = error.errno == errno.ELOOP
+        reason = "it is a symbolic link" if is_link else error.strerror
+        raise ServerError(
+            f"cannot write the log {path}: {reason}; name another file with --log FILE,"
+            " or - for standard output"
+        ) from None
+
+
+def read_end(path: Path, start: int = 0, limit: int = MAX_BYTES) -> str:
+    """Return the text of the log from byte `start` on, at most its last `limit` bytes.
+
+    Returns "" if the log is not a file.
+    """
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        skipped = max(start, file.seek(0, 2) - limit)
+        file.seek(skipped)
+        content = file.read(limit)
+    if skipped > start:
+        # The first line may be incomplete.
+        content = content.partition(b"\n")[2]
+    return content.decode(errors="replace")
+
+
+def why_it_did_not_start(log: str, lines: int = 12) -> str:
+    """Return the messages of models that failed to load, or else the errors, or else the end."""
+    text = log.splitlines()
+    unloaded = [
+        line.split(STACK)[0]
+        for line in text
+        if "failed to load '" in line and not _INFORMATION.match(line)
+    ]
+    usage = [line for line in text if _USAGE.search(line)]
+    errors = usage or [line for line in text if line.startswith("E") or "error:" in line.lower()]
+    rest = [line for line in text if not line.startswith(TABLE)]
+    return "\n".join((unloaded or _without_noise(errors) or rest)[-lines:])
+
+
+def why_it_failed(log_since_ready: str, lines: int = 12) -> str:
+    """Return the last warnings and errors since the server was ready; "" if there are none."""
+    problems = [line for line in log_since_ready.splitlines() if not _INFORMATION.match(line)]
+    return "\n".join(_without_noise(problems)[-lines:])
+
+
+def broken_adapters(log: str) -> list[str]:
+    """Return the names of adapters that could not be loaded, in the order of the log."""
+    matches = (_BROKEN.match(line) for line in log.splitlines())
+    return list(dict.fromkeys(match[1] for match in matches if match))
+
+
+def _without_noise(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.strip() and not any(noise in line for noise in NOISE)]
