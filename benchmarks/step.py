@@ -1,22 +1,20 @@
 """The step benchmark: one decode or prefill step of a mid-size model against the roofline.
 
 For each step it measures the time with several numbers of adapters, the time without recordings,
-the shares of its parts, and Python's share. Once per run it measures the slow-down by a busy core,
-and the memory of a process that loads the model. The roofline of a quantized type counts the bytes
-of its quantized weights.
+the shares of its parts, and the share of Python. Once per type it measures the slow-down by a busy
+core, and the memory of the weights. The roofline of a quantized type counts the bytes of its
+quantized weights.
 """
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -33,7 +31,6 @@ from benchmarks.machine import (
     Rates,
     server_threads,
     set_threads,
-    status_bytes,
     timed_with_rates,
 )
 from benchmarks.models import MODEL_TYPES, ChunkWork, SyntheticModel, Work, step_work
@@ -180,10 +177,9 @@ class Step(Benchmark):
             self.status("a busy core")
             known = self._others["busy_neighbour"] or 0.0
             self._others["busy_neighbour"] = max(known, self._slow_down(typical, model))
-        del model
-        if cell[-1] == self._cells[-1]:
             self.status("memory")
-            self._others |= measure_memory(self._cells, self.root)
+            weights = {"weights": weights_mib(checkpoint.folder, first.dtype)}
+            self._others[f"memory_mib_{first.dtype}"] = weights
 
     def _measure_step(
         self, cell: StepCell, model: SyntheticModel, tiny: SyntheticModel | None
@@ -423,30 +419,10 @@ def spinning_process(core: int) -> Iterator[Callable[[], Any]]:
         process.communicate()
 
 
-def measure_memory(cells: Sequence[StepCell], root: Path | None = None) -> dict[str, Any]:
-    """Return the memory in MiB of the grid's first model, as one summary key per storage type.
-
-    Each type is loaded in a new process.
-    """
-    dtypes = sorted({cell.dtype for cell in cells}, reverse=True)
-    folder = llava.make(llava.MODELS[cells[0].model], root).folder
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(2, mp_context=spawn, max_tasks_per_child=1) as processes:
-        sizes = list(processes.map(footprint, [folder] * len(dtypes), dtypes))
-    return {f"memory_mib_{dtype}": size for dtype, size in zip(dtypes, sizes, strict=True)}
-
-
-def footprint(folder: Path, dtype: str) -> dict[str, int]:
-    """Load the checkpoint in this process with one type of MODEL_TYPES.
-
-    Return sizes in MiB: `weights` of the loaded weights, and the resident memory of the process
-    `before` loading and at its `peak`.
-    """
-    config, chosen = load_config(folder), MODEL_TYPES[dtype]
-    before = status_bytes("VmRSS")
-    weights = load_weights(folder, config, DTYPES[chosen.dtype], chosen.form)
+def weights_mib(folder: Path, dtype: str) -> int:
+    """Return the MiB that the weights of a checkpoint take in one type of MODEL_TYPES."""
+    chosen = MODEL_TYPES[dtype]
+    weights = load_weights(folder, load_config(folder), DTYPES[chosen.dtype], chosen.form)
     parts = [weights.slab, weights.embedding, weights.lm_head, weights.final_norm]
     parts += [*weights.norms.values(), *weights.biases.values()]
-    held = sum({id(part): part.nbytes for part in parts}.values())
-    sizes = {"weights": held, "before": before, "peak": status_bytes("VmHWM")}
-    return {name: size >> 20 for name, size in sizes.items()}
+    return sum({id(part): part.nbytes for part in parts}.values()) >> 20

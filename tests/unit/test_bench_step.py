@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +104,6 @@ def run_of(
     monkeypatch.setattr(step, "MULTIPLY_ROUNDS", 1000)
     monkeypatch.setattr(step, "QUICK", (3, 0.01))
     monkeypatch.setattr(step, "TYPICAL_CONTEXT", 16)
-    # Load the model in this process, without new ones.
-    monkeypatch.setattr(step, "ProcessPoolExecutor", lambda *args, **options: nullcontext(builtins))
     grid, out = root / "grid.json", root / "figures.json"
     grid.write_text(json.dumps({"groups": groups}))
     arguments = ["--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]
