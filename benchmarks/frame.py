@@ -127,7 +127,7 @@ Root = Annotated[
 PlotFolder = Annotated[
     Path | None, typer.Option(metavar="FOLDER", help="Draw figures into this folder (matplotlib).")
 ]
-_NO_SETTINGS = {"quick", "grid", "out", "root", "plot"}
+_NO_SETTINGS = {"quick", "grid", "out", "root", "plot", "isa"}
 """Options that are not part of the metadata under their own names."""
 
 
