@@ -178,8 +178,7 @@ def load_configuration(
 ) -> Configuration:
     """Return the configuration of a model repository, with these overrides.
 
-    Raises ServerError without a checkpoint or a valid adapters folder at the configured paths, and
-    InvalidArgument for invalid options.
+    Raises ServerError without a checkpoint or a valid adapters folder, and InvalidArgument.
     """
     repository = repository or default_repository()
     version = repository / "lmm" / "1"
