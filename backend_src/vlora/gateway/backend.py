@@ -140,7 +140,6 @@ class TimedCall:
 class Backend:
     """Client of one V-LoRA server. It belongs to the event loop in which it is first used.
 
-    address: host:port of the gRPC endpoint.
     answer_seconds: time limit of sending a request, and of each response.
     """
 

@@ -63,11 +63,10 @@ class Media:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Text and media of a chat.
+    """Text and media of a chat with a number of turns.
 
     text: text of the only message, or JSON of all messages. It has placeholders for images, unless
         there is a single message and all images stand before its text.
-    turns: number of messages.
     """
 
     text: str

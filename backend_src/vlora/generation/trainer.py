@@ -154,9 +154,8 @@ MAX_GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of an attempt, for a progress bar.
+    """Progress of an attempt with an item, or with the items of merged adapters.
 
-    item: name of the item that is added, or names of the items of merged adapters.
     adapter: number of the adapter that is trained; None for a new one.
     scores: accuracy of each item at the last evaluation.
     """
@@ -407,7 +406,6 @@ def row_shares(
     """Return the share of each item in the batches of an attempt, which sum up to 1.
 
     new: name of the item that is added; None if two adapters are merged.
-    names: names of all items of the attempt, including `new`.
     scores: validation accuracy of each item so far; empty before the first evaluation.
     """
     old = [name for name in names if name != new]
