@@ -15,9 +15,9 @@ import torch
 from rich.console import RenderableType
 
 from benchmarks import frame
-from benchmarks.frame import Bar, Benchmark, Row, at_least
+from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_least
 from benchmarks.gpu_timing import discard
-from benchmarks.machine import COLD_BYTES, DTYPES, server_threads, set_threads, timed_with_rates
+from benchmarks.machine import COLD_BYTES, DTYPES, timed_with_rates
 from benchmarks.models import fill_with_random
 from benchmarks.timing import medians_in, noises, rounded_mean
 from vlora.backends import Backend
@@ -83,7 +83,7 @@ class AttentionCell:
 
 
 @dataclass(kw_only=True)
-class Attention(Benchmark):
+class Attention(ThreadedBenchmark):
     """Attention over KV pages in decode, prefill and mixed steps."""
 
     name = "attention"
@@ -94,12 +94,6 @@ class Attention(Benchmark):
     }
 
     dtypes: frame.Types = "fp32,bf16"
-    threads: frame.Threads = None
-
-    def prepare(self) -> None:
-        super().prepare()
-        self.threads = self.threads or server_threads()
-        set_threads(self.threads)
 
     def cells(self) -> Sequence[AttentionCell]:
         return grid_cells(self.values, frame.parse_types(self.dtypes), quick=self.quick)
@@ -108,7 +102,6 @@ class Attention(Benchmark):
     def measure(self, cell: AttentionCell) -> Iterator[Row]:
         self.status(cell.name)
         step = SyntheticAttention(cell)
-        assert self.threads is not None
         roofline = self.roofline(self.threads)
         peak_type = roofline.fastest_type(cell.dtype)
         timings, rates = timed_with_rates(

@@ -236,6 +236,22 @@ class Benchmark(ABC):
 
 
 @dataclass(kw_only=True)
+class ThreadedBenchmark(Benchmark):
+    """Benchmark that runs with one number of threads, by default that of a server's engine."""
+
+    threads: Annotated[
+        int, typer.Option(help="Number of threads; default: as in a server.", show_default=False)
+    ] = 0
+
+    def prepare(self) -> None:
+        from benchmarks.machine import server_threads, set_threads
+
+        super().prepare()
+        self.threads = self.threads or server_threads()
+        set_threads(self.threads)
+
+
+@dataclass(kw_only=True)
 class DemoBenchmark(Benchmark):
     """Benchmark of the demo checkpoint, or of another one."""
 

@@ -28,9 +28,8 @@ import typer
 from rich.console import RenderableType
 
 from benchmarks import frame
-from benchmarks.frame import Benchmark, Row
+from benchmarks.frame import Row, ThreadedBenchmark
 from benchmarks.llava import Checkpoint, Sizes
-from benchmarks.machine import server_threads, set_threads
 from benchmarks.models import SyntheticModel
 from benchmarks.timing import interleaved
 
@@ -41,7 +40,7 @@ SPARE = 16
 
 
 @dataclass(kw_only=True)
-class LlamaCpp(Benchmark):
+class LlamaCpp(ThreadedBenchmark):
     """Times of decode steps. A cell is the number of requests in a step.
 
     The steps of all types, ours and llama.cpp's, are interleaved. A step includes finding the most
@@ -53,7 +52,6 @@ class LlamaCpp(Benchmark):
 
     checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")]
     gguf: Annotated[Path, typer.Option(metavar="FILE", help="GGUF file with the same weights.")]
-    threads: frame.Threads = None
 
     def prepare(self) -> None:
         super().prepare()
@@ -64,8 +62,6 @@ class LlamaCpp(Benchmark):
             if not path.exists():
                 raise typer.BadParameter(f"{path} does not exist")
         _llama_cpp().llama_log_set(_ignore_messages(), None)  # Its errors are also return values.
-        self.threads = self.threads or server_threads()
-        set_threads(self.threads)
 
     def settings(self) -> dict[str, Any]:
         llama_cpp = _llama_cpp()
@@ -81,7 +77,6 @@ class LlamaCpp(Benchmark):
         return requests
 
     def measure(self, cell: int) -> Iterator[Row]:
-        assert self.threads is not None
         steps: dict[str, Callable[[], None]] = {}
         for name in FILE_TYPES:
             self.status(f"llama.cpp, {name}")

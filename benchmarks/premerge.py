@@ -15,9 +15,8 @@ from typing import Any, ClassVar
 from rich.console import RenderableType
 
 from benchmarks import frame, llava
-from benchmarks.frame import Bar, Benchmark, Row, at_most, percent
+from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_most, percent
 from benchmarks.llava import Checkpoint
-from benchmarks.machine import server_threads, set_threads
 from benchmarks.models import SyntheticModel
 from benchmarks.timing import interleaved
 from vlora.adapters.files import load_adapter
@@ -30,7 +29,7 @@ BUDGET_SECONDS = 6.0
 
 
 @dataclass(kw_only=True)
-class Premerge(Benchmark):
+class Premerge(ThreadedBenchmark):
     """Time of a step after premerging, divided by its time before, by the hot adapter's share.
 
     A cell is a storage type and the name of a step.
@@ -39,14 +38,11 @@ class Premerge(Benchmark):
     name = "premerge"
     bars: ClassVar[Mapping[str, Bar]] = {"decode_hot": at_most(1.0), "prefill_hot": at_most(1.0)}
 
-    threads: frame.Threads = None
     plot: frame.PlotFolder = None
     root: frame.Root = None
 
     def prepare(self) -> None:
         super().prepare()
-        self.threads = self.threads or server_threads()
-        set_threads(self.threads)
         self._models: dict[str, tuple[SyntheticModel, SyntheticModel]] = {}
 
     def cells(self) -> Sequence[tuple[str, str]]:

@@ -15,8 +15,8 @@ import torch
 from rich.console import RenderableType
 
 from benchmarks import frame
-from benchmarks.frame import Bar, Benchmark, Row, at_least
-from benchmarks.machine import DTYPES, server_threads, set_threads, timed_with_rates
+from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_least
+from benchmarks.machine import DTYPES, timed_with_rates
 from vlora.device import host_memory
 from vlora.kernels.ops import Matrix
 from vlora.kernels.quantized import Format, QuantizedMatrix, allocate, arrange
@@ -27,7 +27,7 @@ SUMMARY_ROWS = (1, 4, 16)
 
 
 @dataclass(kw_only=True)
-class Quantized(Benchmark):
+class Quantized(ThreadedBenchmark):
     """Fraction of the roofline of each type. A cell is a number of rows of x."""
 
     name = "quantized"
@@ -35,12 +35,8 @@ class Quantized(Benchmark):
         f"{kind}_{rows}": at_least(0.65) for kind in ("int8", "int4-32") for rows in SUMMARY_ROWS
     }
 
-    threads: frame.Threads = None
-
     def prepare(self) -> None:
         super().prepare()
-        self.threads = self.threads or server_threads()
-        set_threads(self.threads)
         self._shape = self.values["width"], self.values["depth"]
         self._weights: dict[str, list[Matrix]] = {}
 

@@ -25,12 +25,10 @@ from unittest.mock import patch
 from rich.console import RenderableType
 
 from benchmarks import frame, llava
-from benchmarks.frame import Bar, Benchmark, Row, at_least, at_most, percent
+from benchmarks.frame import Bar, Row, ThreadedBenchmark, at_least, at_most, percent
 from benchmarks.machine import (
     DTYPES,
     Rates,
-    server_threads,
-    set_threads,
     timed_with_rates,
 )
 from benchmarks.models import MODEL_TYPES, ChunkWork, SyntheticModel, Work, step_work
@@ -115,7 +113,7 @@ class StepCell:
 
 
 @dataclass(kw_only=True)
-class Step(Benchmark):
+class Step(ThreadedBenchmark):
     """Steps of a mid-size model. A cell of the run is all steps of one model and storage type."""
 
     name = "step"
@@ -137,14 +135,11 @@ class Step(Benchmark):
     }
 
     dtypes: frame.Types = "fp32,bf16"
-    threads: frame.Threads = None
     device: frame.Device = "cpu"
     root: frame.Root = None
 
     def prepare(self) -> None:
         super().prepare()
-        self.threads = self.threads or server_threads()
-        set_threads(self.threads)
         types = frame.parse_types(self.dtypes, MODEL_TYPES)
         self._cells = grid_cells(self.values, types, quick=self.quick)
         self._on_gpu = self.device != "cpu"
@@ -161,7 +156,6 @@ class Step(Benchmark):
         self.status(f"loading {first.model}, {first.dtype}")
         checkpoint = llava.make(llava.MODELS[first.model], self.root)
         typical = replace(first, phase="decode", rows=TYPICAL_ROWS, context=TYPICAL_CONTEXT)
-        assert self.threads is not None
         # The roofline of a GPU is measured before the model takes its memory.
         self.roofline(self.threads)
         model = model_for([*cell, typical], checkpoint, first.dtype, self.device)
@@ -185,7 +179,6 @@ class Step(Benchmark):
         self, cell: StepCell, model: SyntheticModel, tiny: SyntheticModel | None
     ) -> Row:
         """Measure the step for each number of adapters, interleaved if the requests are as many."""
-        assert self.threads is not None
         roofline = self.roofline(self.threads)
         peak_type = roofline.fastest_type(MODEL_TYPES[cell.dtype].dtype)
         timings: dict[str, Timing] = {}
