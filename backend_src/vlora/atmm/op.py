@@ -54,8 +54,7 @@ def apply(
     are fp32. CPUs with instructions for pairs of bf16 may round x and x Aᵀ to bf16 if the group is
     bf16. On CUDA, x, x Aᵀ and the term that is added to y are rounded to the group's dtype.
 
-    y: [T, sum of d_out], the outputs of one projection after another.
-    x: [T, d_in]. Both are of the group's dtype or fp32. Rows may be strided.
+    y, x: [T, sum of d_out] and [T, d_in], of the group's dtype or fp32. Rows may be strided.
     config: index of a tile configuration in `tiles.configs("apply", dtype)`; None to choose it.
     threads: number of threads; torch's by default.
 
