@@ -37,12 +37,14 @@ def make_accelerator(training: Training) -> Accelerator:
     precision = training.mixed_precision
     if precision == "auto":
         precision = "bf16" if _bf16_is_fast() else "no"
+    refused = f"training.mixed_precision '{precision}' cannot be used here"
+    # accelerate accepts fp16 without a GPU if its state is new, and only fails later.
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise InvalidArgument(f"{refused}: it needs a GPU; use 'auto'")
     try:
         return Accelerator(mixed_precision=precision)
-    except ValueError as error:  # Such as fp16 on a CPU.
-        raise InvalidArgument(
-            f"training.mixed_precision '{precision}' cannot be used here: {error}; use 'auto'"
-        ) from error
+    except ValueError as error:
+        raise InvalidArgument(f"{refused}: {error}; use 'auto'") from error
 
 
 def _bf16_is_fast() -> bool:
