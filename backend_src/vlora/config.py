@@ -18,27 +18,22 @@ from typing import Any, Final, Literal, get_args, get_type_hints
 from vlora.errors import InvalidArgument, nearest
 from vlora.strict_json import BOOLEANS, load_object
 
+# Environment variable that overrides `model` in `model.json`. `vlora serve --model` sets it.
 MODEL_VARIABLE = "VLORA_MODEL"
-"""Environment variable that overrides `model` in `model.json`. `vlora serve --model` sets it."""
+# Environment variable that overrides `adapters` in `model.json`. `vlora serve --adapters` sets it.
 ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
-"""Environment variable that overrides `adapters` in `model.json`. `vlora serve --adapters` sets it.
-"""
-
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16", AUTO)
-DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
-"""Pattern of the valid values of `device`."""
+DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")  # Pattern of the valid values of `device`.
 
+# Values of `policy`, each with the function that creates it ("module:function"). They are found by
+# their files, without importing them, because that would import torch.
+# `vlora.engine.policies.registry.register_policy` adds others.
 POLICIES: dict[str, str] = {
     path.stem: f"vlora.engine.policies.{path.stem}:make"
     for path in sorted((Path(__file__).parent / "engine" / "policies").glob("[!_]*.py"))
     if path.stem not in ("base", "registry")
 }
-"""Values of `policy`, each with the function that creates it ("module:function").
-
-They are found by their files, without importing them, because that would import torch.
-`vlora.engine.policies.registry.register_policy` adds others.
-"""
 
 MERGING = ("out_of_place", "in_place", "off")
 QUANTIZATIONS = ("int8", "int4")
@@ -139,11 +134,11 @@ class Options:
         return self.max_batch_requests or self.max_num_seqs
 
 
+# Keys of vLLM that mean the same as one of our keys. If both are set, their values must be equal.
 RENAMED: dict[str, str] = {"tokenizer": "model"}
-"""Keys of vLLM that mean the same as one of our keys. If both are set, their values
-must be equal.
-"""
 
+# Keys of vLLM without an equivalent here. Only the listed values are accepted, because they
+# describe what this server does.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_lora": (True,),
     "trust_remote_code": (False,),
@@ -153,18 +148,16 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_log_requests": (True, False),
     "enable_chunked_prefill": (True,),
 }
-"""Keys of vLLM without an equivalent here. Only the listed values are accepted, because they
-describe what this server does.
-"""
 
+# Keys of vLLM's tutorials that have no effect here, with the note to log about them.
 NO_EFFECT: dict[str, str] = {
     "gpu_memory_utilization": "the size of the page pool is 'kv_cache_tokens', and the share of a"
     " GPU's memory is 'engine_memory_share'",
     "max_loras": "the number of resident adapters is limited by 'adapter_pool_bytes'",
     "max_lora_rank": "each adapter has its own rank, without padding",
 }
-"""Keys of vLLM's tutorials that have no effect here, with the note to log about them."""
 
+# Keys of vLLM that are rejected, with our equivalent or the reason.
 REFUSED: dict[str, str] = {
     "kv_cache_memory_bytes": "set the size of the page pool with 'kv_cache_tokens'",
     "num_gpu_blocks_override": "set the size of the page pool with 'kv_cache_tokens'",
@@ -178,8 +171,8 @@ REFUSED: dict[str, str] = {
     "seed": "send 'seed' with the request",
     "tokenizer_mode": "the checkpoint's fast tokenizer is used",
 }
-"""Keys of vLLM that are rejected, with our equivalent or the reason."""
 
+# Description of the valid values of an option, by its type.
 EXPECTED: dict[Any, str] = {
     int: "a positive whole number",
     float: "a positive number",
@@ -188,7 +181,6 @@ EXPECTED: dict[Any, str] = {
     Path: "a folder's path",
     Limits: "an object",
 }
-"""Description of the valid values of an option, by its type."""
 _AUTO_HINT = get_args(IntOrAuto)[1]
 
 

@@ -19,8 +19,7 @@ class VLoraError(Exception):
     """
 
     code: ClassVar[str] = "INTERNAL"
-    counted_elsewhere = False
-    """True if another model raised this error and has counted it."""
+    counted_elsewhere = False  # True if another model raised this error and has counted it.
 
     @property
     def message(self) -> str:
@@ -74,8 +73,7 @@ BY_CODE: dict[str, type[VLoraError]] = {
 }
 
 
-MAX_NAMES = 20
-"""Maximum number of adapters that an error message lists."""
+MAX_NAMES = 20  # Maximum number of adapters that an error message lists.
 
 
 class ServerError(Exception):

@@ -17,26 +17,19 @@ from typing import Any
 from vlora.errors import Cancelled, InvalidArgument, Unavailable, VLoraError
 from vlora.request import MIN_STOPPABLE_ID, Freshness, OutputSink
 
+# Seconds for which a cancellation is stored. The cancelled request arrives once its images are
+# encoded, which takes far less time.
 PATIENCE_SECONDS = 30.0
-"""Seconds for which a cancellation is stored. The cancelled request arrives once its images are
-encoded, which takes far less time.
-"""
-
-MAX_IDS = 4096
-"""Maximum number of stored cancellations, and of stored ids of ended requests."""
+MAX_IDS = 4096  # Maximum number of stored cancellations, and of stored ids of ended requests.
 
 
 class State(IntEnum):
     """State of a live request, which decides who may end it."""
 
-    READING = 0
-    """The thread that received the request ends it."""
-    WAITING = 1
-    """The first thread that ends the request, or takes it, owns it."""
-    TAKEN = 2
-    """The thread that took the request ends it."""
-    SUBMITTED = 3
-    """The request is on its way to the engine's thread, which ends it."""
+    READING = 0  # The thread that received the request ends it.
+    WAITING = 1  # The first thread that ends the request, or takes it, owns it.
+    TAKEN = 2  # The thread that took the request ends it.
+    SUBMITTED = 3  # The request is on its way to the engine's thread, which ends it.
     IN_ENGINE = 4
     ENDED = 5
 

@@ -56,11 +56,9 @@ class Export(NamedTuple):
     help: str
 
 
+# Function that reads a present value from the parts of an engine (`engine.parts.EngineParts`). In a
+# row, the path of an attribute stands for the function that reads it.
 Read = Callable[[Any], Any]
-"""Function that reads a present value from the parts of an engine (`engine.parts.EngineParts`).
-
-In a row, the path of an attribute stands for the function that reads it.
-"""
 
 
 def _row(export: Export | None, read: str | Read | None, **default: Any) -> Any:

@@ -22,14 +22,10 @@ BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 IndexArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
+# Minimum length of a client's id by which requests can be cancelled. Load generators reuse short
+# ids for unrelated requests.
 MIN_STOPPABLE_ID = 16
-"""Minimum length of a client's id by which requests can be cancelled.
-
-Load generators reuse short ids for unrelated requests.
-"""
-
-MAX_FRAMES_PER_ROW = 2
-"""Maximum number of frames that one row of image features can stand for."""
+MAX_FRAMES_PER_ROW = 2  # Maximum number of frames that one row of image features can stand for.
 
 
 @dataclass(frozen=True)
@@ -209,8 +205,8 @@ class Timings(NamedTuple):
     total: float = 0.0
 
 
+# Value of `Output.modes` in every output of a request but the last.
 NO_MODES: Mapping[str, int] = MappingProxyType({})
-"""Value of `Output.modes` in every output of a request but the last."""
 
 
 class Output(NamedTuple):
@@ -288,5 +284,5 @@ def coalesce(outputs: Iterable[Output]) -> list[Output]:
     return [*sorted(merged.values(), key=lambda output: not output.finished), *errors]
 
 
+# Function that receives the outputs of a request, in order, on the response thread.
 OutputSink = Callable[[Output], None]
-"""Function that receives the outputs of a request, in order, on the response thread."""

@@ -27,23 +27,18 @@ from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
+# Minimum temperature above 0, as in vLLM. Dividing by a lower one would lose precision of the
+# scores.
 MIN_TEMPERATURE = 0.01
-"""Minimum temperature above 0, as in vLLM. Dividing by a lower one would lose precision of the
-scores.
-"""
-
-RANDOM_SEED = -1
-"""Seed that stands for no seed, as in vLLM."""
-
+RANDOM_SEED = -1  # Seed that stands for no seed, as in vLLM.
+# Key that names the adapter. It is sent with the sampling keys but does not affect sampling.
 ADAPTER_KEY = "lora_name"
-"""Key that names the adapter. It is sent with the sampling keys but does not affect sampling."""
+MAX_STREAM_ID = 256  # Maximum number of characters of a stream's id.
+MAX_INTEGER = 2**31 - 1  # Maximum value of token counts and token ids.
 
-MAX_STREAM_ID = 256
-"""Maximum number of characters of a stream's id."""
-
-MAX_INTEGER = 2**31 - 1
-"""Maximum value of token counts and token ids."""
-
+# Valid values of the numeric keys. `docs/api.md` lists them. The engine also compares numbers of
+# tokens with the context, and token ids with the vocabulary. `top_k` has no upper limit: a value
+# above the size of the vocabulary has no effect, and `SamplingParams` stores at most MAX_INTEGER.
 RANGES: dict[str, Range] = {
     "temperature": Range(0.0, 100.0, "a number from 0 to 100"),
     "top_k": Range(-1, math.inf, "a whole number ≥ 1, or 0 or -1 for off", whole=True),
@@ -63,13 +58,9 @@ RANGES: dict[str, Range] = {
     "deadline_ms": Range(1e-3, 1e9, "milliseconds from 0.001 to 1e9"),
     "stream_interval_ms": Range(0, 1e4, "milliseconds from 0 to 10000"),
 }
-"""Valid values of the numeric keys. `docs/api.md` lists them.
 
-The engine also compares numbers of tokens with the context, and token ids with the vocabulary.
-`top_k` has no upper limit: a value above the size of the vocabulary has no effect, and
-`SamplingParams` stores at most MAX_INTEGER.
-"""
-
+# Refused vLLM keys with the values that are accepted nevertheless, because they describe what this
+# server does. Every refused key is also accepted as null.
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -87,12 +78,8 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "extra_args": ({},),
 }
-"""Refused vLLM keys with the values that are accepted nevertheless, because they describe what this
-server does.
 
-Every refused key is also accepted as null.
-"""
-
+# vLLM keys that are refused by name, each with the reason or the key to use instead.
 REFUSED: dict[str, str] = {
     "n": "send several requests with different 'seed' instead",
     "best_of": "send several requests with different 'seed' instead",
@@ -117,7 +104,6 @@ REFUSED: dict[str, str] = {
     "output_kind": "use the input 'stream' of the request",
     "stream_interval": "use 'stream_interval_ms', which counts milliseconds instead of tokens",
 }
-"""vLLM keys that are refused by name, each with the reason or the key to use instead."""
 
 
 @dataclass(frozen=True)
@@ -309,5 +295,5 @@ _READERS: dict[str, Reader] = {
     "supersede": read_boolean,
 }
 
+# Supported keys.
 KNOWN_KEYS: tuple[str, ...] = (*(f.name for f in fields(SamplingParams)), ADAPTER_KEY)
-"""Supported keys."""

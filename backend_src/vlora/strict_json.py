@@ -18,11 +18,10 @@ from typing import Any
 
 from vlora.errors import InvalidArgument, shown
 
+# Maximum nesting depth of lists and objects. Options and parameters need at most three.
 MAX_DEPTH = 16
-"""Maximum nesting depth of lists and objects. Options and parameters need at most three."""
-
+# Maximum number of digits of an integer: more than any double has, and still quick to parse.
 MAX_DIGITS = 400
-"""Maximum number of digits of an integer: more than any double has, and still quick to parse."""
 
 
 def load_object(text: str, what: str, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
@@ -100,8 +99,7 @@ def _too_deep(what: str, max_depth: int) -> InvalidArgument:
 
 Reader = Callable[[str, Any], Any]
 
-BOOLEANS = {"true": True, "false": False}
-"""Booleans by their text in lower case."""
+BOOLEANS = {"true": True, "false": False}  # Booleans by their text in lower case.
 
 
 def wrong_value(key: str, value: Any, expected: str) -> InvalidArgument:

@@ -33,24 +33,21 @@ from vlora.model.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
+# Version of the profile's format and of a step's products. Other versions are measured again.
 VERSION = 4
-"""Version of the profile's format and of a step's products. Other versions are measured again."""
+# Numbers of rows of the steps that measure the matrix products, in the order of measurement.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows of the steps that measure the matrix products, in the order of measurement."""
-REPEATS = 3
-"""Maximum number of times that a step is measured."""
+REPEATS = 3  # Maximum number of times that a step is measured.
+# Total seconds of the measurements of one step after which the step is not measured again.
 MAX_STEP_SECONDS = 0.5
-"""Total seconds of the measurements of one step after which the step is not measured again."""
+# Seconds of measuring after which the remaining numbers in `ROWS` are skipped.
 BUDGET_SECONDS = 4.0
-"""Seconds of measuring after which the remaining numbers in `ROWS` are skipped."""
-DECODE_REQUESTS = 16
-"""Number of requests in the measured decode steps."""
+DECODE_REQUESTS = 16  # Number of requests in the measured decode steps.
+# Maximum number of rows of the measured step in which each row has a different adapter.
 DISTINCT_ADAPTERS = 8
-"""Maximum number of rows of the measured step in which each row has a different adapter."""
+# Context lengths in tokens of the steps that measure the cost of attention.
 SHORT_CONTEXT, LONG_CONTEXT = 16, 512
-"""Context lengths in tokens of the steps that measure the cost of attention."""
-CHUNK_ROWS = 64
-"""Maximum number of rows in the measured prefill steps."""
+CHUNK_ROWS = 64  # Maximum number of rows in the measured prefill steps.
 
 
 def cache_root() -> Path:

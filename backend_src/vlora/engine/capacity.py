@@ -45,12 +45,10 @@ EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "all": TARGETS,
 }
 
+# Bytes per logit in addition to those that `capacity.step_bytes` counts. Three values take at most
+# 4 bytes each: the output of the LM head in the dtype of the weights, its fp32 copy in the output
+# buffer of the CUDA graphs, and the id of a candidate token in sampling.
 LOGIT_BYTES = 12
-"""Bytes per logit in addition to those that `capacity.step_bytes` counts.
-
-Three values take at most 4 bytes each: the output of the LM head in the dtype of the weights, its
-fp32 copy in the output buffer of the CUDA graphs, and the id of a candidate token in sampling.
-"""
 
 
 @dataclass(frozen=True)

@@ -31,34 +31,25 @@ from typing import NamedTuple
 from vlora.engine.policies.base import Candidate
 from vlora.ids import BASE
 
-MAX_ERRORS = 512
-"""Number of latest step predictions whose errors are kept."""
+MAX_ERRORS = 512  # Number of latest step predictions whose errors are kept.
+# Weight of a new measurement in the pace. It is large because other processes on the machine change
+# the pace within seconds.
 PACE_WEIGHT = 0.4
-"""Weight of a new measurement in the pace. It is large because other processes on the machine
-change the pace within seconds.
-"""
-KIND_WEIGHT = 0.05
-"""Weight of a new measurement in the factor of a kind of steps, which is stable."""
-MERGE_WEIGHT = 0.1
-"""Weight of a new measurement in the factor of merges."""
+KIND_WEIGHT = 0.05  # Weight of a new measurement in the factor of a kind of steps, which is stable.
+MERGE_WEIGHT = 0.1  # Weight of a new measurement in the factor of merges.
+# Number of assumed measurements with ratio 1 that the factor of each kind starts with.
 KIND_PRIOR = 2
-"""Number of assumed measurements with ratio 1 that the factor of each kind starts with."""
+# Forgetting factor of the step-overhead estimate: each new step reduces the weight of all earlier
+# steps by this fraction.
 OVERHEAD_FORGETTING = 0.02
-"""Forgetting factor of the step-overhead estimate: each new step reduces the weight of all earlier
-steps by this fraction.
-"""
+# A measured overhead is clipped to OUTLIER_FACTOR times the expected overhead, or to
+# OUTLIER_SECONDS if that is longer. A longer overhead means that the machine was busy with
+# something else.
 OUTLIER_FACTOR, OUTLIER_SECONDS = 3.0, 1e-3
-"""A measured overhead is clipped to OUTLIER_FACTOR times the expected overhead, or to
-OUTLIER_SECONDS if that is longer. A longer overhead means that the machine was busy with something
-else.
-"""
-
+# Kind of a step. Predictions for steps of the same kind have similar errors. It consists of the bit
+# length of the number of rows, whether any request has several rows, and whether any adapter is
+# applied.
 StepKind = tuple[int, ...]
-"""Kind of a step. Predictions for steps of the same kind have similar errors.
-
-It consists of the bit length of the number of rows, whether any request has several rows, and
-whether any adapter is applied.
-"""
 
 
 @dataclass
@@ -97,8 +88,8 @@ class StepOverhead:
     """
 
     weight: float = 0.0
+    # Weighted sums of requests, requests², seconds, and requests × seconds.
     sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    """Weighted sums of requests, requests², seconds, and requests × seconds."""
     fixed: float = 0.0
     per_request: float = 0.0
 
@@ -134,8 +125,8 @@ class Corrections:
     pace: RatioEstimate = field(default_factory=lambda: RatioEstimate(PACE_WEIGHT))
     merges: RatioEstimate = field(default_factory=lambda: RatioEstimate(MERGE_WEIGHT))
     overhead: StepOverhead = field(default_factory=StepOverhead)
+    # Relative errors of the latest step predictions.
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ERRORS))
-    """Relative errors of the latest step predictions."""
     _kinds: dict[StepKind, RatioEstimate] = field(default_factory=dict)
 
     def factor(self, kind: StepKind) -> float:
@@ -277,13 +268,11 @@ class CostModel:
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
+        # (Seconds per step, seconds per row) of the adapters applied to a request, by the request's
+        # slot.
         adapters: dict[int, tuple[float, float]] = {}
-        """(Seconds per step, seconds per row) of the adapters applied to a request, by the
-        request's slot.
-        """
+        # (Seconds of the products, correction factor) by (number of rows, whether adapters apply).
         products: dict[tuple[int, bool], tuple[float, float]] = {}
-        """(Seconds of the products, correction factor) by (number of rows, whether adapters apply).
-        """
         position, pair = self.profile.position, self.profile.pair
         seconds = []
         for r in ready:

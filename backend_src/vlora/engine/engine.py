@@ -63,10 +63,9 @@ class Engine:
         self._requests = InFlightRequests()
         self._held_rows = HeldRows()
         self._statistics = EngineStatistics(parts)
+        # Time at which the last step ended, or None if the engine has been idle since.
         self._busy_since: float | None = None
-        """Time at which the last step ended, or None if the engine has been idle since."""
-        self._stalled = False
-        """True if the last step had nothing to compute."""
+        self._stalled = False  # True if the last step had nothing to compute.
         self.adapters.tiers.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:

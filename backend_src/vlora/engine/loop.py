@@ -24,14 +24,11 @@ from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesc
 
 log = logging.getLogger(__name__)
 
-FATAL_EXIT = 70
-"""Exit code of a process whose engine cannot continue (EX_SOFTWARE in sysexits.h)."""
-
+FATAL_EXIT = 70  # Exit code of a process whose engine cannot continue (EX_SOFTWARE in sysexits.h).
+# Interval at which deadlines are checked while all requests wait for adapters.
 STALL_SECONDS = 0.05
-"""Interval at which deadlines are checked while all requests wait for adapters."""
-
+# Maximum time for sending the last outputs of a failed engine before its process ends.
 LAST_OUTPUTS_SECONDS = 5.0
-"""Maximum time for sending the last outputs of a failed engine before its process ends."""
 
 
 class EngineLoop:
@@ -67,16 +64,15 @@ class EngineLoop:
         self.table = RequestTable() if table is None else table
         self._wake = self.table.changed
         self._inbox: deque[Callable[[], list[Output]]] = deque()
-        self._in_engine = 0
-        """Number of requests of the table that were added to the engine."""
+        self._in_engine = 0  # Number of requests of the table that were added to the engine.
         self._accepting = True
         self._stopping = False
         self._failed = False
         self._outbox: queue.SimpleQueue[list[Output] | None] = queue.SimpleQueue()
         self._responses = threading.Thread(target=self._respond, name="responses", daemon=True)
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
+        # Called on the response thread after each round of outputs.
         self.after_outputs: Callable[[], None] = lambda: None
-        """Called on the response thread after each round of outputs."""
         engine.adapters.workers.on_post = self._on_adapters_changed
         engine.watch.start(engine.adapters.folders.stamps)
         self._responses.start()

@@ -30,15 +30,12 @@ from vlora.model.decoder_config import DecoderConfig
 # Check at the start that an engine fits the memory of its GPU.
 
 
+# Maximum size in bytes of the adapters' pages if `adapter_pool_bytes` is "auto".
 MAX_AUTO_BYTES = 1 << 30
-"""Maximum size in bytes of the adapters' pages if `adapter_pool_bytes` is "auto"."""
-
+# Seconds that a request may wait for pages for its adapter before newer requests are held back. The
+# newer requests then wait until this one begins. Otherwise they could take every page that becomes
+# free.
 PATIENCE_SECONDS = 2.0
-"""Seconds that a request may wait for pages for its adapter before newer requests are held back.
-
-The newer requests then wait until this one begins. Otherwise they could take every page that
-becomes free.
-"""
 
 
 def pages_for_adapters(options: Options, page_bytes: int, needed: int) -> int:
@@ -71,12 +68,12 @@ class EngineMemory:
         """
         self._adapters = adapters
         self._max_model_len = max_model_len
+        # Oldest waiting request whose adapter got no pages in some step, or None.
         self._stuck: Sequence | None = None
-        """Oldest waiting request whose adapter got no pages in some step, or None."""
         self._stuck_since = 0.0
         self.block_size = options.block_size
+        # Time of arrival; requests that arrived later may not begin.
         self.arrival_cutoff = math.inf
-        """Time of arrival; requests that arrived later may not begin."""
         for matrices in lora_groups(config.layers):
             adapters.slots.group(matrices)
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim

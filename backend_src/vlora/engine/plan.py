@@ -17,14 +17,11 @@ class Mode(StrEnum):
     of the rows.
     """
 
-    MERGED = "merged"
-    """All rows use the live adapter, so the LoRA operator has nothing to add."""
+    MERGED = "merged"  # All rows use the live adapter, so the LoRA operator has nothing to add.
+    # Some rows do not use the live adapter. The LoRA operator subtracts the live adapter from these
+    # rows and adds their own (deLoRA).
     MIXTURE = "mixture"
-    """Some rows do not use the live adapter. The LoRA operator subtracts the live adapter from
-    these rows and adds their own (deLoRA).
-    """
-    UNMERGED = "unmerged"
-    """Each row's own adapter is added, because no adapter is live."""
+    UNMERGED = "unmerged"  # Each row's own adapter is added, because no adapter is live.
 
 
 @dataclass(frozen=True)

@@ -58,8 +58,8 @@ class RequestState:
         """
         params = sequence.request.sampling
         self.grammar = grammar
+        # State of the grammar after the answer's tokens so far; None before the first step.
         self.matcher: Matcher | None = None
-        """State of the grammar after the answer's tokens so far; None before the first step."""
         self.sequence = sequence
         self.sampler = sampler
         self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
@@ -290,8 +290,7 @@ class InFlightRequests:
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
-        self._next_deadline = math.inf
-        """Time before which no deadline of these requests passes."""
+        self._next_deadline = math.inf  # Time before which no deadline of these requests passes.
 
     def __getitem__(self, request_id: str) -> RequestState:
         return self._states[request_id]

@@ -26,19 +26,15 @@ from vlora.structured.grammar import SLOW_NICENESS, VERY_SLOW_SECONDS, Grammar
 
 log = logging.getLogger(__name__)
 
+# Maximum seconds that a step waits for masks. The step does not wait for a grammar whose last mask
+# was late.
 GRACE_SECONDS = 0.001
-"""Maximum seconds that a step waits for masks. The step does not wait for a grammar whose last mask
-was late.
-"""
-
+# Maximum seconds that the engine sleeps at a time while held rows are its only work.
 IDLE_SECONDS = 0.005
-"""Maximum seconds that the engine sleeps at a time while held rows are its only work."""
-
+# Maximum seconds that a row waits for its mask. Then the grammar's process is ended.
 MAX_WAIT_SECONDS = 10.0
-"""Maximum seconds that a row waits for its mask. Then the grammar's process is ended."""
-
+# Row without logits, for a request whose grammar allows no further token.
 COMPLETE = LogitsRow(finite=True)
-"""Row without logits, for a request whose grammar allows no further token."""
 
 
 class _Held(NamedTuple):
@@ -61,8 +57,7 @@ class HeldRows:
     """
 
     def __init__(self) -> None:
-        self._states: dict[str, RequestState] = {}
-        """Requests with an open matcher, by id."""
+        self._states: dict[str, RequestState] = {}  # Requests with an open matcher, by id.
         self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
@@ -191,10 +186,9 @@ class StepRows:
         vocabulary: number of logits of a row.
         """
         self.states, self._device = states, device
+        # Rows whose tokens are drawn before it is known whether their logits are finite.
         self._early: list[int] = []
-        """Rows whose tokens are drawn before it is known whether their logits are finite."""
-        self.inputs: list[torch.Tensor] = []
-        """Parameters of the draws, in host memory."""
+        self.inputs: list[torch.Tensor] = []  # Parameters of the draws, in host memory.
         if backends.backend_of("kernels", device.torch_device.type) == "gpu":
             early = [
                 (row, *state.sampler.parameters(state.sequence.known, vocabulary))

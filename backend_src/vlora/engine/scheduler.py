@@ -68,16 +68,13 @@ class Scheduler:
         self._protect = protect
         self._budgets = budgets
         self.policy = policy or UnmergeOnly(budgets.sequences)
-        self.queue = WaitingQueue()
-        """Sequences without pages."""
-        self.running: list[Sequence] = []
-        """Sequences that hold pages, in order of arrival."""
+        self.queue = WaitingQueue()  # Sequences without pages.
+        self.running: list[Sequence] = []  # Sequences that hold pages, in order of arrival.
+        # Number of rows of each sequence in the last step.
         self._last_step: Mapping[Sequence, int] = {}
-        """Number of rows of each sequence in the last step."""
+        # Time of the last call of `schedule`, in seconds on the engine's clock.
         self._last_time = 0.0
-        """Time of the last call of `schedule`, in seconds on the engine's clock."""
-        self.choice = Choice((), BASE)
-        """The policy's last choice."""
+        self.choice = Choice((), BASE)  # The policy's last choice.
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -357,8 +354,8 @@ class WaitingQueue:
             Order.PRIORITY: _SortedSequences(lambda s: (s.priority, s.arrival)),
             Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
         }
+        # The sequences of each adapter that has some, in order of arrival.
         self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}
-        """The sequences of each adapter that has some, in order of arrival."""
 
     @property
     def by_arrival(self) -> list[Sequence]:

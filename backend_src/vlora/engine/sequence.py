@@ -24,12 +24,10 @@ if TYPE_CHECKING:
     from vlora.request import Request
 
 
+# Weight modes (see `mode_of`) whose prefix blocks are shared between requests. Blocks of mixture
+# rows are not shared: the live adapter was subtracted from rounded weights, so their values depend
+# on which adapter was live.
 SHAREABLE_MODES = ("", "merged")
-"""Weight modes (see `mode_of`) whose prefix blocks are shared between requests.
-
-Blocks of mixture rows are not shared: the live adapter was subtracted from rounded weights, so
-their values depend on which adapter was live.
-"""
 
 
 class Sequence:
@@ -73,8 +71,8 @@ class Sequence:
         self.id = request.id
         self.priority = request.sampling.priority
         deadline_ms = request.sampling.deadline_ms
+        # Seconds from the arrival to the deadline.
         self._patience = math.inf if deadline_ms is None else deadline_ms / 1e3
-        """Seconds from the arrival to the deadline."""
         self._asked_tokens = None if request.use_head else request.sampling.max_tokens
         self.prompt = prompt
         self.prompt_length = len(prompt.ids)
@@ -84,8 +82,8 @@ class Sequence:
         self._pinned: AdapterHandle | None = None
         self._digests = digests
         self._merge_is_lossy = merge_is_lossy
+        # Weight mode of all computed tokens, or None if they were computed in several modes.
         self._mode: str | None = ""
-        """Weight mode of all computed tokens, or None if they were computed in several modes."""
         self.max_tokens = max_tokens
         self.longest_choice = longest_choice
         self.queue_at(0.0)

@@ -13,8 +13,8 @@ from vlora.request import Output, TokenLogprob
 from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
 
+# Value that replaces minus infinity, which JSON lacks. vLLM's server uses the same value.
 MIN_LOGPROB = -9999.0
-"""Value that replaces minus infinity, which JSON lacks. vLLM's server uses the same value."""
 
 
 class AnswerWriter:

@@ -26,17 +26,13 @@ from vlora.errors import InvalidArgument
 from vlora.launcher.run_folder import RUN_VARIABLE
 from vlora.serving.tensors import Array, Inputs, Tensors, strings
 
+# Name of the stamp's tensor, an output of `vision_encoder` and an input of the models after it.
 ARRIVAL_INPUT = "arrival_stamp"
-"""Name of the stamp's tensor, an output of `vision_encoder` and an input of the models after it."""
-
+# Age above which a stamp is not accepted. Passing a request to the next model takes milliseconds.
 MAX_AGE_SECONDS = 10.0
-"""Age above which a stamp is not accepted. Passing a request to the next model takes
-milliseconds.
-"""
-
 KEY_BYTES = 32
+# Arrival, time at which the stamp was made, and random bytes that make it unique.
 _CONTENT = struct.Struct("<dd8s")
-"""Arrival, time at which the stamp was made, and random bytes that make it unique."""
 _BYTES = _CONTENT.size + hashlib.sha256().digest_size
 
 
@@ -50,8 +46,8 @@ class ArrivalStamps:
         self._key = key
         self._clock = clock
         self._lock = threading.Lock()
+        # Stamps that were read, with the time at which each was read; old ones are removed.
         self._used: OrderedDict[bytes, float] = OrderedDict()
-        """Stamps that were read, with the time at which each was read; old ones are removed."""
 
     @staticmethod
     def of_this_server() -> ArrivalStamps:

@@ -29,6 +29,7 @@ from vlora.vision.prompts import AUTO_TASK, TASKS, ChatTemplate, render
 if TYPE_CHECKING:
     from vlora.adapters.files import AdapterInfo
 
+# Request parameters that Triton's protocols define. They are not sampling parameters.
 TRITON_PARAMETERS = frozenset(
     {
         "binary_data",
@@ -45,28 +46,23 @@ TRITON_PARAMETERS = frozenset(
         "timeout",
     }
 )
-"""Request parameters that Triton's protocols define. They are not sampling parameters."""
 
+# Maximum nesting depth of `sampling_parameters`, which may contain a JSON schema.
 MAX_SAMPLING_DEPTH = MAX_DEPTH + 2
-"""Maximum nesting depth of `sampling_parameters`, which may contain a JSON schema."""
-
+# Prefixes of parameters that Triton reserves or forwards from HTTP headers.
 TRITON_PREFIXES = ("triton_", "x-")
-"""Prefixes of parameters that Triton reserves or forwards from HTTP headers."""
-
 IMAGE_INPUTS = ("image", "frames", "frames_raw")
+# Inputs of every model that answers requests.
 INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
-"""Inputs of every model that answers requests."""
-
+# Name of the tensor with the version of the adapter that was applied to the vision tower.
 ADAPTER_VERSION = "image_adapter"
-"""Name of the tensor with the version of the adapter that was applied to the vision tower."""
-
+# Sampling keys that have an effect before the request reaches the engine.
 FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")
-"""Sampling keys that have an effect before the request reaches the engine."""
-
+# Task of a request to an ensemble if neither the request nor its adapter determines one.
 DEFAULT_TASK = "vqa"
-"""Task of a request to an ensemble if neither the request nor its adapter determines one."""
 
 
+# Outputs that a request gets only if its input `return_…` is true.
 RETURNED = (
     "finish_reason",
     "num_input_tokens",
@@ -74,12 +70,11 @@ RETURNED = (
     "logprobs",
     "cumulative_logprob",
 )
-"""Outputs that a request gets only if its input `return_…` is true."""
 
+# Outputs that every response to an ensemble has, because the next model requires them.
 ENSEMBLE_OUTPUTS = frozenset(
     {"finish_reason", "num_input_tokens", "num_output_tokens", "metadata", "head"}
 )
-"""Outputs that every response to an ensemble has, because the next model requires them."""
 
 
 @dataclass(frozen=True)

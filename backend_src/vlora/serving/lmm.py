@@ -45,22 +45,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Number of characters above which a prompt is tokenized on a pool thread. Tokenizing this many on
+# Triton's thread, which hands over all requests, takes a few milliseconds.
 LONG_PROMPT = 8192
-"""Number of characters above which a prompt is tokenized on a pool thread.
-
-Tokenizing this many on Triton's thread, which hands over all requests, takes a few milliseconds.
-"""
-
+# Number of threads for requests whose structure is compiled, which may take seconds. No other
+# request waits for them.
 STRUCTURED_THREADS = 16
-"""Number of threads for requests whose structure is compiled, which may take seconds. No other
-request waits for them.
-"""
-
+# Function that calls the vision encoder with its inputs and an id.
 Encode = Callable[[Tensors, str], ImageFeatures]
-"""Function that calls the vision encoder with its inputs and an id."""
-
+# Function that is called with every output of one request before it is sent. It never raises.
 Observe = Callable[[Output], None]
-"""Function that is called with every output of one request before it is sent. It never raises."""
 
 
 class LmmService(Service):

@@ -22,11 +22,9 @@ from vlora.serving.codec import freshness_of, read_sampling
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Array, Inputs, Tensors, bytes_of, flag, strings
 
+# Function that calls `lmm` with inputs and a request id, and returns its responses. It raises a
+# VLoraError if `lmm` answers with an error.
 Ask = Callable[[Tensors, str], list[Tensors]]
-"""Function that calls `lmm` with inputs and a request id, and returns its responses.
-
-It raises a VLoraError if `lmm` answers with an error.
-"""
 
 
 class LmmUnaryService(Service):

@@ -29,24 +29,19 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 
+# Age in seconds of the written statistics above which `catch_up` writes them again.
 CATCH_UP_SECONDS = 0.1
-"""Age in seconds of the written statistics above which `catch_up` writes them again."""
-
-MAX_LORA_SERIES = 128
-"""Maximum number of series of `vllm:lora_requests_info`."""
-
+MAX_LORA_SERIES = 128  # Maximum number of series of `vllm:lora_requests_info`.
+# Number of characters in the labels of these series above which all of them are removed.
 MAX_LORA_TEXT = 256 * 1024
-"""Number of characters in the labels of these series above which all of them are removed."""
-
+# Maximum number of observations that wait to be written. Beyond it, the oldest are dropped.
 MAX_OBSERVED = 65536
-"""Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
-
+# Upper bounds in seconds of the histogram buckets for the latencies of a request.
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds in seconds of the histogram buckets for the latencies of a request."""
-
+# Upper bounds in seconds of the histogram buckets for the time per output token.
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
-"""Upper bounds in seconds of the histogram buckets for the time per output token."""
 
+# Help text and buckets of each histogram; None: buckets up to the longest request.
 HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "time_to_first_token_seconds": (
         "Seconds from acceptance of a request to its first token.",
@@ -58,10 +53,9 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "request_generation_tokens": ("Output tokens of an answered request.", None),
     "request_params_n": ("Requested number of answers; always 1.", (1, 2, 5, 10, 20)),
 }
-"""Help text and buckets of each histogram; None: buckets up to the longest request."""
 
+# Fields of `EngineStats` by value of the label `kv_cache_block_type`.
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
-"""Fields of `EngineStats` by value of the label `kv_cache_block_type`."""
 
 
 class Metric(Protocol):
@@ -375,8 +369,7 @@ class _LoraInfo:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._series: dict[tuple[str, ...], Metric] = {}
-        self._text = 0
-        """Number of characters in the labels of all series."""
+        self._text = 0  # Number of characters in the labels of all series.
 
     def update(self, stats: EngineStats, now: float) -> None:
         labels = {

@@ -21,8 +21,8 @@ from vlora.launcher import draining
 from vlora.launcher.run_folder import RUN_VARIABLE, release_shared_memory
 from vlora.launcher.tether import SERVER_VARIABLE
 
+# Kinds of an instance that has a GPU of its own, as Triton spells them.
 ON_GPU = ("GPU", "KIND_GPU")
-"""Kinds of an instance that has a GPU of its own, as Triton spells them."""
 
 
 def require_one_instance(args: Mapping[str, str]) -> None:
@@ -61,10 +61,9 @@ def options_of_instance(options: Options, args: Mapping[str, str]) -> Options:
 
 POLL_SECONDS = 0.1
 
+# Function that rejects new requests, lets running ones finish for this many seconds, and then
+# cancels them.
 Drain = Callable[[float], None]
-"""Function that rejects new requests, lets running ones finish for this many seconds, and then
-cancels them.
-"""
 
 
 class Lifeline:

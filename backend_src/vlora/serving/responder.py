@@ -18,12 +18,10 @@ log = logging.getLogger(__name__)
 _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
 
+# Maximum size in bytes of an error message as gRPC encodes it. gRPC sends errors in its trailers,
+# which may have 8 KiB by default. Each byte of a character that is not ASCII takes three bytes
+# there.
 MAX_MESSAGE_BYTES = 4096
-"""Maximum size in bytes of an error message as gRPC encodes it.
-
-gRPC sends errors in its trailers, which may have 8 KiB by default. Each byte of a character that is
-not ASCII takes three bytes there.
-"""
 
 
 class Responder(Protocol):

@@ -69,12 +69,10 @@ class Service(ABC):
     """
 
     action = "answering the request"
+    # Interval at which deadlines are checked, and responders are asked whether their client has
+    # disconnected.
     watch_seconds = 0.1
-    """Interval at which deadlines are checked, and responders are asked whether their client has
-    disconnected.
-    """
-    asks_clients = True
-    """Whether responders are asked. Each question is a call of the server."""
+    asks_clients = True  # Whether responders are asked. Each question is a call of the server.
 
     def __init__(self, table: RequestTable, limits: Limits, stamps: ArrivalStamps) -> None:
         self.table = table

@@ -12,8 +12,7 @@ from vlora.errors import InvalidArgument
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, Array]
 
-ELEMENT_BYTES = 48
-"""Bytes that an element of a STRING tensor takes in addition to its content."""
+ELEMENT_BYTES = 48  # Bytes that an element of a STRING tensor takes in addition to its content.
 
 
 class Inputs:

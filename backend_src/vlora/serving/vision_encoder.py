@@ -36,8 +36,8 @@ from vlora.vision.decoding import DecodedRequest, ImageDecoder
 from vlora.vision.features import EncodedImages, EncoderService
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 
+# Seconds from the arrival of a request in which the encoder waits for more to encode with it.
 COLLECT_SECONDS = 0.025
-"""Seconds from the arrival of a request in which the encoder waits for more to encode with it."""
 
 
 class _Decoded(NamedTuple):
@@ -80,8 +80,8 @@ class VisionService(Service):
         self._max_requests = max_requests
         self._before_answers = before_answers
         self._part_of = part_of
+        # Requests whose images are decoded; None to stop.
         self._decoded: queue.Queue[_Decoded | None] = queue.Queue()
-        """Requests whose images are decoded; None to stop."""
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
         # This starts the thread, which may fail later, when the process has too many.
         self._answers.submit(lambda: None)

@@ -25,31 +25,21 @@ from vlora.request import BoolArray
 from vlora.structured import messages
 from vlora.structured.structure import Structure
 
+# Increase of the niceness of a process whose grammar takes long to compile. On a busy core, the
+# process then gets about a tenth of the engine's share.
 LONG_NICENESS = 10
-"""Increase of the niceness of a process whose grammar takes long to compile.
-
-On a busy core, the process then gets about a tenth of the engine's share.
-"""
-
+# Increase of the niceness of a process whose masks are slow. On a busy core, even many such
+# processes together then get little of the engine's share.
 SLOW_NICENESS = 19
-"""Increase of the niceness of a process whose masks are slow.
-
-On a busy core, even many such processes together then get little of the engine's share.
-"""
-
+# Processor time in seconds above which a mask is slow. Ordinary masks take a fiftieth of it.
 SLOW_SECONDS = 0.005
-"""Processor time in seconds above which a mask is slow. Ordinary masks take a fiftieth of it."""
-
+# Number of slow masks after which a process's priority is lowered. The first few may be slow.
 MAX_SLOW_MASKS = 3
-"""Number of slow masks after which a process's priority is lowered. The first few may be slow."""
-
+# Processor time in seconds of a single mask above which the priority is lowered immediately.
 VERY_SLOW_SECONDS = 0.05
-"""Processor time in seconds of a single mask above which the priority is lowered immediately."""
-
+# Function that ends a grammar's process, given its process id. It returns a future of the error to
+# report for the answers that use the process.
 Stop = Callable[[int], "Future[VLoraError]"]
-"""Function that ends a grammar's process, given its process id. It returns a future of the error to
-report for the answers that use the process.
-"""
 
 
 class Matcher:

@@ -31,27 +31,18 @@ from vlora.structured.structure import Structure
 
 WORKER = "vlora.structured.worker"
 
+# Maximum number of ordinary grammars that are compiled at the same time. The same maximum applies
+# to grammars that take long.
 PLACES = 2
-"""Maximum number of ordinary grammars that are compiled at the same time. The same maximum applies
-to grammars that take long.
-"""
-
+# Processor time in seconds after which compiling counts as long. Ordinary grammars take a hundredth
+# of it.
 LONG_SECONDS = 0.1
-"""Processor time in seconds after which compiling counts as long. Ordinary grammars take a
-hundredth of it.
-"""
-
-POLL_SECONDS = 0.02
-"""Interval in seconds of the check whether compiling a grammar takes long."""
-
+POLL_SECONDS = 0.02  # Interval in seconds of the check whether compiling a grammar takes long.
+# Time limit in seconds for compiling a grammar, from the start of compiling. On a busy machine, it
+# can be reached before the limit of processor time, `max_grammar_seconds`.
 MAX_WAIT_SECONDS = 20.0
-"""Time limit in seconds for compiling a grammar, from the start of compiling.
-
-On a busy machine, it can be reached before the limit of processor time, `max_grammar_seconds`.
-"""
-
+# Maximum number of grammars that are kept for later requests while no request uses them.
 MAX_IDLE = 8
-"""Maximum number of grammars that are kept for later requests while no request uses them."""
 
 
 @dataclass
@@ -86,8 +77,8 @@ class Grammars:
         self._limits = limits
         self.counters = GrammarCounters()
         self._lock = threading.Lock()
+        # Entries by structure, least recently used first.
         self._entries: dict[Structure, _SharedGrammar] = {}
-        """Entries by structure, least recently used first."""
         self._regular = threading.Semaphore(PLACES)
         self._long = threading.Semaphore(PLACES)
         self._ends = ThreadPoolExecutor(1, thread_name_prefix="grammar-ends")

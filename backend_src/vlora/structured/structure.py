@@ -13,6 +13,9 @@ from typing import Any, Literal
 from vlora.errors import InvalidArgument, Unsupported, nearest, shown
 from vlora.strict_json import BOOLEANS, is_text, load_object, read_texts, wrong_value
 
+# vLLM's sampling keys for the structure of an answer, each with the kind of its value. None means
+# that the value itself names the kind. It is an object whose only key is the kind, such as
+# `{"regex": "a+"}`, or the text of such an object.
 STRUCTURE_KEYS: Mapping[str, str | None] = {
     "structured_outputs": None,
     "guided_decoding": None,
@@ -22,21 +25,11 @@ STRUCTURE_KEYS: Mapping[str, str | None] = {
     "guided_choice": "choice",
     "guided_json_object": "json_object",
 }
-"""vLLM's sampling keys for the structure of an answer, each with the kind of its value.
 
-None means that the value itself names the kind. It is an object whose only key is the kind, such as
-`{"regex": "a+"}`, or the text of such an object.
-"""
-
+# Kinds of structures that a request may ask for.
 KINDS = ("json", "json_object", "regex", "grammar", "choice")
-"""Kinds of structures that a request may ask for."""
-
-MAX_DEPTH = 64
-"""Maximum nesting depth of lists and objects in a JSON schema."""
-
-MAX_HINT_LENGTH = 64
-"""Maximum length of an unknown kind for which a similar kind is suggested."""
-
+MAX_DEPTH = 64  # Maximum nesting depth of lists and objects in a JSON schema.
+MAX_HINT_LENGTH = 64  # Maximum length of an unknown kind for which a similar kind is suggested.
 Kind = Literal["json", "regex", "grammar"]
 
 

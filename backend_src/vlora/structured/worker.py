@@ -24,14 +24,11 @@ from tokenizers import Tokenizer
 from vlora import fork_server
 from vlora.structured import messages
 
+# White space between the tokens of JSON: a space, or a new line with its indentation. Its length is
+# bounded, because a model might otherwise generate white space forever.
 JSON_WHITESPACE = r"( ?|\n[ \t]{0,32})"
-"""White space between the tokens of JSON: a space, or a new line with its indentation.
-
-Its length is bounded, because a model might otherwise generate white space forever.
-"""
-
+# Maximum stack of a process in bytes. A process whose recursion needs more is ended.
 STACK_BYTES = 8 * 1024**2
-"""Maximum stack of a process in bytes. A process whose recursion needs more is ended."""
 
 
 def main() -> None:

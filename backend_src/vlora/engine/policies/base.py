@@ -16,14 +16,11 @@ from typing import NamedTuple, Protocol
 class Order(Enum):
     """An order of the waiting requests."""
 
-    ARRIVAL = auto()
-    """First come, first served."""
-    WAIT = auto()
-    """Longest wait first."""
+    ARRIVAL = auto()  # First come, first served.
+    WAIT = auto()  # Longest wait first.
+    # Lowest value of `priority` first; requests with equal values in order of arrival.
     PRIORITY = auto()
-    """Lowest value of `priority` first; requests with equal values in order of arrival."""
-    DEADLINE = auto()
-    """Earliest deadline first; requests without a deadline are left out."""
+    DEADLINE = auto()  # Earliest deadline first; requests without a deadline are left out.
 
 
 class Candidate(NamedTuple):
@@ -93,16 +90,14 @@ class Costs(Protocol):
 class Policy(Protocol):
     """A rule that chooses the requests of the next step and the adapter to merge."""
 
-    max_batch: int
-    """Maximum number of requests in a step."""
+    max_batch: int  # Maximum number of requests in a step.
+    # True if the policy uses predicted times; the engine then calibrates its cost model at the
+    # start.
     uses_costs: bool
-    """True if the policy uses predicted times; the engine then calibrates its cost model at the
-    start.
-    """
+    # False if the policy merges no adapter, so that no memory is set aside for merged weights.
     merges: bool
-    """False if the policy merges no adapter, so that no memory is set aside for merged weights."""
+    # Orders of the waiting requests. The policy sees the first requests in each of them.
     orders: tuple[Order, ...]
-    """Orders of the waiting requests. The policy sees the first requests in each of them."""
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         """Choose the requests of the next step and its live adapter.

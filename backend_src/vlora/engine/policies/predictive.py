@@ -23,31 +23,24 @@ from vlora.engine.cost import CostModel, applied_adapters
 from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.ids import BASE
 
+# A request is urgent if the time to its deadline is at most this multiple of the predicted time of
+# its remaining work.
 URGENT_FACTOR = 2.0
-"""A request is urgent if the time to its deadline is at most this multiple of the predicted time of
-its remaining work.
-"""
+# Share of the best chunk's gain that suffices. The smallest chunk that reaches it is taken, because
+# other requests must wait until the step ends.
 ENOUGH_GAIN = 0.97
-"""Share of the best chunk's gain that suffices. The smallest chunk that reaches it is taken,
-because other requests must wait until the step ends.
-"""
-FULL_ROWS = 64
-"""Number of rows of a step that is assumed to use the processor fully."""
+FULL_ROWS = 64  # Number of rows of a step that is assumed to use the processor fully.
+# Worth of a prompt row, where a row of the answer is worth 1. It is higher because a request cannot
+# decode together with others until its prompt is complete. In simulations on the traces of the
+# policy benchmark, the values from 2 to 8 performed equally, and smaller ones worse.
 PROMPT_WORTH = 2.0
-"""Worth of a prompt row, where a row of the answer is worth 1. It is higher because a request
-cannot decode together with others until its prompt is complete. In simulations on the traces of the
-policy benchmark, the values from 2 to 8 performed equally, and smaller ones worse.
-"""
+# Expected number of decode steps that a new request shares with the present requests, divided by
+# the number that it would share if all answers had maximum length.
 SHARED_STEPS = 0.5
-"""Expected number of decode steps that a new request shares with the present requests, divided by
-the number that it would share if all answers had maximum length.
-"""
-MAX_REFUSALS = 64
-"""Number of rejected prompts after which a step considers no further prompts."""
+MAX_REFUSALS = 64  # Number of rejected prompts after which a step considers no further prompts.
+# Sizes, in tokens, of the prefill chunks that are compared with a chunk of the whole rest of the
+# prompt. Smaller chunks gain less than their additional steps cost (decision 43).
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
-"""Sizes, in tokens, of the prefill chunks that are compared with a chunk of the whole rest of the
-prompt. Smaller chunks gain less than their additional steps cost (decision 43).
-"""
 
 
 class Predictive:
@@ -141,8 +134,8 @@ class _RemainingWork:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._row_seconds = costs.products(FULL_ROWS, 1) / FULL_ROWS
+        # Predicted seconds per row of a request, by slot, including its adapter.
         self._adapted_row_seconds: dict[int, float] = {}
-        """Predicted seconds per row of a request, by slot, including its adapter."""
 
     def seconds(self, r: Candidate) -> float:
         """Return the predicted seconds to complete a request whose answer gets maximum length."""
@@ -171,17 +164,15 @@ class _PlannedStep:
         self._requests_by_slot = requests_by_slot
         self._lora_calls = costs.lora_calls()
         self._single_step = costs.products(1, 1) + costs.overhead(1)
+        # Number of requests with at least one adapter applied to their rows.
         self._adapted = sum(n for slot, n in requests_by_slot.items() if slot != live)
-        """Number of requests with at least one adapter applied to their rows."""
-        self._read: set[int] = set()
-        """Slots of the adapters that the requests taken so far use."""
+        self._read: set[int] = set()  # Slots of the adapters that the requests taken so far use.
+        # Seconds per row by slot, for slots whose applied adapters are all in `_read`.
         self._row_seconds: dict[int, float] = {}
-        """Seconds per row by slot, for slots whose applied adapters are all in `_read`."""
         self._applied: dict[int, tuple[tuple[int, float, float], ...]] = {}
         self._row_count = self._answers = self._longest = 0
         self._gain = 0.0
-        self._other_seconds = 0.0
-        """Time of attention and of adapters."""
+        self._other_seconds = 0.0  # Time of attention and of adapters.
         self.order: list[Candidate] = []
         self.rows: dict[str, int] = {}
 

@@ -24,8 +24,8 @@ from vlora.strict_json import load_object
 
 log = logging.getLogger(__name__)
 
+# Maximum length of a request's id. It is limited because ids are stored after requests end.
 MAX_ID_LENGTH = 1024
-"""Maximum length of a request's id. It is limited because ids are stored after requests end."""
 
 
 def inputs_of(request: Any) -> dict[str, Array]:
@@ -131,25 +131,18 @@ LMM = "lmm"
 LMM_UNARY = "lmm_unary"
 VISION_ENCODER = "vision_encoder"
 
+# Maximum number of calls of the vision encoder for one request. Triton 2.51 fails a whole batch if
+# the strings of one of its requests have wrong length prefixes. Strings from `lmm` are always
+# correct. So if an error has a message of Triton's own, another request of the batch caused it, and
+# the call is repeated.
 ENCODE_TRIES = 3
-"""Maximum number of calls of the vision encoder for one request.
-
-Triton 2.51 fails a whole batch if the strings of one of its requests have wrong length prefixes.
-Strings from `lmm` are always correct. So if an error has a message of Triton's own, another request
-of the batch caused it, and the call is repeated.
-"""
-
+# Seconds for which the responses of a call to a decoupled model are kept after their use. Triton's
+# stub forgets a finished call of a decoupled model on a thread that does not hold the GIL. If it
+# were the last owner of the responses, it would free their arrays there and corrupt reference
+# counts (python_backend issue 390, fixed in 24.12).
 ALIVE_SECONDS = 5.0
-"""Seconds for which the responses of a call to a decoupled model are kept after their use.
-
-Triton's stub forgets a finished call of a decoupled model on a thread that does not hold the GIL.
-If it were the last owner of the responses, it would free their arrays there and corrupt reference
-counts (python_backend issue 390, fixed in 24.12).
-"""
-
+# Outputs of `lmm` that `lmm_unary` passes on.
 ANSWER_OUTPUTS = ("text_output", "details", *RETURNED, "head_scores", "head_labels", "metadata")
-"""Outputs of `lmm` that `lmm_unary` passes on."""
-
 CANCEL_OUTPUTS = ("text_output", "details")
 
 
