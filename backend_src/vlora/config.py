@@ -1,8 +1,7 @@
 """Options of the server, and the strict parsing of `model.json` and `multi_lora.json`.
 
-The error for an unknown key names the nearest known key. A key of vLLM is accepted if its value
-describes what this server does, or if the key has no effect here, which is logged. Otherwise it is
-rejected, and the error names our equivalent or the reason.
+An unknown key is an error that names the nearest known one. A key of vLLM is accepted if its value
+describes this server, noted if it has no effect, and else rejected with the reason.
 """
 
 from __future__ import annotations
@@ -18,17 +17,14 @@ from typing import Any, Final, Literal, get_args, get_type_hints
 from vlora.errors import InvalidArgument, nearest
 from vlora.strict_json import BOOLEANS, load_object
 
-# Environment variable that overrides `model` in `model.json`. `vlora serve --model` sets it.
-MODEL_VARIABLE = "VLORA_MODEL"
-# Environment variable that overrides `adapters` in `model.json`. `vlora serve --adapters` sets it.
-ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
+MODEL_VARIABLE = "VLORA_MODEL"  # Overrides `model` in `model.json`.
+ADAPTERS_VARIABLE = "VLORA_ADAPTERS"  # Overrides `adapters` in `model.json`.
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16", AUTO)
-DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")  # Pattern of the valid values of `device`.
+DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
 
 # Values of `policy`, each with the function that creates it ("module:function"). They are found by
-# their files, without importing them, because that would import torch.
-# `vlora.engine.policies.registry.register_policy` adds others.
+# their files, because importing them would import torch.
 POLICIES: dict[str, str] = {
     path.stem: f"vlora.engine.policies.{path.stem}:make"
     for path in sorted((Path(__file__).parent / "engine" / "policies").glob("[!_]*.py"))
@@ -43,10 +39,7 @@ IntOrAuto = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request or one adapter. An error about a limit states the value and the limit.
-
-    docs/operations.md has one row on each.
-    """
+    """Limits of one request or adapter (docs/operations.md). An error states value and limit."""
 
     max_prompt_bytes: int = 1024 * 1024
     # The largest message that gRPC clients receive by default.
@@ -79,11 +72,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the engine and the vision encoder: the keys of `model.json`.
+    """Options of the engine and the vision encoder: the keys of `model.json` (docs/operations.md).
 
-    docs/operations.md has one row on each.
-
-    notes: sentences to log about keys in the file that have no effect. This field is not a key.
+    notes: sentences to log about keys in the file that have no effect. This is not a key.
     """
 
     model: Path = Path()
@@ -134,11 +125,10 @@ class Options:
         return self.max_batch_requests or self.max_num_seqs
 
 
-# Keys of vLLM that mean the same as one of our keys. If both are set, their values must be equal.
+# Keys of vLLM that mean the same as one of ours; if both are set, they must be equal.
 RENAMED: dict[str, str] = {"tokenizer": "model"}
 
-# Keys of vLLM without an equivalent here. Only the listed values are accepted, because they
-# describe what this server does.
+# Other keys of vLLM, and their values that describe what this server does.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_lora": (True,),
     "trust_remote_code": (False,),
@@ -149,7 +139,7 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_chunked_prefill": (True,),
 }
 
-# Keys of vLLM's tutorials that have no effect here, with the note to log about them.
+# Keys of vLLM's tutorials without effect here, each with the note to log.
 NO_EFFECT: dict[str, str] = {
     "gpu_memory_utilization": "the size of the page pool is 'kv_cache_tokens', and the share of a"
     " GPU's memory is 'engine_memory_share'",
@@ -157,7 +147,7 @@ NO_EFFECT: dict[str, str] = {
     "max_lora_rank": "each adapter has its own rank, without padding",
 }
 
-# Keys of vLLM that are rejected, with our equivalent or the reason.
+# Keys of vLLM that are rejected, each with our equivalent or the reason.
 REFUSED: dict[str, str] = {
     "kv_cache_memory_bytes": "set the size of the page pool with 'kv_cache_tokens'",
     "num_gpu_blocks_override": "set the size of the page pool with 'kv_cache_tokens'",
@@ -172,7 +162,6 @@ REFUSED: dict[str, str] = {
     "tokenizer_mode": "the checkpoint's fast tokenizer is used",
 }
 
-# Description of the valid values of an option, by its type.
 EXPECTED: dict[Any, str] = {
     int: "a positive whole number",
     float: "a positive number",
@@ -285,10 +274,7 @@ def load_adapter_names(path: Path) -> dict[str, str]:
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, without checking its keys.
-
-    Raises InvalidArgument if the file cannot be read or is not a JSON object.
-    """
+    """Return the JSON object in a file. Raises InvalidArgument if there is none; checks no keys."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -298,12 +284,10 @@ def read_keys(path: Path) -> dict[str, Any]:
 
 
 def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
-    """Return the options that the JSON object of a `model.json` contains.
+    """Return the options in a `model.json`. Raises InvalidArgument, which names the key.
 
     where: name of the file, for messages.
     folder: folder at which relative paths start.
-
-    Raises InvalidArgument, which names the key and its valid values.
     """
     values, notes = _read_values(keys, where)
     if "model" not in values:
@@ -333,10 +317,7 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
 
 
 def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of options, and notes about keys without effect.
-
-    Combinations of options are not checked.
-    """
+    """Return the values of options (unchecked in combination), and notes on keys without effect."""
     values: dict[str, Any] = {}
     notes = []
     for key, value in keys.items():
@@ -404,10 +385,7 @@ def _check_shares(options: Options, where: str) -> None:
 
 
 def check_policy(name: str, prefix: str = "") -> None:
-    """Raise InvalidArgument, which lists the valid names, unless `name` is a registered policy.
-
-    prefix: start of the message, such as the file with the option.
-    """
+    """Raise InvalidArgument, which begins with `prefix`, unless `name` is a registered policy."""
     if name not in POLICIES:
         raise InvalidArgument(
             f"{prefix}'policy' = '{name}' is unknown{nearest(name, POLICIES) or '.'}"
@@ -421,7 +399,6 @@ def _one_of(values: Iterable[str]) -> str:
 
 
 def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values for the fields of the dataclass `kind`."""
     known = {f.name for f in fields(kind)} - {"notes"}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
@@ -434,13 +411,7 @@ def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cast(value: Any, hint: Any, what: str) -> Any:
-    """Return `value` converted to the type of a field.
-
-    hint: type of the field.
-    what: name of the value, for messages.
-
-    Numbers must be positive, but sizes in bytes may be 0.
-    """
+    """Return `value` as the type `hint`. Numbers must be positive, but sizes in bytes may be 0."""
     kinds = get_args(hint) or (hint,)
     if bool in kinds:
         value = _spelled(value)

@@ -27,18 +27,15 @@ from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
-# Minimum temperature above 0, as in vLLM. Dividing by a lower one would lose precision of the
-# scores.
-MIN_TEMPERATURE = 0.01
-RANDOM_SEED = -1  # Seed that stands for no seed, as in vLLM.
-# Key that names the adapter. It is sent with the sampling keys but does not affect sampling.
-ADAPTER_KEY = "lora_name"
-MAX_STREAM_ID = 256  # Maximum number of characters of a stream's id.
-MAX_INTEGER = 2**31 - 1  # Maximum value of token counts and token ids.
+MIN_TEMPERATURE = 0.01  # As in vLLM; dividing by less would lose precision of the scores.
+RANDOM_SEED = -1  # Stands for no seed, as in vLLM.
+ADAPTER_KEY = "lora_name"  # Sent with the sampling keys but does not affect sampling.
+MAX_STREAM_ID = 256  # Characters.
+MAX_INTEGER = 2**31 - 1  # Of token counts and token ids.
 
-# Valid values of the numeric keys. `docs/api.md` lists them. The engine also compares numbers of
-# tokens with the context, and token ids with the vocabulary. `top_k` has no upper limit: a value
-# above the size of the vocabulary has no effect, and `SamplingParams` stores at most MAX_INTEGER.
+# Valid values of the numeric keys. The engine compares token counts with the context, and ids with
+# the vocabulary. A `top_k` above the vocabulary has no effect, and is stored as MAX_INTEGER at
+# most.
 RANGES: dict[str, Range] = {
     "temperature": Range(0.0, 100.0, "a number from 0 to 100"),
     "top_k": Range(-1, math.inf, "a whole number ≥ 1, or 0 or -1 for off", whole=True),
@@ -59,8 +56,7 @@ RANGES: dict[str, Range] = {
     "stream_interval_ms": Range(0, 1e4, "milliseconds from 0 to 10000"),
 }
 
-# Refused vLLM keys with the values that are accepted nevertheless, because they describe what this
-# server does. Every refused key is also accepted as null.
+# Values of refused keys that describe what this server does. Null is accepted, too.
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -79,7 +75,7 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "extra_args": ({},),
 }
 
-# vLLM keys that are refused by name, each with the reason or the key to use instead.
+# vLLM keys that are refused by name, with the reason or the key to use instead.
 REFUSED: dict[str, str] = {
     "n": "send several requests with different 'seed' instead",
     "best_of": "send several requests with different 'seed' instead",
@@ -108,19 +104,17 @@ REFUSED: dict[str, str] = {
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request, its priority, and its deadline.
+    """Sampling parameters of one request, its priority and its deadline.
 
     The keys have vLLM's meaning; docs/api.md describes them. In addition:
 
-    temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to MIN_TEMPERATURE.
-    top_k: 0 means off; at most MAX_INTEGER.
-    seed: key of the random numbers, together with the position. Draws do not depend on batch,
-        preemption or mode. Without a seed, it is derived from the request's id.
-    max_tokens: None means that only the context limits the answer. It is the default with `choices`
-        and `structured_outputs`.
+    temperature: 0 means greedy.
+    top_k: 0 means off.
+    seed: key of the random numbers, together with the position; by default from the request's id.
+        Draws do not depend on batch, preemption or mode.
+    max_tokens: None (default with `choices` and `structured_outputs`): only the context limits it.
     deadline_ms: milliseconds from arrival after which the request ends with CANCELLED.
-    stream_interval_ms: minimum number of milliseconds between two responses of a streamed answer.
-        The tokens of this time are sent together. The first and the last token never wait.
+    stream_interval_ms: minimum time between two responses. First and last token never wait.
     """
 
     temperature: float = 1.0
@@ -148,18 +142,16 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if each token is the one with the largest score."""
         return self.temperature == 0.0
 
     @staticmethod
     def parse(raw: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-        """Return checked parameters from JSON-like values. Numbers may be given as text.
+        """Return checked parameters from JSON-like values by key. Numbers may be given as text.
 
-        raw: values by key.
         defaults: parameters for the missing keys.
 
-        Raises InvalidArgument, which names the key, the value and what it must be, and Unsupported
-        for keys that are known but not supported.
+        Raises InvalidArgument, which names key and value, and Unsupported for keys that are known
+        but not supported.
         """
         values: dict[str, Any] = {}
         restricted = ""
@@ -295,5 +287,4 @@ _READERS: dict[str, Reader] = {
     "supersede": read_boolean,
 }
 
-# Supported keys.
 KNOWN_KEYS: tuple[str, ...] = (*(f.name for f in fields(SamplingParams)), ADAPTER_KEY)

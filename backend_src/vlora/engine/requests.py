@@ -26,11 +26,9 @@ from vlora.structured.grammars import Grammars, tokenizer_data
 
 
 class LogitsRow(NamedTuple):
-    """Logits of one row of a step.
+    """Logits of one row of a step: the token drawn from them, or [vocabulary] float32.
 
     finite: whether all logits are finite.
-    token: token drawn from the logits; None if the request's own sampler must draw it.
-    logits: [vocabulary] float32 if `token` is None, else None.
     """
 
     finite: bool
@@ -39,11 +37,7 @@ class LogitsRow(NamedTuple):
 
 
 class RequestState:
-    """Everything about one in-flight request that has passed all checks.
-
-    It owns the sequence that the scheduler sees. It also holds the text and the sampling state,
-    which preemption does not change.
-    """
+    """An in-flight request that has passed all checks: its sequence, text and sampling state."""
 
     def __init__(
         self,
@@ -52,10 +46,6 @@ class RequestState:
         vocabulary: Vocabulary,
         grammar: Grammar | None = None,
     ) -> None:
-        """Make the state of a request that is not queued yet.
-
-        grammar: grammar that the answer must follow, or None. The engine releases it.
-        """
         params = sequence.request.sampling
         self.grammar = grammar
         # State of the grammar after the answer's tokens so far; None before the first step.
@@ -79,12 +69,10 @@ class RequestState:
             self._first_scheduled = now
 
     def drawn(self, row: LogitsRow, now: float) -> Output:
-        """Append the next token and return its output.
+        """Append the next token and return its output, or the last one of a complete structure.
 
-        If a structured answer is complete already, no token is drawn, and the output ends the
-        request. Otherwise the mask of a structured request must be ready.
-
-        Raises InvalidArgument or Internal if the logits are not finite.
+        The mask of a structured request must be ready. Raises InvalidArgument or Internal if the
+        logits are not finite.
         """
         matcher = self.matcher
         if matcher is not None and matcher.stopped:
@@ -101,7 +89,6 @@ class RequestState:
         return self._output(now, text, (token,), logprobs, finish_reason)
 
     def _draw(self, row: LogitsRow) -> tuple[int, tuple[tuple[TokenLogprob, ...], ...] | None]:
-        """Draw a token with the request's own sampler; return it with its log probabilities."""
         assert row.logits is not None
         sequence = self.sequence
         draw = self.sampler.draw(
@@ -134,10 +121,9 @@ class RequestState:
         return text, None
 
     def scored(self, values: torch.Tensor, now: float) -> Output:
-        """Return the final output of a request that the adapter's vision task head answers.
+        """Return the last output of a request that the vision task head answers.
 
-        values: [classes] float32, the head's outputs before softmax.
-        now: seconds on the engine's clock.
+        values: [classes] float32, before softmax.
 
         Raises InvalidArgument if the values are not finite.
         """
@@ -150,7 +136,6 @@ class RequestState:
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
-        """Return the error for a row whose logits are not finite, which names the cause."""
         # Other requests must not compute with these keys and values.
         self.sequence.table.discard_shared()
         if self._adapter is not None:
@@ -201,11 +186,7 @@ class RequestState:
 
 
 class Admission:
-    """Checks requests and creates the `RequestState` objects that the engine queues. Thread-safe.
-
-    merge_is_lossy: whether merged weights are rounded to a type of 16 bits (see
-        `engine.sequence.mode_of`).
-    """
+    """Checks requests and creates the `RequestState`s that the engine queues. Thread-safe."""
 
     def __init__(
         self,
@@ -233,10 +214,9 @@ class Admission:
         )
 
     def prepare(self, request: Request) -> RequestState:
-        """Check a request, tokenize its prompt and return its state, which holds no pages yet.
+        """Check a request, tokenize its prompt, and return its state, which holds no pages yet.
 
-        Compiling the grammar of a structured request may take some seconds. Raises a VLoraError if
-        the request is refused.
+        Raises a VLoraError if the request is refused. Compiling its grammar may take seconds.
         """
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)
         self._check(request)
