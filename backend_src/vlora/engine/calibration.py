@@ -124,12 +124,7 @@ class SyntheticSteps:
     """Times steps of synthetic requests, which overwrite the given pages of `block` tokens."""
 
     def __init__(
-        self,
-        runner: Runner,
-        switcher: Switcher,
-        pages: Sequence[int],
-        block: int,
-        max_rows: int,
+        self, runner: Runner, switcher: Switcher, pages: Sequence[int], block: int, max_rows: int
     ) -> None:
         self._runner = runner
         self._switcher = switcher

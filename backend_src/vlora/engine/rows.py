@@ -97,7 +97,7 @@ class HeldRows:
         return grammar.late
 
     def answerable(self) -> list[tuple[RequestState, LogitsRow]]:
-        """Return the requests with a complete answer, or whose mask has arrived, with their rows."""
+        """Return the requests with a complete answer or an arrived mask, each with its row."""
         if not self._states:
             return []
         _receive(self._states.values())

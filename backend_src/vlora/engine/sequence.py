@@ -123,9 +123,7 @@ class Sequence:
         return self.adapter is None or self.adapter.resident
 
     def begin(self, live: int = BASE) -> None:
-        """Pin the adapter, and reuse cached prefix blocks that match the live adapter of the next
-        step.
-        """
+        """Pin the adapter, and reuse cached prefix blocks that match the live adapter."""
         if self.adapter is not None:
             self.adapter.pin()
             self._pinned = self.adapter

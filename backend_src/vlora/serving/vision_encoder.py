@@ -141,7 +141,7 @@ class VisionService(Service):
                 self._encode_part(part)
 
     def _collect(self, first: _Decoded) -> list[_Decoded]:
-        """Return `first` and the requests that are decoded until COLLECT_SECONDS after its arrival."""
+        """Return `first` and the requests decoded until COLLECT_SECONDS after its arrival."""
         group = [first]
         until = first.request.freshness.arrival + COLLECT_SECONDS
         while True:

@@ -72,7 +72,7 @@ def read_structure(key: str, value: Any) -> Structure | tuple[str, ...]:
 
 
 def _only_kind(key: str, value: Any) -> tuple[str, Any]:
-    """Return the key of an object like `{"regex": "a+"}`, or its text, that is not null or false."""
+    """Return the key of an object like `{"regex": "a+"}`, or its text, and the key's value."""
     parsed = load_object(value, f"'{key}'", MAX_DEPTH) if isinstance(value, str) else value
     kinds = ", ".join(KINDS)
     if not isinstance(parsed, dict):

@@ -41,7 +41,7 @@ def main() -> None:
 class Speller:
     """The model's tokens in the form that llguidance expects.
 
-    Its own reader of tokenizers never allows tokens like `<box>`, which the served models need.
+    llguidance's reader of tokenizers never allows tokens like `<box>`, which served models need.
 
     special_token_ids: tokens that never appear in text.
     """

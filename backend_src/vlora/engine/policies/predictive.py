@@ -282,8 +282,5 @@ def _weight(r: Candidate) -> float:
 
 def make(options: Options, costs: CostModel) -> Predictive:
     return Predictive(
-        options.max_step_requests,
-        options.max_num_batched_tokens,
-        options.max_wait_seconds,
-        costs,
+        options.max_step_requests, options.max_num_batched_tokens, options.max_wait_seconds, costs
     )

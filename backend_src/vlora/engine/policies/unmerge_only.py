@@ -11,14 +11,11 @@ from vlora.ids import BASE
 
 
 class UnmergeOnly:
-    """Computes requests in order of arrival within each priority, and never merges an adapter.
+    """Computes requests by priority, then those with pages, then by arrival; never merges an
+    adapter.
 
-    Within a priority, requests that hold pages come before all waiting requests, even before older
-    ones. (An older request may still wait because its adapter was loaded later.)
-
-    max_batch: maximum number of requests in a step.
-    max_wait: seconds of waiting after which a request goes first, whatever its priority (decision
-        41). If there are several such requests, the one that has waited longest goes first.
+    max_wait: seconds of waiting after which a request goes first, longest wait first, whatever its
+        priority (decision 41).
     """
 
     uses_costs = False
