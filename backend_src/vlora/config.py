@@ -307,12 +307,11 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
             f" 'quantization' = '{options.quantization}'; set 'merging' = 'off': no adapter is"
             " merged into a quantized base"
         )
-    adapters = options.adapters
     return replace(
         options,
         notes=notes,
         model=(folder / options.model).resolve(),
-        adapters=None if adapters is None else (folder / adapters).resolve(),
+        adapters=None if options.adapters is None else (folder / options.adapters).resolve(),
     )
 
 
@@ -325,21 +324,19 @@ def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
             raise InvalidArgument(f"{where}: '{key}' is not used here: {REFUSED[key]}")
         if key in NO_EFFECT:
             notes.append(f"{where}: '{key}' has no effect here: {NO_EFFECT[key]}")
-            continue
-        if key in ACCEPTED:
+        elif key in ACCEPTED:
             if _spelled(value) not in ACCEPTED[key]:
                 valid = " or ".join(json.dumps(v) for v in ACCEPTED[key])
                 raise InvalidArgument(
                     f"{where}: '{key}' = {json.dumps(value)} is not supported; it must be {valid}"
                 )
-            continue
-        if key in RENAMED:
+        elif key in RENAMED:
             if value != keys.get(RENAMED[key]):
                 raise InvalidArgument(
                     f"{where}: '{key}' must equal '{RENAMED[key]}'; both are read from one folder"
                 )
-            continue
-        values[key] = value
+        else:
+            values[key] = value
     if isinstance(values.get("limits"), dict):
         values["limits"] = Limits(**_checked(Limits, values["limits"], f"{where}: limits"))
     if (quantization := values.get("quantization")) not in (None, *QUANTIZATIONS):

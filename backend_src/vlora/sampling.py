@@ -226,10 +226,6 @@ def _equals(value: Any, accepted: Any) -> bool:
     return isinstance(value, bool) == isinstance(accepted, bool) and bool(value == accepted)
 
 
-def _choices(key: str, value: Any) -> tuple[str, ...]:
-    return read_texts(key, value, "a list of non-empty strings")
-
-
 def _stop(key: str, value: Any) -> tuple[str, ...]:
     expected = f"a string, or a list of at most {MAX_STOP_STRINGS} non-empty ones"
     if value is None or value == []:
@@ -281,7 +277,7 @@ _READERS: dict[str, Reader] = {
     "max_tokens": optional(RANGES["max_tokens"]),
     "ignore_eos": read_boolean,
     "logprobs": optional(RANGES["logprobs"]),
-    "choices": _choices,
+    "choices": lambda key, value: read_texts(key, value, "a list of non-empty strings"),
     "deadline_ms": optional(RANGES["deadline_ms"]),
     "stream_id": optional(_stream_id),
     "supersede": read_boolean,

@@ -64,8 +64,7 @@ def load_or_measure(
     key: JSON values that identify the model and the adapters.
     """
     machine = (Cpu.here().name, torch.get_num_threads(), *_kernels())
-    described = json.dumps([VERSION, *machine, *key])
-    name = hashlib.sha256(described.encode()).hexdigest()[:16]
+    name = hashlib.sha256(json.dumps([VERSION, *machine, *key]).encode()).hexdigest()[:16]
     path = (root or cache_root()) / f"{name}.json"
     try:
         if not force:
@@ -210,8 +209,7 @@ class Calibration:
     def load_or_measure(self, model: object, *, force: bool) -> Profile:
         """Return the stored profile for these adapters and the model's `repr`, or measure it."""
         sizes = [sorted(self.sizes(s) for s in slots) for slots in (self.slots, self.mergeable)]
-        key = (repr(model), self.steps.max_rows, sizes)
-        return load_or_measure(key, self.measure, force=force)
+        return load_or_measure((repr(model), self.steps.max_rows, sizes), self.measure, force=force)
 
     def measure(self) -> Profile:
         started = time.perf_counter()
@@ -246,8 +244,7 @@ class Calibration:
         knots = [(n, seconds - costs.attention(n, 0)) for n, seconds in profile.products]
         profile = replace(profile, products=_ascending(knots))
         costs = CostModel(profile, _no_size)
-        explained = costs.products(requests, requests)
-        rest = decode[0] - explained - requests * costs.attention(1, short)
+        rest = decode[0] - costs.products(requests, requests) - requests * costs.attention(1, short)
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:

@@ -202,8 +202,7 @@ def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = No
         return total
     shapes = config.target_shapes
     stored = sum(math.prod(shape) for shape in shapes.values()) * itemsize
-    quantized = sum(padded_bytes(form, group, shapes) for group in GROUPS)
-    total += config.layers * (quantized - stored)
+    total += config.layers * (sum(padded_bytes(form, group, shapes) for group in GROUPS) - stored)
     head_form, head = lm_head_format(form, config), (config.vocabulary, config.hidden)
     if head_form is not None:
         # The embedding that a tied LM head is made from is not quantized.
@@ -231,8 +230,7 @@ def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int
 def process_bytes(options: Options) -> int:
     """Return the bytes of this process with the tokenizer: about what an engine needs besides."""
     PromptReader(options.model, load_config(options.model))
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCost:

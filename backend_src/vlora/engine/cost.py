@@ -80,8 +80,7 @@ class StepOverhead:
 
     def learn(self, requests: int, seconds: float) -> None:
         if self.weight > 0.0:
-            limit = max(OUTLIER_SECONDS, OUTLIER_FACTOR * self.seconds(requests))
-            seconds = min(seconds, limit)
+            seconds = min(seconds, max(OUTLIER_SECONDS, OUTLIER_FACTOR * self.seconds(requests)))
         terms = (requests, requests**2, seconds, requests * seconds)
         retained = 1.0 - OVERHEAD_FORGETTING
         self.weight = retained * self.weight + 1.0

@@ -25,9 +25,6 @@ from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
 
-# Check at the start that an engine fits the memory of its GPU.
-
-
 MAX_AUTO_BYTES = 1 << 30  # The adapters' pages if `adapter_pool_bytes` is "auto".
 # A request's wait for its adapter's pages, after which newer ones must wait for it, because they
 # could take every page that becomes free.
@@ -65,19 +62,15 @@ class EngineMemory:
             adapters.slots.group(matrices)
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim
         self._page_bytes = page_bytes(*layout, dtype, device.page_layout)
-        self._adapter_pages = self._pages_for_adapters(options)
-        kv_pages = options.kv_cache_tokens // self.block_size
-        self.pool = PagePool(kv_pages + self._adapter_pages)
+        handles = (adapters.handle(name) for name in adapters.names())
+        needed = sum(self._run_length(handle) for handle in handles)
+        self._adapter_pages = pages_for_adapters(options, self._page_bytes, needed)
+        self.pool = PagePool(options.kv_cache_tokens // self.block_size + self._adapter_pages)
         self.kv_cache = KVCache(self.pool.total, *layout, dtype, device)
         self.pool.movers.append(self.kv_cache.move)
         self.prefix = None
         if options.enable_prefix_caching:
             self.prefix = PrefixCache(self.pool, self.kv_cache.is_finite)
-
-    def _pages_for_adapters(self, options: Options) -> int:
-        handles = (self._adapters.handle(name) for name in self._adapters.names())
-        needed = sum(self._run_length(handle) for handle in handles)
-        return pages_for_adapters(options, self._page_bytes, needed)
 
     def _run_length(self, handle: AdapterHandle) -> int:
         return Run.length(self._adapters.tiers.packed_bytes(handle), self._page_bytes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -86,7 +86,9 @@ class RequestState:
         text, finish_reason = self._read(token)
         if matcher is not None and finish_reason is None:
             matcher.advance(token)
-        return self._output(now, text, (token,), logprobs, finish_reason)
+        return self._output(
+            now, text=text, token_ids=(token,), logprobs=logprobs, finish_reason=finish_reason
+        )
 
     def _draw(self, row: LogitsRow) -> tuple[int, tuple[tuple[TokenLogprob, ...], ...] | None]:
         assert row.logits is not None
@@ -131,8 +133,7 @@ class RequestState:
             raise self._not_finite()
         self._first_token = now
         assert self._adapter is not None, "a head belongs to an adapter"
-        scores = torch.softmax(values, dim=0)
-        head = HeadScores(self._adapter.head_labels, tuple(scores.tolist()))
+        head = HeadScores(self._adapter.head_labels, tuple(torch.softmax(values, dim=0).tolist()))
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
@@ -150,30 +151,16 @@ class RequestState:
     def ended(self, error: VLoraError, now: float) -> Output:
         return self._output(now, error=error)
 
-    def _output(
-        self,
-        now: float,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None,
-        finish_reason: str | None = None,
-        error: VLoraError | None = None,
-        head: HeadScores | None = None,
-    ) -> Output:
+    def _output(self, now: float, **content: Any) -> Output:
         sequence, adapter = self.sequence, self._adapter
         arrival = sequence.arrival
-        finished = finish_reason is not None or error is not None
+        finished = "error" in content or content.get("finish_reason") is not None
         return Output(
             sequence.id,
-            text,
-            token_ids,
-            logprobs,
-            finish_reason,
-            error,
+            **content,
             num_input_tokens=sequence.prompt_length,
             num_output_tokens=sequence.output_length,
             num_cached_tokens=min(sequence.cached, sequence.prompt_length),
-            head=head,
             adapter=None if adapter is None else adapter.name,
             adapter_digest=None if adapter is None else adapter.digest,
             timings=Timings(

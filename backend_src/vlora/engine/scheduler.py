@@ -362,8 +362,7 @@ class WaitingQueue:
 
     def _add_to_adapter(self, sequence: Sequence) -> None:
         if sequence.adapter is not None:
-            held = self._by_adapter.setdefault(sequence.adapter, _SortedSequences(_arrival))
-            held.add(sequence)
+            self._by_adapter.setdefault(sequence.adapter, _SortedSequences(_arrival)).add(sequence)
 
     def _remove_from_adapter(self, sequence: Sequence) -> None:
         if sequence.adapter is not None:
@@ -394,8 +393,7 @@ class _SortedSequences:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; raise ValueError if it is missing."""
-        first = bisect.bisect_left(self._keys, self._key(sequence))
-        index = self.items.index(sequence, first)
+        index = self.items.index(sequence, bisect.bisect_left(self._keys, self._key(sequence)))
         del self._keys[index], self.items[index]
 
     def first_ready(

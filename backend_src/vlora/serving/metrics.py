@@ -97,20 +97,16 @@ class Levels:
     def __init__(
         self, registry: Registry, labels: Mapping[str, str], exports: Mapping[str, Export]
     ) -> None:
-        self._gauges, self._counters = (
-            {
-                attribute: Level(create(export.name, export.help, labels))
-                for attribute, export in exports.items()
-                if export.kind == kind
-            }
-            for kind, create in (("gauge", registry.gauge), ("counter", registry.counter))
-        )
+        self._writes: dict[str, Callable[[float], None]] = {}
+        for attribute, (kind, name, text) in exports.items():
+            if kind == "gauge":
+                self._writes[attribute] = Level(registry.gauge(name, text, labels)).set
+            else:
+                self._writes[attribute] = Level(registry.counter(name, text, labels)).raise_to
 
     def write(self, stats: object) -> None:
-        for attribute, gauge in self._gauges.items():
-            gauge.set(getattr(stats, attribute))
-        for attribute, counter in self._counters.items():
-            counter.raise_to(getattr(stats, attribute))
+        for attribute, write in self._writes.items():
+            write(getattr(stats, attribute))
 
 
 class ModeStats(NamedTuple):

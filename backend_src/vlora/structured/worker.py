@@ -69,8 +69,7 @@ class Speller:
         return self._longest_tokens(data)
 
     def _spells(self, ids: list[int], data: bytes) -> bool:
-        count = len(self._bytes_of)
-        pieces = [self._bytes_of[token] if token < count else b"" for token in ids]
+        pieces = [self._bytes_of[token] if token < len(self._bytes_of) else b"" for token in ids]
         return all(pieces) and b"".join(pieces) == data
 
     def _longest_tokens(self, data: bytes) -> list[int]:
@@ -163,8 +162,7 @@ class _Grammar:
 
 
 def _limit_this_process(memory: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
     for kind, soft in (
         (resource.RLIMIT_AS, limit),
         (resource.RLIMIT_STACK, STACK_BYTES),

@@ -32,8 +32,7 @@ class UnmergeOnly:
                 return -r.wait, 0, False
             return 0.0, r.priority, not r.holds_pages
 
-        order = sorted(ready, key=rank)
-        return Choice(tuple(order[: self.max_batch]), BASE)
+        return Choice(tuple(sorted(ready, key=rank)[: self.max_batch]), BASE)
 
 
 def make(options: Options, costs: Costs) -> UnmergeOnly:

@@ -85,8 +85,7 @@ class TritonRegistry:
         self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
     ) -> Metric:
         if name not in self._families:
-            family = pb_utils.MetricFamily(name=name, description=help, kind=kind)
-            self._families[name] = family
+            self._families[name] = pb_utils.MetricFamily(name=name, description=help, kind=kind)
         metric: Metric = self._families[name].Metric(labels=dict(labels), **options)
         return metric
 
