@@ -17,8 +17,8 @@ from typing import Any, Final, Literal, get_args, get_type_hints
 from vlora.errors import InvalidArgument, nearest
 from vlora.strict_json import BOOLEANS, load_object
 
-MODEL_VARIABLE = "VLORA_MODEL"  # Overrides `model` in `model.json`.
-ADAPTERS_VARIABLE = "VLORA_ADAPTERS"  # Overrides `adapters` in `model.json`.
+MODEL_VARIABLE = "VLORA_MODEL"  # Environment variable that overrides `model` in `model.json`.
+ADAPTERS_VARIABLE = "VLORA_ADAPTERS"  # Environment variable that overrides `adapters`.
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16", AUTO)
 DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")

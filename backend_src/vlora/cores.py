@@ -27,7 +27,7 @@ class Split(NamedTuple):
 
 
 def usable_cores(affinity: int, quota: float | None) -> int:
-    """Return the number of threads for an affinity mask's cores and a quota, rounded.
+    """Return the number of threads for the cores of the affinity mask and of the quota, rounded.
 
     With more threads, the process would use up its quota early in a period, and then stop.
     """

@@ -16,7 +16,7 @@ class VLoraError(Exception):
     """Base of the errors that end a request. The message says what was wrong and would be right."""
 
     code: ClassVar[str] = "INTERNAL"
-    counted_elsewhere = False  # Another model has raised and counted it.
+    counted_elsewhere = False  # True if another model has raised and counted it.
 
     @property
     def message(self) -> str:
@@ -69,7 +69,7 @@ BY_CODE: dict[str, type[VLoraError]] = {
 }
 
 
-MAX_NAMES = 20  # Adapters that a message lists.
+MAX_NAMES = 20  # Maximum number of adapters that a message lists.
 
 
 class ServerError(Exception):

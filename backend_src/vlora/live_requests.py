@@ -16,8 +16,9 @@ from typing import Any
 from vlora.errors import Cancelled, InvalidArgument, Unavailable, VLoraError
 from vlora.request import MIN_STOPPABLE_ID, Freshness, OutputSink
 
-PATIENCE_SECONDS = 30.0  # A cancellation's. Its request arrives once its images are encoded.
-MAX_IDS = 4096  # Stored cancellations, and stored ids of ended requests.
+# Seconds for which a cancellation is stored. Encoding the images of its request takes less.
+PATIENCE_SECONDS = 30.0
+MAX_IDS = 4096  # Maximum number of stored cancellations, and of ids of ended requests.
 
 
 class State(IntEnum):
@@ -252,8 +253,9 @@ class RequestTable:
 class EarlyCancels:
     """Cancellations that arrive before their requests, by the client's id. Not thread-safe.
 
-    A request of an ensemble can be cancelled while its images are encoded (decision 18). Those of
-    requests that ended recently are too late, and would hit a new request with the same id.
+    A client can cancel a request of an ensemble while its images are encoded (decision 18). A
+    cancellation that comes after the end of its request is not stored, because it would cancel a
+    new request with the same id.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

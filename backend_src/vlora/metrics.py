@@ -46,8 +46,7 @@ class Export(NamedTuple):
     help: str
 
 
-# Reads a present value from `engine.parts.EngineParts`; in a row, an attribute's path stands for
-# it.
+# Function that reads a value from `engine.parts.EngineParts`; a text is the path of an attribute.
 Read = Callable[[Any], Any]
 
 

@@ -22,7 +22,8 @@ BoolArray = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 IntArray = np.ndarray[tuple[int, ...], np.dtype[np.int32]]
 IndexArray = np.ndarray[tuple[int, ...], np.dtype[np.int64]]
 
-MIN_STOPPABLE_ID = 16  # Length of a client's id; load generators reuse shorter ones.
+# Minimum length of a client's id for `cancel`. Load generators reuse shorter ones.
+MIN_STOPPABLE_ID = 16
 MAX_FRAMES_PER_ROW = 2  # Frames that one row of features can stand for.
 
 
@@ -185,7 +186,8 @@ class Timings(NamedTuple):
     total: float = 0.0
 
 
-NO_MODES: Mapping[str, int] = MappingProxyType({})  # In every output of a request but the last.
+# Value of `Output.modes` in every output of a request but the last.
+NO_MODES: Mapping[str, int] = MappingProxyType({})
 
 
 class Output(NamedTuple):
@@ -248,5 +250,5 @@ def coalesce(outputs: Iterable[Output]) -> list[Output]:
     return [*sorted(merged.values(), key=lambda output: not output.finished), *errors]
 
 
-# Receives a request's outputs, in order, on the response thread.
+# Function that receives the outputs of a request, in order, on the response thread.
 OutputSink = Callable[[Output], None]

@@ -27,11 +27,11 @@ from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
-MIN_TEMPERATURE = 0.01  # As in vLLM; dividing by less would lose precision of the scores.
+MIN_TEMPERATURE = 0.01  # A lower one would lose precision of the scores. vLLM has the same limit.
 RANDOM_SEED = -1  # Stands for no seed, as in vLLM.
 ADAPTER_KEY = "lora_name"  # Sent with the sampling keys but does not affect sampling.
-MAX_STREAM_ID = 256  # Characters.
-MAX_INTEGER = 2**31 - 1  # Of token counts and token ids.
+MAX_STREAM_ID = 256  # Maximum number of characters.
+MAX_INTEGER = 2**31 - 1  # Maximum value of token counts and token ids.
 
 # Valid values of the numeric keys. The engine compares token counts with the context, and ids with
 # the vocabulary. A `top_k` above the vocabulary has no effect, and is stored as MAX_INTEGER at

@@ -103,8 +103,7 @@ def wrong_value(key: str, value: Any, expected: str) -> InvalidArgument:
 
 @dataclass(frozen=True)
 class Range:
-    """Reader of a number from `low` to `high`, an int if `whole`. Only an int's limits are
-    infinite.
+    """Reader of a number from `low` to `high`, an int if `whole` (only then may they be infinite).
 
     expected: description of valid values, for error messages and documents.
     """

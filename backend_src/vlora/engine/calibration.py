@@ -33,20 +33,21 @@ from vlora.model.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
-VERSION = 4  # Of the profile's format and a step's products; others are measured again.
-ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # Of the measured steps, in this order.
+# Version of the profile's format and of a step's products. Other versions are measured again.
+VERSION = 4
+# Numbers of rows of the steps that measure the matrix products, in this order.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 REPEATS = 3
 MAX_STEP_SECONDS = 0.5  # Total time of one step's measurements after which it is not repeated.
 BUDGET_SECONDS = 4.0  # Time of measuring after which the rest of `ROWS` is skipped.
 DECODE_REQUESTS = 16
 DISTINCT_ADAPTERS = 8  # Maximum rows of the step in which each has a different adapter.
-SHORT_CONTEXT, LONG_CONTEXT = 16, 512  # Tokens, of the steps that measure attention.
+SHORT_CONTEXT, LONG_CONTEXT = 16, 512  # Contexts, in tokens, for the cost of attention.
 CHUNK_ROWS = 64
 
 
 def cache_root() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vlora" / "cost"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlora" / "cost"
 
 
 def load_or_measure(

@@ -117,11 +117,14 @@ class Capacity:
         return sum(cost.pages for cost in self.adapters)
 
     def sequences(self, adapter_pages: int) -> int:
-        """Return the number of longest sequences that fit beside adapters of these pages."""
+        """Return the number of longest sequences that fit beside adapters with this many pages."""
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
     def sequences_beside(self, count: int, cost: AdapterCost) -> int:
-        """Return the same if `count` resident adapters of this cost replace the known ones."""
+        """Return the number of longest sequences that fit beside adapters of equal cost.
+
+        count: number of these adapters. All are resident, and they replace the known adapters.
+        """
         fixed = self.fixed_bytes - self.host_bytes + count * cost.host_bytes
         pages = max(0, self.memory_bytes - fixed) // self.page_bytes
         return max(0, pages - count * cost.pages) // self.sequence_pages
@@ -190,8 +193,9 @@ def _store(
 
 
 def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = None) -> int:
-    """Return the bytes of the decoder's weights. Norms and biases are fp32.
+    """Return the size in bytes of the decoder's weights. Norms and biases are fp32.
 
+    itemsize: bytes per element of matrices.
     form: format of the target matrices, if they are quantized.
     """
     total = sum(
@@ -206,8 +210,7 @@ def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = No
     head_form, head = lm_head_format(form, config), (config.vocabulary, config.hidden)
     if head_form is not None:
         # The embedding that a tied LM head is made from is not quantized.
-        unquantized = 0 if config.tied else math.prod(head) * itemsize
-        total += head_form.matrix_bytes(*head) - unquantized
+        total += head_form.matrix_bytes(*head) - (0 if config.tied else math.prod(head) * itemsize)
     return total
 
 
@@ -266,8 +269,8 @@ def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize:
 def require_engine_memory(options: Options, names: Mapping[str, str], device: Device) -> None:
     """Raise OutOfMemory, with the sizes, if the engine does not fit the memory of its device.
 
-    Merged weights are not counted: adapters are merged only if memory is left. A device that
-        commits memory only at its first use, such as the CPU, is not checked.
+    Merged weights are not counted, because adapters are merged only if memory is left. A device
+    that commits memory only at its first use, such as the CPU, is not checked.
     """
     left = device.available_bytes()
     if device.commits_lazily or left is None:

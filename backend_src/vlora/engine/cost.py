@@ -1,12 +1,13 @@
 """The cost model, which predicts the time of a step or of a switch of the live (merged) adapter.
 
-A profile, measured once per machine and model, predicts a forward pass as a sum: matrix products by
-rows, the LM head by answers (rows with logits), attention by positions and by pairs of a row and a
-position, the calls of the LoRA operator, and each applied adapter once and per row.
+A profile, measured once per machine and model, predicts a forward pass as a sum. Its parts are the
+matrix products by rows, the LM head by answers (rows with logits), attention by positions and by
+pairs of a row and a position, the calls of the LoRA operator, and each applied adapter once and per
+row.
 
-Two factors correct this sum: the pace (measured over predicted time of the last few steps), and one
-    for each kind of step. The overhead of a step (scheduling, sampling, outputs) is learned from
-    this run's steps only (decision 42).
+Two factors correct this sum. One is the pace, measured over predicted time of the last few steps.
+The other is learned for each kind of step. The overhead of a step (scheduling, sampling, outputs)
+is learned only from the steps of this run (decision 42).
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ KIND_WEIGHT = 0.05
 MERGE_WEIGHT = 0.1
 KIND_PRIOR = 2  # Assumed measurements with ratio 1 that each kind starts with.
 OVERHEAD_FORGETTING = 0.02  # Each step reduces the weight of all earlier ones by this fraction.
-# A longer overhead is clipped: something else kept the machine busy.
+# A measured overhead is clipped to OUTLIER_FACTOR times the expected one, or to OUTLIER_SECONDS if
+# that is longer: the machine was busy with something else.
 OUTLIER_FACTOR, OUTLIER_SECONDS = 3.0, 1e-3
-# Bit length of the rows, whether a request has several, whether adapters are applied.
+# A step's kind: bit length of its rows, whether a request has several, whether adapters apply.
 StepKind = tuple[int, ...]
 
 

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FATAL_EXIT = 70  # Exit code of a process whose engine cannot continue (EX_SOFTWARE in sysexits.h).
 STALL_SECONDS = 0.05  # Interval of checking deadlines while all requests wait for adapters.
-LAST_OUTPUTS_SECONDS = 5.0  # For a failed engine's last outputs, before its process ends.
+LAST_OUTPUTS_SECONDS = 5.0  # Maximum time for sending the last outputs of a failed engine.
 
 
 class EngineLoop:
@@ -64,7 +64,8 @@ class EngineLoop:
         self._outbox: queue.SimpleQueue[list[Output] | None] = queue.SimpleQueue()
         self._responses = threading.Thread(target=self._respond, name="responses", daemon=True)
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
-        self.after_outputs: Callable[[], None] = lambda: None  # After each round of outputs.
+        # Called on the response thread after each round of outputs.
+        self.after_outputs: Callable[[], None] = lambda: None
         engine.adapters.workers.on_post = self._on_adapters_changed
         engine.watch.start(engine.adapters.folders.stamps)
         self._responses.start()

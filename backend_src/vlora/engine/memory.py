@@ -170,7 +170,7 @@ class EngineMemory:
             sequence.table.relocate(moves)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless every page is accounted for, and KV pages are running's."""
+        """Raise AssertionError unless all pages are accounted for; running sequences hold KV's."""
         self.pool.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()

@@ -270,10 +270,8 @@ class InFlightRequests:
         return tuple(self._states)
 
     def add(self, state: RequestState) -> None:
-        """Add a request; raise ValueError if its id is in use."""
+        """Add a request whose id is not in use."""
         sequence = state.sequence
-        if sequence.id in self._states:
-            raise ValueError(f"request id {sequence.id!r} is in use already")
         self._states[sequence.id] = state
         self._next_deadline = min(self._next_deadline, sequence.deadline)
 

@@ -27,11 +27,15 @@ log = logging.getLogger(__name__)
 GRACE_SECONDS = 0.001  # A step's wait for masks, except of grammars whose last mask was late.
 IDLE_SECONDS = 0.005  # Sleep at a time while held rows are the only work.
 MAX_WAIT_SECONDS = 10.0  # A row's wait for its mask, after which the process is ended.
-COMPLETE = LogitsRow(finite=True)  # For a request whose grammar allows no further token.
+COMPLETE = LogitsRow(finite=True)  # Row of a request whose grammar allows no further token.
 
 
 class _Held(NamedTuple):
-    """A row that waits for its mask: since when, and with which processor time of its process."""
+    """A row that waits for its mask.
+
+    since: start of the wait, on the clock `time.monotonic`.
+    processor_seconds: processor time that the grammar's process had used at the start.
+    """
 
     state: RequestState
     row: LogitsRow

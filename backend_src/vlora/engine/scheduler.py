@@ -320,7 +320,8 @@ class WaitingQueue:
             Order.PRIORITY: _SortedSequences(lambda s: (s.priority, s.arrival)),
             Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
         }
-        self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}  # By arrival.
+        # The sequences of each adapter, by arrival.
+        self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}
 
     @property
     def by_arrival(self) -> list[Sequence]:

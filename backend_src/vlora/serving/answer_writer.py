@@ -61,10 +61,7 @@ class AnswerWriter:
         return response
 
     def _collect(self, output: Output) -> None:
-        text = output.text
-        if output.head is not None and not text:
-            text = output.head.best
-        self._text.append(text)
+        self._text.append(output.text or ("" if output.head is None else output.head.best))
         self._num_tokens += len(output.token_ids)
         if output.logprobs is None:
             return

@@ -26,8 +26,9 @@ from vlora.errors import InvalidArgument
 from vlora.launcher.run_folder import RUN_VARIABLE
 from vlora.serving.tensors import Array, Inputs, Tensors, strings
 
-ARRIVAL_INPUT = "arrival_stamp"  # Output of `vision_encoder`, and input of the models after it.
-MAX_AGE_SECONDS = 10.0  # Of a stamp. Passing a request on takes milliseconds.
+# An output of `vision_encoder`, and an input of the models after it.
+ARRIVAL_INPUT = "arrival_stamp"
+MAX_AGE_SECONDS = 10.0  # Maximum age of a stamp. Passing a request on takes milliseconds.
 KEY_BYTES = 32
 _CONTENT = struct.Struct("<dd8s")  # Arrival, time of the stamp, and unique random bytes.
 _BYTES = _CONTENT.size + hashlib.sha256().digest_size

@@ -26,7 +26,7 @@ from vlora.vision.prompts import AUTO_TASK, TASKS, ChatTemplate, render
 if TYPE_CHECKING:
     from vlora.adapters.files import AdapterInfo
 
-# Defined by Triton's protocols, so they are no sampling parameters.
+# Triton's protocols define these request parameters. They are no sampling parameters.
 TRITON_PARAMETERS = frozenset(
     {
         "binary_data",
@@ -50,11 +50,11 @@ IMAGE_INPUTS = ("image", "frames", "frames_raw")
 INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
 # Tensor with the version of the adapter applied to the vision tower.
 ADAPTER_VERSION = "image_adapter"
-FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")  # Have an effect before the engine.
-DEFAULT_TASK = "vqa"  # If neither an ensemble's request nor its adapter determines one.
+FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")  # They have an effect before the engine.
+DEFAULT_TASK = "vqa"  # Task of an ensemble's request if neither it nor its adapter names one.
 
 
-# Only sent if the input `return_…` is true.
+# Outputs that a request gets only if its input `return_…` is true.
 RETURNED = (
     "finish_reason",
     "num_input_tokens",
@@ -63,7 +63,7 @@ RETURNED = (
     "cumulative_logprob",
 )
 
-# In every response to an ensemble, because the next model requires them.
+# Outputs that every response to an ensemble has, because the next model requires them.
 ENSEMBLE_OUTPUTS = frozenset(
     {"finish_reason", "num_input_tokens", "num_output_tokens", "metadata", "head"}
 )

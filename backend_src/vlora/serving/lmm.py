@@ -44,7 +44,8 @@ log = logging.getLogger(__name__)
 
 # Characters. Tokenizing more than this takes milliseconds, too long for Triton's thread.
 LONG_PROMPT = 8192
-STRUCTURED_THREADS = 16  # For compiling structures, which may take seconds.
+# Threads that compile structures, which may take seconds. No other request waits for them.
+STRUCTURED_THREADS = 16
 # Calls the vision encoder with its inputs and an id.
 Encode = Callable[[Tensors, str], ImageFeatures]
 # Called with every output of a request before it is sent; never raises.

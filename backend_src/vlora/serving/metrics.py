@@ -29,7 +29,7 @@ REFRESH_SECONDS = 1.0
 
 CATCH_UP_SECONDS = 0.1  # Age of the written statistics above which `catch_up` writes them.
 MAX_LORA_SERIES = 128  # Series of `vllm:lora_requests_info`.
-MAX_LORA_TEXT = 256 * 1024  # Characters in their labels, above which all of them are removed.
+MAX_LORA_TEXT = 256 * 1024  # Characters in the labels of these series, above which all are removed.
 MAX_OBSERVED = 65536  # Observations that wait to be written; beyond it, the oldest are dropped.
 # Upper bounds of the buckets for the latencies of a request, and for the time per output token.
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

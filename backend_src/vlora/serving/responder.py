@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
 
-# gRPC sends errors in trailers, which may have 8 KiB by default, and encodes each byte of a
-# character that is not ASCII in three.
+# Maximum size of an error message as gRPC encodes it, with three bytes for each byte of a character
+# that is not ASCII. Its trailers may have 8 KiB by default.
 MAX_MESSAGE_BYTES = 4096
 
 

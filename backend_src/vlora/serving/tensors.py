@@ -12,7 +12,7 @@ from vlora.errors import InvalidArgument
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, Array]
 
-ELEMENT_BYTES = 48  # Of an element of a STRING tensor, in addition to its content.
+ELEMENT_BYTES = 48  # An element of a STRING tensor takes these in addition to its content.
 
 
 class Inputs:

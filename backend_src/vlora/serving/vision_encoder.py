@@ -35,7 +35,7 @@ from vlora.vision.decoding import DecodedRequest, ImageDecoder
 from vlora.vision.features import EncodedImages, EncoderService
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 
-COLLECT_SECONDS = 0.025  # From the arrival of a request, to encode more with it.
+COLLECT_SECONDS = 0.025  # Wait, from a request's arrival, for more to encode with it.
 
 
 class _Decoded(NamedTuple):
@@ -76,7 +76,8 @@ class VisionService(Service):
         self._max_requests = max_requests
         self._before_answers = before_answers
         self._part_of = part_of
-        self._decoded: queue.Queue[_Decoded | None] = queue.Queue()  # None to stop.
+        # Requests whose images are decoded; None to stop.
+        self._decoded: queue.Queue[_Decoded | None] = queue.Queue()
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
         # This starts the thread, which may fail later, when the process has too many.
         self._answers.submit(lambda: None)

@@ -24,12 +24,14 @@ from vlora.request import BoolArray
 from vlora.structured import messages
 from vlora.structured.structure import Structure
 
-LONG_NICENESS = 10  # Of slow compiling: about a tenth of the engine's share on a busy core.
-SLOW_NICENESS = 19  # Of slow masks: even many such processes then get little of a busy core.
+# A process that compiles for long gets about a tenth of the engine's share of a busy core.
+LONG_NICENESS = 10
+# Processes with slow masks, even many, get little of the engine's share of a busy core.
+SLOW_NICENESS = 19
 SLOW_SECONDS = 0.005  # Processor time of a slow mask. Ordinary masks take a fiftieth of it.
-MAX_SLOW_MASKS = 3  # Then a process's priority is lowered. The first few may be slow.
-VERY_SLOW_SECONDS = 0.05  # Processor time of one mask after which it is lowered at once.
-# Ends a process by its id, and returns a future of the error for its answers.
+MAX_SLOW_MASKS = 3  # The first few masks may be slow before a process's priority is lowered.
+VERY_SLOW_SECONDS = 0.05  # Processor time of one mask after which the priority is lowered at once.
+# Function that ends a grammar's process by its id. The future has the error for its answers.
 Stop = Callable[[int], "Future[VLoraError]"]
 
 

@@ -27,9 +27,11 @@ from vlora.structured.structure import Structure
 WORKER = "vlora.structured.worker"
 
 PLACES = 2  # Maximum number of ordinary grammars compiled at once, and of those that take long.
-LONG_SECONDS = 0.1  # Processor time of long compiling. Ordinary grammars take a hundredth.
+# Processor time above which compiling is long. Ordinary grammars take a hundredth of it.
+LONG_SECONDS = 0.1
 POLL_SECONDS = 0.02  # Interval of checking whether compiling takes long.
-MAX_WAIT_SECONDS = 20.0  # For compiling; on a busy machine before `max_grammar_seconds`.
+# Time limit of compiling. On a busy machine, it can be reached before `max_grammar_seconds`.
+MAX_WAIT_SECONDS = 20.0
 MAX_IDLE = 8  # Grammars that are kept while no request uses them.
 
 

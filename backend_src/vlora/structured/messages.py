@@ -12,15 +12,15 @@ from dataclasses import dataclass
 COMPILE, OPEN, ADVANCE, CLOSE = b"C", b"O", b"A", b"X"
 # Replies. After STOPPED, no token may follow.
 COMPILED, MASK, STOPPED, REFUSED = b"K", b"M", b"S", b"R"
-# Kind, matcher, token. For COMPILE: 0, and the size of limits and text, which follow.
+# Kind, matcher, token. For COMPILE: 0, and the size of the limits and the text that follow.
 REQUEST = struct.Struct("<cIq")
 REPLY = struct.Struct("<cId")  # Kind, matcher, processor seconds. A mask or a message follows.
-# Processor seconds per message, and bytes of memory beyond the present ones; before the text.
+# Processor seconds per message, and bytes of memory beyond the present ones. The text follows.
 LIMITS = struct.Struct("<dQ")
-PACKET_BYTES = 64 * 1024  # In which a text is sent.
-MAX_REPLY_BYTES = 512 * 1024  # The mask of a vocabulary of 4 million tokens.
-# Masks that fit into a socket's buffer, so that a process need not wait for the engine. Linux's
-# default (`net.core.wmem_default`) holds 11 of 150,000 tokens, its usual maximum 21.
+PACKET_BYTES = 64 * 1024  # Size of the packets in which a text is sent.
+MAX_REPLY_BYTES = 512 * 1024  # A mask of a vocabulary of 4 million tokens has this size.
+# Number of masks that fit into a socket's buffer, so that a process can send them before the engine
+# receives the first. Linux's default holds 11 masks of 150,000 tokens, its usual maximum 21.
 QUEUED_MASKS = 128
 MAX_MESSAGE_CHARACTERS = 400
 

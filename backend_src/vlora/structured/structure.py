@@ -26,8 +26,8 @@ STRUCTURE_KEYS: Mapping[str, str | None] = {
 }
 
 KINDS = ("json", "json_object", "regex", "grammar", "choice")
-MAX_DEPTH = 64  # Of lists and objects in a JSON schema.
-MAX_HINT_LENGTH = 64  # Of an unknown kind for which a similar one is suggested.
+MAX_DEPTH = 64  # Maximum nesting depth of lists and objects in a JSON schema.
+MAX_HINT_LENGTH = 64  # Maximum length of an unknown kind for which a similar one is named.
 Kind = Literal["json", "regex", "grammar"]
 
 

@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from vlora import fork_server
 from vlora.structured import messages
 
-# Bounded, because a model might otherwise generate white space forever.
+# A space, or a new line with its indentation. The length is bounded, because a model might
+# otherwise generate white space forever.
 JSON_WHITESPACE = r"( ?|\n[ \t]{0,32})"
 STACK_BYTES = 8 * 1024**2  # A process whose recursion needs more is ended.
 

@@ -1,7 +1,7 @@
 """The interface of scheduling policies. A policy chooses the next step's requests and live adapter.
 
-A policy is pure: it uses no torch, no pages, and no clock but the one it is given. The scheduler
-    then allocates pages and rows in the chosen order.
+A policy is pure. It uses no torch, no pages, and no clock but the one it is given. The scheduler
+then allocates pages and rows in the chosen order.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class Policy(Protocol):
     """A rule that chooses the requests of the next step and the adapter to merge."""
 
     max_batch: int
-    uses_costs: bool  # The engine then calibrates its cost model at the start.
-    merges: bool  # Whether to set aside memory for merged weights.
+    uses_costs: bool  # If true, the engine calibrates its cost model at the start.
+    merges: bool  # If false, no memory is set aside for merged weights.
     orders: tuple[Order, ...]  # The policy sees the first waiting requests in each.
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:

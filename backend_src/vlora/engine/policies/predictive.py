@@ -23,7 +23,9 @@ from vlora.engine.cost import CostModel, applied_adapters
 from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.ids import BASE
 
-URGENT_FACTOR = 2.0  # Time to the deadline over that of the remaining work, at most.
+# A request is urgent if the time to its deadline is at most this multiple of the predicted time of
+# its remaining work.
+URGENT_FACTOR = 2.0
 # Take the smallest chunk with this share of the best gain: others wait meanwhile.
 ENOUGH_GAIN = 0.97
 FULL_ROWS = 64  # Rows of a step that is assumed to use the processor fully.
@@ -33,8 +35,7 @@ PROMPT_WORTH = 2.0
 # Expected decode steps shared with the present requests, as a share of the maximum.
 SHARED_STEPS = 0.5
 MAX_REFUSALS = 64  # Number of rejected prompts after which a step considers no further prompts.
-# Prefill chunks to compare with the whole rest; smaller ones cost more than they gain (decision
-# 43).
+# Prefill chunks to compare with the whole rest. Smaller ones cost more than they gain.
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
 
 

@@ -11,8 +11,9 @@ from vlora.ids import BASE
 
 
 class UnmergeOnly:
-    """Computes requests by priority, then those with pages, then by arrival; never merges an
-    adapter.
+    """Computes requests in order of arrival within each priority, and never merges an adapter.
+
+    Within a priority, requests that hold pages come before all waiting ones.
 
     max_wait: seconds of waiting after which a request goes first, longest wait first, whatever its
         priority (decision 41).

@@ -126,14 +126,15 @@ LMM = "lmm"
 LMM_UNARY = "lmm_unary"
 VISION_ENCODER = "vision_encoder"
 
-# Triton 2.51 fails a whole batch for wrong length prefixes in one request's strings. So if an error
-# has a message of Triton's own, another request caused it, and the call is repeated.
+# Maximum calls of the encoder for one request. Triton 2.51 fails a whole batch for wrong length
+# prefixes in one request's strings. So if an error has a message of Triton's own, another request
+# caused it, and the call is repeated.
 ENCODE_TRIES = 3
-# For responses of decoupled calls. Triton's stub forgets such a call on a thread without the GIL;
-# as the last owner of its arrays, it would corrupt reference counts (python_backend issue 390,
-# fixed in 24.12).
+# Seconds for which responses of decoupled calls are kept. Triton's stub forgets such a call on a
+# thread without the GIL. As the last owner of its arrays, it would corrupt reference counts
+# (python_backend issue 390, fixed in 24.12).
 ALIVE_SECONDS = 5.0
-# That `lmm_unary` passes on.
+# Outputs of `lmm` that `lmm_unary` passes on.
 ANSWER_OUTPUTS = ("text_output", "details", *RETURNED, "head_scores", "head_labels", "metadata")
 CANCEL_OUTPUTS = ("text_output", "details")
 
