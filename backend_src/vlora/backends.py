@@ -33,16 +33,11 @@ def backend_of(
 ) -> Backend:
     """Return the backend of `component` for tensors on a torch device type.
 
-    The backend is "cpu" if the kernels were compiled; on a GPU, "gpu" for the kernels of a step,
-    and "cuda" for the LoRA operator if its library can be used; else "reference", with a warning.
-    The environment variable of the component may set "cpu" (not on a GPU) or "reference", except
-    for the kernels of a step on a GPU.
+    It is "cpu" if the kernels were compiled, "gpu" or, if `start_cuda` succeeds, "cuda" on a GPU,
+    else "reference", with a warning. The component's environment variable may set another.
 
-    start_cuda: loads the CUDA library. It raises ImportError, OSError or RuntimeError, with the
-        reason, if the library cannot be used.
-
-    Raises ValueError for an unknown or unusable name in the environment variable, and ImportError
-    if it selects kernels that were not built.
+    Raises ValueError for an unknown or unusable name in the variable, and ImportError if it selects
+    kernels that were not built.
     """
     chosen = _chosen.get((component, device))
     if chosen is None:
@@ -52,10 +47,7 @@ def backend_of(
 
 @contextmanager
 def override(component: Component, backend: Backend | None) -> Iterator[None]:
-    """Use `backend` for `component` on the CPU within the context, in tests.
-
-    If `backend` is None, the first use within the context chooses the backend again.
-    """
+    """Use `backend` for `component` on the CPU within the context, in tests; None chooses again."""
     key = (component, "cpu")
     before = _chosen.pop(key, None)
     if backend is not None:
@@ -112,6 +104,5 @@ def _start_cpu(component: Component, core: Any) -> None:
 
 
 def _peaks(runtime: Any, dtype: str) -> str:
-    """Return the instruction set and the speeds: "avx2 (GFLOP/s per core: avx2 103, …)"."""
     peaks = (f"{isa} {runtime.core_peak(isa, dtype) / 1e9:.0f}" for isa in runtime.isas(dtype))
     return f"{runtime.isa(dtype)} (GFLOP/s per core: {', '.join(peaks)})"

@@ -1,8 +1,7 @@
 """Options of the server, and the strict parsing of `model.json` and `multi_lora.json`.
 
-The error for an unknown key names the nearest known key. A key of vLLM is accepted if its value
-describes what this server does, or if the key has no effect here, which is logged. Otherwise it is
-rejected, and the error names our equivalent or the reason.
+An unknown key is an error that names the nearest known one. A key of vLLM is accepted if its value
+describes this server, noted if it has no effect, and else rejected with the reason.
 """
 
 from __future__ import annotations
@@ -18,27 +17,19 @@ from typing import Any, Final, Literal, get_args, get_type_hints
 from vlora.errors import InvalidArgument, nearest
 from vlora.strict_json import BOOLEANS, load_object
 
-MODEL_VARIABLE = "VLORA_MODEL"
-"""Environment variable that overrides `model` in `model.json`. `vlora serve --model` sets it."""
-ADAPTERS_VARIABLE = "VLORA_ADAPTERS"
-"""Environment variable that overrides `adapters` in `model.json`. `vlora serve --adapters` sets it.
-"""
-
+MODEL_VARIABLE = "VLORA_MODEL"  # Environment variable that overrides `model` in `model.json`.
+ADAPTERS_VARIABLE = "VLORA_ADAPTERS"  # Environment variable that overrides `adapters`.
 AUTO: Final = "auto"
 DTYPES = ("float32", "bfloat16", "float16", AUTO)
 DEVICE = re.compile(r"cpu|auto|cuda(:\d{1,3})?")
-"""Pattern of the valid values of `device`."""
 
+# Values of `policy`, each with the function that creates it ("module:function"). They are found by
+# their files, because importing them would import torch.
 POLICIES: dict[str, str] = {
     path.stem: f"vlora.engine.policies.{path.stem}:make"
     for path in sorted((Path(__file__).parent / "engine" / "policies").glob("[!_]*.py"))
     if path.stem not in ("base", "registry")
 }
-"""Values of `policy`, each with the function that creates it ("module:function").
-
-They are found by their files, without importing them, because that would import torch.
-`vlora.engine.policies.registry.register_policy` adds others.
-"""
 
 MERGING = ("out_of_place", "in_place", "off")
 QUANTIZATIONS = ("int8", "int4")
@@ -48,10 +39,7 @@ IntOrAuto = int | Literal["auto"]
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of one request or one adapter. An error about a limit states the value and the limit.
-
-    docs/operations.md has one row on each.
-    """
+    """Limits of one request or adapter (docs/operations.md). An error states value and limit."""
 
     max_prompt_bytes: int = 1024 * 1024
     # The largest message that gRPC clients receive by default.
@@ -84,11 +72,9 @@ class Limits:
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the engine and the vision encoder: the keys of `model.json`.
+    """Options of the engine and the vision encoder: the keys of `model.json` (docs/operations.md).
 
-    docs/operations.md has one row on each.
-
-    notes: sentences to log about keys in the file that have no effect. This field is not a key.
+    notes: sentences to log about keys in the file that have no effect. This is not a key.
     """
 
     model: Path = Path()
@@ -139,11 +125,10 @@ class Options:
         return self.max_batch_requests or self.max_num_seqs
 
 
+# Keys of vLLM that mean the same as one of ours; if both are set, they must be equal.
 RENAMED: dict[str, str] = {"tokenizer": "model"}
-"""Keys of vLLM that mean the same as one of our keys. If both are set, their values
-must be equal.
-"""
 
+# Other keys of vLLM, and their values that describe what this server does.
 ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_lora": (True,),
     "trust_remote_code": (False,),
@@ -153,18 +138,16 @@ ACCEPTED: dict[str, tuple[Any, ...]] = {
     "enable_log_requests": (True, False),
     "enable_chunked_prefill": (True,),
 }
-"""Keys of vLLM without an equivalent here. Only the listed values are accepted, because they
-describe what this server does.
-"""
 
+# Keys of vLLM's tutorials without effect here, each with the note to log.
 NO_EFFECT: dict[str, str] = {
     "gpu_memory_utilization": "the size of the page pool is 'kv_cache_tokens', and the share of a"
     " GPU's memory is 'engine_memory_share'",
     "max_loras": "the number of resident adapters is limited by 'adapter_pool_bytes'",
     "max_lora_rank": "each adapter has its own rank, without padding",
 }
-"""Keys of vLLM's tutorials that have no effect here, with the note to log about them."""
 
+# Keys of vLLM that are rejected, each with our equivalent or the reason.
 REFUSED: dict[str, str] = {
     "kv_cache_memory_bytes": "set the size of the page pool with 'kv_cache_tokens'",
     "num_gpu_blocks_override": "set the size of the page pool with 'kv_cache_tokens'",
@@ -178,7 +161,6 @@ REFUSED: dict[str, str] = {
     "seed": "send 'seed' with the request",
     "tokenizer_mode": "the checkpoint's fast tokenizer is used",
 }
-"""Keys of vLLM that are rejected, with our equivalent or the reason."""
 
 EXPECTED: dict[Any, str] = {
     int: "a positive whole number",
@@ -188,7 +170,6 @@ EXPECTED: dict[Any, str] = {
     Path: "a folder's path",
     Limits: "an object",
 }
-"""Description of the valid values of an option, by its type."""
 _AUTO_HINT = get_args(IntOrAuto)[1]
 
 
@@ -293,10 +274,7 @@ def load_adapter_names(path: Path) -> dict[str, str]:
 
 
 def read_keys(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file, without checking its keys.
-
-    Raises InvalidArgument if the file cannot be read or is not a JSON object.
-    """
+    """Return the JSON object in a file. Raises InvalidArgument if there is none; checks no keys."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -306,12 +284,10 @@ def read_keys(path: Path) -> dict[str, Any]:
 
 
 def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
-    """Return the options that the JSON object of a `model.json` contains.
+    """Return the options in a `model.json`. Raises InvalidArgument, which names the key.
 
     where: name of the file, for messages.
     folder: folder at which relative paths start.
-
-    Raises InvalidArgument, which names the key and its valid values.
     """
     values, notes = _read_values(keys, where)
     if "model" not in values:
@@ -331,20 +307,16 @@ def parse_options(keys: Mapping[str, Any], where: str, folder: Path) -> Options:
             f" 'quantization' = '{options.quantization}'; set 'merging' = 'off': no adapter is"
             " merged into a quantized base"
         )
-    adapters = options.adapters
     return replace(
         options,
         notes=notes,
         model=(folder / options.model).resolve(),
-        adapters=None if adapters is None else (folder / adapters).resolve(),
+        adapters=None if options.adapters is None else (folder / options.adapters).resolve(),
     )
 
 
 def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Return the values of options, and notes about keys without effect.
-
-    Combinations of options are not checked.
-    """
+    """Return the values of options (unchecked in combination), and notes on keys without effect."""
     values: dict[str, Any] = {}
     notes = []
     for key, value in keys.items():
@@ -352,21 +324,19 @@ def _read_values(keys: Mapping[str, Any], where: str) -> tuple[dict[str, Any], t
             raise InvalidArgument(f"{where}: '{key}' is not used here: {REFUSED[key]}")
         if key in NO_EFFECT:
             notes.append(f"{where}: '{key}' has no effect here: {NO_EFFECT[key]}")
-            continue
-        if key in ACCEPTED:
+        elif key in ACCEPTED:
             if _spelled(value) not in ACCEPTED[key]:
                 valid = " or ".join(json.dumps(v) for v in ACCEPTED[key])
                 raise InvalidArgument(
                     f"{where}: '{key}' = {json.dumps(value)} is not supported; it must be {valid}"
                 )
-            continue
-        if key in RENAMED:
+        elif key in RENAMED:
             if value != keys.get(RENAMED[key]):
                 raise InvalidArgument(
                     f"{where}: '{key}' must equal '{RENAMED[key]}'; both are read from one folder"
                 )
-            continue
-        values[key] = value
+        else:
+            values[key] = value
     if isinstance(values.get("limits"), dict):
         values["limits"] = Limits(**_checked(Limits, values["limits"], f"{where}: limits"))
     if (quantization := values.get("quantization")) not in (None, *QUANTIZATIONS):
@@ -412,10 +382,7 @@ def _check_shares(options: Options, where: str) -> None:
 
 
 def check_policy(name: str, prefix: str = "") -> None:
-    """Raise InvalidArgument, which lists the valid names, unless `name` is a registered policy.
-
-    prefix: start of the message, such as the file with the option.
-    """
+    """Raise InvalidArgument, which begins with `prefix`, unless `name` is a registered policy."""
     if name not in POLICIES:
         raise InvalidArgument(
             f"{prefix}'policy' = '{name}' is unknown{nearest(name, POLICIES) or '.'}"
@@ -429,7 +396,6 @@ def _one_of(values: Iterable[str]) -> str:
 
 
 def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the values for the fields of the dataclass `kind`."""
     known = {f.name for f in fields(kind)} - {"notes"}
     hints = get_type_hints(kind)
     result: dict[str, Any] = {}
@@ -442,13 +408,7 @@ def _checked(kind: type, keys: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cast(value: Any, hint: Any, what: str) -> Any:
-    """Return `value` converted to the type of a field.
-
-    hint: type of the field.
-    what: name of the value, for messages.
-
-    Numbers must be positive, but sizes in bytes may be 0.
-    """
+    """Return `value` as the type `hint`. Numbers must be positive, but sizes in bytes may be 0."""
     kinds = get_args(hint) or (hint,)
     if bool in kinds:
         value = _spelled(value)

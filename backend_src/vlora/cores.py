@@ -1,8 +1,4 @@
-"""The cores that this process may use, and how the engine and the vision encoder share them.
-
-`usable_cores` and `split_cores` are pure. The other functions read the affinity mask and the CPU
-quota of a container from the kernel.
-"""
+"""The cores that this process may use, and how the engine and the vision encoder share them."""
 
 from __future__ import annotations
 
@@ -31,10 +27,9 @@ class Split(NamedTuple):
 
 
 def usable_cores(affinity: int, quota: float | None) -> int:
-    """Return the number of threads to use, given the cores of the affinity mask and of the quota.
+    """Return the number of threads for the cores of the affinity mask and of the quota, rounded.
 
-    The quota is rounded to the nearest whole number, at least 1. With more threads, the process
-    would use up its quota before the end of a period, and then stop.
+    With more threads, the process would use up its quota early in a period, and then stop.
     """
     if quota is None:
         return max(1, affinity)
@@ -44,14 +39,11 @@ def usable_cores(affinity: int, quota: float | None) -> int:
 def split_cores(
     cores: int, engine: IntOrAuto = AUTO, encoder: IntOrAuto = AUTO, *, by_quota: bool = False
 ) -> Split:
-    """Return the number of threads of engine and encoder on `cores` cores.
+    """Return the number of threads of engine and encoder; those that are not "auto" are unchanged.
 
-    engine, encoder: "auto", or a number of threads, which is returned unchanged.
-    by_quota: whether a quota limits `cores`.
-
-    The encoder gets one thread per CORES_PER_ENCODER_THREAD cores. The engine gets one for each
-    core, because its threads take work in small pieces (decision 33); with a quota, one for each
-    core that the encoder leaves, or the two would use up the quota early and stop.
+    The encoder gets one thread per CORES_PER_ENCODER_THREAD cores, the engine one for each core,
+    because its threads take work in small pieces (decision 33). With a quota, the engine gets only
+    the rest of the cores, or the two would use up the quota early and stop.
     """
     for_encoder = max(1, cores // CORES_PER_ENCODER_THREAD) if encoder == AUTO else encoder
     for_engine = max(1, cores - for_encoder) if by_quota else cores
@@ -92,7 +84,6 @@ def tightest_limit(
 ) -> float | None:
     """Return the smallest limit that this process's control groups set; None if they set none.
 
-    version_2, version_1: read the limit of a group of each version.
     controller: name of the controller in version 1.
     """
     try:
@@ -112,10 +103,7 @@ def tightest_limit(
 
 
 def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
-    """Yield the limits of a control group and of all groups that contain it.
-
-    In a container, `path` may not exist. `root` is then the container's own group.
-    """
+    """Yield the limits of a group and of all that contain it; of `root` in a container."""
     relative = PurePosixPath(path.lstrip("/") or ".")
     for folder in (relative, *relative.parents):
         limit = read(root / folder)
@@ -124,7 +112,6 @@ def _limits(root: Path, path: str, read: Reader) -> Iterator[float]:
 
 
 def _version_2(folder: Path) -> float | None:
-    """Return the quota in `cpu.max`, "quota period" or "max period" in µs, as cores."""
     try:
         quota, period = (folder / "cpu.max").read_text().split()
     except (OSError, ValueError):
@@ -133,7 +120,6 @@ def _version_2(folder: Path) -> float | None:
 
 
 def _version_1(folder: Path) -> float | None:
-    """Return `cpu.cfs_quota_us` / `cpu.cfs_period_us`, where -1 stands for no quota."""
     try:
         quota = int((folder / "cpu.cfs_quota_us").read_text())
         period = int((folder / "cpu.cfs_period_us").read_text())

@@ -1,8 +1,7 @@
 """The errors that reach a client, and parts of their messages.
 
-Every rejected request gets one of these errors. Any other exception is a bug, which is reported as
-`Internal`, without a traceback. `code` is the name of the corresponding code of
-`pb_utils.TritonError`.
+Any other exception is a bug, reported as `Internal` without a traceback. `code` is the name of the
+corresponding code of `pb_utils.TritonError`.
 """
 
 from __future__ import annotations
@@ -14,17 +13,13 @@ from typing import Any, ClassVar
 
 
 class VLoraError(Exception):
-    """Base of the errors that end a request. The message says what was wrong and what would be
-    right.
-    """
+    """Base of the errors that end a request. The message says what was wrong and would be right."""
 
     code: ClassVar[str] = "INTERNAL"
-    counted_elsewhere = False
-    """True if another model raised this error and has counted it."""
+    counted_elsewhere = False  # True if another model has raised and counted it.
 
     @property
     def message(self) -> str:
-        """The message without the code."""
         return str(self)
 
 
@@ -74,8 +69,7 @@ BY_CODE: dict[str, type[VLoraError]] = {
 }
 
 
-MAX_NAMES = 20
-"""Maximum number of adapters that an error message lists."""
+MAX_NAMES = 20  # Maximum number of adapters that a message lists.
 
 
 class ServerError(Exception):
@@ -89,12 +83,9 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 
 def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | None = None) -> str:
-    """Return the end of an error message about an unknown adapter: the nearest name, and some known
-    names.
+    """Return the end of an error message about an unknown adapter, with some known names.
 
-    names: all known names.
-    similar: names among which the nearest one is searched; None for all. Comparing thousands of
-        names takes noticeable time.
+    similar: names to search for the nearest; None for all, which is slow for thousands.
     """
     if not names:
         return " (no adapter is loaded)"
@@ -105,11 +96,7 @@ def known_names(unknown: str, names: Sequence[str], similar: Sequence[str] | Non
 
 
 def prompt_too_long(size: int, limit: float, unit: str, context: int) -> InvalidArgument:
-    """Return the error for a prompt that does not fit into the context.
-
-    size, limit: length of the prompt, and the maximum length, in `unit`.
-    context: maximum number of tokens of prompt and answer together.
-    """
+    """Return the error for a prompt of `size` units in a context of so many tokens."""
     return InvalidArgument(
         f"the prompt is too long: it has {size} {unit}; the context of {context} tokens holds a"
         f" prompt of at most {limit:.0f} {unit}"

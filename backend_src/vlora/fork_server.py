@@ -52,7 +52,6 @@ class ForkServer:
         module: module that the fork server runs; it must call `serve`.
         settings: additional environment variables.
         data: bytes that `given_data` returns in the fork server.
-        kind: kind of the forked processes' sockets.
         """
         self._module = module
         self._settings = dict(settings or {})
@@ -65,7 +64,7 @@ class ForkServer:
         self._start()
 
     def fork(self) -> tuple[int, socket.socket]:
-        """Fork a process. Return its id and the caller's end of its socket.
+        """Return the id of a forked process, and the caller's end of its socket.
 
         Raises ConnectionError if this object is closed, or no process can be started at present.
         """
@@ -86,7 +85,6 @@ class ForkServer:
             return None
 
     def close(self) -> None:
-        """End the fork server and all forked processes."""
         self._closed = True
         # If another thread waits for an answer, this ends its wait.
         self._process.kill()
@@ -200,10 +198,7 @@ def serve(run: Callable[[socket.socket], object]) -> None:
 
 
 def _stop(process: int, children: set[int]) -> int:
-    """End a child process, and return its exit code.
-
-    Any other id belonged to a child of an earlier fork server, and may be that of a stranger now.
-    """
+    """End a child process, and return its exit code; any other id may be a stranger's now."""
     if process not in children:
         return -signal.SIGKILL
     children.remove(process)
@@ -213,7 +208,6 @@ def _stop(process: int, children: set[int]) -> int:
 
 
 def processor_seconds(process: int) -> float:
-    """Return the processor time of a process so far; 0 if it has ended."""
     # This is the clock id of another process, as `clock_getcpuclockid` computes it.
     with suppress(OSError):
         return time.clock_gettime((~process << 3) | 2)

@@ -15,11 +15,7 @@ from typing import Any, NamedTuple
 
 @dataclass(frozen=True)
 class TierCounters:
-    """Totals of adapter loading since the start. `EngineStats` says what they count.
-
-    packs: adapters packed into the pool.
-    host_evictions: adapters evicted from host memory.
-    """
+    """Totals of adapter loading since the start; `EngineStats` says what they count."""
 
     hits: int = 0
     host_hits: int = 0
@@ -32,10 +28,7 @@ class TierCounters:
 
 @dataclass
 class GrammarCounters:
-    """Totals of structured answers since the start. Each has only one writer at a time.
-
-    `EngineStats` says what they count. All times are processor seconds.
-    """
+    """Totals of structured answers in processor seconds (see `EngineStats`), with one writer."""
 
     compiled: int = 0
     refused: int = 0
@@ -46,21 +39,15 @@ class GrammarCounters:
 
 
 class Export(NamedTuple):
-    """Metric under which a statistic is published.
-
-    kind: "counter" or "gauge".
-    """
+    """Metric under which a statistic is published, a "counter" or "gauge"."""
 
     kind: str
     name: str
     help: str
 
 
+# Function that reads a value from `engine.parts.EngineParts`; a text is the path of an attribute.
 Read = Callable[[Any], Any]
-"""Function that reads a present value from the parts of an engine (`engine.parts.EngineParts`).
-
-In a row, the path of an attribute stands for the function that reads it.
-"""
 
 
 def _row(export: Export | None, read: str | Read | None, **default: Any) -> Any:
@@ -99,17 +86,10 @@ def _middle(ordered: list[float]) -> float:
 class EngineStats:
     """Statistics of an engine: totals since the start, and present values.
 
-    decode_rows: rows that belong to an answer.
-    decode_steps: steps with at least one decode row. So decode_rows / decode_steps is the mean size
-        of the decode batch.
+    decode_rows: rows that belong to an answer; per decode step, the mean size of the decode batch.
     aborted: cancelled requests, including superseded and expired ones.
-    mode: mode of the last step.
-    mode_steps, mode_seconds: number of steps, and seconds of forward passes, by mode.
-    highest_credit, median_credit: in seconds; 0 under a policy without credits.
-    pages_used: pages with keys and values of running requests.
-    pages_total: pages of the pool.
-    page_tokens: number of tokens per page.
-    pages_cached: pages of cached prefix blocks that no request holds.
+    mode: mode of the last step. `mode_steps` and `mode_seconds` count forward passes by mode.
+    pages_used, pages_cached: pages of running requests, and those that only the prefix cache holds.
     running_adapters, waiting_adapters: number of requests by adapter name; "" is the base model.
     """
 
@@ -325,10 +305,7 @@ def exported_stats() -> dict[str, Export]:
 
 @dataclass(frozen=True)
 class EncoderCounters:
-    """Statistics of the vision encoder and of its feature cache since the start.
-
-    images: images whose features were found or computed, the sum of hits and misses.
-    """
+    """Statistics of the vision encoder and of its feature cache since the start."""
 
     requests: int = _counter("vlora:encoder_requests_total", "Requests with images.")
     groups: int = _counter(

@@ -27,23 +27,15 @@ from vlora.structured.structure import STRUCTURE_KEYS, Structure, read_structure
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 
-MIN_TEMPERATURE = 0.01
-"""Minimum temperature above 0, as in vLLM. Dividing by a lower one would lose precision of the
-scores.
-"""
+MIN_TEMPERATURE = 0.01  # A lower one would lose precision of the scores. vLLM has the same limit.
+RANDOM_SEED = -1  # Stands for no seed, as in vLLM.
+ADAPTER_KEY = "lora_name"  # Sent with the sampling keys but does not affect sampling.
+MAX_STREAM_ID = 256  # Maximum number of characters.
+MAX_INTEGER = 2**31 - 1  # Maximum value of token counts and token ids.
 
-RANDOM_SEED = -1
-"""Seed that stands for no seed, as in vLLM."""
-
-ADAPTER_KEY = "lora_name"
-"""Key that names the adapter. It is sent with the sampling keys but does not affect sampling."""
-
-MAX_STREAM_ID = 256
-"""Maximum number of characters of a stream's id."""
-
-MAX_INTEGER = 2**31 - 1
-"""Maximum value of token counts and token ids."""
-
+# Valid values of the numeric keys. The engine compares token counts with the context, and ids with
+# the vocabulary. A `top_k` above the vocabulary has no effect, and is stored as MAX_INTEGER at
+# most.
 RANGES: dict[str, Range] = {
     "temperature": Range(0.0, 100.0, "a number from 0 to 100"),
     "top_k": Range(-1, math.inf, "a whole number ≥ 1, or 0 or -1 for off", whole=True),
@@ -63,13 +55,8 @@ RANGES: dict[str, Range] = {
     "deadline_ms": Range(1e-3, 1e9, "milliseconds from 0.001 to 1e9"),
     "stream_interval_ms": Range(0, 1e4, "milliseconds from 0 to 10000"),
 }
-"""Valid values of the numeric keys. `docs/api.md` lists them.
 
-The engine also compares numbers of tokens with the context, and token ids with the vocabulary.
-`top_k` has no upper limit: a value above the size of the vocabulary has no effect, and
-`SamplingParams` stores at most MAX_INTEGER.
-"""
-
+# Values of refused keys that describe what this server does. Null is accepted, too.
 ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -87,12 +74,8 @@ ACCEPTED_VALUES: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "extra_args": ({},),
 }
-"""Refused vLLM keys with the values that are accepted nevertheless, because they describe what this
-server does.
 
-Every refused key is also accepted as null.
-"""
-
+# vLLM keys that are refused by name, with the reason or the key to use instead.
 REFUSED: dict[str, str] = {
     "n": "send several requests with different 'seed' instead",
     "best_of": "send several requests with different 'seed' instead",
@@ -117,24 +100,21 @@ REFUSED: dict[str, str] = {
     "output_kind": "use the input 'stream' of the request",
     "stream_interval": "use 'stream_interval_ms', which counts milliseconds instead of tokens",
 }
-"""vLLM keys that are refused by name, each with the reason or the key to use instead."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling parameters of one request, its priority, and its deadline.
+    """Sampling parameters of one request, its priority and its deadline.
 
     The keys have vLLM's meaning; docs/api.md describes them. In addition:
 
-    temperature: 0 means greedy. Values between 0 and MIN_TEMPERATURE are raised to MIN_TEMPERATURE.
-    top_k: 0 means off; at most MAX_INTEGER.
-    seed: key of the random numbers, together with the position. Draws do not depend on batch,
-        preemption or mode. Without a seed, it is derived from the request's id.
-    max_tokens: None means that only the context limits the answer. It is the default with `choices`
-        and `structured_outputs`.
+    temperature: 0 means greedy.
+    top_k: 0 means off.
+    seed: key of the random numbers, together with the position; by default from the request's id.
+        Draws do not depend on batch, preemption or mode.
+    max_tokens: None (default with `choices` and `structured_outputs`): only the context limits it.
     deadline_ms: milliseconds from arrival after which the request ends with CANCELLED.
-    stream_interval_ms: minimum number of milliseconds between two responses of a streamed answer.
-        The tokens of this time are sent together. The first and the last token never wait.
+    stream_interval_ms: minimum time between two responses. First and last token never wait.
     """
 
     temperature: float = 1.0
@@ -162,18 +142,16 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """True if each token is the one with the largest score."""
         return self.temperature == 0.0
 
     @staticmethod
     def parse(raw: Mapping[str, Any], defaults: SamplingParams | None = None) -> SamplingParams:
-        """Return checked parameters from JSON-like values. Numbers may be given as text.
+        """Return checked parameters from JSON-like values by key. Numbers may be given as text.
 
-        raw: values by key.
         defaults: parameters for the missing keys.
 
-        Raises InvalidArgument, which names the key, the value and what it must be, and Unsupported
-        for keys that are known but not supported.
+        Raises InvalidArgument, which names key and value, and Unsupported for keys that are known
+        but not supported.
         """
         values: dict[str, Any] = {}
         restricted = ""
@@ -248,10 +226,6 @@ def _equals(value: Any, accepted: Any) -> bool:
     return isinstance(value, bool) == isinstance(accepted, bool) and bool(value == accepted)
 
 
-def _choices(key: str, value: Any) -> tuple[str, ...]:
-    return read_texts(key, value, "a list of non-empty strings")
-
-
 def _stop(key: str, value: Any) -> tuple[str, ...]:
     expected = f"a string, or a list of at most {MAX_STOP_STRINGS} non-empty ones"
     if value is None or value == []:
@@ -303,11 +277,10 @@ _READERS: dict[str, Reader] = {
     "max_tokens": optional(RANGES["max_tokens"]),
     "ignore_eos": read_boolean,
     "logprobs": optional(RANGES["logprobs"]),
-    "choices": _choices,
+    "choices": lambda key, value: read_texts(key, value, "a list of non-empty strings"),
     "deadline_ms": optional(RANGES["deadline_ms"]),
     "stream_id": optional(_stream_id),
     "supersede": read_boolean,
 }
 
 KNOWN_KEYS: tuple[str, ...] = (*(f.name for f in fields(SamplingParams)), ADAPTER_KEY)
-"""Supported keys."""

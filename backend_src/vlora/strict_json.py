@@ -1,11 +1,9 @@
 """Strict reading of JSON and of its values, from clients and files.
 
-Besides invalid JSON, `load_object` rejects duplicate keys, NaN and infinities (including 1e999),
-integers with very many digits, lone surrogates (which UTF-8 cannot encode), and deep nesting. So
-accepted values can be compared, printed and sent without further checks.
+Accepted values can be compared, printed and sent without further checks.
 
-A reader takes the key, for its error message, and the value. It raises InvalidArgument, which names
-the key, what the value must be, and the value. Numbers and booleans may be given as text.
+A reader takes the key, for its message, and the value. It raises InvalidArgument, which names the
+key, what the value must be, and the value. Numbers and booleans may be given as text.
 """
 
 from __future__ import annotations
@@ -18,18 +16,14 @@ from typing import Any
 
 from vlora.errors import InvalidArgument, shown
 
-MAX_DEPTH = 16
-"""Maximum nesting depth of lists and objects. Options and parameters need at most three."""
-
-MAX_DIGITS = 400
-"""Maximum number of digits of an integer: more than any double has, and still quick to parse."""
+MAX_DEPTH = 16  # Options and parameters need at most three.
+MAX_DIGITS = 400  # More than any double has, and still quick to parse.
 
 
 def load_object(text: str, what: str, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
-    """Return the JSON object in `text`. Raises InvalidArgument.
+    """Return the JSON object in `text`, which is called `what` in messages. Raises InvalidArgument.
 
-    what: name of the object in messages.
-    max_depth: maximum nesting depth of lists and objects.
+    It has no duplicate keys, NaN, infinities, huge integers, lone surrogates or deep nesting.
     """
 
     def parse_int(digits: str) -> int:
@@ -101,21 +95,17 @@ def _too_deep(what: str, max_depth: int) -> InvalidArgument:
 Reader = Callable[[str, Any], Any]
 
 BOOLEANS = {"true": True, "false": False}
-"""Booleans by their text in lower case."""
 
 
 def wrong_value(key: str, value: Any, expected: str) -> InvalidArgument:
-    """Return the error for a value that is not what `expected` describes."""
     return InvalidArgument(f"'{key}' must be {expected}, not {shown(value)}")
 
 
 @dataclass(frozen=True)
 class Range:
-    """Reader of a number within a range.
+    """Reader of a number from `low` to `high`, an int if `whole` (only then may they be infinite).
 
-    low, high: smallest and largest valid value. Only limits of integers may be infinite.
     expected: description of valid values, for error messages and documents.
-    whole: whether the number must be an integer. The result is then an int.
     """
 
     low: float
@@ -124,7 +114,6 @@ class Range:
     whole: bool = False
 
     def __call__(self, key: str, value: Any) -> Any:
-        """Return the number. Raises InvalidArgument."""
         if isinstance(value, bool) or not isinstance(value, int | float | str):
             raise wrong_value(key, value, self.expected)
         try:
@@ -145,7 +134,6 @@ def _whole(value: float | str) -> int:
 
 
 def optional(read: Reader) -> Reader:
-    """Return a reader that returns None for None, and otherwise the result of `read`."""
     return lambda key, value: None if value is None else read(key, value)
 
 
@@ -159,7 +147,6 @@ def read_boolean(key: str, value: Any) -> bool:
 
 
 def read_text(key: str, value: Any) -> str:
-    """Return the value if it is a string that UTF-8 can encode, else raise InvalidArgument."""
     if not is_text(value):
         raise wrong_value(key, value, "a string")
     return str(value)
@@ -174,12 +161,9 @@ def is_text(value: Any) -> bool:
 
 
 def read_texts(key: str, value: Any, expected: str) -> tuple[str, ...]:
-    """Return the strings of a list, without duplicates. The list must have at least one string, and
-    none may be empty.
+    """Return the non-empty strings of a non-empty list, without duplicates.
 
-    expected: description of valid values, for the error.
-
-    Raises InvalidArgument.
+    Raises InvalidArgument with the description `expected`.
     """
     if not isinstance(value, list) or not value:
         raise wrong_value(key, value, expected)

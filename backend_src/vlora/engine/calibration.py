@@ -33,30 +33,21 @@ from vlora.model.switcher import Switcher
 
 log = logging.getLogger(__name__)
 
+# Version of the profile's format and of a step's products. Other versions are measured again.
 VERSION = 4
-"""Version of the profile's format and of a step's products. Other versions are measured again."""
+# Numbers of rows of the steps that measure the matrix products, in this order.
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-"""Numbers of rows of the steps that measure the matrix products, in the order of measurement."""
 REPEATS = 3
-"""Maximum number of times that a step is measured."""
-MAX_STEP_SECONDS = 0.5
-"""Total seconds of the measurements of one step after which the step is not measured again."""
-BUDGET_SECONDS = 4.0
-"""Seconds of measuring after which the remaining numbers in `ROWS` are skipped."""
+MAX_STEP_SECONDS = 0.5  # Total time of one step's measurements after which it is not repeated.
+BUDGET_SECONDS = 4.0  # Time of measuring after which the rest of `ROWS` is skipped.
 DECODE_REQUESTS = 16
-"""Number of requests in the measured decode steps."""
-DISTINCT_ADAPTERS = 8
-"""Maximum number of rows of the measured step in which each row has a different adapter."""
-SHORT_CONTEXT, LONG_CONTEXT = 16, 512
-"""Context lengths in tokens of the steps that measure the cost of attention."""
+DISTINCT_ADAPTERS = 8  # Maximum rows of the step in which each has a different adapter.
+SHORT_CONTEXT, LONG_CONTEXT = 16, 512  # Contexts, in tokens, for the cost of attention.
 CHUNK_ROWS = 64
-"""Maximum number of rows in the measured prefill steps."""
 
 
 def cache_root() -> Path:
-    """Return the folder of the stored profiles."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "vlora" / "cost"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vlora" / "cost"
 
 
 def load_or_measure(
@@ -72,12 +63,9 @@ def load_or_measure(
     be read or written is logged and otherwise ignored.
 
     key: JSON values that identify the model and the adapters.
-    root: folder of the stored profiles; `cache_root()` by default.
-    force: measure even if a profile is stored.
     """
     machine = (Cpu.here().name, torch.get_num_threads(), *_kernels())
-    described = json.dumps([VERSION, *machine, *key])
-    name = hashlib.sha256(described.encode()).hexdigest()[:16]
+    name = hashlib.sha256(json.dumps([VERSION, *machine, *key]).encode()).hexdigest()[:16]
     path = (root or cache_root()) / f"{name}.json"
     try:
         if not force:
@@ -104,9 +92,7 @@ def _kernels() -> list[str]:
 
 
 def read_profile(value: Any) -> Profile:
-    """Return the profile in a JSON object. Raise ValueError, TypeError or KeyError if it is
-    invalid.
-    """
+    """Return the profile in a JSON object. Raise ValueError, TypeError or KeyError if invalid."""
     fields = dict(value)
     products = tuple((int(rows), float(seconds)) for rows, seconds in fields.pop("products"))
     fixed, per_product = (float(number) for number in fields.pop("merge"))
@@ -135,19 +121,10 @@ class AdapterSizes:
 
 
 class SyntheticSteps:
-    """Times steps of synthetic requests. The steps overwrite the given pages.
-
-    block: number of tokens per page.
-    max_rows: maximum number of rows in a step.
-    """
+    """Times steps of synthetic requests, which overwrite the given pages of `block` tokens."""
 
     def __init__(
-        self,
-        runner: Runner,
-        switcher: Switcher,
-        pages: Sequence[int],
-        block: int,
-        max_rows: int,
+        self, runner: Runner, switcher: Switcher, pages: Sequence[int], block: int, max_rows: int
     ) -> None:
         self._runner = runner
         self._switcher = switcher
@@ -156,13 +133,10 @@ class SyntheticSteps:
         self.max_rows = max_rows
 
     def step(self, slots: Sequence[int], rows: int, context: int) -> float:
-        """Warm up, then time a step up to REPEATS times. Return the shortest time in seconds.
-
-        Other processes can only make a step slower, so the shortest time is the most accurate.
+        """Return the shortest time in seconds of up to REPEATS repeats of a step, after a warm-up.
 
         slots: slot of each request's adapter, or BASE.
-        rows: number of tokens of each request that the step computes.
-        context: number of earlier tokens of each request.
+        rows, context: numbers of new and of earlier tokens of each request.
         """
         chunks = self._chunks(sorted(slots, key=lambda s: order_of(s, BASE)), rows, context)
         self._runner.compute(chunks)
@@ -221,9 +195,7 @@ class SyntheticSteps:
 class Calibration:
     """Measures a profile of the machine with synthetic steps.
 
-    slots: slots of the adapters that requests can ask for.
-    mergeable: the slots among them whose adapters may be merged.
-    sizes: function from slot to adapter size.
+    slots, mergeable: slots of all adapters, and of those that may be merged.
     head: number of weights in the LM head, divided by the number of all other weights.
     max_context: maximum context of a request, in tokens.
     """
@@ -236,16 +208,11 @@ class Calibration:
     max_context: int
 
     def load_or_measure(self, model: object, *, force: bool) -> Profile:
-        """Return the stored profile for this model and these adapters, or measure and store it.
-
-        model: object whose `repr` identifies the model.
-        """
+        """Return the stored profile for these adapters and the model's `repr`, or measure it."""
         sizes = [sorted(self.sizes(s) for s in slots) for slots in (self.slots, self.mergeable)]
-        key = (repr(model), self.steps.max_rows, sizes)
-        return load_or_measure(key, self.measure, force=force)
+        return load_or_measure((repr(model), self.steps.max_rows, sizes), self.measure, force=force)
 
     def measure(self) -> Profile:
-        """Measure every part of the profile and return it."""
         started = time.perf_counter()
         knots: list[tuple[int, float]] = []
         largest = min(self.steps.max_rows, self.max_context, self.steps.max_context(1))
@@ -259,11 +226,7 @@ class Calibration:
         return self._add_merges(profile)
 
     def _add_attention(self, profile: Profile) -> Profile:
-        """Measure `position`, `pair` and `answer`.
-
-        Each pair of steps differs only in the context. The steps that measured `products` include
-        attention, so its time is subtracted from them.
-        """
+        """Measure `position`, `pair` and `answer` by pairs of steps that differ in the context."""
         steps = self.steps
         largest = profile.products[-1][0]
         requests = min(DECODE_REQUESTS, largest)
@@ -282,16 +245,11 @@ class Calibration:
         knots = [(n, seconds - costs.attention(n, 0)) for n, seconds in profile.products]
         profile = replace(profile, products=_ascending(knots))
         costs = CostModel(profile, _no_size)
-        explained = costs.products(requests, requests)
-        rest = decode[0] - explained - requests * costs.attention(1, short)
+        rest = decode[0] - costs.products(requests, requests) - requests * costs.attention(1, short)
         return replace(profile, answer=max(0.0, rest / requests))
 
     def _add_adapters(self, profile: Profile) -> Profile:
-        """Measure `lora_calls` and the two fields `adapter_element…`.
-
-        The steps apply the smallest adapter to one row, the largest ones to one row each, and the
-        largest one to many rows.
-        """
+        """Measure `lora_calls` and the two fields `adapter_element…`."""
         sizes = self.sizes
         count = min(DISTINCT_ADAPTERS, profile.products[-1][0])
         largest = sorted(self.slots, key=lambda slot: -sizes(slot).factors)[:count]
@@ -315,10 +273,7 @@ class Calibration:
         )
 
     def _above_base(self, slots: Sequence[int], rows: int) -> float:
-        """Return the seconds that these adapters add to a step with `rows` rows per request.
-
-        Steps with and without adapters alternate, so changes of the machine's speed affect both.
-        """
+        """Return the seconds that these adapters add to a step with `rows` rows per request."""
         pairs = [
             (self.steps.step(slots, rows, 0), self.steps.step([BASE] * len(slots), rows, 0))
             for _ in range(REPEATS)

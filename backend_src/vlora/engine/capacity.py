@@ -1,7 +1,6 @@
 """Memory plan of an engine: bytes per part, and the numbers of adapters and sequences that fit.
 
-The plan is computed from shapes, with the engine's own functions and without reading weights.
-`tests/unit/test_capacity.py` compares it with the resident memory of an engine.
+It is computed from shapes, with the engine's own functions and without reading weights.
 """
 
 from __future__ import annotations
@@ -45,22 +44,14 @@ EXAMPLE_TARGETS: Mapping[str, tuple[str, ...]] = {
     "all": TARGETS,
 }
 
+# Bytes per logit beside `step_bytes`: the output in the dtype of the weights, its fp32 copy for
+# CUDA graphs, and the id of a candidate token in sampling take at most 4 each.
 LOGIT_BYTES = 12
-"""Bytes per logit in addition to those that `capacity.step_bytes` counts.
-
-Three values take at most 4 bytes each: the output of the LM head in the dtype of the weights, its
-fp32 copy in the output buffer of the CUDA graphs, and the id of a candidate token in sampling.
-"""
 
 
 @dataclass(frozen=True)
 class AdapterCost:
-    """Memory that one adapter needs.
-
-    packed_bytes: bytes of its packed matrices.
-    pages: number of pages that the packed matrices take in the pool.
-    host_bytes: size of its fp32 copy in host memory, including its vision task head.
-    """
+    """Bytes of an adapter: packed, also in pages of the pool, and as an fp32 copy on the host."""
 
     name: str
     packed_bytes: int
@@ -72,18 +63,13 @@ class AdapterCost:
 class Capacity:
     """Memory plan of an engine. All sizes are in bytes.
 
-    memory_bytes: available memory.
     process_bytes: memory of interpreter, libraries and tokenizer.
-    weights_bytes: the decoder's weights.
     merged_bytes: merged copy of the matrices that known adapters change.
     step_bytes: intermediate results of the largest step.
     host_bytes: host copies of adapters.
-    page_bytes: one page of the pool.
-    block_tokens: number of tokens whose keys and values fit into a page.
-    context_tokens: maximum number of tokens of a sequence.
+    block_tokens, context_tokens: tokens of a page, and of the longest sequence.
     configured_pages: number of pages that the pool has with these options.
-    adapters: costs of the known adapters.
-    examples: costs of example adapters with different ranks and targets.
+    adapters, examples: known adapters, and example adapters with different ranks and targets.
     """
 
     memory_bytes: int
@@ -131,18 +117,13 @@ class Capacity:
         return sum(cost.pages for cost in self.adapters)
 
     def sequences(self, adapter_pages: int) -> int:
-        """Return the number of sequences of maximum length that fit beside resident adapters.
-
-        adapter_pages: number of pages that these adapters take together.
-        """
+        """Return the number of longest sequences that fit beside adapters with this many pages."""
         return max(0, self.pages - adapter_pages) // self.sequence_pages
 
     def sequences_beside(self, count: int, cost: AdapterCost) -> int:
-        """Return the number of sequences of maximum length that fit beside adapters of equal size.
+        """Return the number of longest sequences that fit beside adapters of equal cost.
 
-        count: number of these adapters. All of them are resident, and they replace the known
-            adapters.
-        cost: cost of each of them.
+        count: number of these adapters. All are resident, and they replace the known adapters.
         """
         fixed = self.fixed_bytes - self.host_bytes + count * cost.host_bytes
         pages = max(0, self.memory_bytes - fixed) // self.page_bytes
@@ -159,8 +140,7 @@ def plan(
     """Return the memory plan of an engine with these options.
 
     names: name → folder of adapters, as `config.load_adapter_names` returns them.
-    memory_bytes: available memory.
-    process_bytes: memory of interpreter, libraries and tokenizer, a part of `memory_bytes`.
+    memory_bytes: available memory, of which interpreter and libraries use `process_bytes`.
     layout: layout of keys and values in a page on the engine's device.
 
     Raises InvalidArgument for an unsupported model.
@@ -213,9 +193,9 @@ def _store(
 
 
 def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = None) -> int:
-    """Return the size in bytes of the decoder's weights.
+    """Return the size in bytes of the decoder's weights. Norms and biases are fp32.
 
-    itemsize: bytes per element of matrices. Norms and biases are fp32.
+    itemsize: bytes per element of matrices.
     form: format of the target matrices, if they are quantized.
     """
     total = sum(
@@ -226,35 +206,22 @@ def weights_bytes(config: DecoderConfig, itemsize: int, form: Format | None = No
         return total
     shapes = config.target_shapes
     stored = sum(math.prod(shape) for shape in shapes.values()) * itemsize
-    quantized = sum(padded_bytes(form, group, shapes) for group in GROUPS)
-    total += config.layers * (quantized - stored)
+    total += config.layers * (sum(padded_bytes(form, group, shapes) for group in GROUPS) - stored)
     head_form, head = lm_head_format(form, config), (config.vocabulary, config.hidden)
     if head_form is not None:
         # The embedding that a tied LM head is made from is not quantized.
-        unquantized = 0 if config.tied else math.prod(head) * itemsize
-        total += head_form.matrix_bytes(*head) - unquantized
+        total += head_form.matrix_bytes(*head) - (0 if config.tied else math.prod(head) * itemsize)
     return total
 
 
 def step_bytes(config: DecoderConfig, rows: int, sequences: int) -> int:
-    """Return the size in bytes of the intermediate results of a step.
-
-    They are the buffers of the layers, the embeddings, and two copies of the logits, because
-    sampling filters a copy.
-
-    rows: maximum number of rows.
-    sequences: maximum number of requests, each with one row of logits.
-    """
+    """Return the bytes of a step's intermediate results, with one row of logits per sequence."""
     logits = 2 * min(rows, sequences) * config.vocabulary
     return workspace_bytes(config, rows) + (rows * config.hidden + logits) * FP32_BYTES
 
 
 def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int:
-    """Return the maximum size in bytes of the host copies.
-
-    pages: number of the pool's pages that are meant for adapters.
-    budget: limit of the copies of adapters that are not resident.
-    """
+    """Return the maximum bytes of host copies. `budget` limits those that are not resident."""
     resident = 0
     for cost in sorted(adapters, key=lambda cost: cost.pages):
         pages -= cost.pages
@@ -264,13 +231,9 @@ def _host_bytes(adapters: Sequence[AdapterCost], pages: int, budget: int) -> int
 
 
 def process_bytes(options: Options) -> int:
-    """Return the memory of this process in bytes once it has loaded the tokenizer.
-
-    An engine needs about as much in addition to its weights, pages and adapters.
-    """
+    """Return the bytes of this process with the tokenizer: about what an engine needs besides."""
     PromptReader(options.model, load_config(options.model))
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCost:
@@ -280,7 +243,6 @@ def _cost(name: str, packed_bytes: int, host_bytes: int, page: int) -> AdapterCo
 def _example_cost(
     config: DecoderConfig, store: AdapterStore, rank: int, label: str, page: int
 ) -> AdapterCost:
-    """Return the cost of an adapter of this rank that changes the same targets in all layers."""
     ranks: dict[MatrixId, int] = {
         (layer, target): rank for layer in range(config.layers) for target in EXAMPLE_TARGETS[label]
     }
@@ -290,11 +252,7 @@ def _example_cost(
 
 
 def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize: int) -> int:
-    """Return the size in bytes of all fused groups that contain one of `matrices`.
-
-    The groups are allocated in huge pages, so the memory in use may exceed the result by one huge
-    page at each end of a group.
-    """
+    """Return the size in bytes of all fused groups that contain one of `matrices`."""
     changed = {
         (layer, group)
         for layer, target in matrices
@@ -311,10 +269,8 @@ def _merged_bytes(config: DecoderConfig, matrices: Iterable[MatrixId], itemsize:
 def require_engine_memory(options: Options, names: Mapping[str, str], device: Device) -> None:
     """Raise OutOfMemory, with the sizes, if the engine does not fit the memory of its device.
 
-    Merged weights are not counted, because adapters are merged only if there is memory left for
-    them. A device that commits memory only when it is first used, such as the CPU, is not checked.
-
-    names: name → folder of adapters, in addition to those in `options.adapters`.
+    Merged weights are not counted, because adapters are merged only if memory is left. A device
+    that commits memory only at its first use, such as the CPU, is not checked.
     """
     left = device.available_bytes()
     if device.commits_lazily or left is None:

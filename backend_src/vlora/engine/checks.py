@@ -1,7 +1,4 @@
-"""Checks of a request: its lengths, its `choices`, and whether its adapter can serve it.
-
-An error about a limit states the value and the limit.
-"""
+"""Checks of a request: its lengths, its `choices`, and whether its adapter can serve it."""
 
 from __future__ import annotations
 
@@ -12,10 +9,7 @@ from vlora.request import Request
 
 
 def check_choices(choices: tuple[str, ...], limits: Limits) -> None:
-    """Raise InvalidArgument if `choices` has too many entries or too many bytes in total.
-
-    Both are limited because every token of the answer is compared with the choices.
-    """
+    """Raise InvalidArgument if `choices`, with which every token is compared, is too long."""
     count, size = len(choices), sum(len(choice.encode()) for choice in choices)
     if count > limits.max_choices:
         raise InvalidArgument(f"'choices' holds {count} choices; the limit is {limits.max_choices}")
@@ -26,10 +20,7 @@ def check_choices(choices: tuple[str, ...], limits: Limits) -> None:
 
 
 def served_context(options: Options, checkpoint: int, pool: int) -> int:
-    """Return the maximum context of a request, in tokens.
-
-    checkpoint: maximum context of the checkpoint.
-    pool: number of tokens that the page pool can hold.
+    """Return the maximum context of a request in tokens, of `checkpoint` and page pool.
 
     Raises InvalidArgument if `max_model_len` is above either of them, or if the pool holds no
     token.
@@ -53,15 +44,12 @@ def admissible(
 ) -> int:
     """Check a request against its adapter, and return the maximum number of tokens of the answer.
 
-    These checks depend on the version of the adapter. They run on arrival, and again each time that
-    a waiting request changes to a newer version.
+    The checks depend on the adapter's version, so they run again when a waiting request changes it.
 
-    context: maximum number of tokens of a request with this adapter.
-    prompt: number of tokens of the prompt.
+    context, prompt: numbers of tokens.
     longest_choice: maximum number of tokens that a choice can need; 0 without `choices`.
 
-    Raises InvalidArgument if the adapter cannot serve the request or a length exceeds the context.
-    Raises Unavailable if the images were encoded with another version of the adapter.
+    Raises InvalidArgument, or Unavailable if the images have another version of the adapter.
     """
     _check_features(request, adapter)
     if request.use_head and (adapter is None or not adapter.info.head_labels):
@@ -75,10 +63,7 @@ def admissible(
 
 
 def _check_features(request: Request, adapter: AdapterHandle | None) -> None:
-    """Raise Unavailable if the image features were made with another version of the adapter.
-
-    The encoder and the engine notice a change of the adapter's folder at slightly different times.
-    """
+    """Raise Unavailable if the encoder and the engine used different versions of the adapter."""
     given = None if request.images is None else request.images.adapter_version
     has_part = adapter is not None and adapter.info.vision_ranks
     expected = version_of(adapter.stamp) if adapter is not None and has_part else ""
@@ -90,9 +75,7 @@ def _check_features(request: Request, adapter: AdapterHandle | None) -> None:
 
 
 def answer_limit(request: Request, prompt: int, context: int) -> int:
-    """Return the maximum number of tokens of the answer; 0 for a vision task head. See
-    `admissible`.
-    """
+    """Return the maximum number of tokens of the answer; 0 for a vision task head."""
     if prompt < 1:
         raise InvalidArgument("the prompt is empty; give a text")
     least = 0 if request.use_head else 1

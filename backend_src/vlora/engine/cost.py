@@ -1,21 +1,13 @@
 """The cost model, which predicts the time of a step or of a switch of the live (merged) adapter.
 
-The prediction uses a profile, which is measured once per machine and model, and corrections, which
-are learned from later steps. This module handles sizes, seconds and slots, but no tensors.
+A profile, measured once per machine and model, predicts a forward pass as a sum. Its parts are the
+matrix products by rows, the LM head by answers (rows with logits), attention by positions and by
+pairs of a row and a position, the calls of the LoRA operator, and each applied adapter once and per
+row.
 
-A step consists of its forward pass and the overhead around it: scheduling, sampling and delivering
-outputs. The predicted time of a forward pass is the sum of the times of:
-
-- the matrix products of all layers, by number of rows;
-- the LM head, by number of answers (rows whose logits are computed);
-- attention, by number of positions (tokens whose keys and values are read), and by number of pairs
-  of a row and a position that the row sees;
-- the calls of the LoRA operator, if any adapter is applied;
-- each applied adapter, once for reading its weights and once per row.
-
-Two factors correct this sum: the pace, which is the ratio of measured to predicted time in the last
-few steps, and a factor for the error that remains in steps of the same kind. The overhead is
-learned only from the steps of this run, because the profile does not contain it (decision 42).
+Two factors correct this sum. One is the pace, measured over predicted time of the last few steps.
+The other is learned for each kind of step. The overhead of a step (scheduling, sampling, outputs)
+is learned only from the steps of this run (decision 42).
 """
 
 from __future__ import annotations
@@ -32,33 +24,16 @@ from vlora.engine.policies.base import Candidate
 from vlora.ids import BASE
 
 MAX_ERRORS = 512
-"""Number of latest step predictions whose errors are kept."""
-PACE_WEIGHT = 0.4
-"""Weight of a new measurement in the pace. It is large because other processes on the machine
-change the pace within seconds.
-"""
+PACE_WEIGHT = 0.4  # Large, because other processes change the pace within seconds.
 KIND_WEIGHT = 0.05
-"""Weight of a new measurement in the factor of a kind of steps, which is stable."""
 MERGE_WEIGHT = 0.1
-"""Weight of a new measurement in the factor of merges."""
-KIND_PRIOR = 2
-"""Number of assumed measurements with ratio 1 that the factor of each kind starts with."""
-OVERHEAD_FORGETTING = 0.02
-"""Forgetting factor of the step-overhead estimate: each new step reduces the weight of all earlier
-steps by this fraction.
-"""
+KIND_PRIOR = 2  # Assumed measurements with ratio 1 that each kind starts with.
+OVERHEAD_FORGETTING = 0.02  # Each step reduces the weight of all earlier ones by this fraction.
+# A measured overhead is clipped to OUTLIER_FACTOR times the expected one, or to OUTLIER_SECONDS if
+# that is longer: the machine was busy with something else.
 OUTLIER_FACTOR, OUTLIER_SECONDS = 3.0, 1e-3
-"""A measured overhead is clipped to OUTLIER_FACTOR times the expected overhead, or to
-OUTLIER_SECONDS if that is longer. A longer overhead means that the machine was busy with something
-else.
-"""
-
+# A step's kind: bit length of its rows, whether a request has several, whether adapters apply.
 StepKind = tuple[int, ...]
-"""Kind of a step. Predictions for steps of the same kind have similar errors.
-
-It consists of the bit length of the number of rows, whether any request has several rows, and
-whether any adapter is applied.
-"""
 
 
 @dataclass
@@ -76,7 +51,6 @@ class RatioEstimate:
     samples: int = 0
 
     def learn(self, ratio: float) -> None:
-        """Add a measurement: a measured time divided by its prediction."""
         self.samples += 1
         self.log += max(self.weight, 1 / self.samples) * (math.log(ratio) - self.log)
 
@@ -97,8 +71,8 @@ class StepOverhead:
     """
 
     weight: float = 0.0
+    # Weighted sums of requests, requests², seconds, and requests × seconds.
     sums: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    """Weighted sums of requests, requests², seconds, and requests × seconds."""
     fixed: float = 0.0
     per_request: float = 0.0
 
@@ -107,10 +81,8 @@ class StepOverhead:
         return self.fixed + self.per_request * requests
 
     def learn(self, requests: int, seconds: float) -> None:
-        """Add the measured overhead of a step, in seconds."""
         if self.weight > 0.0:
-            limit = max(OUTLIER_SECONDS, OUTLIER_FACTOR * self.seconds(requests))
-            seconds = min(seconds, limit)
+            seconds = min(seconds, max(OUTLIER_SECONDS, OUTLIER_FACTOR * self.seconds(requests)))
         terms = (requests, requests**2, seconds, requests * seconds)
         retained = 1.0 - OVERHEAD_FORGETTING
         self.weight = retained * self.weight + 1.0
@@ -134,8 +106,8 @@ class Corrections:
     pace: RatioEstimate = field(default_factory=lambda: RatioEstimate(PACE_WEIGHT))
     merges: RatioEstimate = field(default_factory=lambda: RatioEstimate(MERGE_WEIGHT))
     overhead: StepOverhead = field(default_factory=StepOverhead)
+    # Relative errors of the latest step predictions.
     errors: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_ERRORS))
-    """Relative errors of the latest step predictions."""
     _kinds: dict[StepKind, RatioEstimate] = field(default_factory=dict)
 
     def factor(self, kind: StepKind) -> float:
@@ -153,7 +125,6 @@ class Corrections:
 class Part(NamedTuple):
     """One request's part of a step: `rows` new tokens after `context` earlier ones.
 
-    slot: slot of the request's adapter, or BASE.
     answered: whether the step computes the logits of the last row.
     """
 
@@ -164,11 +135,7 @@ class Part(NamedTuple):
 
 
 class AdapterSize(NamedTuple):
-    """Size of an adapter.
-
-    factors: number of elements of A and B over all matrices.
-    product: number of multiplications of the product B·A over all matrices.
-    """
+    """Elements of A and B (`factors`) and multiplications of B·A (`product`), over all matrices."""
 
     factors: int
     product: int
@@ -178,19 +145,14 @@ class AdapterSize(NamedTuple):
 class Profile:
     """Measured times for one machine, model and dtype, in seconds.
 
-    products: pairs (rows, seconds), ordered by rows: the time of a step with this many rows, one
-        answer, no adapter and no context. It includes the LM head for one answer.
-    head: number of weights in the LM head, divided by the number of all other weights. It gives the
-        share of the LM head in the time of one row.
+    products: (rows, seconds) by rows, of a step with one answer, without adapter and context.
+    head: weights of the LM head, divided by all other weights: its share in the time of one row.
     answer: time per answer in addition to the LM head.
     position: time to read the keys and values of one position.
     pair: time per pair of a row and a position to which the row attends.
-    lora_calls: time of the operator's calls in a step, without reading or applying adapters. There
-        is one call per group of projections if any adapter is applied.
-    adapter_element: time to read one element of an adapter in a step.
-    adapter_element_row: time to apply one element of an adapter to one row.
-    merge: (fixed time, time per multiplication of B·A) of adding an adapter to the weights or of
-        subtracting one.
+    lora_calls: time of the operator's calls in a step that applies any adapter.
+    adapter_element, adapter_element_row: time to read one element, and to apply it to one row.
+    merge: (fixed time, time per multiplication of B·A) of adding or subtracting an adapter.
     """
 
     products: tuple[tuple[int, float], ...]
@@ -208,14 +170,10 @@ class Profile:
 class CostModel:
     """Predicted durations of an engine's steps and switches, in seconds.
 
-    profile: measured times of this machine and model.
-    sizes: function from slot to adapter size.
-    merged_slot: function that returns the slot whose merged weights are in memory, active or not;
-        BASE if there are none.
-    can_merge: function that returns whether the adapter in a slot may be merged.
+    sizes, can_merge: return the size of the adapter in a slot, and whether it may be merged.
+    merged_slot: returns the slot whose merged weights are in memory, active or not, or BASE.
     in_place: whether merging changes the base weights, so that each merge must be undone.
     calibrated: whether the profile was measured on this machine.
-    corrections: corrections of the profile, learned from the steps of this run.
     """
 
     profile: Profile
@@ -228,7 +186,6 @@ class CostModel:
     _product_seconds: dict[int, float] = field(default_factory=dict, init=False, repr=False)
 
     def use(self, profile: Profile) -> None:
-        """Replace the profile by one that was measured on this machine."""
         self.profile = profile
         self.calibrated = True
         self._product_seconds.clear()
@@ -236,10 +193,7 @@ class CostModel:
     # -- steps and switches ------------------------------------------------------------------
 
     def predict(self, parts: Sequence[Part], live: int) -> float:
-        """Return the predicted seconds from the end of the previous step to the end of this step.
-
-        live: slot whose adapter is merged into the active weights, or BASE.
-        """
+        """Return the predicted seconds of a step with `live` merged, with its overhead."""
         uncorrected, kind = self._uncorrected(parts, live)
         overhead = self.corrections.overhead.seconds(len(parts))
         return uncorrected * self.corrections.factor(kind) + overhead
@@ -247,10 +201,9 @@ class CostModel:
     def record(
         self, parts: Sequence[Part], live: int, forward: float, overhead: float = 0.0
     ) -> float:
-        """Learn from a measured step, and return the seconds that were predicted for it.
+        """Learn from the measured seconds of a step, and return those that were predicted for it.
 
-        forward: measured seconds of the forward pass.
-        overhead: measured seconds of the rest of the step.
+        forward, overhead: seconds of the forward pass, and of the rest of the step.
         """
         uncorrected, kind = self._uncorrected(parts, live)
         factor = self.corrections.factor(kind)
@@ -277,13 +230,11 @@ class CostModel:
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
         overhead = self.corrections.overhead.seconds(1)
+        # (Seconds per step, seconds per row) of the adapters applied to a request, by the request's
+        # slot.
         adapters: dict[int, tuple[float, float]] = {}
-        """(Seconds per step, seconds per row) of the adapters applied to a request, by the
-        request's slot.
-        """
+        # (Seconds of the products, correction factor) by (number of rows, whether adapters apply).
         products: dict[tuple[int, bool], tuple[float, float]] = {}
-        """(Seconds of the products, correction factor) by (number of rows, whether adapters apply).
-        """
         position, pair = self.profile.position, self.profile.pair
         seconds = []
         for r in ready:
@@ -320,11 +271,9 @@ class CostModel:
         )
 
     def merges(self, live: int, to: int) -> set[int]:
-        """Return the slots whose products B·A a switch adds to the weights or subtracts from them.
+        """Return the slots whose products B·A a switch adds to or subtracts from the weights.
 
-        If merging is in place, the live adapter is subtracted, and then the new one is added.
-        Otherwise, only the new adapter is added. A switch to the base or to merged weights that are
-        still in memory then needs no product.
+        Weights that are still in memory need no product, and in-place merges are first undone.
         """
         if to == live:
             return set()
@@ -342,10 +291,9 @@ class CostModel:
         return layers + heads + answers * self.profile.answer
 
     def overhead(self, requests: int) -> float:
-        """Return the expected overhead of a step, at the speed that the machine had at calibration.
+        """Return the expected overhead of a step at the pace of the calibration.
 
-        All times that policies get are at this speed, so a policy can add them up. The expected
-        time of a step is the sum multiplied by the present pace.
+        All times that policies get are at this pace, so a policy can add them up.
         """
         return self.corrections.overhead.seconds(requests) / self.corrections.pace.factor
 
@@ -355,15 +303,12 @@ class CostModel:
         return profile.position * (context + rows) + profile.pair * rows * (context + rows / 2)
 
     def lora_calls(self) -> float:
-        """Return the fixed time of calling the LoRA operator in a step that applies any adapter."""
         return self.profile.lora_calls
 
     def read_adapter(self, slot: int) -> float:
-        """Return the time that a step needs to read an adapter."""
         return 0.0 if slot == BASE else self.profile.adapter_element * self.sizes(slot).factors
 
     def apply_adapter(self, slot: int, rows: int) -> float:
-        """Return the time of applying an adapter to this number of rows."""
         if slot == BASE:
             return 0.0
         return self.profile.adapter_element_row * self.sizes(slot).factors * rows
@@ -398,21 +343,15 @@ class CostModel:
 
 
 def applied_adapters(slot: int, live: int) -> set[int]:
-    """Return the slots of the adapters that the LoRA operator applies to the rows of a request.
+    """Return the slots of the adapters that the operator adds to or subtracts from a row.
 
-    slot: slot of the request's adapter, or BASE.
-    live: slot of the adapter in the active weights, or BASE.
-
-    If both are equal, nothing is applied. Otherwise the request's adapter is added and the live
-    adapter is subtracted. BASE is never in the set.
+    Nothing is applied if the slot of the row's request is the live one. BASE is never in the set.
     """
     return set() if slot == live else {slot, live} - {BASE}
 
 
 def rows_by_adapter(rows_of: Mapping[int, int], live: int) -> Mapping[int, int]:
     """Return the number of rows to which the LoRA operator applies each adapter, by slot.
-
-    The live adapter counts for each row from which it is subtracted, not for rows that use it.
 
     rows_of: number of rows of the requests of each slot.
     """
@@ -428,10 +367,7 @@ def _kind(rows: int, requests: int, *, adapted: bool) -> StepKind:
 
 
 def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:
-    """Return the seconds for these rows by linear interpolation between (rows, seconds) knots.
-
-    Beyond the last knot, the line through the last two continues.
-    """
+    """Return the seconds for these rows by linear interpolation and extrapolation of the knots."""
     i = min(max(bisect.bisect_left(knots, (rows,)), 1), len(knots) - 1)
     if i == 0:
         return knots[0][1] * max(1.0, rows / knots[0][0])
@@ -440,12 +376,10 @@ def _interpolate(knots: Sequence[tuple[int, float]], rows: int) -> float:
 
 
 def guess(elements: int, itemsize: int, head: int, *, stored: int = 0) -> Profile:
-    """Return a profile for a CPU with 10 GB/s and 50 GFLOP/s, for use before anything is measured.
+    """Return a profile for a CPU with 10 GB/s and 50 GFLOP/s, for use before one is measured.
 
-    elements: number of weights in the matrices of the layers.
-    itemsize: bytes per weight.
-    head: number of weights of the LM head.
-    stored: bytes of the matrices of the layers if they are quantized, else 0.
+    elements, head: numbers of weights in the layers' matrices, and in the LM head.
+    stored: bytes of the layers' matrices if they are quantized, else 0.
     """
     read, compute = (stored or elements * itemsize) / 1e10, 2 * elements / 5e10
     rows = (1, 4, 16, 64, 256)

@@ -63,17 +63,13 @@ class Engine:
         self._requests = InFlightRequests()
         self._held_rows = HeldRows()
         self._statistics = EngineStatistics(parts)
+        # Time at which the last step ended, or None if the engine has been idle since.
         self._busy_since: float | None = None
-        """Time at which the last step ended, or None if the engine has been idle since."""
-        self._stalled = False
-        """True if the last step had nothing to compute."""
+        self._stalled = False  # True if the last step had nothing to compute.
         self.adapters.tiers.on_evict = self._on_evict
 
     def calibrate(self, *, force: bool = False) -> None:
-        """Load or measure the profile of the cost model. Call this before the first request.
-
-        force: measure even if a profile of this machine is stored.
-        """
+        """Load the cost model's profile, or measure it. Call this before the first request."""
         assert self.pool.kv == 0, "calibrating writes to pages"
         pages = self.pool.allocate(self.pool.free) or []
         block = self.memory.block_size
@@ -272,12 +268,7 @@ class Engine:
         return outputs
 
     def _record(self, plan: StepPlan, started: float, seconds: float, *, learn: bool) -> None:
-        """Record the duration of a step.
-
-        started: end of the previous step (beginning of this step if the engine was idle), plus the
-            duration of the switch, which is recorded separately.
-        seconds: duration of its forward pass. The rest of the step is overhead.
-        """
+        """Record a step that began at `started`, with `seconds` of its forward pass."""
         now = self._clock()
         if not self.idle:
             self._busy_since = now

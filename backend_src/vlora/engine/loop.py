@@ -24,14 +24,9 @@ from vlora.request import MIN_STOPPABLE_ID, Output, OutputSink, Request, coalesc
 
 log = logging.getLogger(__name__)
 
-FATAL_EXIT = 70
-"""Exit code of a process whose engine cannot continue (EX_SOFTWARE in sysexits.h)."""
-
-STALL_SECONDS = 0.05
-"""Interval at which deadlines are checked while all requests wait for adapters."""
-
-LAST_OUTPUTS_SECONDS = 5.0
-"""Maximum time for sending the last outputs of a failed engine before its process ends."""
+FATAL_EXIT = 70  # Exit code of a process whose engine cannot continue (EX_SOFTWARE in sysexits.h).
+STALL_SECONDS = 0.05  # Interval of checking deadlines while all requests wait for adapters.
+LAST_OUTPUTS_SECONDS = 5.0  # Maximum time for sending the last outputs of a failed engine.
 
 
 class EngineLoop:
@@ -56,27 +51,21 @@ class EngineLoop:
         table: RequestTable | None = None,
         end_process: Callable[[int], object] = os._exit,
     ) -> None:
-        """Start the threads.
-
-        max_waiting: maximum number of admitted requests that do not run yet.
-        table: table of the model's requests, new by default.
-        """
         self._engine = engine
         self._max_waiting = max_waiting
         self._end_process = end_process
         self.table = RequestTable() if table is None else table
         self._wake = self.table.changed
         self._inbox: deque[Callable[[], list[Output]]] = deque()
-        self._in_engine = 0
-        """Number of requests of the table that were added to the engine."""
+        self._in_engine = 0  # Requests of the table that were added to the engine.
         self._accepting = True
         self._stopping = False
         self._failed = False
         self._outbox: queue.SimpleQueue[list[Output] | None] = queue.SimpleQueue()
         self._responses = threading.Thread(target=self._respond, name="responses", daemon=True)
         self._steps = threading.Thread(target=self._run, name="engine", daemon=True)
+        # Called on the response thread after each round of outputs.
         self.after_outputs: Callable[[], None] = lambda: None
-        """Called on the response thread after each round of outputs."""
         engine.adapters.workers.on_post = self._on_adapters_changed
         engine.watch.start(engine.adapters.folders.stamps)
         self._responses.start()
@@ -86,9 +75,7 @@ class EngineLoop:
     def from_options(
         cls, options: Options, adapter_names: Mapping[str, str] | None = None
     ) -> EngineLoop:
-        """Load the checkpoint and the adapters (name → folder, as in `multi_lora.json`), and return
-        the started loop.
-        """
+        """Load the checkpoint and the adapters (name → folder), and return the started loop."""
         torch.set_num_threads(cores.split_threads(options).engine)
         engine = Engine(options, adapter_names)
         if engine.scheduler.policy.uses_costs:
@@ -195,9 +182,7 @@ class EngineLoop:
         return self._engine.stats()
 
     def shutdown(self, drain_seconds: float) -> None:
-        """Refuse new requests, wait up to `drain_seconds` for the admitted ones, then cancel the
-        rest.
-        """
+        """Refuse new requests, let admitted ones finish for `drain_seconds`, cancel the rest."""
         with self._wake:
             self._accepting = False
             self._wake.notify_all()
@@ -266,9 +251,7 @@ class EngineLoop:
                 self._in_engine += 1
 
     def _fail(self, thread: str) -> None:
-        """Stop accepting requests. The response thread then answers all requests that have not yet
-        ended, and ends the process.
-        """
+        """Refuse requests. The response thread answers all that have not ended, and then exits."""
         log.critical("%s failed; the process ends with code %d", thread, FATAL_EXIT, exc_info=True)
         with self._wake:
             self._failed = self._stopping = True

@@ -1,8 +1,6 @@
 """The engine's memory: one pool of pages for keys and values, cached prefixes and adapters.
 
-This module connects the pool, the KV storage, the prefix cache and the adapter store. It loads the
-adapters that waiting requests need, and packs them: copies them into contiguous pages of the pool.
-It handles sequences, but not steps.
+It also loads and packs the adapters that waiting requests need.
 """
 
 from __future__ import annotations
@@ -27,26 +25,14 @@ from vlora.memory.prefix import PrefixCache
 from vlora.model.decoder import lora_groups
 from vlora.model.decoder_config import DecoderConfig
 
-# Check at the start that an engine fits the memory of its GPU.
-
-
-MAX_AUTO_BYTES = 1 << 30
-"""Maximum size in bytes of the adapters' pages if `adapter_pool_bytes` is "auto"."""
-
+MAX_AUTO_BYTES = 1 << 30  # The adapters' pages if `adapter_pool_bytes` is "auto".
+# A request's wait for its adapter's pages, after which newer ones must wait for it, because they
+# could take every page that becomes free.
 PATIENCE_SECONDS = 2.0
-"""Seconds that a request may wait for pages for its adapter before newer requests are held back.
-
-The newer requests then wait until this one begins. Otherwise they could take every page that
-becomes free.
-"""
 
 
 def pages_for_adapters(options: Options, page_bytes: int, needed: int) -> int:
-    """Return the number of pages to add to the pool for adapters.
-
-    page_bytes: bytes per page.
-    needed: number of pages that all known adapters need together.
-    """
+    """Return the number of pages to add for adapters, of which all known ones need `needed`."""
     if options.adapter_pool_bytes != AUTO:
         return -(-options.adapter_pool_bytes // page_bytes)
     return min(needed, MAX_AUTO_BYTES // page_bytes)
@@ -64,36 +50,27 @@ class EngineMemory:
         max_model_len: int,
         device: Device = HOST,
     ) -> None:
-        """Allocate the pages on `device`.
-
-        adapters: store that has read its adapters. They are not packed until `attach`.
-        max_model_len: maximum number of tokens of a request, whatever its adapter.
-        """
+        """Allocate the pages on `device`. The adapters are not packed until `attach`."""
         self._adapters = adapters
         self._max_model_len = max_model_len
-        self._stuck: Sequence | None = None
-        """Oldest waiting request whose adapter got no pages in some step, or None."""
+        self._stuck: Sequence | None = None  # Oldest waiting request whose adapter got no pages.
         self._stuck_since = 0.0
         self.block_size = options.block_size
+        # Time of arrival; requests that arrived later may not begin.
         self.arrival_cutoff = math.inf
-        """Time of arrival; requests that arrived later may not begin."""
         for matrices in lora_groups(config.layers):
             adapters.slots.group(matrices)
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim
         self._page_bytes = page_bytes(*layout, dtype, device.page_layout)
-        self._adapter_pages = self._pages_for_adapters(options)
-        kv_pages = options.kv_cache_tokens // self.block_size
-        self.pool = PagePool(kv_pages + self._adapter_pages)
+        handles = (adapters.handle(name) for name in adapters.names())
+        needed = sum(self._run_length(handle) for handle in handles)
+        self._adapter_pages = pages_for_adapters(options, self._page_bytes, needed)
+        self.pool = PagePool(options.kv_cache_tokens // self.block_size + self._adapter_pages)
         self.kv_cache = KVCache(self.pool.total, *layout, dtype, device)
         self.pool.movers.append(self.kv_cache.move)
         self.prefix = None
         if options.enable_prefix_caching:
             self.prefix = PrefixCache(self.pool, self.kv_cache.is_finite)
-
-    def _pages_for_adapters(self, options: Options) -> int:
-        handles = (self._adapters.handle(name) for name in self._adapters.names())
-        needed = sum(self._run_length(handle) for handle in handles)
-        return pages_for_adapters(options, self._page_bytes, needed)
 
     def _run_length(self, handle: AdapterHandle) -> int:
         return Run.length(self._adapters.tiers.packed_bytes(handle), self._page_bytes)
@@ -103,14 +80,12 @@ class EngineMemory:
         self._adapters.attach(self.pool, self.kv_cache, self._adapter_pages)
 
     def table(self) -> BlockTable:
-        """Return a new block table for one sequence."""
         return BlockTable(self.pool, self.block_size, self.prefix)
 
     def context(self, handle: AdapterHandle | None) -> int:
-        """Return the maximum number of tokens of a request with this adapter.
+        """Return the maximum number of tokens of a request with this adapter in the pool.
 
-        This is `max_model_len` or, if less, the number of tokens that fit into the pool beside the
-        adapter. Raises InvalidArgument if the adapter leaves no page for keys and values.
+        Raises InvalidArgument if the adapter leaves no page for keys and values.
         """
         pages = 0 if handle is None else self._run_length(handle)
         if pages >= self.pool.total:
@@ -128,11 +103,8 @@ class EngineMemory:
     ) -> list[tuple[str, VLoraError]]:
         """Load and pack the adapters of waiting requests, in order of arrival.
 
-        queue: waiting requests. Those whose adapter was replaced get its present version.
-        running: number of requests that hold pages.
-        now: seconds on the engine's clock.
-
-        Returns (request id, error) of the requests whose adapter was removed or cannot be loaded.
+        Requests whose adapter was replaced get its present version. Returns (request id, error) of
+        those whose adapter was removed or cannot be loaded.
         """
         self._adapters.tiers.residents.protected_slot = BASE
         self._adapters.apply()
@@ -148,10 +120,8 @@ class EngineMemory:
     def _update_cutoff(self, queue: WaitingQueue, stuck: Sequence | None, now: float) -> None:
         """Hold back newer requests if the oldest stuck one has waited PATIENCE_SECONDS.
 
-        stuck: oldest request whose adapter got no pages in this step, or None.
-
-        A request counts as stuck until it begins, even if its adapter gets pages earlier: it still
-        needs pages for its prompt, and until it gets them, its adapter may be evicted again.
+        A request is stuck until it begins, even if its adapter gets pages earlier: until it gets
+        pages for its prompt, its adapter may be evicted again.
         """
         known = (s for s in (self._stuck, stuck) if s is not None and s in queue.by_arrival)
         oldest = min(known, key=lambda s: s.arrival, default=None)
@@ -161,9 +131,9 @@ class EngineMemory:
         self.arrival_cutoff = math.inf if oldest is None or patient else oldest.arrival
 
     def _resolve(self, queue: WaitingQueue) -> Iterable[tuple[str, VLoraError]]:
-        """Set the adapter of each waiting request to the adapter's present version.
+        """Set each waiting request's adapter to its present version, unless it holds an older one.
 
-        Yields (request id, error) where this fails. A request keeps a version that it holds.
+        Yields (request id, error) where this fails.
         """
         for sequence in queue.by_arrival:
             adapter = sequence.adapter
@@ -189,9 +159,7 @@ class EngineMemory:
         queue.use_adapter(sequence, handle)
 
     def evicted(self, handle: AdapterHandle) -> None:
-        """Mark the prefix blocks of an evicted adapter, so that they are evicted before
-        all others.
-        """
+        """Mark an evicted adapter's prefix blocks as the first to evict."""
         if self.prefix is not None:
             for scope in scopes_of(handle):
                 self.prefix.evict_first(scope)
@@ -202,9 +170,7 @@ class EngineMemory:
             sequence.table.relocate(moves)
 
     def check_integrity(self, running: Iterable[Sequence]) -> None:
-        """Raise AssertionError unless every page is accounted for, and the pages counted as KV are
-        those of the running sequences.
-        """
+        """Raise AssertionError unless all pages are accounted for; running sequences hold KV's."""
         self.pool.check_integrity()
         if self.prefix is not None:
             self.prefix.check_integrity()

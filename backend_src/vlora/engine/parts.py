@@ -41,7 +41,6 @@ log = logging.getLogger(__name__)
 class EngineParts:
     """The components of an engine.
 
-    max_model_len: maximum number of tokens of a request.
     merge_is_lossy: whether merged weights are rounded to a type of 16 bits.
     """
 
@@ -112,12 +111,9 @@ def load_parts(options: Options, adapter_names: Mapping[str, str]) -> EnginePart
 
 
 def engine_device(options: Options, *, quantized: bool = False) -> Device:
-    """Return the device that the option `device` selects.
+    """Return the device that `device` selects; for quantized weights, "auto" selects the CPU.
 
-    quantized: whether the decoder's weights are quantized. For these, "auto" selects the CPU.
-
-    Raises InvalidArgument if the option names a GPU that cannot be used, or any GPU if the weights
-    are quantized.
+    Raises InvalidArgument if the GPU cannot be used, or the weights are quantized.
     """
     device = open_device(options.device, options.engine_memory_share)
     if quantized and device is not HOST:
@@ -133,7 +129,6 @@ def engine_device(options: Options, *, quantized: bool = False) -> Device:
 def _load_weights(
     options: Options, adapter_names: Mapping[str, str], config: DecoderConfig, dtype: torch.dtype
 ) -> tuple[Device, DecoderWeights]:
-    """Return the device and, on it, the weights, once it is known that they can be served."""
     if options.max_num_batched_tokens < options.max_num_seqs:
         raise InvalidArgument(
             f"'max_num_batched_tokens' = {options.max_num_batched_tokens} must be at least"
@@ -183,13 +178,7 @@ def _limit_merging(
     *,
     reserve: bool,
 ) -> None:
-    """Set the limit of memory for merged weights.
-
-    If no adapter can be merged, log the reason. Otherwise, if the device commits memory at once,
-    allocate the merged weights now.
-
-    reserve: whether the options and the policy allow merging.
-    """
+    """Set the limit of memory for merged weights, which are allocated now if `reserve`."""
     switcher.memory = options.merged_weights_bytes
     if switcher.memory is None and (left := device.available_bytes()) is not None:
         # Pages and factors are going to be used but still count as available.

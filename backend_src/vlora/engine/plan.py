@@ -11,31 +11,22 @@ from vlora.model.chunk import Chunk
 
 
 class Mode(StrEnum):
-    """Inference mode of a step (§4.4 of the paper).
+    """Inference mode of a step (§4.4 of the paper), by the live adapter and those of the rows."""
 
-    It is derived from the live adapter, which is merged into the active weights, and the adapters
-    of the rows.
-    """
-
-    MERGED = "merged"
-    """All rows use the live adapter, so the LoRA operator has nothing to add."""
+    MERGED = "merged"  # All rows use the live adapter, so the LoRA operator has nothing to add.
+    # The operator subtracts the live adapter from other rows, and adds their own (deLoRA).
     MIXTURE = "mixture"
-    """Some rows do not use the live adapter. The LoRA operator subtracts the live adapter from
-    these rows and adds their own (deLoRA).
-    """
-    UNMERGED = "unmerged"
-    """Each row's own adapter is added, because no adapter is live."""
+    UNMERGED = "unmerged"  # Each row's own adapter is added, because no adapter is live.
 
 
 @dataclass(frozen=True)
 class StepPlan:
     """The decisions of one step.
 
-    chunks: one for each sequence in the step. Chunks of the live adapter come first, then those of
-        the base model, then all others by slot (`ids.order_of`).
+    chunks: one for each sequence in the step, in `ids.order_of`.
     preempted: ids of the sequences that lost their pages to others.
     live: slot of the adapter that is merged into the active weights, or BASE.
-    cached: number of tokens taken from the prefix cache by the sequences that begin in this step.
+    cached: tokens from the prefix cache of the sequences that begin in this step.
     """
 
     chunks: tuple[Chunk, ...]
@@ -52,7 +43,6 @@ class StepPlan:
 
     @property
     def parts(self) -> list[Part]:
-        """The chunks in the form that the cost model takes."""
         return [Part(c.slot, len(c.tokens), c.start, c.completes) for c in self.chunks]
 
     @property
@@ -66,5 +56,4 @@ class StepPlan:
 
     @property
     def decode_rows(self) -> int:
-        """Number of rows that belong to an answer, not to a prompt."""
         return sum(chunk.decodes for chunk in self.chunks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,11 +26,9 @@ from vlora.structured.grammars import Grammars, tokenizer_data
 
 
 class LogitsRow(NamedTuple):
-    """Logits of one row of a step.
+    """Logits of one row of a step: the token drawn from them, or [vocabulary] float32.
 
     finite: whether all logits are finite.
-    token: token drawn from the logits; None if the request's own sampler must draw it.
-    logits: [vocabulary] float32 if `token` is None, else None.
     """
 
     finite: bool
@@ -39,11 +37,7 @@ class LogitsRow(NamedTuple):
 
 
 class RequestState:
-    """Everything about one in-flight request that has passed all checks.
-
-    It owns the sequence that the scheduler sees. It also holds the text and the sampling state,
-    which preemption does not change.
-    """
+    """An in-flight request that has passed all checks: its sequence, text and sampling state."""
 
     def __init__(
         self,
@@ -52,14 +46,10 @@ class RequestState:
         vocabulary: Vocabulary,
         grammar: Grammar | None = None,
     ) -> None:
-        """Make the state of a request that is not queued yet.
-
-        grammar: grammar that the answer must follow, or None. The engine releases it.
-        """
         params = sequence.request.sampling
         self.grammar = grammar
+        # State of the grammar after the answer's tokens so far; None before the first step.
         self.matcher: Matcher | None = None
-        """State of the grammar after the answer's tokens so far; None before the first step."""
         self.sequence = sequence
         self.sampler = sampler
         self._stream = TextStream(vocabulary, params.stop, params.include_stop_str_in_output)
@@ -79,12 +69,10 @@ class RequestState:
             self._first_scheduled = now
 
     def drawn(self, row: LogitsRow, now: float) -> Output:
-        """Append the next token and return its output.
+        """Append the next token and return its output, or the last one of a complete structure.
 
-        If a structured answer is complete already, no token is drawn, and the output ends the
-        request. Otherwise the mask of a structured request must be ready.
-
-        Raises InvalidArgument or Internal if the logits are not finite.
+        The mask of a structured request must be ready. Raises InvalidArgument or Internal if the
+        logits are not finite.
         """
         matcher = self.matcher
         if matcher is not None and matcher.stopped:
@@ -98,10 +86,11 @@ class RequestState:
         text, finish_reason = self._read(token)
         if matcher is not None and finish_reason is None:
             matcher.advance(token)
-        return self._output(now, text, (token,), logprobs, finish_reason)
+        return self._output(
+            now, text=text, token_ids=(token,), logprobs=logprobs, finish_reason=finish_reason
+        )
 
     def _draw(self, row: LogitsRow) -> tuple[int, tuple[tuple[TokenLogprob, ...], ...] | None]:
-        """Draw a token with the request's own sampler; return it with its log probabilities."""
         assert row.logits is not None
         sequence = self.sequence
         draw = self.sampler.draw(
@@ -134,10 +123,9 @@ class RequestState:
         return text, None
 
     def scored(self, values: torch.Tensor, now: float) -> Output:
-        """Return the final output of a request that the adapter's vision task head answers.
+        """Return the last output of a request that the vision task head answers.
 
-        values: [classes] float32, the head's outputs before softmax.
-        now: seconds on the engine's clock.
+        values: [classes] float32, before softmax.
 
         Raises InvalidArgument if the values are not finite.
         """
@@ -145,12 +133,10 @@ class RequestState:
             raise self._not_finite()
         self._first_token = now
         assert self._adapter is not None, "a head belongs to an adapter"
-        scores = torch.softmax(values, dim=0)
-        head = HeadScores(self._adapter.head_labels, tuple(scores.tolist()))
+        head = HeadScores(self._adapter.head_labels, tuple(torch.softmax(values, dim=0).tolist()))
         return self._output(now, text=head.best, head=head, finish_reason="stop")
 
     def _not_finite(self) -> VLoraError:
-        """Return the error for a row whose logits are not finite, which names the cause."""
         # Other requests must not compute with these keys and values.
         self.sequence.table.discard_shared()
         if self._adapter is not None:
@@ -165,30 +151,16 @@ class RequestState:
     def ended(self, error: VLoraError, now: float) -> Output:
         return self._output(now, error=error)
 
-    def _output(
-        self,
-        now: float,
-        text: str = "",
-        token_ids: tuple[int, ...] = (),
-        logprobs: tuple[tuple[TokenLogprob, ...], ...] | None = None,
-        finish_reason: str | None = None,
-        error: VLoraError | None = None,
-        head: HeadScores | None = None,
-    ) -> Output:
+    def _output(self, now: float, **content: Any) -> Output:
         sequence, adapter = self.sequence, self._adapter
         arrival = sequence.arrival
-        finished = finish_reason is not None or error is not None
+        finished = "error" in content or content.get("finish_reason") is not None
         return Output(
             sequence.id,
-            text,
-            token_ids,
-            logprobs,
-            finish_reason,
-            error,
+            **content,
             num_input_tokens=sequence.prompt_length,
             num_output_tokens=sequence.output_length,
             num_cached_tokens=min(sequence.cached, sequence.prompt_length),
-            head=head,
             adapter=None if adapter is None else adapter.name,
             adapter_digest=None if adapter is None else adapter.digest,
             timings=Timings(
@@ -201,11 +173,7 @@ class RequestState:
 
 
 class Admission:
-    """Checks requests and creates the `RequestState` objects that the engine queues. Thread-safe.
-
-    merge_is_lossy: whether merged weights are rounded to a type of 16 bits (see
-        `engine.sequence.mode_of`).
-    """
+    """Checks requests and creates the `RequestState`s that the engine queues. Thread-safe."""
 
     def __init__(
         self,
@@ -233,10 +201,9 @@ class Admission:
         )
 
     def prepare(self, request: Request) -> RequestState:
-        """Check a request, tokenize its prompt and return its state, which holds no pages yet.
+        """Check a request, tokenize its prompt, and return its state, which holds no pages yet.
 
-        Compiling the grammar of a structured request may take some seconds. Raises a VLoraError if
-        the request is refused.
+        Raises a VLoraError if the request is refused. Compiling its grammar may take seconds.
         """
         handle = None if request.adapter is None else self._adapters.handle(request.adapter)
         self._check(request)
@@ -290,8 +257,7 @@ class InFlightRequests:
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
-        self._next_deadline = math.inf
-        """Time before which no deadline of these requests passes."""
+        self._next_deadline = math.inf  # Time before which no deadline of these requests passes.
 
     def __getitem__(self, request_id: str) -> RequestState:
         return self._states[request_id]
@@ -304,10 +270,8 @@ class InFlightRequests:
         return tuple(self._states)
 
     def add(self, state: RequestState) -> None:
-        """Add a request; raise ValueError if its id is in use."""
+        """Add a request whose id is not in use."""
         sequence = state.sequence
-        if sequence.id in self._states:
-            raise ValueError(f"request id {sequence.id!r} is in use already")
         self._states[sequence.id] = state
         self._next_deadline = min(self._next_deadline, sequence.deadline)
 

@@ -1,9 +1,7 @@
 """Sampling of a step's tokens, and the rows that wait for a token mask.
 
-Only structured requests have such rows, because their answers must follow a grammar. The grammar's
-process computes the mask of the allowed next tokens during the forward pass, so the mask is nearly
-always ready when the pass ends. If it is late, the row is held with its logits, and its token is
-drawn as soon as the mask arrives. Other requests continue meanwhile.
+A grammar's process computes the mask of a structured request during the forward pass. If it is
+late, the row is held with its logits until the mask arrives, and other requests continue.
 """
 
 from __future__ import annotations
@@ -26,26 +24,17 @@ from vlora.structured.grammar import SLOW_NICENESS, VERY_SLOW_SECONDS, Grammar
 
 log = logging.getLogger(__name__)
 
-GRACE_SECONDS = 0.001
-"""Maximum seconds that a step waits for masks. The step does not wait for a grammar whose last mask
-was late.
-"""
-
-IDLE_SECONDS = 0.005
-"""Maximum seconds that the engine sleeps at a time while held rows are its only work."""
-
-MAX_WAIT_SECONDS = 10.0
-"""Maximum seconds that a row waits for its mask. Then the grammar's process is ended."""
-
-COMPLETE = LogitsRow(finite=True)
-"""Row without logits, for a request whose grammar allows no further token."""
+GRACE_SECONDS = 0.001  # A step's wait for masks, except of grammars whose last mask was late.
+IDLE_SECONDS = 0.005  # Sleep at a time while held rows are the only work.
+MAX_WAIT_SECONDS = 10.0  # A row's wait for its mask, after which the process is ended.
+COMPLETE = LogitsRow(finite=True)  # Row of a request whose grammar allows no further token.
 
 
 class _Held(NamedTuple):
     """A row that waits for its mask.
 
-    since: time at which the wait began, in seconds of `time.monotonic`.
-    processor_seconds: processor time that the grammar's process had used when the wait began.
+    since: start of the wait, on the clock `time.monotonic`.
+    processor_seconds: processor time that the grammar's process had used at the start.
     """
 
     state: RequestState
@@ -55,29 +44,22 @@ class _Held(NamedTuple):
 
 
 class HeldRows:
-    """The matchers of structured requests, and the rows that wait for a mask.
-
-    A matcher is the state of a grammar after the tokens of one request.
-    """
+    """The matchers of structured requests, and the rows that wait for a mask."""
 
     def __init__(self) -> None:
-        self._states: dict[str, RequestState] = {}
-        """Requests with an open matcher, by id."""
+        self._states: dict[str, RequestState] = {}  # Requests with an open matcher, by id.
         self._held: dict[str, _Held] = {}
 
     def __len__(self) -> int:
         return len(self._held)
 
     def begin(self, state: RequestState) -> None:
-        """Open the matcher of a structured request before its first step, and request its first
-        mask.
-        """
+        """Open the matcher of a structured request, which requests its first mask."""
         if state.grammar is not None and state.matcher is None:
             state.matcher = state.grammar.open()
             self._states[state.sequence.id] = state
 
     def end(self, state: RequestState) -> None:
-        """Close the matcher of a request and discard its held row."""
         if self._states.pop(state.sequence.id, None) is not None:
             self._held.pop(state.sequence.id, None)
             assert state.matcher is not None
@@ -119,10 +101,7 @@ class HeldRows:
         return grammar.late
 
     def answerable(self) -> list[tuple[RequestState, LogitsRow]]:
-        """Return the requests that can be answered without a forward pass, each with its row.
-
-        Either the mask of the request's held row has arrived, or the request's answer is complete.
-        """
+        """Return the requests with a complete answer or an arrived mask, each with its row."""
         if not self._states:
             return []
         _receive(self._states.values())
@@ -178,23 +157,16 @@ def _wait(grammars: Iterable[Grammar], seconds: float) -> None:
 class StepRows:
     """The rows of logits of a step, and the tokens drawn from them.
 
-    The tokens of all requests with a batchable sampler (see `TokenSampler.batchable`) are drawn
-    together. On a GPU, the tokens of requests without a structure are drawn and copied to host
-    memory asynchronously, before the masks of structured requests are known. The parameters of
-    these draws are uploaded together with the inputs of the forward pass.
+    Tokens of requests with a batchable sampler are drawn together. On a GPU, those of requests
+    without a structure are drawn and copied asynchronously, before masks are known; the parameters
+    of these draws are uploaded with the inputs of the forward pass.
     """
 
     def __init__(self, states: Sequence[RequestState], vocabulary: int, device: Device) -> None:
-        """Collect the parameters of the draws, before the forward pass.
-
-        states: request of each row, in the order of the rows of logits.
-        vocabulary: number of logits of a row.
-        """
         self.states, self._device = states, device
+        # Rows whose tokens are drawn before it is known whether their logits are finite.
         self._early: list[int] = []
-        """Rows whose tokens are drawn before it is known whether their logits are finite."""
-        self.inputs: list[torch.Tensor] = []
-        """Parameters of the draws, in host memory."""
+        self.inputs: list[torch.Tensor] = []  # Parameters of the draws, in host memory.
         if backends.backend_of("kernels", device.torch_device.type) == "gpu":
             early = [
                 (row, *state.sampler.parameters(state.sequence.known, vocabulary))
@@ -206,15 +178,10 @@ class StepRows:
         self._parameters: Sequence[torch.Tensor] = ()
 
     def place(self, uploaded: Sequence[torch.Tensor]) -> None:
-        """Store the copies of `inputs` that were made on the device."""
         self._parameters = uploaded
 
     def draw(self, logits: torch.Tensor) -> None:
-        """Start to draw the tokens of all rows.
-
-        logits: [rows, vocabulary] float32. Rows of structured requests whose mask is ready are
-            masked in place by `get`.
-        """
+        """Start to draw the tokens of all rows from logits, [rows, vocabulary] float32."""
         self._logits = logits
         columns = list(ops.argmax(logits))
         if self._early:
@@ -229,9 +196,8 @@ class StepRows:
     def get(self) -> list[LogitsRow]:
         """Return the rows with their tokens, in the order of the requests.
 
-        A row has logits instead of a token if its request's own sampler must draw the token later.
-        This is the case if the sampler is not batchable, if the mask of a structured request is not
-        ready, or if drawing the rows together failed.
+        A row has logits instead if its request's own sampler must draw later: if the sampler is not
+        batchable, its mask is not ready, or drawing together failed.
         """
         largest, all_finite, *early = (column.tolist() for column in self._readback.get())
         drawn = dict(zip(self._early, *early, strict=True)) if early else {}

@@ -1,8 +1,6 @@
-"""The scheduler. It decides which sequences the next step computes, and how many tokens of each.
+"""The scheduler: a policy orders the sequences, which then get pages and rows in that order.
 
-A policy chooses the sequences, their order and the live adapter. The scheduler then allocates pages
-and rows in that order. Except for allocating and releasing pages, it is pure: it uses no torch,
-and no clock but the one it is given.
+It uses no torch, and no clock but the one it is given.
 """
 
 from __future__ import annotations
@@ -59,25 +57,17 @@ class Scheduler:
         policy: Policy | None = None,
         protect: Callable[[int], object] = lambda slot: None,
     ) -> None:
-        """Make a scheduler without sequences.
-
-        policy: first come, first served by default.
-        protect: called with the slot of the step's live adapter before pages are allocated, so that
-            this adapter is not evicted for them.
-        """
+        # Called with the step's live adapter, which must not be evicted for pages.
         self._protect = protect
         self._budgets = budgets
         self.policy = policy or UnmergeOnly(budgets.sequences)
-        self.queue = WaitingQueue()
-        """Sequences without pages."""
-        self.running: list[Sequence] = []
-        """Sequences that hold pages, in order of arrival."""
+        self.queue = WaitingQueue()  # Sequences without pages.
+        self.running: list[Sequence] = []  # Sequences that hold pages, in order of arrival.
+        # Number of rows of each sequence in the last step.
         self._last_step: Mapping[Sequence, int] = {}
-        """Number of rows of each sequence in the last step."""
+        # Time of the last call of `schedule`, in seconds on the engine's clock.
         self._last_time = 0.0
-        """Time of the last call of `schedule`, in seconds on the engine's clock."""
-        self.choice = Choice((), BASE)
-        """The policy's last choice."""
+        self.choice = Choice((), BASE)  # The policy's last choice.
 
     @property
     def waiting(self) -> list[Sequence]:
@@ -95,7 +85,6 @@ class Scheduler:
         return sum(sequence not in last_step for sequence in list(self.running))
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a sequence that holds no pages."""
         self.queue.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
@@ -132,11 +121,7 @@ class Scheduler:
         return step.plan(self.choice.live)
 
     def _eligible(self, arrival_cutoff: float) -> list[Sequence]:
-        """Return the sequences that the policy sees, in order of arrival.
-
-        These are all running sequences with tokens to compute, and the first waiting ones in each
-        of the policy's orders.
-        """
+        """Return the running and the first waiting sequences that the policy sees, by arrival."""
         # The limit keeps the work per step from growing with the queue. It is at least the number
         # of free batch slots, because so many sequences can begin without a preemption.
         count = max(self._budgets.candidates, self._budgets.sequences - len(self.running))
@@ -144,10 +129,7 @@ class Scheduler:
         return sorted([*self._computable(), *waiting], key=_arrival)
 
     def _computable(self) -> list[Sequence]:
-        """Return the running sequences that have tokens to compute, in order of arrival.
-
-        The others wait for the mask of their next token.
-        """
+        """Return the running sequences, by arrival, that do not wait for a token mask."""
         return [sequence for sequence in self.running if sequence.missing]
 
     def _fill(self, eligible: list[Sequence]) -> StepBuilder:
@@ -209,11 +191,7 @@ class Scheduler:
                 step.add(sequence)
 
     def _paused(self, chosen: list[Sequence], choice: Choice) -> list[Sequence]:
-        """Return the sequences that may be preempted, in the order in which to preempt them.
-
-        They hold pages and are not chosen. They go by ascending credit; of equal credit, the newest
-        comes first.
-        """
+        """Return the sequences with pages that were not chosen, in the order of preemption."""
         chosen_ids = {s.id for s in chosen}
         paused = [s for s in self.running if s.id not in chosen_ids]
         if not paused:
@@ -226,11 +204,7 @@ class Scheduler:
         return sorted(preemptible, key=lambda s: (credits.get(s.id, 0.0), -s.arrival))
 
     def _admit(self, sequence: Sequence, step: StepBuilder) -> bool:
-        """Give a waiting sequence a batch slot and pages for all its known tokens, if possible.
-
-        The pages are free ones or those of paused sequences that arrived later. Returns whether the
-        sequence is running now.
-        """
+        """Give a waiting sequence a slot and pages, free ones or those of newer paused ones."""
         if not sequence.ready:
             return False  # Its adapter was evicted for the pages of another sequence.
         while len(self.running) >= self._budgets.sequences:
@@ -259,13 +233,7 @@ class Scheduler:
         return bool(newer)
 
     def _grow(self, sequence: Sequence, step: StepBuilder, *, only_paused: bool = False) -> bool:
-        """Allocate pages for the sequence's next row; return whether it got them.
-
-        If too few are free, paused sequences are preempted, then the newest running one, which may
-        be this sequence itself.
-
-        only_paused: preempt only paused sequences.
-        """
+        """Allocate pages for the next row, preempting paused sequences, then the newest ones."""
         while not sequence.table.grow(sequence.known):
             if only_paused and not step.paused:
                 return False
@@ -301,7 +269,6 @@ class StepBuilder:
         self._max_rows = choice.max_rows or {}
 
     def add(self, sequence: Sequence) -> None:
-        """Add the rows that a sequence needs, within the limits of the policy and the step."""
         missing = sequence.next_rows
         rows = min(missing, self._max_rows.get(sequence.id, missing), self.free_rows)
         if rows:
@@ -309,15 +276,11 @@ class StepBuilder:
             self.free_rows -= rows
 
     def remove_preempted(self, sequence: Sequence) -> None:
-        """Remove the rows of a sequence that was preempted, and note its id."""
         self.free_rows += self.rows.pop(sequence, 0)
         self.preempted.append(sequence.id)
 
     def plan(self, live: int) -> StepPlan:
-        """Return the finished step. Its chunks have the order of `ids.order_of`.
-
-        live: slot of the adapter in the active weights of the step, or BASE.
-        """
+        """Return the step with the adapter `live` merged. Its chunks are in `ids.order_of`."""
         chunks: list[Chunk] = []
         row = 0
         by_slot: defaultdict[int, list[Sequence]] = defaultdict(list)
@@ -357,8 +320,8 @@ class WaitingQueue:
             Order.PRIORITY: _SortedSequences(lambda s: (s.priority, s.arrival)),
             Order.DEADLINE: _SortedSequences(lambda s: s.deadline),
         }
+        # The sequences of each adapter, by arrival.
         self._by_adapter: dict[AdapterHandle, _SortedSequences] = {}
-        """The sequences of each adapter that has some, in order of arrival."""
 
     @property
     def by_arrival(self) -> list[Sequence]:
@@ -390,10 +353,7 @@ class WaitingQueue:
     def candidates(
         self, orders: Iterable[Order], count: int, arrival_cutoff: float
     ) -> Iterable[Sequence]:
-        """Return the union of the first `count` ready sequences in each of these orders.
-
-        arrival_cutoff: sequences that arrived later are left out.
-        """
+        """Return the union of the first `count` ready sequences in each order, by the cutoff."""
         found: dict[Sequence, None] = {}
         resident: dict[AdapterHandle, bool] = {}
         for order in orders:
@@ -403,8 +363,7 @@ class WaitingQueue:
 
     def _add_to_adapter(self, sequence: Sequence) -> None:
         if sequence.adapter is not None:
-            held = self._by_adapter.setdefault(sequence.adapter, _SortedSequences(_arrival))
-            held.add(sequence)
+            self._by_adapter.setdefault(sequence.adapter, _SortedSequences(_arrival)).add(sequence)
 
     def _remove_from_adapter(self, sequence: Sequence) -> None:
         if sequence.adapter is not None:
@@ -435,8 +394,7 @@ class _SortedSequences:
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence; raise ValueError if it is missing."""
-        first = bisect.bisect_left(self._keys, self._key(sequence))
-        index = self.items.index(sequence, first)
+        index = self.items.index(sequence, bisect.bisect_left(self._keys, self._key(sequence)))
         del self._keys[index], self.items[index]
 
     def first_ready(
@@ -444,8 +402,7 @@ class _SortedSequences:
     ) -> list[Sequence]:
         """Return the first `count` ready sequences that arrived by `arrival_cutoff`.
 
-        resident: cache of `AdapterHandle.resident`, which this call extends. The search may read
-            the whole queue if few adapters are resident.
+        resident: cache of `AdapterHandle.resident`, which this call extends.
         """
         found: list[Sequence] = []
         for sequence in self.items:

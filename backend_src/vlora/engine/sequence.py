@@ -24,30 +24,23 @@ if TYPE_CHECKING:
     from vlora.request import Request
 
 
+# Modes whose prefix blocks are shared. Those of mixture rows depend on which adapter was live,
+# because it was subtracted from rounded weights.
 SHAREABLE_MODES = ("", "merged")
-"""Weight modes (see `mode_of`) whose prefix blocks are shared between requests.
-
-Blocks of mixture rows are not shared: the live adapter was subtracted from rounded weights, so
-their values depend on which adapter was live.
-"""
 
 
 class Sequence:
     """The scheduling state of one request.
 
     tokens: ids of the known tokens, first those of the prompt.
-    prompt_length: number of tokens of the prompt.
     computed: number of tokens whose keys and values are in `table`.
     cached: number of tokens that the last call of `begin` took from the prefix cache.
-    base_tokens: number of leading tokens that are computed without the adapter. For an activated
-        LoRA, these are the tokens before its last invocation in the prompt, or all tokens without
-        an invocation. For other adapters, the number is 0.
+    base_tokens: number of leading tokens that are computed without the adapter: those before the
+        last invocation of an activated LoRA in the prompt, or all without an invocation.
     held_adapter: version of the adapter that the sequence keeps until it ends, once it has begun.
-    arrival, deadline: seconds on the engine's clock; infinity without a deadline.
-    waiting_since: present time minus the time since the arrival that the sequence was not in a
-        step. It is constant while the sequence waits, so queues can sort by it.
+    waiting_since: present time minus the time since the arrival in which it was not in a step. It
+        is constant while the sequence waits, so queues can sort by it.
     started: whether the sequence was ever in a step.
-    preemptions: number of times that the sequence has lost its pages.
     """
 
     def __init__(
@@ -64,7 +57,6 @@ class Sequence:
     ) -> None:
         """Make a sequence that holds no pages.
 
-        max_tokens: maximum number of tokens of the answer.
         digests: digests of its blocks if they may be shared, else None.
         longest_choice: maximum number of tokens that one of the request's `choices` can need.
         merge_is_lossy: whether merged weights are rounded to a type of 16 bits.
@@ -73,8 +65,8 @@ class Sequence:
         self.id = request.id
         self.priority = request.sampling.priority
         deadline_ms = request.sampling.deadline_ms
+        # Seconds from the arrival to the deadline.
         self._patience = math.inf if deadline_ms is None else deadline_ms / 1e3
-        """Seconds from the arrival to the deadline."""
         self._asked_tokens = None if request.use_head else request.sampling.max_tokens
         self.prompt = prompt
         self.prompt_length = len(prompt.ids)
@@ -84,8 +76,8 @@ class Sequence:
         self._pinned: AdapterHandle | None = None
         self._digests = digests
         self._merge_is_lossy = merge_is_lossy
+        # Weight mode of all computed tokens, or None if they were computed in several modes.
         self._mode: str | None = ""
-        """Weight mode of all computed tokens, or None if they were computed in several modes."""
         self.max_tokens = max_tokens
         self.longest_choice = longest_choice
         self.queue_at(0.0)
@@ -108,7 +100,6 @@ class Sequence:
 
     @property
     def slot(self) -> int:
-        """Slot of the adapter, which must be resident; BASE without an adapter."""
         if self.adapter is None:
             return BASE
         slot = self.adapter.slot
@@ -117,7 +108,6 @@ class Sequence:
 
     @property
     def next_slot(self) -> int:
-        """Slot of the adapter that the next row needs (see `base_tokens`)."""
         return BASE if self.computed < self.base_tokens else self.slot
 
     @property
@@ -133,11 +123,7 @@ class Sequence:
         return self.adapter is None or self.adapter.resident
 
     def begin(self, live: int = BASE) -> None:
-        """Pin the adapter, and reuse cached prefix blocks. Further pages are allocated afterwards.
-
-        live: slot of the adapter in the active weights of the next step. It determines which cached
-            blocks match.
-        """
+        """Pin the adapter, and reuse cached prefix blocks that match the live adapter."""
         if self.adapter is not None:
             self.adapter.pin()
             self._pinned = self.adapter
@@ -151,10 +137,7 @@ class Sequence:
             self.computed, self._mode = self.cached, mode
 
     def advance(self, rows: int, mode: str = "") -> None:
-        """Count computed rows, and add to the prefix cache the full blocks that can be shared.
-
-        mode: weight mode of the rows (see `mode_of`).
-        """
+        """Count computed rows of this mode, and share full blocks through the prefix cache."""
         self._mode = mode if self.computed == 0 or self._mode == mode else None
         self.computed += rows
         if self._mode in SHAREABLE_MODES and self.table.has_unshared_block(self.computed):
@@ -176,7 +159,6 @@ class Sequence:
             self.held_adapter = None
 
     def _keys(self, mode: str, length: int) -> list[BlockKey]:
-        """Return the keys of the full blocks among the first `length` tokens."""
         if self._digests is None:
             return []
         digests = self._digests.up_to(self.tokens, length)
@@ -207,11 +189,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     def candidate(self, now: float) -> Candidate:
-        """Return what a policy sees of the sequence. The adapter must be resident.
-
-        This method is called for each candidate in each step, so it reads fields, which is faster
-        than reading properties.
-        """
+        """Return what a policy sees of the sequence. The adapter must be resident."""
         adapter = self.adapter
         tokens, computed = len(self.tokens), self.computed
         limit = self.max_tokens if self._asked_tokens is None else self._asked_tokens
@@ -231,13 +209,11 @@ class Sequence:
         )
 
     def queue_at(self, arrival: float) -> None:
-        """Set the time of arrival, in seconds on the engine's clock."""
         self.arrival = self.waiting_since = arrival
         self.deadline = arrival + self._patience
 
 
 def last_occurrence(tokens: Tokens[int], wanted: Tokens[int]) -> int | None:
-    """Return the index at which `wanted` last occurs in `tokens`, or None."""
     first, count = wanted[0], len(wanted)
     for start in range(len(tokens) - count, -1, -1):
         if tokens[start] == first and tuple(tokens[start : start + count]) == tuple(wanted):
@@ -246,13 +222,9 @@ def last_occurrence(tokens: Tokens[int], wanted: Tokens[int]) -> int | None:
 
 
 def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
-    """Return the weight mode of a row, which says which weights computed its keys and values.
+    """Return the `Mode` of the weights that computed a row's keys and values, by its slot.
 
-    slot: slot of the row's adapter.
-    live: slot of the adapter in the weights.
-
-    The mode is "" if the keys and values equal those computed with unmerged weights, which is
-    always the case in fp32. Otherwise it is the value of a `Mode`.
+    It is "" if they equal those of unmerged weights, which is always the case in fp32.
     """
     if live == BASE or not merge_is_lossy:
         return ""
@@ -260,10 +232,7 @@ def mode_of(slot: int, live: int, *, merge_is_lossy: bool) -> str:
 
 
 def scopes_of(adapter: AdapterHandle) -> list[str]:
-    """Return the scopes of the prefix blocks of an adapter, one per weight mode.
-
-    A scope is the part of a block's key that names the weights (see `BlockKey`).
-    """
+    """Return the scopes of an adapter's prefix blocks (see `BlockKey`), one per weight mode."""
     return [_scope(adapter, mode) for mode in SHAREABLE_MODES]
 
 

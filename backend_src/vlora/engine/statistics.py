@@ -13,10 +13,7 @@ from vlora.request import Output
 
 
 class EngineStatistics:
-    """Running totals. The engine's thread updates them; any thread may call `snapshot`.
-
-    Readers need no lock, because each update and each copy of a dictionary is atomic under the GIL.
-    """
+    """Running totals. The engine's thread updates them; any thread may call `snapshot`."""
 
     def __init__(self, parts: EngineParts) -> None:
         self._parts = parts
@@ -45,7 +42,6 @@ class EngineStatistics:
         self.count_outputs(outputs)
 
     def count_outputs(self, outputs: Sequence[Output]) -> None:
-        """Count the tokens and the ended requests of these outputs."""
         self.count(
             generated_tokens=sum(len(output.token_ids) for output in outputs),
             finished=sum(output.finish_reason is not None for output in outputs),
@@ -53,7 +49,6 @@ class EngineStatistics:
         )
 
     def count_mode(self, mode: str, seconds: float) -> None:
-        """Count a forward pass in this mode, which took this many seconds."""
         self._mode = mode
         self._mode_steps[mode] += 1
         self._mode_seconds[mode] += seconds

@@ -13,16 +13,14 @@ from vlora.request import Output, TokenLogprob
 from vlora.serving.codec import Call
 from vlora.serving.tensors import Array, strings
 
-MIN_LOGPROB = -9999.0
-"""Value that replaces minus infinity, which JSON lacks. vLLM's server uses the same value."""
+MIN_LOGPROB = -9999.0  # Replaces minus infinity, which JSON lacks, as in vLLM's server.
 
 
 class AnswerWriter:
     """Converts the outputs of one request to its responses.
 
-    If the request streams, every output becomes a response with the new text and tokens. Outputs
-    within `interval` seconds after a response are sent together with a later output. If the request
-    does not stream, there is one response with the complete answer, at the last output.
+    If the request streams, every output becomes a response, or, within `interval` seconds after
+    one, is sent with a later output. Otherwise the last output becomes the only response.
     """
 
     def __init__(
@@ -46,9 +44,7 @@ class AnswerWriter:
         self._lists_logprobs = call.sampling.get("logprobs") is not None
 
     def write(self, output: Output) -> dict[str, Array] | None:
-        """Return the next response, or None if the content of `output`, which is no error, is sent
-        later.
-        """
+        """Return the next response, or None if the content of `output` is sent later."""
         self._collect(output)
         if not output.finished:
             if not self._call.stream:
@@ -65,10 +61,7 @@ class AnswerWriter:
         return response
 
     def _collect(self, output: Output) -> None:
-        text = output.text
-        if output.head is not None and not text:
-            text = output.head.best
-        self._text.append(text)
+        self._text.append(output.text or ("" if output.head is None else output.head.best))
         self._num_tokens += len(output.token_ids)
         if output.logprobs is None:
             return

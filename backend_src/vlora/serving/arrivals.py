@@ -26,17 +26,11 @@ from vlora.errors import InvalidArgument
 from vlora.launcher.run_folder import RUN_VARIABLE
 from vlora.serving.tensors import Array, Inputs, Tensors, strings
 
+# An output of `vision_encoder`, and an input of the models after it.
 ARRIVAL_INPUT = "arrival_stamp"
-"""Name of the stamp's tensor, an output of `vision_encoder` and an input of the models after it."""
-
-MAX_AGE_SECONDS = 10.0
-"""Age above which a stamp is not accepted. Passing a request to the next model takes
-milliseconds.
-"""
-
+MAX_AGE_SECONDS = 10.0  # Maximum age of a stamp. Passing a request on takes milliseconds.
 KEY_BYTES = 32
-_CONTENT = struct.Struct("<dd8s")
-"""Arrival, time at which the stamp was made, and random bytes that make it unique."""
+_CONTENT = struct.Struct("<dd8s")  # Arrival, time of the stamp, and unique random bytes.
 _BYTES = _CONTENT.size + hashlib.sha256().digest_size
 
 
@@ -50,15 +44,15 @@ class ArrivalStamps:
         self._key = key
         self._clock = clock
         self._lock = threading.Lock()
+        # Stamps, with the time at which each was read.
         self._used: OrderedDict[bytes, float] = OrderedDict()
-        """Stamps that were read, with the time at which each was read; old ones are removed."""
 
     @staticmethod
     def of_this_server() -> ArrivalStamps:
         """Return an object with the key of the server that runs this process.
 
-        Only a server that `vlora serve` started has a private folder with the key. On any other
-        server, each model uses the time at which it received a request as the request's arrival.
+        Without `vlora serve` there is no key, and each model takes the time at which it gets a
+        request.
         """
         run = os.environ.get(RUN_VARIABLE)
         return ArrivalStamps(shared_key(Path(run)) if run else b"")
@@ -76,9 +70,8 @@ class ArrivalStamps:
     def read(self, tensors: Tensors) -> float:
         """Return the arrival of a request in seconds of CLOCK_MONOTONIC.
 
-        The arrival is in the request's stamp. If the stamp is missing, too old or was used before,
-        the result is the present time. Raises InvalidArgument for a stamp that this server did not
-        make.
+        It is the present time if the stamp is missing, too old or was used before. Raises
+        InvalidArgument for a stamp that this server did not make.
         """
         now = self._clock()
         stamp = Inputs(tensors).blob(ARRIVAL_INPUT, _BYTES)

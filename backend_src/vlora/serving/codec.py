@@ -1,10 +1,7 @@
-"""Conversion of a request's tensors and parameters to a request of the engine.
+"""Conversion of a request's tensors and parameters to a request of the engine. All pure.
 
-Names, shapes and defaults are those of the vLLM backend, so that its clients work unchanged. A
-request with `image_layout` came through an ensemble, whose first step, the vision encoder, always
-sends it. Such a request gets the defaults of the ensembles instead.
-
-All functions are pure.
+Names, shapes and defaults are those of the vLLM backend. Only a request with `image_layout`, which
+came through an ensemble (its vision encoder always sends it), has the ensembles' defaults.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from vlora.vision.prompts import AUTO_TASK, TASKS, ChatTemplate, render
 if TYPE_CHECKING:
     from vlora.adapters.files import AdapterInfo
 
+# Triton's protocols define these request parameters. They are no sampling parameters.
 TRITON_PARAMETERS = frozenset(
     {
         "binary_data",
@@ -45,28 +43,18 @@ TRITON_PARAMETERS = frozenset(
         "timeout",
     }
 )
-"""Request parameters that Triton's protocols define. They are not sampling parameters."""
 
-MAX_SAMPLING_DEPTH = MAX_DEPTH + 2
-"""Maximum nesting depth of `sampling_parameters`, which may contain a JSON schema."""
-
-TRITON_PREFIXES = ("triton_", "x-")
-"""Prefixes of parameters that Triton reserves or forwards from HTTP headers."""
-
+MAX_SAMPLING_DEPTH = MAX_DEPTH + 2  # `sampling_parameters` may contain a JSON schema.
+TRITON_PREFIXES = ("triton_", "x-")  # Reserved by Triton, or forwarded from HTTP headers.
 IMAGE_INPUTS = ("image", "frames", "frames_raw")
 INPUTS = ("text_input", *IMAGE_INPUTS, "task", "metadata", "sampling_parameters")
-"""Inputs of every model that answers requests."""
-
+# Tensor with the version of the adapter applied to the vision tower.
 ADAPTER_VERSION = "image_adapter"
-"""Name of the tensor with the version of the adapter that was applied to the vision tower."""
-
-FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")
-"""Sampling keys that have an effect before the request reaches the engine."""
-
-DEFAULT_TASK = "vqa"
-"""Task of a request to an ensemble if neither the request nor its adapter determines one."""
+FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")  # They have an effect before the engine.
+DEFAULT_TASK = "vqa"  # Task of an ensemble's request if neither it nor its adapter names one.
 
 
+# Outputs that a request gets only if its input `return_…` is true.
 RETURNED = (
     "finish_reason",
     "num_input_tokens",
@@ -74,12 +62,11 @@ RETURNED = (
     "logprobs",
     "cumulative_logprob",
 )
-"""Outputs that a request gets only if its input `return_…` is true."""
 
+# Outputs that every response to an ensemble has, because the next model requires them.
 ENSEMBLE_OUTPUTS = frozenset(
     {"finish_reason", "num_input_tokens", "num_output_tokens", "metadata", "head"}
 )
-"""Outputs that every response to an ensemble has, because the next model requires them."""
 
 
 @dataclass(frozen=True)
@@ -89,11 +76,9 @@ class Call:
     stream: whether every new piece of text is sent as a response of its own.
     prepend_input: whether the text begins with the prompt.
     outputs: names of the outputs that each response has in addition to the text.
-    images: image features that the request contains; None without images, or until `raw_images`
-        are encoded.
-    raw_images: image inputs that are still to be encoded.
-    metadata: content of the input `metadata`, which the answer returns; None without it.
-    ensemble: True if the request came through an ensemble.
+    images: image features; None without images, or until `raw_images` are encoded.
+    metadata: content of the input `metadata`, which the answer returns.
+    ensemble: whether the request came through an ensemble.
     """
 
     text: str
@@ -170,17 +155,15 @@ def freshness_of(sampling: Mapping[str, Any], arrival: float) -> Freshness:
 
 
 def freshness_keys(sampling: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the sampling keys that `freshness_of` reads."""
     return {key: sampling[key] for key in FRESHNESS_KEYS if key in sampling}
 
 
 def read_sampling(
     inputs: Inputs, parameters: Mapping[str, Any], limits: Limits
 ) -> Mapping[str, Any]:
-    """Return the sampling parameters of a request, unparsed, by key.
+    """Return the unparsed sampling parameters in the input of this name, or else in the request's.
 
-    The input `sampling_parameters` contains them. If this input is missing, the request's
-    parameters are used instead. Raises InvalidArgument.
+    Raises InvalidArgument.
     """
     content = inputs.blob("sampling_parameters", limits.max_json_bytes)
     if content is not None:
@@ -255,11 +238,9 @@ def _read_features(inputs: Inputs) -> ImageFeatures | None:
 def prepare(
     call: Call, request_id: str, info: AdapterInfo | None, template: ChatTemplate
 ) -> tuple[Request, str]:
-    """Choose the task, render the prompt and parse the sampling parameters.
+    """Return the request for the engine, and its task. Raises InvalidArgument or Unsupported.
 
     info: description of the adapter that the request uses; None for the base model.
-
-    Returns the request for the engine, and its task. Raises InvalidArgument or Unsupported.
     """
     task = _task_of(call, info)
     prompt = render(task, call.text, *call.counts, template)
@@ -290,10 +271,7 @@ def adapter_name(sampling: Mapping[str, Any]) -> str | None:
 
 
 def names_no_adapter(call: Call) -> bool:
-    """Return whether a request of an ensemble leaves the choice of its adapter to the server.
-
-    A `lora_name` of null is a choice: it means the base model.
-    """
+    """Return whether an ensemble's request leaves the adapter to the server; null is a choice."""
     return call.ensemble and ADAPTER_KEY not in call.sampling
 
 
@@ -303,11 +281,7 @@ def is_structured(call: Call) -> bool:
 
 
 def _task_of(call: Call, info: AdapterInfo | None) -> str:
-    """Return the task of a request.
-
-    If a request names no task, it has the task "raw" if it was sent to `lmm`, and "auto" otherwise.
-    "auto" stands for the adapter's task if the adapter has exactly one, else for DEFAULT_TASK.
-    """
+    """Return the task. "auto" is the adapter's only task, else DEFAULT_TASK; `lmm`'s is raw."""
     if call.task is None and not call.ensemble:
         return "raw"
     if call.task is not None and call.task != AUTO_TASK:

@@ -1,10 +1,7 @@
 """The `lmm` model without Triton: passes requests to the engine and its outputs to the clients.
 
-A request with images, a long prompt or a structure waits for a pool thread, which encodes the
-images and submits the request. Triton's thread submits all other requests itself. The engine's
-response thread passes each output to `_answer`, which sends the response.
-
-This module does not depend on Triton or on how an answer is computed.
+A request with images, a long prompt or a structure waits for a pool thread; Triton's thread submits
+all others. The engine's response thread sends the outputs.
 """
 
 from __future__ import annotations
@@ -45,33 +42,23 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+# Characters. Tokenizing more than this takes milliseconds, too long for Triton's thread.
 LONG_PROMPT = 8192
-"""Number of characters above which a prompt is tokenized on a pool thread.
-
-Tokenizing this many on Triton's thread, which hands over all requests, takes a few milliseconds.
-"""
-
+# Threads that compile structures, which may take seconds. No other request waits for them.
 STRUCTURED_THREADS = 16
-"""Number of threads for requests whose structure is compiled, which may take seconds. No other
-request waits for them.
-"""
-
+# Calls the vision encoder with its inputs and an id.
 Encode = Callable[[Tensors, str], ImageFeatures]
-"""Function that calls the vision encoder with its inputs and an id."""
-
+# Called with every output of a request before it is sent; never raises.
 Observe = Callable[[Output], None]
-"""Function that is called with every output of one request before it is sent. It never raises."""
 
 
 class LmmService(Service):
     """Answers `lmm` requests with an engine, whose table has the live requests.
 
     encode: returns the features of a request's images. The call blocks.
-    pool: threads that call `encode` and submit long prompts. Requests that wait for a thread have
-        been admitted, so they count as part of the engine's queue.
+    pool: threads that call `encode` and submit long prompts, for requests that are admitted.
     observe: returns a function that is called with every output of a new request.
-    cancel_elsewhere: passes the id of a cancelled request to `lmm_unary` and `vision_encoder`, in
-        which the request may still be queued. The call blocks, and may raise any error.
+    cancel_elsewhere: passes a cancelled id to `lmm_unary` and `vision_encoder`; blocks, may raise.
     routes: whether to choose an adapter for requests that name none.
     describe: returns the answer to a request with the input `describe`.
     """
@@ -116,8 +103,7 @@ class LmmService(Service):
         self._check_open()
         self._engine.admit(request)
         self.table.hold(request, bytes_of(tensors))
-        arrival = self._stamps.read(tensors)
-        call = read_call(tensors, parameters, self._limits, arrival)
+        call = read_call(tensors, parameters, self._limits, self._stamps.read(tensors))
         if call.raw_images or len(call.text) > LONG_PROMPT or is_structured(call):
             pool = self._structured if is_structured(call) else self._pool
             work = partial(self._encode_then_submit, request, call)
@@ -157,7 +143,6 @@ class LmmService(Service):
     def _answer(
         self, request: ServedRequest, writer: AnswerWriter, observe: Observe, output: Output
     ) -> None:
-        """Send one output. Called in order on the engine's response thread; never raises."""
         try:
             observe(output)
             if output.error is not None:
@@ -183,7 +168,6 @@ class LmmService(Service):
             self._pass_on(request.id)
 
     def _pass_on(self, request_id: str) -> None:
-        """Cancel a request in the other models, on another thread."""
         if not self._refuses:
             self._cancels.submit(self._call_elsewhere, request_id)
 
@@ -195,11 +179,7 @@ class LmmService(Service):
 
 
 class ServerDescription:
-    """Describes a server as JSON. The JSON is made again only after the adapters have changed.
-
-    names: returns the present table of adapters.
-    max_model_len: maximum number of tokens of a prompt and its answer.
-    """
+    """Describes a server as JSON, which is made again only after the adapters have changed."""
 
     def __init__(self, names: Callable[[], NameTable], max_model_len: int) -> None:
         self._names = names
@@ -210,10 +190,8 @@ class ServerDescription:
     def as_json(self) -> str:
         """Return the object `{"max_model_len", "tasks", "task_labels", "adapters", "broken"}`.
 
-        `task_labels` has what the playground shows of each task. `adapters` lists the adapters
-        that requests can use, in order of name. Each has its name, tasks, accuracy by task or
-        dataset, ranks, and the labels and tasks of its vision task head. `broken` maps the names of
-        all other adapters to their errors.
+        `task_labels` is for the playground. `adapters` lists the usable ones in order of name;
+        `broken` maps the names of all others to their errors.
         """
         names = self._names()
         if names is not self._described:

@@ -1,7 +1,6 @@
 """The `lmm_unary` model without Triton: answers a request with one response, by calling `lmm`.
 
-It exists because `lmm` is a decoupled model, which can send any number of responses. Unary gRPC and
-ensembles with one response cannot call such a model.
+Unary gRPC and ensembles cannot call `lmm`, a decoupled model with any number of responses.
 """
 
 from __future__ import annotations
@@ -22,20 +21,15 @@ from vlora.serving.codec import freshness_of, read_sampling
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Array, Inputs, Tensors, bytes_of, flag, strings
 
+# Calls `lmm` with inputs and an id, and returns its responses, or raises its VLoraError.
 Ask = Callable[[Tensors, str], list[Tensors]]
-"""Function that calls `lmm` with inputs and a request id, and returns its responses.
-
-It raises a VLoraError if `lmm` answers with an error.
-"""
 
 
 class LmmUnaryService(Service):
     """Answers `lmm_unary` requests.
 
-    ask: calls `lmm`.
     pool: threads that call `ask`, which blocks.
-    max_requests: maximum number of requests in this model, including those that wait for a thread.
-        Further requests are rejected before their tensors are copied.
+    max_requests: maximum number of requests in this model; others are rejected uncopied.
     max_running: number of requests that the engine runs at the same time.
     """
 
@@ -93,15 +87,11 @@ class LmmUnaryService(Service):
 
 
 def inner_id(request: LiveRequest) -> str:
-    """Return the id of the call of `lmm`, by which the call can be cancelled."""
     return request.client_id if request.has_own_id else request.id
 
 
 def inner_request(tensors: Tensors, sampling: Mapping[str, Any]) -> dict[str, Array]:
-    """Return the inputs for the call of `lmm`: without streaming, and with parameters as a tensor.
-
-    sampling: sampling parameters of the request. The client may have sent them as a tensor or as
-        request parameters.
+    """Return the inputs for the call of `lmm`: not streaming, with `sampling` as a tensor.
 
     Raises InvalidArgument.
     """

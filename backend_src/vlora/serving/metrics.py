@@ -1,9 +1,7 @@
 """Prometheus metrics of a model, refreshed once a second.
 
-Metrics that other tools read have the names that those tools expect: the names of the vLLM backend,
-of TRT-LLM's cache blocks (for the ORCA header), and of the Gateway API's LoRA metric. All other
-names start with `vlora:`. The engine's thread calls nothing in this module. The module does not
-depend on Triton; `triton/process.py` implements `Registry` with Triton's metrics.
+Metrics that other tools read have the names that those tools expect (vLLM, TRT-LLM, Gateway API).
+All other names start with `vlora:`. The engine's thread calls nothing in this module.
 
 **Invariant:** the number of label sets is bounded, because the server keeps each one until its
 metric family is removed.
@@ -29,24 +27,15 @@ log = logging.getLogger(__name__)
 
 REFRESH_SECONDS = 1.0
 
-CATCH_UP_SECONDS = 0.1
-"""Age in seconds of the written statistics above which `catch_up` writes them again."""
-
-MAX_LORA_SERIES = 128
-"""Maximum number of series of `vllm:lora_requests_info`."""
-
-MAX_LORA_TEXT = 256 * 1024
-"""Number of characters in the labels of these series above which all of them are removed."""
-
-MAX_OBSERVED = 65536
-"""Maximum number of observations that wait to be written. Beyond it, the oldest are dropped."""
-
+CATCH_UP_SECONDS = 0.1  # Age of the written statistics above which `catch_up` writes them.
+MAX_LORA_SERIES = 128  # Series of `vllm:lora_requests_info`.
+MAX_LORA_TEXT = 256 * 1024  # Characters in the labels of these series, above which all are removed.
+MAX_OBSERVED = 65536  # Observations that wait to be written; beyond it, the oldest are dropped.
+# Upper bounds of the buckets for the latencies of a request, and for the time per output token.
 SECONDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds in seconds of the histogram buckets for the latencies of a request."""
-
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.5)
-"""Upper bounds in seconds of the histogram buckets for the time per output token."""
 
+# Help text and buckets; None: buckets up to the longest request.
 HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "time_to_first_token_seconds": (
         "Seconds from acceptance of a request to its first token.",
@@ -58,10 +47,9 @@ HISTOGRAMS: dict[str, tuple[str, Sequence[float] | None]] = {
     "request_generation_tokens": ("Output tokens of an answered request.", None),
     "request_params_n": ("Requested number of answers; always 1.", (1, 2, 5, 10, 20)),
 }
-"""Help text and buckets of each histogram; None: buckets up to the longest request."""
 
+# Fields of `EngineStats` by value of the label `kv_cache_block_type`.
 CACHE_BLOCKS = {"tokens_per": "page_tokens", "used": "pages_used", "max": "pages_total"}
-"""Fields of `EngineStats` by value of the label `kv_cache_block_type`."""
 
 
 class Metric(Protocol):
@@ -73,10 +61,7 @@ class Metric(Protocol):
 
 
 class Registry(Protocol):
-    """Factory of metrics.
-
-    A metric family has a name. Each set of labels in a family is one metric.
-    """
+    """Factory of metrics. Each set of labels in a family, which has a name, is one metric."""
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
     def counter(self, name: str, help: str, labels: Mapping[str, str]) -> Metric: ...
@@ -88,10 +73,7 @@ class Registry(Protocol):
 
 
 class Level:
-    """A gauge or counter that is set to absolute values.
-
-    Only changes are sent, because each is a message to the server.
-    """
+    """A gauge or counter that is set to absolute values. Only changes are sent, as messages."""
 
     def __init__(self, metric: Metric) -> None:
         self._metric = metric
@@ -110,35 +92,25 @@ class Level:
 
 
 class Levels:
-    """Gauges and counters of one object of statistics.
-
-    exports: metric of each attribute that is written.
-    """
+    """Gauges and counters of one object of statistics, by the attribute that is written."""
 
     def __init__(
         self, registry: Registry, labels: Mapping[str, str], exports: Mapping[str, Export]
     ) -> None:
-        self._gauges, self._counters = (
-            {
-                attribute: Level(create(export.name, export.help, labels))
-                for attribute, export in exports.items()
-                if export.kind == kind
-            }
-            for kind, create in (("gauge", registry.gauge), ("counter", registry.counter))
-        )
+        self._writes: dict[str, Callable[[float], None]] = {}
+        for attribute, (kind, name, text) in exports.items():
+            if kind == "gauge":
+                self._writes[attribute] = Level(registry.gauge(name, text, labels)).set
+            else:
+                self._writes[attribute] = Level(registry.counter(name, text, labels)).raise_to
 
     def write(self, stats: object) -> None:
-        for attribute, gauge in self._gauges.items():
-            gauge.set(getattr(stats, attribute))
-        for attribute, counter in self._counters.items():
-            counter.raise_to(getattr(stats, attribute))
+        for attribute, write in self._writes.items():
+            write(getattr(stats, attribute))
 
 
 class ModeStats(NamedTuple):
-    """Statistics of one inference mode.
-
-    now: whether it is the mode of the last step.
-    """
+    """Statistics of one inference mode; `now` is true for that of the last step."""
 
     now: bool
     steps: int
@@ -169,7 +141,6 @@ class Exporter(ABC):
         self._safely(self._write)
 
     def _safely(self, write: Callable[[], None]) -> None:
-        """Call a function that writes metrics; log the first of several failures in a row."""
         try:
             with self._lock:
                 write()
@@ -205,9 +176,8 @@ class Refresher:
 class ErrorCounts:
     """Number of errors that a process has sent, by code. Thread-safe.
 
-    An error may pass through several models on its way to the client (encoder → `lmm` →
-    `lmm_unary`). Only the model that raised it counts it. So the sum over all models is the number
-    of failed requests.
+    Only the model that raised an error counts it, so the sum over models is that of failed
+    requests.
     """
 
     def __init__(self) -> None:
@@ -215,7 +185,6 @@ class ErrorCounts:
         self._counts: Counter[str] = Counter()
 
     def add(self, error: VLoraError) -> None:
-        """Count `error`, unless another model has counted it."""
         if not error.counted_elsewhere:
             with self._lock:
                 self._counts[error.code] += 1
@@ -226,11 +195,7 @@ class ErrorCounts:
 
 
 class ErrorExporter(Exporter):
-    """Exports one counter per error code.
-
-    All counters exist from the start, because monitoring sees an error only as an increase of a
-    counter.
-    """
+    """Exports a counter per error code, all from the start: monitoring sees only increases."""
 
     NAME = "vlora:request_errors_total"
     HELP = "Requests ended by an error that this model raised, by the error's code."
@@ -251,9 +216,8 @@ class ErrorExporter(Exporter):
 class EngineExporter(Exporter):
     """Exports the metrics of the engine.
 
-    The response thread sends the outputs of one or more engine steps in a round. Metrics are
-    written once a second, after each round, and before the last response of a request is sent. So
-    when a client has received its answer, the metrics already count it.
+    They are written once a second, after each round of responses, and before the last response of a
+    request, so that they count an answer when the client has it.
     """
 
     def __init__(
@@ -264,12 +228,6 @@ class EngineExporter(Exporter):
         max_tokens: int,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """Create all metrics.
-
-        stats: returns the present statistics of the engine.
-        max_tokens: maximum number of tokens of a request. The buckets of the histograms of tokens
-            end there.
-        """
         super().__init__()
         self._stats = stats
         self._clock = clock
@@ -319,12 +277,7 @@ class EngineExporter(Exporter):
         return observe
 
     def catch_up(self) -> None:
-        """Write metrics after a round of responses.
-
-        Observations are always written, so that they do not accumulate. Statistics are written only
-        if they were last written more than `CATCH_UP_SECONDS` ago, because each value is a message
-        to the server.
-        """
+        """Write observations after a round of responses, and statistics unless they are fresh."""
         fresh = time.monotonic() < self._written + CATCH_UP_SECONDS
         self._safely(self._write_observed if fresh else self._write)
         self._stats_written = False
@@ -363,10 +316,8 @@ def _one_two_five(limit: int) -> list[float]:
 class _LoraInfo:
     """The metric `vllm:lora_requests_info`, whose labels name the adapters of the present requests.
 
-    The value of a series is the time of its last update. Readers use the series with the latest
-    time. Every combination of adapters is a new label set, and the server removes label sets only
-    together with their family. So the family is replaced when it has MAX_LORA_SERIES series, or
-    more than MAX_LORA_TEXT characters in their labels.
+    Readers use the series with the latest time. The server removes a series only with its family,
+    so the family is replaced when it has too many series or too much text.
     """
 
     NAME = "vllm:lora_requests_info"
@@ -375,8 +326,7 @@ class _LoraInfo:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._series: dict[tuple[str, ...], Metric] = {}
-        self._text = 0
-        """Number of characters in the labels of all series."""
+        self._text = 0  # Number of characters in the labels of all series.
 
     def update(self, stats: EngineStats, now: float) -> None:
         labels = {

@@ -22,14 +22,10 @@ from vlora.launcher.run_folder import RUN_VARIABLE, release_shared_memory
 from vlora.launcher.tether import SERVER_VARIABLE
 
 ON_GPU = ("GPU", "KIND_GPU")
-"""Kinds of an instance that has a GPU of its own, as Triton spells them."""
 
 
 def require_one_instance(args: Mapping[str, str]) -> None:
-    """Raise InvalidArgument if the model has several instances.
-
-    args: the argument that Triton passes to `initialize`.
-    """
+    """Raise InvalidArgument if the model, by the arguments of `initialize`, has several."""
     # A cancellation must reach the engine of its request, so a server has one engine.
     groups = json.loads(args.get("model_config") or "{}").get("instance_group", [])
     count = sum(group.get("count", 1) * max(1, len(group.get("gpus", ()))) for group in groups)
@@ -41,12 +37,9 @@ def require_one_instance(args: Mapping[str, str]) -> None:
 
 
 def options_of_instance(options: Options, args: Mapping[str, str]) -> Options:
-    """Return the options with the GPU that the model's instance group names.
+    """Return the options with the GPU that the model's instance group names, if any.
 
-    The option `device` must be "auto", "cuda" or that GPU, else InvalidArgument is raised. Groups
-    of any kind but KIND_GPU leave the choice to the option.
-
-    args: the argument that Triton passes to `initialize`.
+    Raises InvalidArgument unless the option `device` is "auto", "cuda" or that GPU.
     """
     if args.get("model_instance_kind") not in ON_GPU:
         return options
@@ -61,10 +54,8 @@ def options_of_instance(options: Options, args: Mapping[str, str]) -> Options:
 
 POLL_SECONDS = 0.1
 
+# Rejects new requests, lets running ones finish for these seconds, cancels the rest.
 Drain = Callable[[float], None]
-"""Function that rejects new requests, lets running ones finish for this many seconds, and then
-cancels them.
-"""
 
 
 class Lifeline:
@@ -73,9 +64,9 @@ class Lifeline:
     **Invariant:** if the server ends, this process ends shortly afterwards, even in the middle of
     its work. Before that, the process unlinks the shared memory that a killed server leaves behind.
 
-    The thread cannot act while another thread holds the interpreter's lock. Triton's Python backend
-    holds the lock while it sends a metric's new value to the server and waits for the reply. A
-    server that was killed never replies. `launcher/guard.py` then ends this process.
+    The thread cannot act while Triton's Python backend holds the interpreter's lock: it waits for a
+    server's reply to a metric, which a killed one never sends. `launcher/guard.py` then ends this
+    process.
     """
 
     def __init__(self, model: str) -> None:
@@ -101,7 +92,6 @@ class Lifeline:
         self._drain = drain
 
     def close(self) -> None:
-        """Stop watching, because the server is unloading the model."""
         self._closed.set()
         self._thread.join()
         self._drain = None
@@ -123,9 +113,7 @@ class Lifeline:
             os._exit(1)
 
     def _look(self, folder: Path) -> None:
-        """Drain once the server has started to stop. A new thread drains, so that this thread
-        continues to watch.
-        """
+        """Drain on a new thread once the server has started to stop, and continue to watch."""
 
         def finish(drain: Drain) -> None:
             try:

@@ -1,7 +1,7 @@
 """Interface through which services answer requests, and the form in which errors are sent.
 
-The message of an error begins with its code (`NOT_FOUND: …`). Triton also stores the code
-separately, but gRPC streams and calls between models lose it.
+An error's message begins with its code (`NOT_FOUND: …`), because gRPC streams and calls between
+models lose the separate one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,9 @@ log = logging.getLogger(__name__)
 _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
 
+# Maximum size of an error message as gRPC encodes it, with three bytes for each byte of a character
+# that is not ASCII. Its trailers may have 8 KiB by default.
 MAX_MESSAGE_BYTES = 4096
-"""Maximum size in bytes of an error message as gRPC encodes it.
-
-gRPC sends errors in its trailers, which may have 8 KiB by default. Each byte of a character that is
-not ASCII takes three bytes there.
-"""
 
 
 class Responder(Protocol):
@@ -72,11 +69,7 @@ def from_message(message: str) -> VLoraError:
 
 
 def as_vlora_error(error: BaseException, what: str) -> VLoraError:
-    """Return `error` itself if it is a VLoraError. Else log it, because it is a bug, and return an
-    Internal error without details.
-
-    what: the action that failed, for the log and the message.
-    """
+    """Return a VLoraError itself; log any other, which is a bug, and return Internal for it."""
     if isinstance(error, VLoraError):
         return error
     log.error("%s failed", what, exc_info=error)

@@ -1,7 +1,6 @@
 """The base of the models' services: live requests, their cancellation and their end.
 
-A service reads each request on Triton's thread, and lets it wait for another thread. Its watcher
-ends waiting requests whose deadline has passed, and notices clients that have disconnected.
+A watcher ends waiting requests after their deadline, and notices clients that disconnected.
 """
 
 from __future__ import annotations
@@ -33,8 +32,7 @@ class ServedRequest(LiveRequest):
     """A live request with its responder.
 
     action: what the service does with the request, for the message of an unexpected error.
-    work: the rest of the work, which a pool thread does; None if there is none or the request has
-        ended. It holds copies of the request's tensors.
+    work: the rest of the work, for a pool thread; None if there is none or the request has ended.
     is_passed_on: whether another model was asked to cancel the request.
     """
 
@@ -61,20 +59,11 @@ class ServedRequest(LiveRequest):
 
 
 class Service(ABC):
-    """Answers the requests of one model. It owns the watcher thread.
-
-    table: the model's live requests.
-    limits: limits of requests.
-    stamps: reads the arrival time of a request, and makes arrival stamps for other models.
-    """
+    """Answers the requests of one model. It owns the watcher thread."""
 
     action = "answering the request"
-    watch_seconds = 0.1
-    """Interval at which deadlines are checked, and responders are asked whether their client has
-    disconnected.
-    """
-    asks_clients = True
-    """Whether responders are asked. Each question is a call of the server."""
+    watch_seconds = 0.1  # Interval of checking deadlines and asking responders about their clients.
+    asks_clients = True  # Each question is a call of the server.
 
     def __init__(self, table: RequestTable, limits: Limits, stamps: ArrivalStamps) -> None:
         self.table = table
@@ -90,8 +79,7 @@ class Service(ABC):
     ) -> None:
         """Answer one request; never raises. The tensors may become invalid after this returns.
 
-        With the input `cancel`, the requests that have this client id are cancelled, and the answer
-        is empty.
+        The input `cancel` cancels the requests with this client id, with an empty answer.
         """
         request = ServedRequest(client_id, responder, self.action)
         try:
@@ -104,11 +92,9 @@ class Service(ABC):
             self.table.end(request, error)
 
     def refuse(self) -> None:
-        """Refuse new requests from now on."""
         self._refuses = True
 
     def close(self) -> None:
-        """Refuse new requests and those that wait."""
         self.refuse()
         self._closed.set()
         self._watcher.join()
@@ -126,24 +112,15 @@ class Service(ABC):
             raise Unavailable("the server is shutting down")
 
     def _cancel(self, client_id: str) -> None:
-        """Cancel the requests with this client id."""
         self.table.cancel_client(client_id, Cancelled(f"the request '{client_id}' was cancelled"))
 
     def _disconnected(self, request: ServedRequest) -> None:
-        """End a request whose client has disconnected. Called again until the request has ended."""
         self.table.end_waiting(request, Cancelled("the client has disconnected"))
 
     def _wait_for(
-        self,
-        pool: Executor,
-        request: ServedRequest,
-        freshness: Freshness,
-        work: Callable[[], None],
+        self, pool: Executor, request: ServedRequest, freshness: Freshness, work: Callable[[], None]
     ) -> None:
-        """Let a request wait for a thread of `pool`, which then does `work`.
-
-        Meanwhile other threads may end the request, so `work` must take it from the table.
-        """
+        """Let a request wait for a pool thread to do `work`, which must take it from the table."""
         request.work = work
         self.table.wait(request, freshness)
         pool.submit(self._work_on, request)

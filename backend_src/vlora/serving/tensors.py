@@ -12,8 +12,7 @@ from vlora.errors import InvalidArgument
 Array = np.ndarray[Any, np.dtype[Any]]
 Tensors = Mapping[str, Array]
 
-ELEMENT_BYTES = 48
-"""Bytes that an element of a STRING tensor takes in addition to its content."""
+ELEMENT_BYTES = 48  # An element of a STRING tensor takes these in addition to its content.
 
 
 class Inputs:
@@ -23,7 +22,6 @@ class Inputs:
         self._tensors = tensors
 
     def has_rows(self, name: str) -> bool:
-        """Return whether the tensor is present and not empty."""
         tensor = self._tensors.get(name)
         return tensor is not None and tensor.size > 0
 
@@ -66,9 +64,7 @@ class Inputs:
     def array(
         self, name: str, dtype: type[np.generic], shape: tuple[int | None, ...]
     ) -> Array | None:
-        """Return a copy of a tensor, whose shape may be any where `shape` is None; None if it is
-        missing.
-        """
+        """Return a copy of a tensor, of any size where `shape` is None; None if it is missing."""
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
@@ -88,7 +84,6 @@ class Inputs:
         return np.array(tensor)
 
     def decode(self, name: str, content: bytes) -> str:
-        """Return `content`, which is from the tensor `name`, decoded from UTF-8."""
         try:
             return content.decode("utf-8")
         except UnicodeDecodeError as error:
@@ -106,7 +101,6 @@ class Inputs:
 
 
 def as_bytes(value: Any) -> bytes:
-    """Return an element of a STRING tensor as bytes."""
     return value.encode("utf-8") if isinstance(value, str) else bytes(value)
 
 
@@ -118,12 +112,10 @@ def strings(values: Sequence[str | bytes]) -> Array:
 
 
 def flag(value: bool) -> Array:
-    """Return a BOOL tensor of shape [1]."""
     return np.array([value], dtype=np.bool_)
 
 
 def bytes_of(tensors: Tensors) -> int:
-    """Return the number of bytes that these tensors take in memory."""
     return sum(map(_size, tensors.values()))
 
 

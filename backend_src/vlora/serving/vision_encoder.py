@@ -1,9 +1,8 @@
 """The `vision_encoder` model without Triton: a queue of requests with images to decode and encode.
 
-Images are decoded in parallel. Requests are encoded in the order in which their pixels are ready,
-so a corrupt or slow image delays only its own request. Requests that are ready at the same time are
-split into parts, and each part is one batch of the vision tower. The requests of a part are
-answered while the next part is encoded (decision 18).
+Images are decoded in parallel, and encoded in the order in which their pixels are ready. Requests
+that are ready together are split into parts, one batch each, and answered while the next part is
+encoded (decision 18).
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from vlora.vision.decoding import DecodedRequest, ImageDecoder
 from vlora.vision.features import EncodedImages, EncoderService
 from vlora.vision.images import DecodedImage, ImageRequest, check_images
 
-COLLECT_SECONDS = 0.025
-"""Seconds from the arrival of a request in which the encoder waits for more to encode with it."""
+COLLECT_SECONDS = 0.025  # Wait, from a request's arrival, for more to encode with it.
 
 
 class _Decoded(NamedTuple):
@@ -51,13 +49,11 @@ class _Decoded(NamedTuple):
 class VisionService(Service):
     """Answers requests of `vision_encoder`. It owns the decoder and two more threads.
 
-    Requests without images are answered at once, all others from the queue. Inputs and answers have
-    a batch dimension of 1 in front: image and frames are [1, n].
+    Inputs and answers have a batch dimension of 1 in front: image and frames are [1, n].
 
     max_requests: maximum number of requests in the queue.
     before_answers: called before the answers of a part are sent.
-    part_of: returns an adapter's changes to the vision tower and the connector, or None. It may
-        raise a VLoraError.
+    part_of: returns an adapter's part for the vision tower, or None. May raise a VLoraError.
     """
 
     action = "reading the images"
@@ -80,8 +76,8 @@ class VisionService(Service):
         self._max_requests = max_requests
         self._before_answers = before_answers
         self._part_of = part_of
+        # Requests whose images are decoded; None to stop.
         self._decoded: queue.Queue[_Decoded | None] = queue.Queue()
-        """Requests whose images are decoded; None to stop."""
         self._answers = ThreadPoolExecutor(1, thread_name_prefix="answers")
         # This starts the thread, which may fail later, when the process has too many.
         self._answers.submit(lambda: None)
@@ -146,9 +142,7 @@ class VisionService(Service):
                 self._encode_part(part)
 
     def _collect(self, first: _Decoded) -> list[_Decoded]:
-        """Return `first` and the requests whose images are decoded until COLLECT_SECONDS after its
-        arrival.
-        """
+        """Return `first` and the requests decoded until COLLECT_SECONDS after its arrival."""
         group = [first]
         until = first.request.freshness.arrival + COLLECT_SECONDS
         while True:
@@ -168,7 +162,6 @@ class VisionService(Service):
         return group[:size], group[size:]
 
     def _encode_part(self, part: list[_Decoded]) -> None:
-        """Encode the requests of a part that have not ended, answer them, and free all pixels."""
         wanted: list[ServedRequest] = []
         images: list[Sequence[DecodedImage]] = []
         adapters: list[VisionPart | None] = []

@@ -1,8 +1,7 @@
 """One compiled grammar as the engine uses it: its process, and the matchers of its answers.
 
-A matcher is the state of one answer. The engine sends each token that is drawn to the matcher's
-process. While the engine computes the next step, the process computes the mask of the tokens that
-may follow.
+The engine sends each token that is drawn to an answer's matcher in the process, which computes the
+mask of the tokens that may follow, while the engine computes the next step.
 """
 
 from __future__ import annotations
@@ -25,35 +24,19 @@ from vlora.request import BoolArray
 from vlora.structured import messages
 from vlora.structured.structure import Structure
 
+# A process that compiles for long gets about a tenth of the engine's share of a busy core.
 LONG_NICENESS = 10
-"""Increase of the niceness of a process whose grammar takes long to compile.
-
-On a busy core, the process then gets about a tenth of the engine's share.
-"""
-
+# Processes with slow masks, even many, get little of the engine's share of a busy core.
 SLOW_NICENESS = 19
-"""Increase of the niceness of a process whose masks are slow.
-
-On a busy core, even many such processes together then get little of the engine's share.
-"""
-
-SLOW_SECONDS = 0.005
-"""Processor time in seconds above which a mask is slow. Ordinary masks take a fiftieth of it."""
-
-MAX_SLOW_MASKS = 3
-"""Number of slow masks after which a process's priority is lowered. The first few may be slow."""
-
-VERY_SLOW_SECONDS = 0.05
-"""Processor time in seconds of a single mask above which the priority is lowered immediately."""
-
+SLOW_SECONDS = 0.005  # Processor time of a slow mask. Ordinary masks take a fiftieth of it.
+MAX_SLOW_MASKS = 3  # The first few masks may be slow before a process's priority is lowered.
+VERY_SLOW_SECONDS = 0.05  # Processor time of one mask after which the priority is lowered at once.
+# Function that ends a grammar's process by its id. The future has the error for its answers.
 Stop = Callable[[int], "Future[VLoraError]"]
-"""Function that ends a grammar's process, given its process id. It returns a future of the error to
-report for the answers that use the process.
-"""
 
 
 class Matcher:
-    """State of a grammar after the tokens of one answer. Only the engine's thread may use it.
+    """State of a grammar after the tokens of one answer. Only for the engine's thread.
 
     seconds: processor time of its masks so far.
     stopped: whether the answer is complete, so that no token may follow.
@@ -78,15 +61,13 @@ class Matcher:
 
     @property
     def has_mask(self) -> bool:
-        """True if the mask of the next token has arrived."""
         return self._mask is not None and self._error is None and not self.stopped
 
     @property
     def mask(self) -> BoolArray:
-        """Flags of the tokens that may come next, [vocabulary] bool.
+        """Flags of the tokens that may come next, [vocabulary] bool. The matcher must be ready.
 
-        The matcher must be ready and not stopped. Raises InvalidArgument if the grammar is too
-        expensive or allows no token.
+        Raises InvalidArgument if the grammar is too expensive or allows no token.
         """
         if self._error is not None:
             raise self._error
@@ -99,7 +80,6 @@ class Matcher:
         self._grammar._request(messages.ADVANCE, self._number, token)
 
     def close(self) -> None:
-        """Drop the answer's state in the grammar's process."""
         self._grammar._close(self._number)
 
     def _receive(self, kind: bytes, data: bytes, seconds: float) -> None:
@@ -133,13 +113,9 @@ class Grammar:
 
     Only the engine's thread may use it, except that any thread may call `start` and `compiled`.
 
-    process: id of its process.
-    compile_seconds: processor time of compiling it.
-    seconds: processor time of all masks computed so far.
-    masks: number of these masks.
+    seconds, masks: processor time of all masks so far, and their number.
     counters: totals of all grammars. The engine's thread updates the totals about answers.
     max_answer_seconds: maximum processor time of the masks of one answer.
-    vocabulary: number of tokens of a mask.
     late: whether the last mask that was needed did not arrive in time.
     """
 
@@ -172,10 +148,9 @@ class Grammar:
     # -- compiling ---------------------------------------------------------------------------
 
     def start(self, structure: Structure, seconds: float, memory: int) -> None:
-        """Send a structure to the process, which then compiles it.
+        """Send a structure to the process, which compiles it within `memory` bytes of allocations.
 
         seconds: maximum processor time of compiling, and of each token mask.
-        memory: maximum number of bytes that the process may allocate.
         """
         text = json.dumps([structure.kind, structure.text]).encode()
         data = messages.LIMITS.pack(seconds, memory) + text
@@ -202,7 +177,6 @@ class Grammar:
 
     @property
     def processor_seconds(self) -> float:
-        """Processor time of the process so far."""
         return processor_seconds(self.process)
 
     def lower_priority(self, niceness: int) -> None:
@@ -257,9 +231,9 @@ class Grammar:
                 matcher._fail(error)
 
     def end(self, reason: VLoraError | None = None) -> Future[VLoraError]:
-        """End the process, and return a future of an error that describes why it ended.
+        """End the process, and return a future of an error that says why it ended.
 
-        The answers that need the process end with `reason`, or with that error if `reason` is None.
+        The answers that need the process end with `reason`, or else with that error.
         """
         if self._ending is None:
             self._end_reason = reason
@@ -290,11 +264,7 @@ class Grammar:
 
 
 def error_of(exit_code: int | None, seconds: float, memory: int) -> VLoraError:
-    """Return the error of answers whose grammar's process has ended.
-
-    exit_code: exit code of the process; None if it is unknown.
-    seconds, memory: limits of the process.
-    """
+    """Return the error of answers whose process ended with this code, or None if unknown."""
     if exit_code is None:
         return Unavailable("the server is shutting down")
     if exit_code == OUT_OF_TIME:

@@ -1,12 +1,7 @@
-"""The compiled grammars of an engine, each in a separate process.
+"""The compiled grammars of an engine, each in a process forked from a server with the tokenizer.
 
-Requests with the same structure share a grammar. The processes are forked from a fork server that
-has loaded the tokenizer. The fork server is started by the first request that needs a grammar.
-
-The thread of a request waits until the grammar's process has compiled the grammar. At most PLACES
-ordinary grammars are compiled at the same time. A grammar that takes long no longer counts as one
-of these, so that ordinary grammars do not wait for it. At most PLACES grammars that take long are
-compiled at the same time, too.
+The thread of a request waits until its grammar is compiled. PLACES ordinary grammars are compiled
+at the same time, and as many that take long, for which ordinary ones do not wait.
 """
 
 from __future__ import annotations
@@ -31,35 +26,18 @@ from vlora.structured.structure import Structure
 
 WORKER = "vlora.structured.worker"
 
-PLACES = 2
-"""Maximum number of ordinary grammars that are compiled at the same time. The same maximum applies
-to grammars that take long.
-"""
-
+PLACES = 2  # Maximum number of ordinary grammars compiled at once, and of those that take long.
+# Processor time above which compiling is long. Ordinary grammars take a hundredth of it.
 LONG_SECONDS = 0.1
-"""Processor time in seconds after which compiling counts as long. Ordinary grammars take a
-hundredth of it.
-"""
-
-POLL_SECONDS = 0.02
-"""Interval in seconds of the check whether compiling a grammar takes long."""
-
+POLL_SECONDS = 0.02  # Interval of checking whether compiling takes long.
+# Time limit of compiling. On a busy machine, it can be reached before `max_grammar_seconds`.
 MAX_WAIT_SECONDS = 20.0
-"""Time limit in seconds for compiling a grammar, from the start of compiling.
-
-On a busy machine, it can be reached before the limit of processor time, `max_grammar_seconds`.
-"""
-
-MAX_IDLE = 8
-"""Maximum number of grammars that are kept for later requests while no request uses them."""
+MAX_IDLE = 8  # Grammars that are kept while no request uses them.
 
 
 @dataclass
 class _SharedGrammar:
-    """A grammar that is compiled or being compiled.
-
-    users: number of requests that use it.
-    """
+    """A grammar that is compiled or being compiled, and the number of requests that use it."""
 
     compiled: Future[Grammar] = field(default_factory=Future)
     users: int = 0
@@ -86,8 +64,7 @@ class Grammars:
         self._limits = limits
         self.counters = GrammarCounters()
         self._lock = threading.Lock()
-        self._entries: dict[Structure, _SharedGrammar] = {}
-        """Entries by structure, least recently used first."""
+        self._entries: dict[Structure, _SharedGrammar] = {}  # Least recently used first.
         self._regular = threading.Semaphore(PLACES)
         self._long = threading.Semaphore(PLACES)
         self._ends = ThreadPoolExecutor(1, thread_name_prefix="grammar-ends")
@@ -95,11 +72,10 @@ class Grammars:
         self._closed = False
 
     def acquire(self, structure: Structure) -> Grammar:
-        """Return the compiled grammar of a structure. A new structure is compiled first.
+        """Return the compiled grammar of a structure, to be released. A new one is compiled first.
 
-        The caller must call `release` once for each call that returns. Raises InvalidArgument for a
-        structure that is invalid or too expensive, Unsupported if this server cannot compile
-        grammars, and Unavailable if too many are in use.
+        Raises InvalidArgument for a structure that is invalid or too expensive, Unsupported if this
+        server cannot compile grammars, and Unavailable if too many are in use.
         """
         self.check(structure)
         with self._lock:
@@ -121,7 +97,6 @@ class Grammars:
             raise
 
     def release(self, structure: Structure, grammar: Grammar) -> None:
-        """Release a grammar that `acquire` has returned."""
         with self._lock:
             entry = self._entries.get(structure)
             if entry is None or entry.grammar is not grammar:
@@ -137,9 +112,7 @@ class Grammars:
         return len(self._entries)
 
     def check(self, structure: Structure) -> None:
-        """Check a structure as far as possible without compiling it. Raises Unsupported or
-        InvalidArgument.
-        """
+        """Check a structure before compiling it. Raises Unsupported or InvalidArgument."""
         if importlib.util.find_spec("llguidance") is None:
             raise Unsupported(
                 "'structured_outputs' needs the package llguidance, which this server does not"
@@ -164,10 +137,7 @@ class Grammars:
         self._ends.shutdown()
 
     def _make_room(self) -> None:
-        """End the least recently used idle grammar at the limit. The caller holds the lock.
-
-        Raises Unavailable if all grammars are in use, or after `close`.
-        """
+        """End the least recently used idle grammar at the limit, or raise Unavailable."""
         if self._closed:
             raise Unavailable("the server is shutting down")
         count, limit = len(self._entries), self._limits.max_grammars
@@ -264,9 +234,8 @@ class Grammars:
 def tokenizer_data(
     tokenizer: Any, tokens: Sequence[bytes], size: int, ends: Iterable[int]
 ) -> TokenizerData:
-    """Return the description of a transformers tokenizer.
+    """Return the description of a transformers tokenizer, with the bytes of each token.
 
-    tokens: bytes of each token, as in `Vocabulary`.
     size: number of rows of the LM head.
     ends: ids of the tokens that end a text.
     """

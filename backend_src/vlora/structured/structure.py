@@ -13,6 +13,8 @@ from typing import Any, Literal
 from vlora.errors import InvalidArgument, Unsupported, nearest, shown
 from vlora.strict_json import BOOLEANS, is_text, load_object, read_texts, wrong_value
 
+# vLLM's keys, each with the kind of its value; None if the value, an object like {"regex": "a+"} or
+# its text, names the kind.
 STRUCTURE_KEYS: Mapping[str, str | None] = {
     "structured_outputs": None,
     "guided_decoding": None,
@@ -22,21 +24,10 @@ STRUCTURE_KEYS: Mapping[str, str | None] = {
     "guided_choice": "choice",
     "guided_json_object": "json_object",
 }
-"""vLLM's sampling keys for the structure of an answer, each with the kind of its value.
-
-None means that the value itself names the kind. It is an object whose only key is the kind, such as
-`{"regex": "a+"}`, or the text of such an object.
-"""
 
 KINDS = ("json", "json_object", "regex", "grammar", "choice")
-"""Kinds of structures that a request may ask for."""
-
-MAX_DEPTH = 64
-"""Maximum nesting depth of lists and objects in a JSON schema."""
-
-MAX_HINT_LENGTH = 64
-"""Maximum length of an unknown kind for which a similar kind is suggested."""
-
+MAX_DEPTH = 64  # Maximum nesting depth of lists and objects in a JSON schema.
+MAX_HINT_LENGTH = 64  # Maximum length of an unknown kind for which a similar one is named.
 Kind = Literal["json", "regex", "grammar"]
 
 
@@ -81,10 +72,7 @@ def read_structure(key: str, value: Any) -> Structure | tuple[str, ...]:
 
 
 def _only_kind(key: str, value: Any) -> tuple[str, Any]:
-    """Return the only key of an object like `{"regex": "a+"}`, or of its text, and its value.
-
-    Keys with the value null or false are ignored.
-    """
+    """Return the key of an object like `{"regex": "a+"}`, or its text, and the key's value."""
     parsed = load_object(value, f"'{key}'", MAX_DEPTH) if isinstance(value, str) else value
     kinds = ", ".join(KINDS)
     if not isinstance(parsed, dict):

@@ -1,9 +1,8 @@
 """`python -m vlora.structured.worker`: the fork server of grammars, and their processes.
 
-The fork server loads the tokenizer once. Each forked process compiles one grammar and computes the
-masks of all answers that use it. The limits of the grammar library count its own steps, whose cost
-varies by orders of magnitude. So the operating system limits the processor time for each message,
-and the memory and stack of each process (decision 86).
+Each process compiles one grammar and computes the masks of its answers. The cost of the grammar
+library's steps varies by orders of magnitude, so the operating system limits processor time, memory
+and stack of each process (decision 86).
 """
 
 from __future__ import annotations
@@ -24,18 +23,13 @@ from tokenizers import Tokenizer
 from vlora import fork_server
 from vlora.structured import messages
 
+# A space, or a new line with its indentation. The length is bounded, because a model might
+# otherwise generate white space forever.
 JSON_WHITESPACE = r"( ?|\n[ \t]{0,32})"
-"""White space between the tokens of JSON: a space, or a new line with its indentation.
-
-Its length is bounded, because a model might otherwise generate white space forever.
-"""
-
-STACK_BYTES = 8 * 1024**2
-"""Maximum stack of a process in bytes. A process whose recursion needs more is ended."""
+STACK_BYTES = 8 * 1024**2  # A process whose recursion needs more is ended.
 
 
 def main() -> None:
-    """Load the tokenizer, and fork processes until the engine's process ends."""
     given = json.loads(fork_server.given_data())
     tokens = [bytes.fromhex(token) for token in given["tokens"]]
     speller = Speller(Tokenizer.from_str(given["json"]), tokens, given["ends"])
@@ -48,10 +42,8 @@ def main() -> None:
 class Speller:
     """The model's tokens in the form that llguidance expects.
 
-    llguidance's own reader of tokenizers treats tokens like `<box>` as special and never allows
-    them, but the served models use them in answers.
+    llguidance's reader of tokenizers never allows tokens like `<box>`, which served models need.
 
-    tokens: bytes by token id.
     special_token_ids: tokens that never appear in text.
     """
 
@@ -67,10 +59,7 @@ class Speller:
         self.tokens = [token or b"<%d>" % index for index, token in enumerate(tokens)]
 
     def __call__(self, text: str | bytes) -> list[int]:
-        """Return the tokens of a text that the grammar prescribes, chosen by the tokenizer.
-
-        If the tokenizer's tokens do not spell the text exactly, the longest tokens are chosen.
-        """
+        """Return the tokenizer's tokens of a text, or the longest ones if those do not spell it."""
         data = text if isinstance(text, bytes) else text.encode()
         # Some tokenizers put a space before a text. After a prefix, they do not.
         for prefix in ("", "\x02"):
@@ -81,15 +70,11 @@ class Speller:
         return self._longest_tokens(data)
 
     def _spells(self, ids: list[int], data: bytes) -> bool:
-        count = len(self._bytes_of)
-        pieces = [self._bytes_of[token] if token < count else b"" for token in ids]
+        pieces = [self._bytes_of[token] if token < len(self._bytes_of) else b"" for token in ids]
         return all(pieces) and b"".join(pieces) == data
 
     def _longest_tokens(self, data: bytes) -> list[int]:
-        """Return tokens that spell a text, with the longest token at each position.
-
-        The tokens end before the first byte at which no token of the vocabulary can begin.
-        """
+        """Return the longest token at each position, up to a byte at which none can begin."""
         ids: list[int] = []
         while data:
             sizes = range(min(self._longest, len(data)), 0, -1)
@@ -178,8 +163,7 @@ class _Grammar:
 
 
 def _limit_this_process(memory: int) -> None:
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
     for kind, soft in (
         (resource.RLIMIT_AS, limit),
         (resource.RLIMIT_STACK, STACK_BYTES),
@@ -189,7 +173,6 @@ def _limit_this_process(memory: int) -> None:
 
 
 def _grammar(kind: str, text: str) -> str:
-    """Return a structure in the form that llguidance takes. Raises ValueError if it is invalid."""
     if kind == "json":
         options: Any = {"whitespace_pattern": JSON_WHITESPACE}
         return llguidance.LLMatcher.grammar_from_json_schema(text, options)
@@ -199,7 +182,6 @@ def _grammar(kind: str, text: str) -> str:
 
 
 def _one_line(message: str) -> bytes:
-    """Return an error message as one line, without the grammar that the message quotes."""
     line = message.replace("<non-verbose/>", "").strip().split("\n")[0]
     return line[: messages.MAX_MESSAGE_CHARACTERS].encode(errors="replace")
 

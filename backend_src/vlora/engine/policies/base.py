@@ -1,8 +1,7 @@
 """The interface of scheduling policies. A policy chooses the next step's requests and live adapter.
 
-A policy is pure: it receives values and returns a `Choice`. It uses no torch, no pages, and no
-clock but the one it is given. The scheduler (`engine/scheduler.py`) then allocates pages and
-rows in the chosen order.
+A policy is pure. It uses no torch, no pages, and no clock but the one it is given. The scheduler
+then allocates pages and rows in the chosen order.
 """
 
 from __future__ import annotations
@@ -16,30 +15,22 @@ from typing import NamedTuple, Protocol
 class Order(Enum):
     """An order of the waiting requests."""
 
-    ARRIVAL = auto()
-    """First come, first served."""
-    WAIT = auto()
-    """Longest wait first."""
-    PRIORITY = auto()
-    """Lowest value of `priority` first; requests with equal values in order of arrival."""
-    DEADLINE = auto()
-    """Earliest deadline first; requests without a deadline are left out."""
+    ARRIVAL = auto()  # First come, first served.
+    WAIT = auto()  # Longest wait first.
+    PRIORITY = auto()  # Lowest value of `priority` first, then arrival.
+    DEADLINE = auto()  # Earliest deadline first; requests without a deadline are left out.
 
 
 class Candidate(NamedTuple):
     """A waiting or running request that the next step could compute. Its adapter is resident.
 
-    slot: slot of the adapter, or BASE.
-    arrival: seconds on the engine's clock.
+    arrival, deadline: seconds on the engine's clock.
     wait: total seconds since the arrival in which the request was not in a step; never reset.
     missing: number of known tokens whose keys and values are still to be computed.
     context: number of tokens that are computed already.
     remaining: maximum number of tokens that the answer may still get.
-    holds_pages: whether the request holds KV pages.
-    deadline: seconds on the engine's clock; infinity without a deadline.
     priority: requests with lower values go first.
-    adapter: name of the adapter, or None. Unlike a slot, a name is never reused for another
-        adapter.
+    adapter: its name, which is never reused for another adapter, unlike its slot.
     """
 
     id: str
@@ -60,7 +51,7 @@ class Choice(NamedTuple):
 
     order: requests to compute. Pages and rows are allocated in this order.
     live: slot of the adapter to merge into the active weights, or BASE for none.
-    max_rows: maximum number of rows by request id; None if the policy sets no limits.
+    max_rows: maximum number of rows by request id, if limited.
     credits: credit in seconds by request id, if the policy computes credits.
     """
 
@@ -74,11 +65,7 @@ class Costs(Protocol):
     """Predicted times that policies use, in seconds."""
 
     def steps(self, ready: Sequence[Candidate], live: int) -> list[float]:
-        """Return one predicted time per request: that of a step which computes only the missing
-        tokens of this request.
-
-        live: slot of the adapter in the active weights, or BASE.
-        """
+        """Return the predicted time of a step with only the missing tokens, for each request."""
         ...
 
     def switch(self, live: int, to: int) -> float:
@@ -94,15 +81,9 @@ class Policy(Protocol):
     """A rule that chooses the requests of the next step and the adapter to merge."""
 
     max_batch: int
-    """Maximum number of requests in a step."""
-    uses_costs: bool
-    """True if the policy uses predicted times; the engine then calibrates its cost model at the
-    start.
-    """
-    merges: bool
-    """False if the policy merges no adapter, so that no memory is set aside for merged weights."""
-    orders: tuple[Order, ...]
-    """Orders of the waiting requests. The policy sees the first requests in each of them."""
+    uses_costs: bool  # If true, the engine calibrates its cost model at the start.
+    merges: bool  # If false, no memory is set aside for merged weights.
+    orders: tuple[Order, ...]  # The policy sees the first waiting requests in each.
 
     def choose(self, ready: Sequence[Candidate], live: int, now: float) -> Choice:
         """Choose the requests of the next step and its live adapter.
@@ -120,7 +101,4 @@ def ordered_union(
 ) -> tuple[Candidate, ...]:
     """Return the members of `first` that are in `everyone`, followed by the rest of `everyone`."""
     first_ids, all_ids = {r.id for r in first}, {r.id for r in everyone}
-    return (
-        *(r for r in first if r.id in all_ids),
-        *(r for r in everyone if r.id not in first_ids),
-    )
+    return (*(r for r in first if r.id in all_ids), *(r for r in everyone if r.id not in first_ids))

@@ -1,7 +1,4 @@
-"""Algorithm 1 of the paper (§4.4.3) with our changes (decision 41). `paper` is the published form.
-
-Each change stands as a comment at its line.
-"""
+"""Algorithm 1 of the paper (§4.4.3) with our changes (decision 41), each a comment at its line."""
 
 from __future__ import annotations
 
@@ -29,12 +26,7 @@ class CreditPolicy:
     orders = (Order.WAIT,)
 
     def __init__(
-        self,
-        max_batch: int,
-        theta_min: float,
-        theta_factor: float,
-        max_wait: float,
-        costs: Costs,
+        self, max_batch: int, theta_min: float, theta_factor: float, max_wait: float, costs: Costs
     ) -> None:
         self.max_batch = max_batch
         self._theta_min = theta_min
@@ -66,11 +58,7 @@ class CreditPolicy:
         return min(max(self._theta_min, self._theta_factor * median_wait), self._max_wait)
 
     def _candidate(self, ready: Sequence[Candidate], live: int) -> int:
-        """Return the adapter with the most requests that may be merged.
-
-        The base model may be the candidate, too; no weights are merged for it. Of adapters with
-        equally many requests, the live one comes first.
-        """
+        """Return the adapter with the most requests, preferably the live one, or BASE."""
         counts = Counter(r.slot for r in ready)
         slots = sorted(counts, key=lambda slot: (-counts[slot], slot != live, slot))
         return next((s for s in slots if s == BASE or self._costs.mergeable(s)), BASE)

@@ -66,8 +66,7 @@ def merged_order(
 ) -> tuple[Candidate, ...] | None:
     """Return the requests of a step with the candidate merged, or None for an unmerged step.
 
-    starved: starved requests, in the order in which to serve them.
-    others: those of them that count against the merge.
+    starved, others: starved requests in order, and those of them that count against the merge.
     half: half of the requests that could be in the step.
     size: MaxBS.
     """

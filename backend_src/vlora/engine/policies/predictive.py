@@ -23,39 +23,26 @@ from vlora.engine.cost import CostModel, applied_adapters
 from vlora.engine.policies.base import Candidate, Choice, Order
 from vlora.ids import BASE
 
+# A request is urgent if the time to its deadline is at most this multiple of the predicted time of
+# its remaining work.
 URGENT_FACTOR = 2.0
-"""A request is urgent if the time to its deadline is at most this multiple of the predicted time of
-its remaining work.
-"""
+# Take the smallest chunk with this share of the best gain: others wait meanwhile.
 ENOUGH_GAIN = 0.97
-"""Share of the best chunk's gain that suffices. The smallest chunk that reaches it is taken,
-because other requests must wait until the step ends.
-"""
-FULL_ROWS = 64
-"""Number of rows of a step that is assumed to use the processor fully."""
+FULL_ROWS = 64  # Rows of a step that is assumed to use the processor fully.
+# Worth of a prompt row, in rows of an answer: requests decode together only once their prompts are
+# complete. On the policy benchmark's traces, 2 to 8 performed equally, less was worse.
 PROMPT_WORTH = 2.0
-"""Worth of a prompt row, where a row of the answer is worth 1. It is higher because a request
-cannot decode together with others until its prompt is complete. In simulations on the traces of the
-policy benchmark, the values from 2 to 8 performed equally, and smaller ones worse.
-"""
+# Expected decode steps shared with the present requests, as a share of the maximum.
 SHARED_STEPS = 0.5
-"""Expected number of decode steps that a new request shares with the present requests, divided by
-the number that it would share if all answers had maximum length.
-"""
-MAX_REFUSALS = 64
-"""Number of rejected prompts after which a step considers no further prompts."""
+MAX_REFUSALS = 64  # Number of rejected prompts after which a step considers no further prompts.
+# Prefill chunks to compare with the whole rest. Smaller ones cost more than they gain.
 CHUNK_ROWS = (128, 256, 512, 1024, 2048)
-"""Sizes, in tokens, of the prefill chunks that are compared with a chunk of the whole rest of the
-prompt. Smaller chunks gain less than their additional steps cost (decision 43).
-"""
 
 
 class Predictive:
     """The predictive policy (see the module's docstring).
 
-    max_batch, max_rows: maximum numbers of requests and of rows in a step.
-    max_wait: requests that have waited longer than this many seconds go first, longest wait first,
-        whatever they cost. This bounds the waits.
+    max_wait: requests that have waited longer than this go first, whatever they cost.
     """
 
     uses_costs = True
@@ -141,11 +128,10 @@ class _RemainingWork:
     def __init__(self, costs: CostModel) -> None:
         self._costs = costs
         self._row_seconds = costs.products(FULL_ROWS, 1) / FULL_ROWS
+        # Predicted seconds per row of a request, by slot, including its adapter.
         self._adapted_row_seconds: dict[int, float] = {}
-        """Predicted seconds per row of a request, by slot, including its adapter."""
 
     def seconds(self, r: Candidate) -> float:
-        """Return the predicted seconds to complete a request whose answer gets maximum length."""
         rows = r.missing + r.remaining
         per_row = self._adapted_row_seconds.get(r.slot)
         if per_row is None:
@@ -157,9 +143,8 @@ class _RemainingWork:
 class _PlannedStep:
     """A step to which requests are added one by one.
 
-    `consider` adds a request only if that raises the step's gain per predicted second. The module's
-    docstring defines the gain. For this decision, the time to read an adapter is divided by the
-    number of requests that use the adapter. Otherwise the first request would bear the whole time.
+    Whether `consider` adds a request, the time to read its adapter is divided by the adapter's
+    requests. Otherwise the first one would bear the whole time.
     """
 
     def __init__(
@@ -171,17 +156,15 @@ class _PlannedStep:
         self._requests_by_slot = requests_by_slot
         self._lora_calls = costs.lora_calls()
         self._single_step = costs.products(1, 1) + costs.overhead(1)
+        # Requests with an adapter applied to their rows.
         self._adapted = sum(n for slot, n in requests_by_slot.items() if slot != live)
-        """Number of requests with at least one adapter applied to their rows."""
-        self._read: set[int] = set()
-        """Slots of the adapters that the requests taken so far use."""
+        self._read: set[int] = set()  # Slots of the adapters that the requests taken so far use.
+        # Seconds per row by slot, for slots whose applied adapters are all in `_read`.
         self._row_seconds: dict[int, float] = {}
-        """Seconds per row by slot, for slots whose applied adapters are all in `_read`."""
         self._applied: dict[int, tuple[tuple[int, float, float], ...]] = {}
         self._row_count = self._answers = self._longest = 0
         self._gain = 0.0
-        self._other_seconds = 0.0
-        """Time of attention and of adapters."""
+        self._other_seconds = 0.0  # Time of attention and of adapters.
         self.order: list[Candidate] = []
         self.rows: dict[str, int] = {}
 
@@ -200,10 +183,7 @@ class _PlannedStep:
         return True
 
     def consider(self, r: Candidate) -> bool:
-        """Take a chunk of the request if that raises the step's gain per second.
-
-        Returns whether a chunk was taken.
-        """
+        """Take a chunk if that raises the step's gain per second; return whether one was taken."""
         available = min(r.missing, self._free_rows)
         if available == 0:
             return False
@@ -219,7 +199,6 @@ class _PlannedStep:
         return True
 
     def take(self, r: Candidate, rows: int) -> None:
-        """Take `rows` rows of the request, or as many as fit into the step."""
         rows = min(rows, self._free_rows)
         if rows == 0:
             return
@@ -242,11 +221,7 @@ class _PlannedStep:
         return products + self._other_seconds + self._costs.overhead(len(self.order) + requests)
 
     def _rate_with(self, r: Candidate, rows: int, adapter_seconds: float, rate: float) -> float:
-        """Return the gain per second of the step with these rows added.
-
-        adapter_seconds: time of reading and applying the adapters of the rows.
-        rate: gain per second of the step without the rows.
-        """
+        """Return the gain per second with these rows; `rate` is the step's without them."""
         gain = _gain_of(r, rows)
         if r.missing == rows and self._gain > 0.0:
             gain += self._sharing_gain(r, rate)
@@ -257,8 +232,7 @@ class _PlannedStep:
     def _sharing_gain(self, r: Candidate, rate: float) -> float:
         """Return the gain of decoding together with the other requests instead of after them.
 
-        Each later decode step that the request shares saves the fixed cost of a step. The caller
-        counts the gain only if the step computes all missing tokens. rate: as in `_rate_with`.
+        Each later decode step that the request shares saves the fixed cost of a step.
         """
         if r.missing == 1:
             return 0.0
@@ -267,11 +241,9 @@ class _PlannedStep:
         return SHARED_STEPS * _weight(r) * fixed_share * shared_steps / (1 + self._longest)
 
     def _adapter_seconds(self, slot: int, *, shared: bool) -> tuple[float, float]:
-        """Return the seconds that the adapters of a request in this slot add: (fixed, per row).
+        """Return the seconds (fixed, per row) that the adapters of a request in this slot add.
 
-        The fixed part is the time to read the adapters that are not in `_read`, plus the time of
-        the operator's calls if `_read` is empty. If `shared`, each time is divided among the
-        requests that cause it.
+        If `shared`, fixed times are divided among the requests that cause them.
         """
         applied = self._adapters_of(slot)
         fixed = per_row = 0.0
@@ -311,8 +283,5 @@ def _weight(r: Candidate) -> float:
 
 def make(options: Options, costs: CostModel) -> Predictive:
     return Predictive(
-        options.max_step_requests,
-        options.max_num_batched_tokens,
-        options.max_wait_seconds,
-        costs,
+        options.max_step_requests, options.max_num_batched_tokens, options.max_wait_seconds, costs
     )

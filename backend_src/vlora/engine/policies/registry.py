@@ -15,19 +15,12 @@ from vlora.engine.policies.base import Policy
 
 
 def register_policy(name: str, factory: str) -> None:
-    """Make `name` a valid value of the option `policy`.
-
-    factory: "module:function". The function takes (options, costs) and returns a new Policy. The
-        module is imported when the policy is first made.
-    """
+    """Make `name` a valid `policy`, made by `factory`, "module:function" with (options, costs)."""
     POLICIES[name] = factory
 
 
 def make_policy(options: Options, costs: CostModel) -> Policy:
-    """Return a new policy of the kind `options.policy` for one scheduler.
-
-    Raises InvalidArgument for a name that is not registered.
-    """
+    """Return a new policy of the kind `options.policy`. Raises InvalidArgument if unknown."""
     check_policy(options.policy)
     module, _, function = POLICIES[options.policy].partition(":")
     policy: Policy = getattr(importlib.import_module(module), function)(options, costs)

@@ -13,12 +13,10 @@ from vlora.ids import BASE
 class UnmergeOnly:
     """Computes requests in order of arrival within each priority, and never merges an adapter.
 
-    Within a priority, requests that hold pages come before all waiting requests, even before older
-    ones. (An older request may still wait because its adapter was loaded later.)
+    Within a priority, requests that hold pages come before all waiting ones.
 
-    max_batch: maximum number of requests in a step.
-    max_wait: seconds of waiting after which a request goes first, whatever its priority (decision
-        41). If there are several such requests, the one that has waited longest goes first.
+    max_wait: seconds of waiting after which a request goes first, longest wait first, whatever its
+        priority (decision 41).
     """
 
     uses_costs = False
@@ -35,8 +33,7 @@ class UnmergeOnly:
                 return -r.wait, 0, False
             return 0.0, r.priority, not r.holds_pages
 
-        order = sorted(ready, key=rank)
-        return Choice(tuple(order[: self.max_batch]), BASE)
+        return Choice(tuple(sorted(ready, key=rank)[: self.max_batch]), BASE)
 
 
 def make(options: Options, costs: Costs) -> UnmergeOnly:

@@ -60,11 +60,7 @@ def log_to_triton(model: str) -> None:
 
 
 class TritonRegistry:
-    """Makes Triton's custom metrics, with one family per name.
-
-    The registry must live as long as its metrics, because Triton removes a family's metrics
-    together with the family.
-    """
+    """Makes Triton's custom metrics, with one family per name. It must live as long as they do."""
 
     def __init__(self) -> None:
         self._families: dict[str, Any] = {}
@@ -89,8 +85,7 @@ class TritonRegistry:
         self, name: str, help: str, kind: Any, labels: Mapping[str, str], **options: Any
     ) -> Metric:
         if name not in self._families:
-            family = pb_utils.MetricFamily(name=name, description=help, kind=kind)
-            self._families[name] = family
+            self._families[name] = pb_utils.MetricFamily(name=name, description=help, kind=kind)
         metric: Metric = self._families[name].Metric(labels=dict(labels), **options)
         return metric
 
@@ -101,11 +96,8 @@ AnyExporter = TypeVar("AnyExporter", bound=Exporter)
 class TritonProcess:
     """The process of a model, from the start of `initialize` to the end of `finalize`.
 
-    Construction redirects the log to Triton's, starts the lifeline, reads the options that all
-    models of the repository share, and starts to export the errors that this process sends.
-
     args: the argument that Triton passes to `initialize`.
-    options: the options in `lmm/1/model.json`.
+    options: the options in `lmm/1/model.json`, which all models share.
     labels: the labels of the vLLM backend's metrics.
     """
 
@@ -130,11 +122,9 @@ class TritonProcess:
         make: Callable[[Registry], AnyExporter],
         progress: Callable[[Registry], Exporter] | None = None,
     ) -> AnyExporter | None:
-        """Start the exporter that `make` returns, and return it. It is flushed once a second.
+        """Start the exporter that `make` returns, and return it, or None if metrics are turned off.
 
         progress: makes the exporter that is started instead if the options turn metrics off.
-
-        Returns None if metrics are turned off, by the options or in the server.
         """
         if not self.options.disable_log_stats:
             return self._start(make)
@@ -155,9 +145,7 @@ class TritonProcess:
         return exporter
 
     def hand_over(self, requests: Sequence[Any], service: Service) -> None:
-        """Pass requests to the service, which may answer them later. Refuse those that cannot be
-        read.
-        """
+        """Pass requests to the service. Refuse those that cannot be read."""
         for request in requests:
             responder = TritonResponder(request, self._errors)
             try:

@@ -24,8 +24,7 @@ from vlora.strict_json import load_object
 
 log = logging.getLogger(__name__)
 
-MAX_ID_LENGTH = 1024
-"""Maximum length of a request's id. It is limited because ids are stored after requests end."""
+MAX_ID_LENGTH = 1024  # Ids are stored after requests end.
 
 
 def inputs_of(request: Any) -> dict[str, Array]:
@@ -55,15 +54,11 @@ def _read_text(read: Callable[[], str], what: str, limit: int) -> str:
 
 
 def to_triton(tensors: Tensors) -> list[Any]:
-    """Return Triton's tensor objects for named arrays."""
     return [pb_utils.Tensor(name, value) for name, value in tensors.items()]
 
 
 def make_error_response(error: VLoraError, counts: ErrorCounts) -> Any:
-    """Return a Triton response for `error`, with the code in the message and as Triton's code.
-
-    It is the final response of its request, so the error is added to `counts`.
-    """
+    """Return a Triton response for `error`, with its code in the message, too, and count it."""
     counts.add(error)
     code = getattr(pb_utils.TritonError, error.code)
     return pb_utils.InferenceResponse(error=pb_utils.TritonError(to_message(error), code))
@@ -131,25 +126,16 @@ LMM = "lmm"
 LMM_UNARY = "lmm_unary"
 VISION_ENCODER = "vision_encoder"
 
+# Maximum calls of the encoder for one request. Triton 2.51 fails a whole batch for wrong length
+# prefixes in one request's strings. So if an error has a message of Triton's own, another request
+# caused it, and the call is repeated.
 ENCODE_TRIES = 3
-"""Maximum number of calls of the vision encoder for one request.
-
-Triton 2.51 fails a whole batch if the strings of one of its requests have wrong length prefixes.
-Strings from `lmm` are always correct. So if an error has a message of Triton's own, another request
-of the batch caused it, and the call is repeated.
-"""
-
+# Seconds for which responses of decoupled calls are kept. Triton's stub forgets such a call on a
+# thread without the GIL. As the last owner of its arrays, it would corrupt reference counts
+# (python_backend issue 390, fixed in 24.12).
 ALIVE_SECONDS = 5.0
-"""Seconds for which the responses of a call to a decoupled model are kept after their use.
-
-Triton's stub forgets a finished call of a decoupled model on a thread that does not hold the GIL.
-If it were the last owner of the responses, it would free their arrays there and corrupt reference
-counts (python_backend issue 390, fixed in 24.12).
-"""
-
+# Outputs of `lmm` that `lmm_unary` passes on.
 ANSWER_OUTPUTS = ("text_output", "details", *RETURNED, "head_scores", "head_labels", "metadata")
-"""Outputs of `lmm` that `lmm_unary` passes on."""
-
 CANCEL_OUTPUTS = ("text_output", "details")
 
 
@@ -175,13 +161,7 @@ class ModelCalls:
         unwrap(_request(VISION_ENCODER, inputs, ["image_layout"], request_id).exec())
 
     def encode_images(self, tensors: Tensors, request_id: str) -> ImageFeatures:
-        """Return the features of one request from `vision_encoder`.
-
-        tensors: the encoder's inputs without the batch dimension, which is added here.
-        request_id: id with which `cancel` ends the request.
-
-        Raises the encoder's error.
-        """
+        """Return the features of one request, without batch dimension, from `vision_encoder`."""
         batched = {name: value[None] for name, value in tensors.items()}
         outputs = ("image_features", "image_layout", ADAPTER_VERSION)
         for _ in range(ENCODE_TRIES):
