@@ -42,30 +42,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SETTLED_SECONDS = 1.0
-"""Time without changes after which a folder is read."""
+SETTLED_SECONDS = 1.0  # Time without changes after which a folder is read.
 
+# Minimum seconds between two scans of the folders, and maximum share of a core that scanning takes.
+# If scans take so long that MAX_LOOK_SECONDS limits the pause between them, the share is larger.
 LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
-"""Minimum seconds between two scans of the folders, and maximum share of a core that scanning
-takes. If scans take so long that MAX_LOOK_SECONDS limits the pause between them, the share is
-larger.
-"""
 
+# Maximum seconds between two scans. A change takes effect after two scans and a load. The
+# documentation promises five seconds for this.
 MAX_LOOK_SECONDS = 1.5
-"""Maximum seconds between two scans.
 
-A change takes effect after two scans and a load. The documentation promises five seconds for this.
-"""
+MAX_HINT_LENGTH = 256  # Maximum length of an unknown name for which similar names are suggested.
 
-MAX_HINT_LENGTH = 256
-"""Maximum length of an unknown name for which similar names are suggested."""
-
+# Number of names before and after an unknown name that are compared with it, in each of two orders.
+# Comparing two names takes about 70 µs.
 HINT_NEIGHBOURS = 16
-"""Number of names before and after an unknown name that are compared with it, in each of two
-orders.
-
-Comparing two names takes about 70 µs.
-"""
 
 
 # -- folders and their stamps ----------------------------------------------------------------------
@@ -224,13 +215,12 @@ class FolderWatch:
     changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None]
     retry: Callable[[], None] = lambda: None
     _reported: dict[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    # Folder and stamp of each name at the last scan, and when it was first seen like this.
     _seen: dict[str, tuple[Path, Stamp, float]] = field(default_factory=dict)
-    """Folder and stamp of each name at the last scan, and when it was first seen like this."""
     _folders: Mapping[str, Path] = field(default_factory=dict)
     _paths: list[bytes] = field(default_factory=list)
     _stamps: list[Stamp] = field(default_factory=list)
-    _settled: bool = False
-    """True if no folder was still changing at the last scan."""
+    _settled: bool = False  # True if no folder was still changing at the last scan.
     _closed: threading.Event = field(default_factory=threading.Event)
     _pause: float = field(default_factory=lambda: LOOK_SECONDS)
     _thread: threading.Thread | None = None

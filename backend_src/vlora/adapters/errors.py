@@ -24,8 +24,8 @@ log = logging.getLogger(__name__)
 MAX_JSON_BYTES = 1024 * 1024
 MAX_REASON_CHARACTERS = 500
 
+# One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot."""
 
 
 def as_text(name: str) -> str:
@@ -94,6 +94,7 @@ def require_file(path: Path, invalid: ErrorFactory) -> None:
         raise invalid("is not a regular file")
 
 
+# Error numbers whose cause lies in the files, such as a missing file or a loop of links.
 CONTENT_ERRNOS = frozenset(
     {
         errno.ENOENT,
@@ -106,18 +107,16 @@ CONTENT_ERRNOS = frozenset(
         errno.ENODEV,
     }
 )
-"""Error numbers whose cause lies in the files, such as a missing file or a loop of links."""
 
+# Wait before the second attempt, and its maximum. The wait doubles with each attempt.
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 30.0
-"""Wait before the second attempt, and its maximum. The wait doubles with each attempt."""
 
+# Number of attempts to load an adapter before its requests fail. The waits between the attempts
+# take about four seconds in total.
 MAX_ATTEMPTS = 5
-"""Number of attempts to load an adapter before its requests fail. The waits between the attempts
-take about four seconds in total.
-"""
 
+# Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them.
 _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
-"""Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them."""
 
 
 def is_transient_errno(number: int) -> bool:

@@ -43,12 +43,10 @@ EXTRA = "vlora.json"
 HEAD = "head.safetensors"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
+# File in which LLaVA's training code saves a trained connector.
 OUTSIDE_LORA = "non_lora_trainables.bin"
-"""File in which LLaVA's training code saves a trained connector."""
-EXTRA_KEYS = ("tasks", "accuracy", "head", "skills")
-"""Keys that `vlora.json` may have."""
-MAX_ADAPTER_BYTES = 4 * 1024**3
-"""Default maximum size of an adapter's weights in fp32, in bytes."""
+EXTRA_KEYS = ("tasks", "accuracy", "head", "skills")  # Keys that `vlora.json` may have.
+MAX_ADAPTER_BYTES = 4 * 1024**3  # Default maximum size of an adapter's weights in fp32, in bytes.
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,8 @@ from vlora.adapters.files import Adapter, AdapterDescription, AdapterInfo
 from vlora.errors import InvalidArgument
 from vlora.memory.pool import EVICT_FIRST, Run
 
+# Fingerprint of a folder's files (link targets, sizes, times). Any change of the files changes it.
 Stamp = bytes
-"""Fingerprint of a folder's files (link targets, sizes, times). Any change of the files
-changes it.
-"""
 
 
 def version_of(stamp: Stamp) -> str:
@@ -40,6 +38,7 @@ class AdapterState(Enum):
     FAILED = "failed"
 
 
+# States that may follow each state. No other transitions happen.
 TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
     # The weights may have been read together with the description.
     AdapterState.ON_DISK: frozenset({AdapterState.LOADING, AdapterState.IN_MEMORY}),
@@ -58,13 +57,12 @@ TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
     # Only another version of the adapter can be loaded.
     AdapterState.FAILED: frozenset(),
 }
-"""States that may follow each state. No other transitions happen."""
 
+# States in which a version has a host copy: its weights in fp32 in host memory.
 COPIED = (AdapterState.IN_MEMORY, AdapterState.PACKING, AdapterState.RESIDENT)
-"""States in which a version has a host copy: its weights in fp32 in host memory."""
 
+# States in which a version has a slot of the operator.
 IN_SLOT = (AdapterState.PACKING, AdapterState.RESIDENT)
-"""States in which a version has a slot of the operator."""
 
 
 @dataclass(eq=False)

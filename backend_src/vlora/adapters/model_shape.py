@@ -16,25 +16,20 @@ from vlora.weights.slab import ATTENTION
 
 T = TypeVar("T")
 
+# Matrices that a linear layer of the trained model corresponds to if it fuses several of them. The
+# layer's A belongs to each of the matrices. Its B has the rows for each in this order, which have
+# the same size.
 FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj")}
-"""Matrices that a linear layer of the trained model corresponds to if it fuses several of them.
-
-The layer's A belongs to each of the matrices. Its B has the rows for each in this order, which have
-the same size.
-"""
 
 LM_HEAD = "lm_head"
+# Text before `layers` in the module paths of adapters that were trained on:
+# - a multimodal model in transformers 4.52 and later;
+# - a multimodal model in earlier versions of transformers 4;
+# - a decoder with its LM head, Qwen2-VL in transformers 4, and LLaVA's own training code;
+# - a multimodal model without its LM head;
+# - a decoder without its LM head.
 LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
-"""Text before `layers` in the module paths of adapters that were trained on:
-
-- a multimodal model in transformers 4.52 and later;
-- a multimodal model in earlier versions of transformers 4;
-- a decoder with its LM head, Qwen2-VL in transformers 4, and LLaVA's own training code;
-- a multimodal model without its LM head;
-- a decoder without its LM head.
-"""
-HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")
-"""Paths of the LM head in these layouts."""
+HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")  # Paths of the LM head in these layouts.
 _VISION_PATH = re.compile(
     r"(?:model\.|transformer\.)?(vision_tower|visual|multi_modal_projector)\.(?:vision_model\.)?(.+)"
 )

@@ -15,24 +15,19 @@ from typing import Any
 
 import regex
 
+# Maximum length of one pattern. Compiling takes about 20 µs per character.
 MAX_CHARACTERS = 16 * 1024
-"""Maximum length of one pattern. Compiling takes about 20 µs per character."""
-MAX_CHARACTERS_TOGETHER = 64 * 1024
-"""Maximum total length of all patterns of one adapter."""
+MAX_CHARACTERS_TOGETHER = 64 * 1024  # Maximum total length of all patterns of one adapter.
+# Maximum product of all counted repetitions in a pattern. Their counts are multiplied because
+# nested repetitions multiply the size of the compiled pattern.
 MAX_REPETITIONS = 1000
-"""Maximum product of all counted repetitions in a pattern. Their counts are multiplied because
-nested repetitions multiply the size of the compiled pattern.
-"""
+# Maximum processor time in seconds for matching all patterns of one adapter. Typical adapters need
+# milliseconds.
 SECONDS = 5.0
-"""Maximum processor time in seconds for matching all patterns of one adapter.
 
-Typical adapters need milliseconds.
-"""
-
+# Maximum number of patterns in one object of the config. A model of 126 layers has 882 matrices
+# that patterns can name.
 MAX_PATTERNS = 2000
-"""Maximum number of patterns in one object of the config. A model of 126 layers has 882 matrices
-that patterns can name.
-"""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 

@@ -22,8 +22,8 @@ from vlora.errors import nearest, shown
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS
 
+# Role of a tensor: a factor of the LoRA, the magnitudes of DoRA, or a whole weight.
 Part = Literal["A", "B", "magnitude", "weight"]
-"""Role of a tensor: a factor of the LoRA, the magnitudes of DoRA, or a whole weight."""
 
 EMBEDDINGS = "embed_tokens"
 _PATH = re.compile(
@@ -38,8 +38,8 @@ _MODULE = re.compile(
 _OWN_MODULE = re.compile(r"(?:transformer\.)?h\.(?P<layer>0|[1-9][0-9]{0,4})\.(?P<module>[\w.]+)")
 _VISION = re.compile(r"vision_tower|visual|vision_model|multi_modal_projector|merger|connector")
 
+# Command that error messages recommend.
 CONVERT = "`vlora adapters convert FOLDER OUT --model CHECKPOINT`"
-"""Command that error messages recommend."""
 
 
 @dataclass(frozen=True)
@@ -136,26 +136,22 @@ REFUSED_WHEN_SET: dict[str, str] = {
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
 }
+# Remedy that the error message names, by option. The options are keys of REFUSED_WHEN_SET. An
+# adapter with one of these options can be converted.
 CONVERTIBLE: dict[str, str] = {
     "use_dora": f"make it a plain LoRA with {CONVERT}",
     "modules_to_save": f"if they are the base model's own, {CONVERT} drops them",
 }
-"""Remedy that the error message names, by option. The options are keys of REFUSED_WHEN_SET. An
-adapter with one of these options can be converted.
-"""
 
+# Values of `init_lora_weights` that leave the base model unchanged.
 PLAIN = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that leave the base model unchanged."""
+# Values of `init_lora_weights` that change the base model by an amount that can be computed from
+# its weights.
 KNOWN_CHANGES = ("pissa", "olora")
-"""Values of `init_lora_weights` that change the base model by an amount that can be computed from
-its weights.
-"""
+# Beginnings of the values of `init_lora_weights` that change the base model. An adapter with such a
+# value fits only the changed model, unless PEFT converts it. PEFT saves a converted adapter with
+# the value `true`.
 CHANGES_THE_BASE = (*KNOWN_CHANGES, "corda", "lora_ga", "loftq")
-"""Beginnings of the values of `init_lora_weights` that change the base model.
-
-An adapter with such a value fits only the changed model, unless PEFT converts it. PEFT saves a
-converted adapter with the value `true`.
-"""
 
 USED = frozenset(
     {
@@ -174,6 +170,7 @@ USED = frozenset(
         "use_rslora",
     }
 )
+# Keys of `adapter_config.json` that change nothing at inference.
 HARMLESS = frozenset(
     {
         "auto_mapping",
@@ -194,7 +191,6 @@ HARMLESS = frozenset(
         "task_type",
     }
 )
-"""Keys of `adapter_config.json` that change nothing at inference."""
 
 
 def _option_fault(config: Mapping[str, Any]) -> str | None:
@@ -234,11 +230,10 @@ def _initialisation_fault(kind: Any) -> str | None:
     return None
 
 
-MAX_INVOCATION = 256
-"""Maximum number of invocation tokens. Each prompt is searched for them."""
+MAX_INVOCATION = 256  # Maximum number of invocation tokens. Each prompt is searched for them.
 
+# Pattern by which PEFT finds the layer of a module if `layers_pattern` is empty.
 ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
-"""Pattern by which PEFT finds the layer of a module if `layers_pattern` is empty."""
 
 T = TypeVar("T")
 

@@ -41,8 +41,8 @@ class HostTier:
     def __init__(self, budget: int | None) -> None:
         self._budget = math.inf if budget is None else budget
         self._order: UseOrder[AdapterHandle] = UseOrder()
+        # Handles whose copies were packed. All copies that may not be evicted are among them.
         self._in_use: set[AdapterHandle] = set()
-        """Handles whose copies were packed. All copies that may not be evicted are among them."""
         self.used_bytes = 0
 
     @property
@@ -353,8 +353,8 @@ class AdapterTiers:
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
         self.pool: PagePool
         self.memory: PageMemory
+        # Retired versions that may still have weights in host memory or in the pool.
         self._obsolete: set[AdapterHandle] = set()
-        """Retired versions that may still have weights in host memory or in the pool."""
 
     def attach(self, pool: PagePool, memory: PageMemory) -> None:
         """Store packed copies in the pool's pages from now on."""

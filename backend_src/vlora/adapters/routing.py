@@ -17,19 +17,15 @@ from typing import Any
 
 from vlora.adapters.errors import ErrorFactory, is_names
 
-MIN_FIT = 0.5
-"""Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers."""
+MIN_FIT = 0.5  # Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers.
+# Maximum loss of accuracy, from 0 to 1, that is accepted for an adapter that is resident already.
 SLACK = 0.02
-"""Maximum loss of accuracy, from 0 to 1, that is accepted for an adapter that is resident already.
-"""
+# Maximum number of characters of a question that are read; the rest is ignored.
 MAX_QUESTION = 4096
-"""Maximum number of characters of a question that are read; the rest is ignored."""
-MAX_SKILLS = 256
-"""Maximum number of skills per adapter."""
-MAX_WORDS = 32
-"""Maximum number of words per skill."""
+MAX_SKILLS = 256  # Maximum number of skills per adapter.
+MAX_WORDS = 32  # Maximum number of words per skill.
+# Minimum share of a skill's questions that must contain a word for the skill to declare it.
 MIN_SHARE = 0.02
-"""Minimum share of a skill's questions that must contain a word for the skill to declare it."""
 
 _WORD = re.compile(r"\w+")
 

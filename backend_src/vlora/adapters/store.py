@@ -52,19 +52,16 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Maximum number of adapters that are loaded or packed at the same time. The adapters of older
+# requests go first.
 MAX_PREFETCHED = 8
-"""Maximum number of adapters that are loaded or packed at the same time.
 
-The adapters of older requests go first.
-"""
-
+# Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread. On
+# the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
+# this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all
+# adapters are packed on the packer's thread, because packing may wait for earlier copies to the
+# GPU.
 INLINE_PACK_BYTES = 4 << 20
-"""Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread.
-
-On the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
-this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all adapters
-are packed on the packer's thread, because packing may wait for earlier copies to the GPU.
-"""
 
 
 class Workers:
@@ -176,8 +173,8 @@ class AdapterStore:
         self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folder)
         self._packs_inline = device.in_host_memory
         self._inline_bytes_left = 0
+        # Size of all weights that the engine's thread has received from `folders` so far.
         self._taken_bytes = 0
-        """Size of all weights that the engine's thread has received from `folders` so far."""
 
     def load(self, folders: Mapping[str, Path]) -> None:
         """Read each named folder, in order of name. A failure is an error of that adapter only.

@@ -34,11 +34,10 @@ from vlora.weights.safetensors import (
     read_rows,
 )
 
+# Maximum size of a file's header. An adapter of 80 layers needs 0.2 MB.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-"""Maximum size of a file's header. An adapter of 80 layers needs 0.2 MB."""
 
-PIECE_BYTES = 1 << 20
-"""Number of bytes that `WeightsFile.equals` reads and compares at a time."""
+PIECE_BYTES = 1 << 20  # Number of bytes that `WeightsFile.equals` reads and compares at a time.
 
 
 @dataclass
@@ -257,8 +256,8 @@ class WeightsReader:
         return repr((tuple(self.ranks), self.shapes)).encode()
 
 
+# Readers that are in use, by the header of their files and the ranks and scales.
 _READERS: WeakValueDictionary[tuple[object, ...], WeightsReader] = WeakValueDictionary()
-"""Readers that are in use, by the header of their files and the ranks and scales."""
 
 
 def _split_pairs(

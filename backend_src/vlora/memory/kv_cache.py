@@ -15,11 +15,9 @@ from vlora.device.device import HOST, Device, PageLayout
 from vlora.memory.pool import Moves, PagePool
 from vlora.memory.prefix import BlockKey, PrefixCache
 
+# Number of tokens in a panel, the unit in which attention reads keys and values on a CPU. The
+# attention scores of a panel fill whole vectors of any instruction set.
 LANES = 16
-"""Number of tokens in a panel, the unit in which attention reads keys and values on a CPU.
-
-The attention scores of a panel fill whole vectors of any instruction set.
-"""
 
 
 class KVCache:

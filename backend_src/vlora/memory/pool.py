@@ -39,11 +39,10 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-Moves = Mapping[int, int]
-"""Moves of content between pages: old page → new page."""
+Moves = Mapping[int, int]  # Moves of content between pages: old page → new page.
 
+# Time of last use of items that are evicted before all others. The clock's first tick is 1.
 EVICT_FIRST = 0
-"""Time of last use of items that are evicted before all others. The clock's first tick is 1."""
 
 
 class Owner(IntEnum):
@@ -129,8 +128,7 @@ class PagePool:
         self._refs = [0] * total
         self._counts = {Owner.FREE: total, Owner.KV: 0, Owner.CACHE: 0, Owner.ADAPTER: 0}
         self._ticks = 0
-        self.pages_moved = 0
-        """Number of pages whose content was moved so far."""
+        self.pages_moved = 0  # Number of pages whose content was moved so far.
         self._runs: set[Run] = set()
         self.evictors: list[Evictor] = []
         self.run_evictor: RunEvictor | None = None

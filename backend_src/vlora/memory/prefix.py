@@ -85,8 +85,8 @@ class PrefixCache:
         self._pages: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
         self._scopes: defaultdict[str, set[int]] = defaultdict(set)
+        # Pages that can be evicted, with the time of their last use, the next to evict first.
         self._idle: OrderedDict[int, int] = OrderedDict()
-        """Pages that can be evicted, with the time of their last use, the next to evict first."""
         self.evictions = 0
         pool.evictors.append(self)
         pool.movers.append(self.relocate)

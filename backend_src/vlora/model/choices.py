@@ -17,17 +17,15 @@ from vlora.errors import InvalidArgument, shown
 from vlora.model.tokenizer import Vocabulary
 from vlora.request import IndexArray
 
+# Maximum number of choice sets in the cache. Applications use few different sets.
 MAX_CACHED_SETS = 64
-"""Maximum number of choice sets in the cache. Applications use few different sets."""
 
-MAX_CACHED_STATES = 1024
-"""Maximum number of states per set whose allowed tokens are cached."""
+MAX_CACHED_STATES = 1024  # Maximum number of states per set whose allowed tokens are cached.
 
+# Number of tokens that stands for infinity, for text that no tokens can spell.
 UNREACHABLE = 1 << 30
-"""Number of tokens that stands for infinity, for text that no tokens can spell."""
 
-AFTER_ALL = b"\xff"
-"""Byte that sorts after every byte of UTF-8 text."""
+AFTER_ALL = b"\xff"  # Byte that sorts after every byte of UTF-8 text.
 
 
 class ChoiceSet:

@@ -28,20 +28,17 @@ from vlora.sampling import SamplingParams
 
 MASKED = np.float32(-np.inf)
 
-UNIFORMS_AHEAD = 16
-"""Number of positions whose random numbers are computed in one call."""
+UNIFORMS_AHEAD = 16  # Number of positions whose random numbers are computed in one call.
 
+# Thresholds that the search for the top-p set tries in turn. The maximum weight is 1. Usually, only
+# a few hundred of 152k tokens are above such a threshold, and only they are sorted.
 WEIGHT_FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
-"""Thresholds that the search for the top-p set tries in turn. The maximum weight is 1.
 
-Usually, only a few hundred of 152k tokens are above such a threshold, and only they are sorted.
-"""
-
+# Minimum temperature by which fp32 logits are divided. It gives the largest logit all weight.
 MIN_FP32_TEMPERATURE = 1e-30
-"""Minimum temperature by which fp32 logits are divided. It gives the largest logit all weight."""
 
+# Upper bound of the relative difference between sums of the same weights in different orders.
 SUM_TOLERANCE = 1e-9
-"""Upper bound of the relative difference between sums of the same weights in different orders."""
 
 
 @dataclass(frozen=True)
@@ -214,10 +211,9 @@ def draw_rows(
     return list(gemm.sample(logits.data_ptr(), logits.shape[1], draws, threads))
 
 
+# Parameters of a draw on a GPU: row of the logits, top-k (below 1 for all tokens), temperature,
+# min-p, top-p, and random number in [0, 1).
 DrawKey = tuple[int, int, float, float, float, float]
-"""Parameters of a draw on a GPU: row of the logits, top-k (below 1 for all tokens), temperature,
-min-p, top-p, and random number in [0, 1).
-"""
 
 
 def draw_parameters(draws: Sequence[DrawKey]) -> list[torch.Tensor]:

@@ -30,10 +30,9 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
+# Maximum number of adapters whose A and B are copied to a GPU for merging: the one that is merged,
+# and the next.
 MAX_PREPARED = 2
-"""Maximum number of adapters whose A and B are copied to a GPU for merging: the one that is merged,
-and the next.
-"""
 
 
 class MergeSource(Protocol):
@@ -112,8 +111,8 @@ class Switcher:
         self._merged: torch.Tensor | None = None
         self._in_slab: _Prepared | None = None
         self._prepared: dict[int, _Prepared] = {}
+        # Number of matrices that adapters change, and the bytes that they need when merged.
         self._size_of_matrices = (0, 0)
-        """Number of matrices that adapters change, and the bytes that they need when merged."""
         if merging != "in_place":
             slab.seal()
 

@@ -28,8 +28,7 @@ class QuantizedSlab:
         layer.
     """
 
-    device = HOST
-    """Device that stores the weights."""
+    device = HOST  # Device that stores the weights.
 
     def __init__(
         self,

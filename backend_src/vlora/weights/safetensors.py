@@ -20,16 +20,15 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors import safe_open
 
+# Supported types of stored tensors. Types of 8 bits are not supported, since they need scales.
 FLOATS = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F64": torch.float64,
 }
-"""Supported types of stored tensors. Types of 8 bits are not supported, since they need scales."""
 
-MAX_BUFFERS = 1024
-"""Maximum number of buffers per call of `preadv` (IOV_MAX)."""
+MAX_BUFFERS = 1024  # Maximum number of buffers per call of `preadv` (IOV_MAX).
 
 
 def open_tensors(path: Path) -> Any:

@@ -16,16 +16,16 @@ import torch
 from vlora.device.device import HOST, Device
 from vlora.kernels.quantized import Format
 
+# Targets in the order of the slab, grouped by their input.
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("o_proj",),
     ("gate_proj", "up_proj"),
     ("down_proj",),
 )
-"""Targets in the order of the slab, grouped by their input."""
 
+# Targets in `self_attn` of a layer. The others are in `mlp`.
 ATTENTION: tuple[str, ...] = (*GROUPS[0], *GROUPS[1])
-"""Targets in `self_attn` of a layer. The others are in `mlp`."""
 
 TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
 
@@ -59,8 +59,8 @@ class WeightSlab:
     regions: locations of the fused groups of all layers, in the order of GROUPS within a layer.
     """
 
+    # Format of quantized weights; always None here (see `QuantizedSlab.format`).
     format: Format | None = None
-    """Format of quantized weights; always None here (see `QuantizedSlab.format`)."""
 
     def __init__(
         self,
