@@ -27,12 +27,7 @@ from typing import Any, TypeVar
 
 from vlora import native
 from vlora.adapters.errors import Backoff, ErrorFactory, as_adapter_error, as_text, is_transient
-from vlora.adapters.files import (
-    Adapter,
-    AdapterDescription,
-    describe_adapter,
-    read_adapter,
-)
+from vlora.adapters.files import Adapter, AdapterDescription, describe_adapter, read_adapter
 from vlora.adapters.handle import AdapterHandle, Stamp
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.routing import Router

@@ -23,14 +23,7 @@ from vlora.adapters.model_shape import (
     split_pairs,
     suffixes,
 )
-from vlora.adapters.peft import (
-    CONVERT,
-    PeftConfig,
-    TensorKey,
-    UnknownKey,
-    parse_key,
-    read_config,
-)
+from vlora.adapters.peft import CONVERT, PeftConfig, TensorKey, UnknownKey, parse_key, read_config
 from vlora.adapters.routing import Skill, read_skills
 from vlora.adapters.tensors import PairTensors, WeightsFile, WeightsReader
 from vlora.atmm.types import HeadMatrix, LoraPair

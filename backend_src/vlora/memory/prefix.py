@@ -76,9 +76,7 @@ class PrefixCache:
     """
 
     def __init__(
-        self,
-        pool: PagePool,
-        is_finite: Callable[[Sequence[int]], bool] = lambda pages: True,
+        self, pool: PagePool, is_finite: Callable[[Sequence[int]], bool] = lambda pages: True
     ) -> None:
         self._pool = pool
         self.is_finite = is_finite

@@ -31,11 +31,7 @@ class QuantizedSlab:
     device = HOST  # Device that stores the weights.
 
     def __init__(
-        self,
-        layers: int,
-        shapes: Mapping[str, tuple[int, int]],
-        form: Format,
-        dtype: torch.dtype,
+        self, layers: int, shapes: Mapping[str, tuple[int, int]], form: Format, dtype: torch.dtype
     ) -> None:
         self.layers = layers
         self.shapes = dict(shapes)

@@ -21,12 +21,7 @@ import torch
 from safetensors import safe_open
 
 # Supported types of stored tensors. Types of 8 bits are not supported, since they need scales.
-FLOATS = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
 MAX_BUFFERS = 1024  # Maximum number of buffers per call of `preadv` (IOV_MAX).
 
