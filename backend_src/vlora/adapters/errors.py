@@ -29,10 +29,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def as_text(name: str) -> str:
-    """Return `name` as valid UTF-8, in which invalid parts are escaped.
-
-    The name of a folder may contain any bytes, and JSON may contain surrogates.
-    """
+    """Return `name`, which may contain any bytes or surrogates, as valid UTF-8 with escapes."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -80,9 +77,8 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
 
 
 def require_file(path: Path, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument unless the file exists and is a regular file.
-
-    Other kinds of files are refused because reading a pipe or a device might never end.
+    """Raise InvalidArgument unless the file exists and is a regular one: reading a pipe or a device
+    might never end.
     """
     try:
         kind = path.stat().st_mode
@@ -124,10 +120,9 @@ def is_transient_errno(number: int) -> bool:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the cause of a failure lies outside the adapter's files.
-
-    The first error number in the chain of causes decides. A lack of memory is transient. So is an
-    OSError without a number, because nothing shows that it will happen again.
+    """Return whether the cause of a failure lies outside the adapter's files. The first error
+    number in the chain of causes decides; a lack of memory or an OSError without a number is
+    transient.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -143,10 +138,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def as_adapter_error(name: str, folder: Path, error: BaseException) -> InvalidArgument:
-    """Return `error` as an InvalidArgument that names the adapter.
-
-    An OutOfMemory, and any error that is not an InvalidArgument, is logged with its traceback.
-    """
+    """Return `error` as an InvalidArgument that names the adapter. Others are logged."""
     if isinstance(error, InvalidArgument) and not isinstance(error, OutOfMemory):
         return error
     log.error("adapter '%s' failed to load", as_text(name), exc_info=error)
@@ -155,11 +147,7 @@ def as_adapter_error(name: str, folder: Path, error: BaseException) -> InvalidAr
 
 @dataclass
 class Backoff:
-    """Record of failed attempts, which says when the next one may begin.
-
-    attempts: number of failed attempts.
-    due: earliest time of the next attempt in seconds.
-    """
+    """Number of failed attempts, and the earliest time of the next one in seconds."""
 
     attempts: int = 0
     due: float = 0.0

@@ -1,8 +1,7 @@
 """Handle of one version of one adapter.
 
-A handle records where the weights of its version are: in the folder, in host memory, or in a slot
-of the LoRA operator. A request holds the handle from its first step until it ends. So the request
-finishes with the version that it started with, even if the folder changes meanwhile.
+A request holds the handle from its first step until it ends. So it finishes with the version that
+it started with, even if the folder changes meanwhile.
 """
 
 from __future__ import annotations
@@ -67,18 +66,15 @@ IN_SLOT = (AdapterState.PACKING, AdapterState.RESIDENT)
 
 @dataclass(eq=False)
 class AdapterHandle:
-    """State of one version of an adapter.
-
-    Only the engine's thread changes a handle. Other threads may read `info` and `description` and
-    compute `packed_bytes`, whose value does not depend on the thread.
+    """State of one version of an adapter. Only the engine's thread changes it. Other threads may
+    read `info` and `description` and compute `packed_bytes`, which is the same on all.
 
     info: description of the adapter. After the first load it includes the digest and never changes.
     adapter: the host copy; set only in the states of COPIED.
-    slot: slot of the operator; set only in the states of IN_SLOT.
-    run: pages of the packed copy; set only in the states of IN_SLOT.
+    slot, run: slot of the operator, and pages of the packed copy; set only in the states of
+        IN_SLOT.
     error: reason why the version cannot be loaded; set only in FAILED.
-    retired: True once the adapter's name refers to another version. New requests cannot use this
-        version.
+    retired: True once the adapter's name refers to another version.
     backoff: delay before the next attempt after failures that the adapter's files did not cause.
     packed_bytes: size of the packed copy in bytes; 0 until computed.
     """
@@ -103,9 +99,8 @@ class AdapterHandle:
         self.info: AdapterInfo = self.description.info
 
     def enter(self, state: AdapterState) -> None:
-        """Change the state, and drop what a version in the new state does not have.
-
-        The caller sets the fields that the new state needs (see `check_integrity`).
+        """Change the state, and drop what a version in the new state does not have. The caller sets
+        the fields that the new state needs (see `check_integrity`).
         """
         assert state in TRANSITIONS[self.state], f"{self.name!r}: {self.state} → {state}"
         self.state = state
@@ -116,19 +111,15 @@ class AdapterHandle:
 
     @property
     def resident(self) -> bool:
-        """True if steps can use the version."""
         return self.state is AdapterState.RESIDENT
 
     def may_begin(self, now: float) -> bool:
-        """Return whether a load or packing of the version may begin: it is not resident, and no
-        failure forbids it at the time `now`, in seconds.
-        """
+        """Return whether a load or packing may begin at the time `now`, in seconds."""
         settled = self.state in (AdapterState.RESIDENT, AdapterState.FAILED)
         return not settled and self.backoff.due <= now
 
     @property
     def digest(self) -> str:
-        """Digest of the weights, which must have been read."""
         assert self.info.digest, f"adapter {self.name!r} has not been read"
         return self.info.digest
 
@@ -139,7 +130,7 @@ class AdapterHandle:
 
     @property
     def held(self) -> bool:
-        """True if a request that has started uses this version. Its host copy must then be kept."""
+        """True if a started request uses this version. Its host copy must then be kept."""
         return self._holders > 0
 
     @property
@@ -158,7 +149,6 @@ class AdapterHandle:
 
     @property
     def needs_host_copy(self) -> bool:
-        """True if the host copy may not be evicted."""
         return self.state in IN_SLOT or self.held
 
     def pin(self) -> None:
@@ -176,9 +166,7 @@ class AdapterHandle:
         self._holders -= 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a field is set that must not be set in the present state, or is
-        not set although it must be.
-        """
+        """Raise AssertionError if the fields that are set do not fit the state."""
         assert (self.adapter is not None) == (self.state in COPIED)
         assert (self.slot is not None) == (self.state in IN_SLOT)
         assert (self.run is not None) == (self.state in IN_SLOT)

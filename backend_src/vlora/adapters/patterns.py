@@ -1,8 +1,7 @@
 """PEFT's patterns of module names, matched in bounded time and memory.
 
-An adapter's config may contain any regular expression. Python's `re` has no timeout, so patterns
-are matched by the package `regex`, which has one. A pattern must be valid for both packages. It is
-rejected if compiling it would take too much memory.
+Python's `re` has no timeout, so patterns are matched by the package `regex`, which has one. A
+pattern must be valid for both.
 """
 
 from __future__ import annotations
@@ -33,10 +32,7 @@ _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
 class PatternMatcher:
-    """Matches the patterns of one adapter, within a budget of characters and seconds.
-
-    invalid: makes the error for a pattern that is too long, too slow, or not a regular expression.
-    """
+    """Matches the patterns of one adapter, within a budget of characters and seconds."""
 
     def __init__(self, invalid: Callable[[str], Exception]) -> None:
         self._invalid = invalid
@@ -60,10 +56,8 @@ class PatternMatcher:
         return self._run("match", rf"(.*\.)?({pattern})$", path) is not None
 
     def layer(self, pattern: str, path: str) -> int | None:
-        """Match the pattern at the start of the path.
-
-        Returns the number in its group `idx`, or None if the pattern does not match or has no such
-        group.
+        """Match the pattern at the start of the path; return the number in its group `idx`, or
+        None.
         """
         match = self._run("match", pattern, path)
         return None if match is None or match["idx"] is None else int(match["idx"])
@@ -74,9 +68,8 @@ class PatternMatcher:
         try:
             return getattr(compiled, method)(path, timeout=max(self._seconds, 1e-3))
         except TimeoutError:
-            raise self._invalid(
-                f"has the pattern {_shown(pattern)}, which takes too long"
-            ) from None
+            error = self._invalid(f"has the pattern {_shown(pattern)}, which takes too long")
+            raise error from None
         finally:
             self._seconds -= time.process_time() - started
 
@@ -100,9 +93,7 @@ class PatternMatcher:
 
 
 def _unlike_re(pattern: str) -> str | None:
-    """Return which construct of the pattern `re` and `regex` interpret differently, or None, as the
-    end of a sentence. Patterns of module names need no such construct.
-    """
+    # `re` and `regex` interpret these constructs differently. Names of modules need none of them.
     if "[[" in pattern or "[:" in pattern:
         return "has a set within a set"
     for braces in _braces(pattern):

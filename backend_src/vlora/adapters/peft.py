@@ -1,9 +1,7 @@
 """PEFT's format: the keys of an adapter's tensors, and the rules of `adapter_config.json`.
 
-A key contains the path of a module in the model that was trained, and the role of the tensor. The
-layouts of transformers (`LAYOUTS`) have different paths for the same matrix, which `parse_key` maps
-to one matrix id. The config says which modules have a LoRA, and its rank and scale. Unsupported
-options are rejected by name.
+The layouts of transformers (`LAYOUTS`) have different paths for the same matrix, which `parse_key`
+maps to one matrix id.
 """
 
 from __future__ import annotations
@@ -48,7 +46,6 @@ class TensorKey:
 
     path: path of the module, as the file spells it.
     matrix: matrix that the tensor belongs to; None for the input embeddings.
-    part: role of the tensor.
     """
 
     path: str
@@ -61,10 +58,7 @@ class UnknownKey(ValueError):
 
 
 def parse_key(key: str, model: ModelShape) -> TensorKey:
-    """Return the meaning of a key.
-
-    Raises UnknownKey if the model has no such tensor.
-    """
+    """Return the meaning of a key. Raises UnknownKey if the model has no such tensor."""
     match = _PATH.fullmatch(key)
     if match is None or "lora_" in match["path"]:
         raise UnknownKey(_reason(key))
@@ -99,10 +93,6 @@ def _matrix_at(path: str, key: str, model: ModelShape) -> MatrixId:
 
 
 def _reason(key: str, prefix: str | None = None) -> str:
-    """Return the reason why a key is unknown, for the error message.
-
-    prefix: text before `layers`, if the key otherwise has the form of a LoRA weight.
-    """
     if _VISION.search(key):
         return "which is not a linear layer of this model's vision tower or connector"
     if "lora_embedding" in key:
@@ -194,7 +184,6 @@ HARMLESS = frozenset(
 
 
 def _option_fault(config: Mapping[str, Any]) -> str | None:
-    """Return why an option of an adapter's config is not supported, with the remedy, or None."""
     fault = _initialisation_fault(config.get("init_lora_weights"))
     if fault is not None:
         return fault
@@ -207,7 +196,6 @@ def _option_fault(config: Mapping[str, Any]) -> str | None:
 
 
 def _initialisation_fault(kind: Any) -> str | None:
-    """Return why a value of `init_lora_weights` is refused, or None if it is not."""
     if kind is None or isinstance(kind, bool):
         return None
     name = kind.lower() if isinstance(kind, str) else ""
@@ -245,8 +233,6 @@ class PeftConfig:
     The argument `paths` of the methods lists the paths of one module: first as the adapter's
     weights file spells it, then in the served model. All methods raise InvalidArgument for a
     pattern that is invalid or takes too long.
-
-    invocation: as in `AdapterInfo`.
     """
 
     rank: int
@@ -262,7 +248,6 @@ class PeftConfig:
     matcher: PatternMatcher
 
     def rank_of(self, paths: Sequence[str]) -> int:
-        """Return the rank of a module's LoRA."""
         return self._by_pattern(self.rank_pattern, paths, self.rank)
 
     def scale_of(self, paths: Sequence[str]) -> float:
@@ -276,9 +261,6 @@ class PeftConfig:
         return any(self._targets(path) for path in paths)
 
     def _by_pattern(self, patterns: Mapping[str, T], paths: Sequence[str], default: T) -> T:
-        """Return the value of the first pattern that matches the end of one of the paths, as in
-        PEFT.
-        """
         for path in paths:
             for pattern, value in patterns.items():
                 if self.matcher.ends(pattern, path):
@@ -350,7 +332,6 @@ def _check_options(config: Mapping[str, Any], invalid: ErrorFactory) -> None:
 def _layers(
     config: Mapping[str, Any], targets_pattern: bool, invalid: ErrorFactory
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return (`layers_to_transform`, `layers_pattern`)."""
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):

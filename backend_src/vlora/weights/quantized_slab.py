@@ -1,8 +1,8 @@
-"""Slab of quantized base weights: the target matrices of all layers in contiguous memory.
+"""Slab of quantized base weights: the target matrices of all layers in contiguous, read-only
+memory.
 
-The slab is made read-only, as is the unquantized slab (`weights/slab.py`). Adapters are never
-merged into it: merged weights would have to be quantized again, with an error that differs from
-adapter to adapter.
+Adapters are never merged into it: merged weights would have to be quantized again, with an error
+that differs from adapter to adapter.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ class QuantizedSlab:
 
     shapes: target → (d_out, d_in), the same in every layer.
     dtype: type in which products with many rows are computed, fp32 or bf16.
-    views: quantized matrices of the fused groups of all layers, in the order of GROUPS within a
-        layer.
+    views: quantized matrices of the fused groups, by layer and then in the order of GROUPS.
     """
 
     device = HOST  # Device that stores the weights.
@@ -56,7 +55,6 @@ class QuantizedSlab:
 
     @property
     def elements(self) -> int:
-        """Number of weights in the slab."""
         return sum(rows * depth for rows, depth in (view.shape for view in self._views))
 
     def target(self, layer: int, target: str) -> QuantizedWeight:
@@ -67,18 +65,16 @@ class QuantizedSlab:
         return self._views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
 
     def set_order(self, layer: int, group: int, order: torch.Tensor) -> None:
-        """Set the order in which the columns of a group's matrix are stored.
+        """Set the order of the stored columns of a group's matrix, as in `QuantizedWeight.order`.
 
         group: index of the group in GROUPS.
-        order: as in `QuantizedWeight.order`.
         """
         index = layer * len(GROUPS) + group
         self._views[index] = replace(self._views[index], order=order)
 
     def arrange(self) -> None:
-        """Rearrange the matrices, which must be complete, for the kernels that read them.
-
-        Earlier views must not be used any more, and `target` cannot be called.
+        """Rearrange the matrices, which must be complete, for the kernels that read them. Earlier
+        views are then invalid, and `target` cannot be called.
         """
         self._views = [arrange(view) for view in self._views]
 
