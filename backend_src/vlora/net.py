@@ -70,9 +70,8 @@ PACKAGE = "tritonclient.grpc"
 
 
 def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
-    """Return the modules `service_pb2` and `service_pb2_grpc` of tritonclient.
-
-    Raises ModuleNotFoundError, with the command that installs tritonclient, if it is missing.
+    """Return tritonclient's modules `service_pb2` and `service_pb2_grpc`. Raises
+    ModuleNotFoundError.
     """
     # The package imports numpy for its client, which takes more processor time than the rest of
     # `vlora probe`. So an empty package takes its place while its generated modules are imported.
@@ -122,8 +121,7 @@ def check_host(host: str) -> None:
 
 def check_keys(host: str, keys: Path | None, option: str) -> None:
     """Raise ServerError if a gateway on this IP address is open to a network and has no keys.
-
-    option: name of the option for the file of keys, for the message.
+    `option` is the name of the option for the file of keys.
     """
     if keys is None and not ipaddress.ip_address(host).is_loopback:
         raise ServerError(
@@ -153,9 +151,8 @@ def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
 
 
 def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[str]:
-    """Return the arguments with which Triton closes protocols over HTTP and gRPC.
-
-    given: the operator's own arguments for Triton. Protocols that they restrict are not closed.
+    """Return the arguments with which Triton closes protocols over HTTP and gRPC, except for those
+    that the operator's own arguments, `given`, restrict.
     """
     # A closed protocol requires a header with a random value that is stored nowhere.
     closed = CLOSED if allow_shared_memory else (SHARED_MEMORY, *CLOSED)
@@ -183,9 +180,8 @@ TRIES = 100  # Maximum number of ports in FREE_PORTS that are tried.
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
-    """Return different ports by name (such as `http_port`), all of which are free at this moment.
-
-    requested: port by name; 0 chooses a free one.
+    """Return different ports by name (such as `http_port`), all of which are free at this moment. A
+    requested 0 chooses a free one.
 
     Raises ServerError, which names the option of the wrong address or port.
     """

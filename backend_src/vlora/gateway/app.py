@@ -40,7 +40,6 @@ class Disconnected(Exception):
 
 async def connected(receive: Receive, work: Awaitable[Result]) -> Result:
     """Return the result of `work`, or cancel it and raise Disconnected if the client disconnects.
-
     The request's body must have been received already.
     """
     task = asyncio.ensure_future(work)
@@ -150,7 +149,6 @@ class Gateway:
         return await self._complete(request, read_completion)
 
     async def models(self) -> Response:
-        """Return the list of the base model and all adapters that can be served at present."""
         return JSONResponse({"object": "list", "data": await self._entries()})
 
     async def model(self, name: str) -> Response:
@@ -164,7 +162,6 @@ class Gateway:
         )
 
     async def health(self) -> Response:
-        """Return a response that says whether the V-LoRA server answers."""
         await self._backend.describe()
         return JSONResponse({"status": "ok"})
 
@@ -258,7 +255,6 @@ class Gateway:
     async def _events(
         self, writer: CompletionWriter, first: Piece, pieces: Pieces, visit: Visit
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream. An error after its beginning is sent as an event."""
         try:
             yield writer.events(first)
             async for piece in pieces:
@@ -272,9 +268,7 @@ class Gateway:
 
 class _Events(Response):
     """A stream of server-sent events. Starlette's `StreamingResponse` takes more time for each.
-
-    pieces: iterator from which `events` are made. It is closed after the response, even if the
-        client disconnects before the first event.
+    `pieces`, from which they are made, is closed even if the client disconnects before the first.
     """
 
     def __init__(

@@ -34,7 +34,7 @@ class BodyReceiver:
     """Receives the body of one request part by part, and can discard the rest if it is not needed.
 
     A client that is still sending when the connection is closed usually reports a broken connection
-    instead of the error. So before an early answer, the rest of the body is discarded.
+    instead of the error. So before an early answer, the rest is discarded.
     """
 
     def __init__(
@@ -51,7 +51,6 @@ class BodyReceiver:
         self._waits = b"expect" in names
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the next ASGI message of the request."""
         self._waits = False
         message = await self._receive()
         if message["type"] != "http.request" or not message.get("more_body", False):
@@ -78,7 +77,6 @@ class Bodies:
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parser")
 
     def close(self) -> None:
-        """End the thread that parses bodies."""
         self._parser.shutdown(cancel_futures=True)
 
     @contextmanager
@@ -110,9 +108,8 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._parser, read, body)
 
     async def receive(self, request: Request, hold: Hold) -> bytearray:
-        """Return the body of a request, which must be JSON and not too large.
-
-        Raises ApiError, or ClientDisconnect if the client disconnects before the body is complete.
+        """Return the body of a request, which must be JSON and not too large. Raises ApiError, or
+        ClientDisconnect if the client disconnects before the body is complete.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":

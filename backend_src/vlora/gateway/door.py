@@ -46,7 +46,6 @@ class GatewayMetrics:
         self.disconnects = Counter("vlora_gateway_disconnects", help, registry=registry)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return bytes(generate_latest(self._registry))
 
 
@@ -58,14 +57,9 @@ class Keys:
     """Tenants by key. Only digests of the keys are kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Store the digests of the keys.
-
-        tenants: tenant by key.
-        """
         self._digests = [(_digest(key), tenant) for key, tenant in tenants.items()]
 
     def tenant(self, key: str) -> str | None:
-        """Return the tenant of a key; None for an unknown key."""
         # The lookup takes the same time for every key, so its duration reveals nothing about a key.
         digest, found = _digest(key), None
         for known, tenant in self._digests:
@@ -80,7 +74,6 @@ def _digest(key: str) -> bytes:
 
 def load_keys(path: Path) -> Keys:
     """Return the keys in a file of lines `TENANT KEY` and comments. A tenant may have several.
-
     Raises ServerError, whose message never contains a key.
     """
     try:
@@ -108,9 +101,8 @@ def load_keys(path: Path) -> Keys:
 
 @dataclass
 class RateLimit:
-    """Limits the number of requests per minute with one token bucket per tenant.
-
-    A tenant may send all requests of a minute at once.
+    """Limits the requests per minute with one token bucket per tenant, which may send all requests
+    of a minute at once.
     """
 
     per_minute: int
@@ -221,7 +213,6 @@ class Door:
             self._write(scope, visit, status, seconds)
 
     def _check(self, scope: Scope, visit: Visit) -> None:
-        """Set the tenant of the request. Raise ApiError if the request may not pass."""
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
             raise ApiError("INVALID_ARG", "the request has more than one Host header; send one")

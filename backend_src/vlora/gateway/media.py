@@ -49,7 +49,6 @@ class MediaLoader:
 
     async def load(self, media: Sequence[Media]) -> list[bytes]:
         """Return the encoded files of the images. The fetched ones have `max_body_bytes` in total.
-
         Raises ApiError, which names the field or the host of an image that cannot be used.
         """
         files, left = [], self._options.max_body_bytes
@@ -113,8 +112,8 @@ def decode(media: Media) -> bytes:
 
 
 def _read_url(media: Media) -> tuple[httpcore2.URL, str]:
-    """Return the parsed URL, and its host in the form that the list of allowed hosts uses."""
-    # The URL is parsed only once, so that the URL that is checked is the one that is fetched.
+    # Returns the URL, and its host as in the list of allowed hosts. The URL is parsed only once, so
+    # that the URL that is checked is the one that is fetched.
     try:
         parts = urlsplit(media.url)
         port = parts.port

@@ -52,10 +52,7 @@ NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
 
 @dataclass(frozen=True)
 class Media:
-    """URL of an image, or of a frame of a clip.
-
-    param: path of the URL within the request, for error messages.
-    """
+    """URL of an image, or of a frame of a clip. `param`: path of the URL within the request."""
 
     url: str
     param: str
@@ -63,11 +60,10 @@ class Media:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Text and media of a chat.
+    """Text and media of a chat of `turns` messages.
 
     text: text of the only message, or JSON of all messages. It has placeholders for images, unless
         there is a single message and all images stand before its text.
-    turns: number of messages.
     """
 
     text: str
@@ -139,7 +135,7 @@ class _Reader:
         return "".join(text for _, text in parts)
 
     def _part(self, part: Any, param: str) -> tuple[bool, str]:
-        """Read a part of a message; return whether it is text, and its text or its placeholders."""
+        # Returns whether the part is text, and its text or its placeholders.
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if isinstance(kind, str) else None
         if kind == "text":

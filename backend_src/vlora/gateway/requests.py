@@ -163,7 +163,6 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
 
 
 def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:
-    """Return the fields of a body that are not null. Raises ApiError for unsupported ones."""
     given = {}
     for name, value in body.items():
         if name == "lora_name":
@@ -192,7 +191,6 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structure(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return {kind: value} for the structure of the answer; None if the answer is unrestricted."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := _response_format(given.get("response_format"))) is not None:
         found.append(("response_format", wanted))
