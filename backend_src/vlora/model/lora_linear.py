@@ -14,8 +14,8 @@ from vlora.model.switcher import Switcher
 class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
-    index: index of the weight W in the views of the switcher's active weights. The view is looked
-        up in each call, so a switch takes effect at once.
+    index: index of the weight W in the views of the switcher's active weights, where each call
+        looks it up, so a switch takes effect at once.
     bias: [sum of the projections' d_out], or None.
     lora: A and B of all adapters by slot. The adapter store fills and clears its slots.
     """
@@ -32,9 +32,8 @@ class LoraLinear:
     def __call__(
         self, x: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return y for all rows: [T, sum of the projections' d_out] fp32.
+        """Return y for all rows, [T, sum of d_out] fp32, from x, [T, d_in] fp32.
 
-        x: [T, d_in] fp32.
         segments: rows of each adapter, with their signs.
         out: buffer for y; allocated if None.
         """
@@ -50,13 +49,10 @@ class LoraLinear:
     def gated(
         self, x: torch.Tensor, segments: Segments, scratch: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Compute all projections and return `ops.gate` of the result: [T, half of the sum of
+        """Compute all projections and return `ops.gate` of the result in `out`, [T, half the sum of
         d_out].
 
-        x: [T, d_in] fp32.
-        segments: rows of each adapter, with their signs.
         scratch: buffer [T, sum of d_out] for the result before the gate; overwritten.
-        out: buffer for the returned values.
         """
         if self._lora.has(segments):
             return ops.gate(self(x, segments, scratch), out=out)
