@@ -112,9 +112,7 @@ class AttentionPlan:
         head_norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Write the keys and values of all rows to their pages, and return each row's causal
-        attention.
-
-        Semantics: softmax(q kᵀ / √dim) v over the positions of the row's sequence up to its own.
+        attention, softmax(q kᵀ / √dim) v over the positions of the row's sequence up to its own.
 
         qkv: [T, (heads + 2 · kv_heads) · dim], contiguous, before rotation. It may be overwritten.
         rotary: angles by which queries and keys are rotated.

@@ -1,7 +1,6 @@
 """Loading of the decoder's weights from a checkpoint folder, alone or inside a multimodal model.
 
-Weights are recognized by their names without the layout's prefix, so the layouts of transformers 4
-and 5 and bare decoders can all be loaded.
+Weights are recognized by their names without the layout's prefix, so all layouts can be loaded.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class DecoderWeights:
         quantized LM head has the values of the embedding.
     norms: (layer, name) → [hidden], or [head_dim] for the norms of heads.
     biases: (layer, target) → [d_out].
-    inverse_frequencies: [head_dim / 2] fp32, frequencies of the rotary embedding.
-    rope_scale: factor of the cosines and sines of the rotary embedding.
+    inverse_frequencies, rope_scale: [head_dim / 2] fp32 of the rotary embedding, and the factor of
+        its cosines and sines.
     """
 
     slab: WeightSlab | QuantizedSlab
@@ -75,13 +74,10 @@ def load_weights(
 ) -> DecoderWeights:
     """Return the weights in the folder's safetensors files, with matrices as `dtype` on `device`.
 
-    quantization: format of the target matrices; None to store them as `dtype`, too.
-
     Each tensor is copied directly to its final location, so loading needs as much memory as the
-    model and its largest tensor.
+    model and its largest tensor. Raises InvalidArgument, which names the file and the tensor.
 
-    Raises InvalidArgument, which names the file and the tensor, if a tensor is missing or does not
-    fit.
+    quantization: format of the target matrices; None to store them as `dtype`, too.
     """
     names = config.names
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
@@ -122,9 +118,6 @@ def _read_floats(
     head: QuantizedWeight | None,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Read the weights that are stored as floats into the slab, the quantized LM head, or new
-    tensors. Return these tensors by name.
-    """
     names, device = config.names, slab.device
     targets: dict[str, torch.Tensor | QuantizedWeight] = {
         names.matrix(layer, target): slab.target(layer, target)
@@ -201,9 +194,8 @@ def adapter_shape(
 def stored_lm_head(
     folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
 ) -> StoredRows:
-    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`.
-
-    Raises InvalidArgument if a weight is missing.
+    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`. Raises
+    InvalidArgument if it is missing.
     """
     names = config.names
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
@@ -223,7 +215,7 @@ def _module_paths(folder: Path) -> frozenset[str]:
 
 
 def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor:
-    """Return the rows that are the weight `name` of a tensor with the equal weights `names`."""
+    # The tensor contains the weights `names`, which have equal shapes.
     if len(names) == 1 or not tensor.ndim or len(tensor) % len(names):
         return tensor
     return tensor.chunk(len(names))[names.index(name)]
@@ -242,10 +234,7 @@ def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin:
 
 
 def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return (d_out, d_in) of the matrices of the vision tower and the connector, by `vision_path`.
-
-    Tables of positions are left out. The encoder checks that the others belong to linear layers.
-    """
+    # By `vision_path`. The encoder checks that all but position tables belong to linear layers.
     shapes = {}
     for file in weight_files(folder):
         with open_weights(file) as opened:
@@ -259,7 +248,6 @@ def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
-    """Log a warning if a stored LM head differs from the embeddings that config.json ties it to."""
     with open_weights(file) as opened:
         head = read(opened, file, key)
     if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
@@ -276,11 +264,11 @@ def find_weights(
 ) -> dict[str, tuple[Path, str]]:
     """Return (file, key) of every decoder weight in the folder, by name without prefix.
 
-    matrices: whether the target matrices are needed.
-    alone: whether to reject a stored tensor that contains several weights.
-
     As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument if a
     weight is missing or is stored twice, or if matrices are needed but are stored quantized.
+
+    matrices: whether the target matrices are needed.
+    alone: whether to reject a stored tensor that contains several weights.
     """
     if alone and config.names.modules:
         raise InvalidArgument(
