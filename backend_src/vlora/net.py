@@ -79,17 +79,14 @@ def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
     if PACKAGE not in sys.modules:
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or spec.submodule_search_locations is None:
-            raise ModuleNotFoundError(
-                f"{PACKAGE} is not installed; install it with: pip install 'vlora[server]'"
-            )
+            remedy = "install it with: pip install 'vlora[server]'"
+            raise ModuleNotFoundError(f"{PACKAGE} is not installed; {remedy}")
         stand_in = ModuleType(PACKAGE)
         stand_in.__path__ = list(spec.submodule_search_locations)
         sys.modules[PACKAGE] = stand_in
     try:
-        return (
-            importlib.import_module(f"{PACKAGE}.service_pb2"),
-            importlib.import_module(f"{PACKAGE}.service_pb2_grpc"),
-        )
+        messages = importlib.import_module(f"{PACKAGE}.service_pb2")
+        return messages, importlib.import_module(f"{PACKAGE}.service_pb2_grpc")
     finally:
         if stand_in is not None:
             del sys.modules[PACKAGE]
@@ -195,10 +192,8 @@ def check_ports(requested: Mapping[str, int]) -> None:
     """Raise ServerError if a number is neither a port nor 0, or if two ports are equal."""
     for name, port in requested.items():
         if not 0 <= port <= MAX_PORT:
-            raise ServerError(
-                f"{_flag(name)} {port} is not a port; choose one from 1 to {MAX_PORT}, or 0 for a"
-                " free one"
-            )
+            remedy = f"choose one from 1 to {MAX_PORT}, or 0 for a free one"
+            raise ServerError(f"{_flag(name)} {port} is not a port; {remedy}")
     for port in requested.values():
         equal = [_flag(other) for other in requested if requested[other] == port]
         if port and len(equal) > 1:
@@ -221,9 +216,8 @@ def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
                 continue
             why = {errno.EADDRINUSE: "is already in use", errno.EACCES: "is reserved for root"}
             reason = why.get(error.errno or 0, f"cannot be opened ({error.strerror})")
-            raise ServerError(
-                f"port {port} {reason}; choose another with {_flag(name)} N, or 0 for a free one"
-            ) from None
+            remedy = f"choose another with {_flag(name)} N, or 0 for a free one"
+            raise ServerError(f"port {port} {reason}; {remedy}") from None
         break
     return int(probe.getsockname()[1])
 

@@ -98,14 +98,10 @@ def folders_in(root: Path) -> Sequence[str]:
     try:
         if core is not None:
             return list(map(os.fsdecode, core.adapter_names(os.fsencode(root))))
-        return _folders_in(root)
+        entries = sorted(root.iterdir(), key=os.fsencode)
+        return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
     except OSError as error:
         raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
-
-
-def _folders_in(root: Path) -> list[str]:
-    entries = sorted(root.iterdir(), key=os.fsencode)
-    return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
 
 def _may_be_adapter(entry: Path) -> bool:

@@ -171,9 +171,8 @@ def _read_files(name: str, folder: Path) -> _Files:
 def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
     # Loading a pickle can run any code.
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
-        raise invalid.in_file(PICKLED)(
-            f"is a pickle, which is never read; convert it to {WEIGHTS} with {CONVERT}"
-        )
+        reason = f"is a pickle, which is never read; convert it to {WEIGHTS} with {CONVERT}"
+        raise invalid.in_file(PICKLED)(reason)
     if (folder / OUTSIDE_LORA).exists():
         raise invalid.in_file(OUTSIDE_LORA)(
             "holds weights that were trained besides the LoRA, such as those of the connector;"
@@ -259,10 +258,8 @@ def _assign_tensors(
         if pair.path != parsed.path:
             raise invalid(f"holds '{key}', but other keys name the same module '{pair.path}'")
         which = parsed.part.lower()
-        if getattr(pair, which):
-            raise invalid(
-                f"holds '{key}' a second time under another name, '{getattr(pair, which)}'"
-            )
+        if other := getattr(pair, which):
+            raise invalid(f"holds '{key}' a second time under another name, '{other}'")
         setattr(pair, which, key)
     return keys
 
@@ -318,9 +315,8 @@ def _check_invocation(
 ) -> None:
     unknown = [token for token in config.invocation if token >= model.vocabulary]
     if unknown:
-        raise invalid(
-            f"has {unknown[0]} in alora_invocation_tokens; ids run from 0 to {model.vocabulary - 1}"
-        )
+        ids = f"ids run from 0 to {model.vocabulary - 1}"
+        raise invalid(f"has {unknown[0]} in alora_invocation_tokens; {ids}")
     if config.invocation and has_head:
         # If a prompt lacked the invocation, its request would reach the head without the adapter.
         raise invalid("has alora_invocation_tokens, which cannot be used with a vision task head")

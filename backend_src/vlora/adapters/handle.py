@@ -38,23 +38,19 @@ class AdapterState(Enum):
 
 
 # States that may follow each state. No other transitions happen.
-TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
+TRANSITIONS: Mapping[AdapterState, set[AdapterState]] = {
     # The weights may have been read together with the description.
-    AdapterState.ON_DISK: frozenset({AdapterState.LOADING, AdapterState.IN_MEMORY}),
+    AdapterState.ON_DISK: {AdapterState.LOADING, AdapterState.IN_MEMORY},
     # ON_DISK follows if reading failed and is tried again, or if the weights are no longer needed.
-    AdapterState.LOADING: frozenset(
-        {AdapterState.IN_MEMORY, AdapterState.ON_DISK, AdapterState.FAILED}
-    ),
+    AdapterState.LOADING: {AdapterState.IN_MEMORY, AdapterState.ON_DISK, AdapterState.FAILED},
     # ON_DISK follows if the host copy is evicted.
-    AdapterState.IN_MEMORY: frozenset({AdapterState.PACKING, AdapterState.ON_DISK}),
+    AdapterState.IN_MEMORY: {AdapterState.PACKING, AdapterState.ON_DISK},
     # IN_MEMORY follows if packing failed and is tried again.
-    AdapterState.PACKING: frozenset(
-        {AdapterState.RESIDENT, AdapterState.IN_MEMORY, AdapterState.FAILED}
-    ),
+    AdapterState.PACKING: {AdapterState.RESIDENT, AdapterState.IN_MEMORY, AdapterState.FAILED},
     # IN_MEMORY follows if the adapter is evicted from the pool.
-    AdapterState.RESIDENT: frozenset({AdapterState.IN_MEMORY}),
+    AdapterState.RESIDENT: {AdapterState.IN_MEMORY},
     # Only another version of the adapter can be loaded.
-    AdapterState.FAILED: frozenset(),
+    AdapterState.FAILED: set(),
 }
 
 # States in which a version has a host copy: its weights in fp32 in host memory.

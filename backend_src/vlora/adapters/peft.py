@@ -278,10 +278,8 @@ class PeftConfig:
         if not self.layers_to_transform or path in self.target_modules:
             return True
         prefixed = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in self.layers_pattern]
-        layers = (self.matcher.layer(pattern, path) for pattern in prefixed or [ANY_LAYER])
-        return (
-            next((layer for layer in layers if layer is not None), None) in self.layers_to_transform
-        )
+        numbers = (self.matcher.layer(pattern, path) for pattern in prefixed or [ANY_LAYER])
+        return next((n for n in numbers if n is not None), None) in self.layers_to_transform
 
     def _named(self, names: str | frozenset[str], path: str) -> bool:
         if isinstance(names, str):
@@ -298,6 +296,7 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
     if not isinstance(rslora, bool):
         raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
     targets = _modules(config.get("target_modules") or None, config, "target_modules", invalid)
+    excluded = _modules(config.get("exclude_modules") or [], config, "exclude_modules", invalid)
     layers, layers_pattern = _layers(config, isinstance(targets, str), invalid)
     return PeftConfig(
         rank=_rank(config.get("r"), "r", invalid),
@@ -306,9 +305,7 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
         rank_pattern=_patterns(config, "rank_pattern", _rank, invalid),
         alpha_pattern=_patterns(config, "alpha_pattern", _alpha, invalid),
         target_modules=targets,
-        exclude_modules=_modules(
-            config.get("exclude_modules") or [], config, "exclude_modules", invalid
-        ),
+        exclude_modules=excluded,
         layers_to_transform=layers,
         layers_pattern=layers_pattern,
         invocation=_invocation(config.get("alora_invocation_tokens"), invalid),
@@ -335,14 +332,11 @@ def _layers(
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-        raise invalid(
-            f"has layers_to_transform = {layers!r}; it must be the number of a layer, or a list of"
-            " numbers"
-        )
+        wrong = f"has layers_to_transform = {layers!r}"
+        raise invalid(f"{wrong}; it must be the number of a layer, or a list of numbers")
     if not isinstance(pattern, str) and pattern and not is_names(pattern):
-        raise invalid(
-            f"has layers_pattern = {pattern!r}; it must be a pattern, or a list of patterns"
-        )
+        wrong = f"has layers_pattern = {pattern!r}"
+        raise invalid(f"{wrong}; it must be a pattern, or a list of patterns")
     if targets_pattern and (layers is not None or pattern):
         raise invalid(
             "has 'layers_to_transform' or 'layers_pattern' with a 'target_modules' that"
@@ -357,9 +351,8 @@ def _modules(
     value: Any, config: Mapping[str, Any], key: str, invalid: ErrorFactory
 ) -> str | frozenset[str]:
     if not isinstance(value, str) and not is_names(value):
-        raise invalid(
-            f"has {key} = {config.get(key)!r}; it must be names of modules, or a regular expression"
-        )
+        wrong = f"has {key} = {config.get(key)!r}"
+        raise invalid(f"{wrong}; it must be names of modules, or a regular expression")
     return value if isinstance(value, str) else frozenset(value)
 
 
@@ -368,10 +361,8 @@ def _invocation(tokens: Any, invalid: ErrorFactory) -> tuple[int, ...]:
         return ()
     is_list = isinstance(tokens, list) and 0 < len(tokens) <= MAX_INVOCATION
     if not is_list or not all(type(token) is int and token >= 0 for token in tokens):
-        raise invalid(
-            f"has alora_invocation_tokens = {shown(tokens)}; it must be a list of 1 to"
-            f" {MAX_INVOCATION} token ids"
-        )
+        wrong = f"has alora_invocation_tokens = {shown(tokens)}"
+        raise invalid(f"{wrong}; it must be a list of 1 to {MAX_INVOCATION} token ids")
     return tuple(tokens)
 
 
@@ -400,10 +391,8 @@ def _patterns(
     patterns = config.get(key)
     if patterns is None:
         return {}
-    if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
-        raise invalid(f"has {len(patterns)} patterns in {key}; at most {MAX_PATTERNS} are served")
     if not isinstance(patterns, dict):
         raise invalid(f"has {key} = {patterns!r}; it must be an object of patterns")
-    return {
-        pattern: read(value, f"{key}[{pattern!r}]", invalid) for pattern, value in patterns.items()
-    }
+    if len(patterns) > MAX_PATTERNS:
+        raise invalid(f"has {len(patterns)} patterns in {key}; at most {MAX_PATTERNS} are served")
+    return {one: read(value, f"{key}[{one!r}]", invalid) for one, value in patterns.items()}

@@ -346,12 +346,8 @@ class AdapterTiers:
 
     def count_request(self, handle: AdapterHandle) -> None:
         """Count a queued request by the tier that its adapter is in."""
-        if handle.resident:
-            self.count(hits=1)
-        elif handle.adapter is not None:
-            self.count(host_hits=1)
-        else:
-            self.count(misses=1)
+        tier = "hits" if handle.resident else "host_hits" if handle.adapter is not None else "misses"
+        self.count(**{tier: 1})
 
     # -- transitions -----------------------------------------------------------------------------
 
@@ -382,8 +378,7 @@ class AdapterTiers:
 
     def write(self, slot: int, run: Run) -> None:
         """Write the packed copies of a reserved slot, on any thread."""
-        size = run.count * self.memory.page_bytes
-        self.slots.pack(slot, self.memory.address(run.first), size)
+        self.slots.pack(slot, self.memory.address(run.first), run.count * self.memory.page_bytes)
 
     def packed(self, handle: AdapterHandle) -> None:
         """Make an adapter resident whose packed copies have been written."""

@@ -63,13 +63,9 @@ def read_skills(value: Any, invalid: ErrorFactory) -> tuple[Skill, ...]:
             " and 'words', a list of strings"
         )
     if len(value) > MAX_SKILLS or any(len(one["words"]) > MAX_WORDS for one in value):
-        raise invalid(
-            f"has more than {MAX_SKILLS} skills, or a skill of more than {MAX_WORDS} words"
-        )
-    return tuple(
-        Skill(one["name"], one["task"], one["accuracy"], words_of(" ".join(one["words"])))
-        for one in value
-    )
+        limits = f"more than {MAX_SKILLS} skills, or a skill of more than {MAX_WORDS} words"
+        raise invalid(f"has {limits}")
+    return tuple(Skill(**{**one, "words": words_of(" ".join(one["words"]))}) for one in value)
 
 
 def _is_skill(one: Any) -> bool:

@@ -131,9 +131,8 @@ class WeightsFile:
         """
         needed = others + sum(4 * math.prod(self.shapes[key]) for key in keys)
         if needed > max_bytes:
-            raise self._invalid(
-                f"declares weights of {needed} bytes; 'max_adapter_bytes' allows {max_bytes}"
-            )
+            allowed = f"'max_adapter_bytes' allows {max_bytes}"
+            raise self._invalid(f"declares weights of {needed} bytes; {allowed}")
         return needed
 
     def reader(self, pairs: Mapping[MatrixId, PairTensors]) -> WeightsReader:
@@ -240,7 +239,5 @@ def _split_pairs(
     parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
     factors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     count = len(factors) // 2
-    return {
-        matrix: LoraPair(a, b)
-        for matrix, a, b in zip(matrices, factors[:count], factors[count:], strict=True)
-    }
+    pairs = map(LoraPair, factors[:count], factors[count:])
+    return dict(zip(matrices, pairs, strict=True))

@@ -113,8 +113,7 @@ class CudaDevice(Device):
             self._graph_pool = torch.cuda.graph_pool_handle()
             self._first_graph = self._captured(lambda: torch.zeros(1, device=self.torch_device))
         before = self._graph_bytes()
-        graph = self._captured(work)
-        return Graph(graph.replay, self._graph_bytes() - before)
+        return Graph(self._captured(work).replay, self._graph_bytes() - before)
 
     def _graph_bytes(self) -> int:
         # Only captures allocate memory in the pool of graphs.

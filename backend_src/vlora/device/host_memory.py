@@ -43,8 +43,7 @@ def available_bytes(
         match = None
     machine = None if match is None else int(match[1]) * 1024
     group = tightest_limit(_version_2, "memory", _version_1, process, root)
-    limits = [int(value) for value in (machine, group) if value is not None]
-    return min(limits, default=None)
+    return min([int(value) for value in (machine, group) if value is not None], default=None)
 
 
 def _version_2(folder: Path) -> float | None:

@@ -149,6 +149,7 @@ class Visit:
     code: str | None = None  # Code of the error that the request got, even within a stream.
 
 
+@dataclass(eq=False)
 class Door:
     """ASGI middleware that checks each request, then passes it to `app`.
 
@@ -157,26 +158,17 @@ class Door:
     log: file for the access log, with one JSON object per line.
     """
 
-    def __init__(
-        self,
-        app: App,
-        keys: Keys | None,
-        limit: RateLimit | None,
-        origins: frozenset[str],
-        metrics: GatewayMetrics,
-        log: TextIO = sys.stdout,
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._limit = limit
-        self._origins = origins
-        self._metrics = metrics
-        self._log = log
+    app: App
+    keys: Keys | None
+    limit: RateLimit | None
+    origins: frozenset[str]
+    metrics: GatewayMetrics
+    log: TextIO = sys.stdout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Pass other ASGI scopes, such as "lifespan", to `app`."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         visit = Visit(uuid.uuid4().hex)
         scope.setdefault("state", {})["visit"] = visit
@@ -195,7 +187,7 @@ class Door:
                 ]
             await send(message)
 
-        self._metrics.running.inc()
+        self.metrics.running.inc()
         try:
             try:
                 self._check(scope, visit)
@@ -203,13 +195,13 @@ class Door:
                 visit.code = error.code
                 await error_response(error)(scope, body, sending)
             else:
-                await self._app(scope, body, sending)
+                await self.app(scope, body, sending)
         finally:
             seconds = time.monotonic() - started
-            self._metrics.running.dec()
+            self.metrics.running.dec()
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, str(status)).inc()
-            self._metrics.seconds.labels(route).observe(seconds)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
             self._write(scope, visit, status, seconds)
 
     def _check(self, scope: Scope, visit: Visit) -> None:
@@ -218,14 +210,14 @@ class Door:
             raise ApiError("INVALID_ARG", "the request has more than one Host header; send one")
         host = _host(headers.get("host", b"").decode("latin-1"))
         # Without keys, this prevents DNS rebinding by web pages.
-        if self._keys is None and not is_local(host):
+        if self.keys is None and not is_local(host):
             raise ApiError(
                 "PERMISSION_DENIED",
                 f"the Host header names {host!r}; without keys, it must name the gateway's machine",
             )
         origin = headers.get("origin", b"").decode("latin-1")
         own = origin.partition("://")[2] == headers.get("host", b"").decode("latin-1")
-        if origin and origin not in self._origins and not own:
+        if origin and origin not in self.origins and not own:
             raise ApiError(
                 "PERMISSION_DENIED",
                 f"web pages of the origin {shown(origin)} may not use this gateway",
@@ -233,20 +225,20 @@ class Door:
         path = scope["path"]
         if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
             return
-        if self._keys is not None and scope["method"] != "OPTIONS":
+        if self.keys is not None and scope["method"] != "OPTIONS":
             visit.tenant = self._tenant(headers.get("authorization", b""))
-        if self._limit is not None and path.startswith(API):
-            self._limit.count(visit.tenant)
+        if self.limit is not None and path.startswith(API):
+            self.limit.count(visit.tenant)
 
     def _tenant(self, authorization: bytes) -> str:
-        assert self._keys is not None
+        assert self.keys is not None
         scheme, _, key = authorization.decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not key:
             raise ApiError(
                 "UNAUTHENTICATED",
                 "the API key is missing; send the header Authorization: Bearer KEY",
             )
-        tenant = self._keys.tenant(key.strip())
+        tenant = self.keys.tenant(key.strip())
         if tenant is None:
             raise ApiError("UNAUTHENTICATED", "the API key is not known")
         return tenant
@@ -269,7 +261,7 @@ class Door:
             "code": visit.code,
         }
         present = {key: value for key, value in line.items() if value is not None}
-        print(json.dumps(present), file=self._log, flush=True)
+        print(json.dumps(present), file=self.log, flush=True)
 
 
 def _host(header: str) -> str:

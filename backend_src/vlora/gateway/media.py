@@ -143,11 +143,9 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         """Return a connection to `host`, all of whose addresses must be public."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
-        for address in addresses:
-            if not is_public(address):
-                raise PrivateAddress(
-                    f"images may not be fetched from {host!r}: its address is not public"
-                )
+        if not all(map(is_public, addresses)):
+            refused = f"images may not be fetched from {host!r}"
+            raise PrivateAddress(f"{refused}: its address is not public")
         return await self._backend.connect_tcp(addresses[0], port, *args, **kwargs)
 
     async def connect_unix_socket(self, *args: Any, **kwargs: Any) -> Any:

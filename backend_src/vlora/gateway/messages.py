@@ -113,9 +113,8 @@ class _Reader:
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of a message")
             neutral = MESSAGE_FIELDS[name]
             if neutral is not None and value is not None and value not in neutral:
-                raise unsupported(
-                    f"{param}.{name}", f"'{name}' of a message is not supported; leave it out"
-                )
+                refusal = f"'{name}' of a message is not supported; leave it out"
+                raise unsupported(f"{param}.{name}", refusal)
         return {"role": ROLES[role], "content": self._content(message, f"{param}.content")}
 
     def _content(self, message: Any, param: str) -> str:

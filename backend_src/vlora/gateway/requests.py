@@ -121,16 +121,9 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
     sampling = _sampling(given)
     sampling["max_tokens"] = _max_tokens(given)
     task = _text(given, "task") or ("chat" if conversation.turns > 1 else "auto")
-    return Ask(
-        True,
-        _model(given),
-        conversation,
-        task,
-        sampling,
-        _boolean(given, "stream"),
-        _include_usage(given),
-        _chat_logprobs(given, sampling),
-    )
+    model, stream, usage = _model(given), _boolean(given, "stream"), _include_usage(given)
+    logprobs = _chat_logprobs(given, sampling)
+    return Ask(True, model, conversation, task, sampling, stream, usage, logprobs)
 
 
 def read_completion(body: Mapping[str, Any]) -> Ask:
@@ -150,16 +143,9 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
     logprobs = given.get("logprobs")
     if logprobs is not None:
         sampling["logprobs"] = _alternatives("logprobs", logprobs)
-    return Ask(
-        False,
-        _model(given),
-        Conversation(str(prompt)),
-        _text(given, "task"),
-        sampling,
-        _boolean(given, "stream"),
-        _include_usage(given),
-        logprobs,
-    )
+    model, task, conversation = _model(given), _text(given, "task"), Conversation(str(prompt))
+    stream, usage = _boolean(given, "stream"), _include_usage(given)
+    return Ask(False, model, conversation, task, sampling, stream, usage, logprobs)
 
 
 def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:

@@ -393,8 +393,7 @@ class UseOrder(Generic[Item]):
         insort(self._entries, entry)
 
     def remove(self, item: Item) -> None:
-        entry = self._entry_of.pop(item)
-        del self._entries[bisect_left(self._entries, entry)]
+        del self._entries[bisect_left(self._entries, self._entry_of.pop(item))]
 
     def oldest_first(self) -> Iterator[Item]:
         """Yield the items, the oldest use first. None may be added or removed meanwhile."""

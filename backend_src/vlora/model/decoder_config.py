@@ -136,8 +136,7 @@ def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | N
     """Return the format in which the LM head is kept in memory; None for floats. A checkpoint that
     is stored quantized keeps its LM head. `matrices`: format of the target matrices.
     """
-    quantized_at_load = matrices is not None and config.quantization is None
-    return LM_HEAD_FORMAT if quantized_at_load else None
+    return LM_HEAD_FORMAT if matrices is not None and config.quantization is None else None
 
 
 def load_config(folder: Path) -> DecoderConfig:

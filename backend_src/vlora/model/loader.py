@@ -103,9 +103,7 @@ def load_weights(
         lm_head,
         tensors[names.final_norm],
         norms={(layer, n): tensors[names.norm(layer, n)] for layer in layers for n in norms},
-        biases={
-            (layer, t): tensors[names.bias(layer, t)] for layer in layers for t in config.biased
-        },
+        biases={(n, t): tensors[names.bias(n, t)] for n in layers for t in config.biased},
         inverse_frequencies=frequencies,
         rope_scale=scale,
     )
@@ -157,8 +155,7 @@ def _quantized_head(
     if form is None:
         return None
     shape = config.vocabulary, config.hidden
-    memory = HOST.zeros(form.matrix_bytes(*shape), dtype=torch.uint8)
-    return allocate(form, *shape, dtype, memory)
+    return allocate(form, *shape, dtype, HOST.zeros(form.matrix_bytes(*shape), dtype=torch.uint8))
 
 
 def adapter_shape(
@@ -289,11 +286,9 @@ def find_weights(
         for key in keys:
             for name in names.stored(key):
                 if name in locations:
-                    first_file, first_key = locations[name]
-                    raise InvalidArgument(
-                        f"model: {file} holds '{key}', the same weight as '{first_key}' in"
-                        f" {first_file}"
-                    )
+                    first, first_key = locations[name]
+                    same = f"the same weight as '{first_key}' in {first}"
+                    raise InvalidArgument(f"model: {file} holds '{key}', {same}")
                 locations[name] = (file, key)
     if config.tied and names.embedding not in locations and names.lm_head in locations:
         locations[names.embedding] = locations.pop(names.lm_head)

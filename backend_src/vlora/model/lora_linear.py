@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from vlora.atmm import op
@@ -11,6 +13,7 @@ from vlora.kernels import ops, quantized
 from vlora.model.switcher import Switcher
 
 
+@dataclass(eq=False)
 class LoraLinear:
     """Fused projections of one layer that share their input: y = x Wᵀ + bias + LoRA by segment.
 
@@ -20,14 +23,11 @@ class LoraLinear:
     lora: A and B of all adapters by slot. The adapter store fills and clears its slots.
     """
 
-    def __init__(
-        self, switcher: Switcher, index: int, bias: torch.Tensor | None, lora: LoraGroup
-    ) -> None:
-        self._switcher = switcher
-        self._index = index
-        self._bias = bias
-        self._lora = lora
-        self._matrix: ops.Matrix | None = None
+    switcher: Switcher
+    index: int
+    bias: torch.Tensor | None
+    lora: LoraGroup
+    _matrix: ops.Matrix | None = None
 
     def __call__(
         self, x: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
@@ -38,12 +38,12 @@ class LoraLinear:
         out: buffer for y; allocated if None.
         """
         matrix = self._current()
-        if not self._lora.has(segments):
+        if not self.lora.has(segments):
             return matrix(x, out=out)
-        epilogue = op.bind_epilogue(segments, self._lora, x)
+        epilogue = op.bind_epilogue(segments, self.lora, x)
         y = matrix(x, out=out, epilogue=epilogue)
         if epilogue is None:
-            op.apply(y, x, segments, self._lora)
+            op.apply(y, x, segments, self.lora)
         return y
 
     def gated(
@@ -54,17 +54,15 @@ class LoraLinear:
 
         scratch: buffer [T, sum of d_out] for the result before the gate; overwritten.
         """
-        if self._lora.has(segments):
+        if self.lora.has(segments):
             return ops.gate(self(x, segments, scratch), out=out)
         return self._current().gated(x, scratch=scratch, out=out)
 
     def _current(self) -> ops.Matrix:
-        weight = self._switcher.active.views[self._index]
+        weight = self.switcher.active.views[self.index]
         if self._matrix is None or self._matrix.weight is not weight:
-            if weight.shape != (self._lora.width, self._lora.d_in):
-                raise ValueError(
-                    f"adapters of shape ({self._lora.width}, {self._lora.d_in}) do not fit a"
-                    f" matrix of shape {tuple(weight.shape)}"
-                )
-            self._matrix = quantized.matrix_of(weight, self._bias)
+            if weight.shape != (self.lora.width, self.lora.d_in):
+                adapters = f"adapters of shape ({self.lora.width}, {self.lora.d_in})"
+                raise ValueError(f"{adapters} do not fit a matrix of shape {tuple(weight.shape)}")
+            self._matrix = quantized.matrix_of(weight, self.bias)
         return self._matrix

@@ -38,16 +38,12 @@ class QuantizedSlab:
         self.dtype = dtype
         sizes = [padded_bytes(form, group, shapes) for group in GROUPS]
         self.memory = self.device.zeros(layers * sum(sizes), dtype=torch.uint8)
-        self._views: list[QuantizedWeight] = []
+        self.views: list[QuantizedWeight] = []
         start = 0
         for size, group in zip(sizes * layers, GROUPS * layers, strict=True):
             shape = group_shape(group, shapes)
-            self._views.append(allocate(form, *shape, dtype, self.memory[start:]))
+            self.views.append(allocate(form, *shape, dtype, self.memory[start:]))
             start += size
-
-    @property
-    def views(self) -> tuple[QuantizedWeight, ...]:
-        return tuple(self._views)
 
     @property
     def nbytes(self) -> int:
@@ -55,14 +51,14 @@ class QuantizedSlab:
 
     @property
     def elements(self) -> int:
-        return sum(rows * depth for rows, depth in (view.shape for view in self._views))
+        return sum(rows * depth for rows, depth in (view.shape for view in self.views))
 
     def target(self, layer: int, target: str) -> QuantizedWeight:
         """Return one matrix, to which the caller may write before `seal`."""
         number = next(i for i, group in enumerate(GROUPS) if target in group)
         before = GROUPS[number][: GROUPS[number].index(target)]
         first = sum(self.shapes[other][0] for other in before)
-        return self._views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
+        return self.views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
 
     def set_order(self, layer: int, group: int, order: torch.Tensor) -> None:
         """Set the order of the stored columns of a group's matrix, as in `QuantizedWeight.order`.
@@ -70,13 +66,13 @@ class QuantizedSlab:
         group: index of the group in GROUPS.
         """
         index = layer * len(GROUPS) + group
-        self._views[index] = replace(self._views[index], order=order)
+        self.views[index] = replace(self.views[index], order=order)
 
     def arrange(self) -> None:
         """Rearrange the matrices, which must be complete, for the kernels that read them. Earlier
         views are then invalid, and `target` cannot be called.
         """
-        self._views = [arrange(view) for view in self._views]
+        self.views = [arrange(view) for view in self.views]
 
     def seal(self) -> None:
         """Make the slab read-only. Raise OSError if that fails."""
