@@ -110,10 +110,9 @@ def check_host(host: str) -> None:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        raise ServerError(
-            f"--host {host} is not an IP address; use {LOOPBACK} for clients on this machine,"
-            " 0.0.0.0 for all networks, or the address of one interface"
-        ) from None
+        remedy = f"use {LOOPBACK} for clients on this machine, 0.0.0.0 for all networks"
+        reason = f"is not an IP address; {remedy}, or the address of one interface"
+        raise ServerError(f"--host {host} {reason}") from None
 
 
 def check_keys(host: str, keys: Path | None, option: str) -> None:
@@ -121,10 +120,9 @@ def check_keys(host: str, keys: Path | None, option: str) -> None:
     `option` is the name of the option for the file of keys.
     """
     if keys is None and not ipaddress.ip_address(host).is_loopback:
-        raise ServerError(
-            f"--host {host} opens the gateway to a network, which needs API keys; name a file with"
-            f" {option} (a line 'TENANT KEY' for each key)"
-        )
+        remedy = f"name a file with {option} (a line 'TENANT KEY' for each key)"
+        reason = "opens the gateway to a network, which needs API keys"
+        raise ServerError(f"--host {host} {reason}; {remedy}")
 
 
 def reachable_host(host: str) -> str:

@@ -174,10 +174,9 @@ def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
         reason = f"is a pickle, which is never read; convert it to {WEIGHTS} with {CONVERT}"
         raise invalid.in_file(PICKLED)(reason)
     if (folder / OUTSIDE_LORA).exists():
-        raise invalid.in_file(OUTSIDE_LORA)(
-            "holds weights that were trained besides the LoRA, such as those of the connector;"
-            " store them in the checkpoint, then remove this file"
-        )
+        what = "holds weights that were trained besides the LoRA, such as those of the connector"
+        remedy = "store them in the checkpoint, then remove this file"
+        raise invalid.in_file(OUTSIDE_LORA)(f"{what}; {remedy}")
 
 
 def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
@@ -270,16 +269,12 @@ def _check_copy(
     # PEFT stores an unchanged copy of the LM head with an adapter of the LM head.
     if parsed.matrix != (-1, LM_HEAD):
         what = "embeddings" if parsed.matrix is None else "a whole weight"
-        raise invalid(
-            f"holds '{key}', {what} besides the LoRA; if the tensor equals that of the base model,"
-            f" {CONVERT} drops it"
-        )
+        remedy = f"if the tensor equals that of the base model, {CONVERT} drops it"
+        raise invalid(f"holds '{key}', {what} besides the LoRA; {remedy}")
     expected = (model.vocabulary, model.hidden)
     if file.shapes[key] != expected or not file.equals(key, model.lm_head()):
-        raise invalid(
-            f"holds '{key}', which differs from the base model's own lm_head;"
-            " train the LM head as a LoRA target"
-        )
+        what = f"holds '{key}', which differs from the base model's own lm_head"
+        raise invalid(f"{what}; train the LM head as a LoRA target")
 
 
 def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
@@ -303,10 +298,8 @@ def _check_pair(matrix: MatrixId, pair: PairTensors, files: _Files, model: Model
     pair.rank = rank = config.rank_of(paths)
     a, b = files.weights.shapes[pair.a], files.weights.shapes[pair.b]
     if (a, b) != ((rank, d_in), (d_out, rank)):
-        raise invalid(
-            f"has A {a} and B {b} for {module};"
-            f" with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
-        )
+        expected = f"with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
+        raise invalid(f"has A {a} and B {b} for {module}; {expected}")
     pair.scale = config.scale_of(paths)
 
 

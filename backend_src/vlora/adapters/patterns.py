@@ -76,10 +76,8 @@ class PatternMatcher:
     def _compile(self, pattern: str) -> Any:
         self._characters -= len(pattern)
         if len(pattern) > MAX_CHARACTERS or self._characters < 0:
-            raise self._invalid(
-                f"has a pattern of more than {MAX_CHARACTERS} characters, or patterns of more than"
-                f" {MAX_CHARACTERS_TOGETHER} in total"
-            )
+            limits = f"more than {MAX_CHARACTERS} characters, or patterns of more than"
+            raise self._invalid(f"has a pattern of {limits} {MAX_CHARACTERS_TOGETHER} in total")
         problem = _unlike_re(pattern) or _too_many(pattern)
         if problem:
             raise self._invalid(f"has the pattern {_shown(pattern)}, which {problem}")
@@ -87,9 +85,8 @@ class PatternMatcher:
             re.compile(pattern)
             return regex.compile(pattern, regex.VERSION0)
         except (re.error, regex.error, RecursionError, OverflowError) as error:
-            raise self._invalid(
-                f"has the pattern {_shown(pattern)}, which is not a regular expression: {error}"
-            ) from None
+            problem = f"which is not a regular expression: {error}"
+            raise self._invalid(f"has the pattern {_shown(pattern)}, {problem}") from None
 
 
 def _unlike_re(pattern: str) -> str | None:

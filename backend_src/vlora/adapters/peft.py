@@ -208,10 +208,8 @@ def _initialisation_fault(kind: Any) -> str | None:
             remedy = f"make it a plain LoRA with {CONVERT}"
         elif name.startswith("loftq"):
             remedy = "train on the base model itself: PEFT cannot convert it"
-        return (
-            f"was initialised with {shown(kind)}, which changes the base model, so it does not fit"
-            f" the unchanged one; {remedy}"
-        )
+        effect = "which changes the base model, so it does not fit the unchanged one"
+        return f"was initialised with {shown(kind)}, {effect}; {remedy}"
     if name not in PLAIN:
         known = ", ".join((*PLAIN, *CHANGES_THE_BASE))
         return f"has init_lora_weights = {shown(kind)}; known: {known}"
@@ -315,10 +313,9 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
 
 def _check_options(config: Mapping[str, Any], invalid: ErrorFactory) -> None:
     if config.get("peft_type") != "LORA":
-        raise invalid(
-            f"has peft_type {shown(config.get('peft_type'))}; only 'LORA' is served. {CONVERT}"
-            " converts the types that change the weights of linear layers"
-        )
+        remedy = f"{CONVERT} converts the types that change the weights of linear layers"
+        found = shown(config.get("peft_type"))
+        raise invalid(f"has peft_type {found}; only 'LORA' is served. {remedy}")
     if config.get("bias", "none") != "none":
         raise invalid(f"has bias {config['bias']!r}; only 'none' is served")
     fault = _option_fault(config)
@@ -338,10 +335,8 @@ def _layers(
         wrong = f"has layers_pattern = {pattern!r}"
         raise invalid(f"{wrong}; it must be a pattern, or a list of patterns")
     if targets_pattern and (layers is not None or pattern):
-        raise invalid(
-            "has 'layers_to_transform' or 'layers_pattern' with a 'target_modules' that"
-            " is a pattern, which PEFT does not allow"
-        )
+        pattern_with = "'layers_to_transform' or 'layers_pattern' with a 'target_modules'"
+        raise invalid(f"has {pattern_with} that is a pattern, which PEFT does not allow")
     if pattern and layers is None:
         raise invalid("has 'layers_pattern' without 'layers_to_transform'")
     return frozenset(numbers), (pattern,) if isinstance(pattern, str) else tuple(pattern)

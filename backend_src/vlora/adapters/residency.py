@@ -267,9 +267,8 @@ class Residents:
                 yield handle
 
     def _unused(self, handle: AdapterHandle) -> bool:
-        return (
-            not handle.pinned and handle.slot != self.protected_slot and handle not in self.needed
-        )
+        in_use = handle.pinned or handle.slot == self.protected_slot
+        return not in_use and handle not in self.needed
 
     def evictable_pages(self, enough: int) -> int:
         pages = 0
@@ -346,7 +345,7 @@ class AdapterTiers:
 
     def count_request(self, handle: AdapterHandle) -> None:
         """Count a queued request by the tier that its adapter is in."""
-        tier = "hits" if handle.resident else "host_hits" if handle.adapter is not None else "misses"
+        tier = "hits" if handle.resident else "host_hits" if handle.adapter else "misses"
         self.count(**{tier: 1})
 
     # -- transitions -----------------------------------------------------------------------------

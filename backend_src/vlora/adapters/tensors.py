@@ -63,10 +63,8 @@ class WeightsFile:
             with path.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 if size > MAX_HEADER_BYTES:
-                    raise invalid(
-                        f"is not a complete safetensors file: its header has {size} bytes;"
-                        f" the limit is {MAX_HEADER_BYTES}"
-                    )
+                    excess = f"its header has {size} bytes; the limit is {MAX_HEADER_BYTES}"
+                    raise invalid(f"is not a complete safetensors file: {excess}")
                 opened.seek(0)
                 self._header = read_header(opened)
             self._opened = _open(path)

@@ -68,9 +68,8 @@ class CudaDevice(Device):
             raise OutOfMemory(self._too_little(what)) from error
 
     def _too_little(self, what: str) -> str:
-        return (
-            f"{what} do not fit device '{self.name}', which has {self.available_bytes()} bytes left"
-        )
+        left = self.available_bytes()
+        return f"{what} do not fit device '{self.name}', which has {left} bytes left"
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
@@ -193,16 +192,15 @@ def why_no_gpu(name: str) -> str | None:
     except ImportError as error:
         return f"the package 'triton', in which the GPU kernels are written, is missing: {error}"
     if not (os.environ.get("CC") or any(map(shutil.which, C_COMPILERS))):
+        remedy = f"install {' or '.join(C_COMPILERS)}, or set CC"
         return (
-            "the package 'triton' needs a C compiler for its launcher, and there is none; install"
-            f" {' or '.join(C_COMPILERS)}, or set CC"
+            f"the package 'triton' needs a C compiler for its launcher, and there is none; {remedy}"
         )
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_paths(scheme)["include"])
     given = any(variable in os.environ for variable in ("CPATH", "C_INCLUDE_PATH"))
     if not given and not (headers / "Python.h").is_file():
-        return (
-            f"the package 'triton' compiles its launcher with Python.h, which is not in {headers};"
-            " install Python's headers (Debian: python3-dev)"
-        )
+        missing = f"compiles its launcher with Python.h, which is not in {headers}"
+        remedy = "install Python's headers (Debian: python3-dev)"
+        return f"the package 'triton' {missing}; {remedy}"
     return None

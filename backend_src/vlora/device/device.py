@@ -149,10 +149,10 @@ HOST = Device()
 def require_dtype(device: Device, dtype: torch.dtype) -> None:
     """Raise InvalidArgument unless the device can store weights of this dtype."""
     if dtype not in device.weight_dtypes:
-        known = ", ".join(str(one).removeprefix("torch.") for one in device.weight_dtypes)
+        name, *known = (str(one).removeprefix("torch.") for one in (dtype, *device.weight_dtypes))
+        supported = f"which supports {', '.join(known)}; float16 needs a GPU (option 'device')"
         raise InvalidArgument(
-            f"'dtype' = '{str(dtype).removeprefix('torch.')}' cannot be used on device"
-            f" '{device.name}', which supports {known}; float16 needs a GPU (option 'device')"
+            f"'dtype' = '{name}' cannot be used on device '{device.name}', {supported}"
         )
 
 
@@ -167,10 +167,8 @@ def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> Non
     if device.commits_lazily or left is None or needed <= left:
         return
     listed = ", ".join(f"{part} {size / MIB:.1f} MiB" for part, size in parts.items())
-    raise OutOfMemory(
-        f"device '{device.name}' has {left / MIB:.1f} MiB left, but {needed / MIB:.1f} MiB are"
-        f" needed: {listed}; {advice}"
-    )
+    lack = f"{left / MIB:.1f} MiB left, but {needed / MIB:.1f} MiB are needed"
+    raise OutOfMemory(f"device '{device.name}' has {lack}: {listed}; {advice}")
 
 
 def packed_bytes(tensors: Sequence[torch.Tensor]) -> int:

@@ -155,11 +155,8 @@ class Gateway:
         for entry in await self._entries():
             if entry["id"] == name:
                 return JSONResponse(entry)
-        raise ApiError(
-            "NOT_FOUND",
-            f"the model {shown(name)} does not exist; GET /v1/models lists the names",
-            "model",
-        )
+        reason = f"the model {shown(name)} does not exist; GET /v1/models lists the names"
+        raise ApiError("NOT_FOUND", reason, "model")
 
     async def health(self) -> Response:
         await self._backend.describe()

@@ -87,12 +87,9 @@ class Bodies:
         def hold(size: int) -> None:
             nonlocal held
             if self._held + size > self._max_held:
-                raise ApiError(
-                    "UNAVAILABLE",
-                    f"the bodies of all requests have more than {self._max_held} bytes, the limit;"
-                    " try again later",
-                    retry_after=RETRY_SECONDS,
-                )
+                excess = f"the bodies of all requests have more than {self._max_held} bytes"
+                reason = f"{excess}, the limit; try again later"
+                raise ApiError("UNAVAILABLE", reason, retry_after=RETRY_SECONDS)
             held += size
             self._held += size
 

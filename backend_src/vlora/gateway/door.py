@@ -87,10 +87,8 @@ def load_keys(path: Path) -> Keys:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or len(words[1]) < MIN_KEY_LENGTH:
-            raise ServerError(
-                f"line {number} of {path} must be TENANT KEY, with a key of at least"
-                f" {MIN_KEY_LENGTH} characters"
-            )
+            form = f"TENANT KEY, with a key of at least {MIN_KEY_LENGTH} characters"
+            raise ServerError(f"line {number} of {path} must be {form}")
         if words[1] in tenants:
             raise ServerError(f"line {number} of {path} repeats the key of another line")
         tenants[words[1]] = words[0]
@@ -118,11 +116,8 @@ class RateLimit:
         left = min(self.per_minute, left + (now - at) * rate)
         self._buckets[tenant] = left - (left >= 1), now
         if left < 1:
-            raise ApiError(
-                "RATE_LIMITED",
-                f"more than {self.per_minute} requests per minute; try again later",
-                retry_after=(1 - left) / rate,
-            )
+            excess = f"more than {self.per_minute} requests per minute; try again later"
+            raise ApiError("RATE_LIMITED", excess, retry_after=(1 - left) / rate)
 
 
 Scope = MutableMapping[str, Any]
@@ -211,17 +206,13 @@ class Door:
         host = _host(headers.get("host", b"").decode("latin-1"))
         # Without keys, this prevents DNS rebinding by web pages.
         if self.keys is None and not is_local(host):
-            raise ApiError(
-                "PERMISSION_DENIED",
-                f"the Host header names {host!r}; without keys, it must name the gateway's machine",
-            )
+            refusal = f"the Host header names {host!r}; without keys, it must name"
+            raise ApiError("PERMISSION_DENIED", f"{refusal} the gateway's machine")
         origin = headers.get("origin", b"").decode("latin-1")
         own = origin.partition("://")[2] == headers.get("host", b"").decode("latin-1")
         if origin and origin not in self.origins and not own:
-            raise ApiError(
-                "PERMISSION_DENIED",
-                f"web pages of the origin {shown(origin)} may not use this gateway",
-            )
+            refusal = f"web pages of the origin {shown(origin)} may not use this gateway"
+            raise ApiError("PERMISSION_DENIED", refusal)
         path = scope["path"]
         if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
             return
@@ -234,10 +225,8 @@ class Door:
         assert self.keys is not None
         scheme, _, key = authorization.decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise ApiError(
-                "UNAUTHENTICATED",
-                "the API key is missing; send the header Authorization: Bearer KEY",
-            )
+            remedy = "send the header Authorization: Bearer KEY"
+            raise ApiError("UNAUTHENTICATED", f"the API key is missing; {remedy}")
         tenant = self.keys.tenant(key.strip())
         if tenant is None:
             raise ApiError("UNAUTHENTICATED", "the API key is not known")

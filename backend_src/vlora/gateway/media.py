@@ -64,11 +64,8 @@ class MediaLoader:
         url, host = _read_url(media)
         if host not in self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"
-            raise ApiError(
-                "PERMISSION_DENIED",
-                f"images may not be fetched from {shown(host)}; allowed hosts: {allowed}",
-                media.param,
-            )
+            refusal = f"images may not be fetched from {shown(host)}; allowed hosts: {allowed}"
+            raise ApiError("PERMISSION_DENIED", refusal, media.param)
         try:
             async with asyncio.timeout(self._options.fetch_seconds):
                 return await self._fetch(url, limit, media.param)
@@ -85,11 +82,8 @@ class MediaLoader:
         headers = [("accept", "image/*"), ("user-agent", "vlora-gateway")]
         async with self._pool.stream("GET", url, headers=headers) as response:
             if response.status != 200:
-                raise invalid(
-                    param,
-                    f"the image's host answered with status {response.status} instead of 200;"
-                    " redirects are not followed",
-                )
+                answer = f"the image's host answered with status {response.status} instead of 200"
+                raise invalid(param, f"{answer}; redirects are not followed")
             async for part in response.aiter_stream():
                 content += part
                 if len(content) > limit:
@@ -102,9 +96,8 @@ def decode(media: Media) -> bytes:
     comma = media.url.find(",", 0, MAX_HEADER)
     header = media.url[: max(comma, 0)]
     if not header.lower().endswith(";base64"):
-        raise invalid(
-            media.param, f"'{media.param}' must be base64, as in data:image/png;base64,iVBORw0…"
-        )
+        form = "base64, as in data:image/png;base64,iVBORw0…"
+        raise invalid(media.param, f"'{media.param}' must be {form}")
     try:
         return binascii.a2b_base64(media.url[comma + 1 :], strict_mode=True)
     except ValueError as error:
@@ -120,11 +113,8 @@ def _read_url(media: Media) -> tuple[httpcore2.URL, str]:
     except ValueError as error:
         raise invalid(media.param, f"'{media.param}' is not a URL: {error}") from None
     if parts.scheme not in PORTS or not media.url.isascii():
-        raise invalid(
-            media.param,
-            f"'{media.param}' must be a data URL (data:image/png;base64,…) or an http(s) URL of"
-            " ASCII characters",
-        )
+        forms = "a data URL (data:image/png;base64,…) or an http(s) URL of ASCII characters"
+        raise invalid(media.param, f"'{media.param}' must be {forms}")
     host = parts.hostname or ""
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     url = httpcore2.URL(scheme=parts.scheme, host=host, port=port, target=target)

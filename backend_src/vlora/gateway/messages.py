@@ -142,10 +142,8 @@ class _Reader:
                 raise invalid(param, f"'{param}.text' must be a string, not {shown(value)}")
             return True, value
         if kind not in ("image_url", "video_url"):
-            raise unsupported(
-                f"{param}.type",
-                f"'{param}.type' must be 'text', 'image_url' or 'video_url', not {shown(kind)}",
-            )
+            known = "'text', 'image_url' or 'video_url'"
+            raise unsupported(f"{param}.type", f"'{param}.type' must be {known}, not {shown(kind)}")
         param = f"{param}.{kind}"
         if not isinstance(value, dict) or not isinstance(value.get("url"), str):
             raise invalid(param, f"'{param}' must be an object whose 'url' is a string")

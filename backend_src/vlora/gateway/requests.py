@@ -133,10 +133,8 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
     if isinstance(prompt, list) and len(prompt) == 1:
         (prompt,) = prompt
     if not is_text(prompt):
-        raise invalid(
-            "prompt",
-            "'prompt' must be one string; send several prompts, or token ids, as several requests",
-        )
+        remedy = "send several prompts, or token ids, as several requests"
+        raise invalid("prompt", f"'prompt' must be one string; {remedy}")
     sampling = _sampling(given)
     if "max_tokens" in given:
         sampling["max_tokens"] = given["max_tokens"]
@@ -238,11 +236,8 @@ def _model(given: Mapping[str, Any]) -> str:
 def _max_tokens(given: Mapping[str, Any]) -> Any:
     newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
     if newer is not None and older is not None and newer != older:
-        raise invalid(
-            "max_completion_tokens",
-            f"'max_tokens' = {shown(older)} and 'max_completion_tokens' = {shown(newer)} differ;"
-            " give one of them",
-        )
+        both = f"'max_tokens' = {shown(older)} and 'max_completion_tokens' = {shown(newer)}"
+        raise invalid("max_completion_tokens", f"{both} differ; give one of them")
     return older if newer is None else newer
 
 

@@ -153,10 +153,9 @@ def load_config(folder: Path) -> DecoderConfig:
         raise InvalidArgument(f"model: {folder}: {error}") from None
     family = FAMILIES[text.model_type]
     if quantization is not None and family.names.modules:
-        raise InvalidArgument(
-            f"model: {folder}: quantized checkpoints of model type '{text.model_type}' are not"
-            " supported; use the float checkpoint with the option 'quantization'"
-        )
+        remedy = "use the float checkpoint with the option 'quantization'"
+        kind = f"quantized checkpoints of model type '{text.model_type}'"
+        raise InvalidArgument(f"model: {folder}: {kind} are not supported; {remedy}")
     heads = text.num_attention_heads
     return DecoderConfig(
         layers=text.num_hidden_layers,
@@ -215,10 +214,8 @@ def read_config(folder: Path) -> Any:
 def _unsupported(config: Any, text: Any) -> str | None:
     family = FAMILIES.get(text.model_type)
     if family is None:
-        return (
-            f"a decoder of model type '{text.model_type}' is not supported; supported:"
-            f" {', '.join(FAMILIES)}"
-        )
+        known = ", ".join(FAMILIES)
+        return f"a decoder of model type '{text.model_type}' is not supported; supported: {known}"
     levels = image_levels(config)
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"

@@ -268,15 +268,13 @@ def find_weights(
     alone: whether to reject a stored tensor that contains several weights.
     """
     if alone and config.names.modules:
-        raise InvalidArgument(
-            f"model: {folder} stores several matrices of a layer in one tensor; this operation"
-            " supports only checkpoints with one tensor per matrix"
-        )
+        limit = "this operation supports only checkpoints with one tensor per matrix"
+        what = "stores several matrices of a layer in one tensor"
+        raise InvalidArgument(f"model: {folder} {what}; {limit}")
     if matrices and config.quantization is not None:
-        raise InvalidArgument(
-            f"model: {folder} is quantized by {config.quantization.method}; this operation needs"
-            " weights stored as float32, float16 or bfloat16"
-        )
+        needed = "this operation needs weights stored as float32, float16 or bfloat16"
+        method = config.quantization.method
+        raise InvalidArgument(f"model: {folder} is quantized by {method}; {needed}")
     names = config.names
     locations: dict[str, tuple[Path, str]] = {}
     files, index = indexed_weight_files(folder)

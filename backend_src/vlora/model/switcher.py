@@ -176,11 +176,9 @@ class Switcher:
             return f"the base weights are quantized to {self.stored.format.name}"
         needed = self.merged_bytes
         if self.memory is not None and needed > self.memory:
-            base = self._slab.base.nbytes
-            return (
-                f"merged weights need {needed / MIB:.1f} MiB in addition to the base model's"
-                f" {base / MIB:.1f} MiB; {self.memory / MIB:.1f} MiB are left for them"
-            )
+            base = f"the base model's {self._slab.base.nbytes / MIB:.1f} MiB"
+            need = f"merged weights need {needed / MIB:.1f} MiB in addition to {base}"
+            return f"{need}; {self.memory / MIB:.1f} MiB are left for them"
         return None
 
     def can_merge(self, slot: int) -> bool:
