@@ -175,10 +175,8 @@ TRIES = 100  # Maximum number of ports in FREE_PORTS that are tried.
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
-    """Return different ports by name (such as `http_port`), all of which are free at this moment. A
-    requested 0 chooses a free one.
-
-    Raises ServerError, which names the option of the wrong address or port.
+    """Return different free ports by name (such as `http_port`); a requested 0 chooses one. Raises
+    ServerError, which names the option of the wrong address or port.
     """
     check_ports(requested)
     with ExitStack() as stack:

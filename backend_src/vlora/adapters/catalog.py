@@ -178,10 +178,9 @@ class FolderWatch:
     """Thread that scans the adapters' folders repeatedly, from `start` until it is closed.
 
     find: returns the present folders by name.
-    changed: called when a folder was added or removed, or has changed and then been unchanged for
-        SETTLED_SECONDS. Its argument has the folder and the stamp of every present name. A folder
-        that is still changing keeps the stamp that was last reported, and is missing if there is
-        none.
+    changed: called when a folder was added or removed, or has changed and then settled for
+        SETTLED_SECONDS. Its argument has the folder and the stamp of every present name. A changing
+        folder keeps the stamp that was last reported, and is missing if there is none.
     retry: called after each scan, to retry folders that could not be read.
     """
 
@@ -312,10 +311,8 @@ class FolderReader:
     max_bytes: maximum size of one adapter's weights in fp32.
     allowed_bytes: returns the maximum size of all weights that this reader has read and will read.
         Of an adapter whose weights would exceed it, only the declarations are read.
-    report: called with each result.
-    clock: returns seconds.
-    stamps: folder and stamp of each name when it was last read. The mapping is never changed, only
-        replaced.
+    report, clock: called with each result; returns seconds.
+    stamps: folder and stamp of each name when it was last read. The mapping is only replaced.
     """
 
     model: ModelShape
@@ -329,10 +326,8 @@ class FolderReader:
     _to_retry: SimpleQueue[tuple[str, float]] = field(default_factory=SimpleQueue)
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """Read the folders that are new or changed, in order of name, and report removed ones.
-
-        folders: folder and stamp of every present name. Any failure is reported as an error of its
-            adapter.
+        """Read the folders that are new or changed, in order of name, and report removed ones and
+        all failures. `folders` has the folder and stamp of every present name.
         """
         before = self.stamps
         for name in before.keys() - folders.keys():

@@ -121,8 +121,7 @@ def is_transient_errno(number: int) -> bool:
 
 def is_transient(error: BaseException) -> bool:
     """Return whether the cause of a failure lies outside the adapter's files. The first error
-    number in the chain of causes decides; a lack of memory or an OSError without a number is
-    transient.
+    number in the chain of causes decides; lack of memory and an OSError without one are transient.
     """
     cause: BaseException | None = error
     while cause is not None:

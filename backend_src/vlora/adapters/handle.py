@@ -67,8 +67,7 @@ class AdapterHandle:
 
     info: description of the adapter. After the first load it includes the digest and never changes.
     adapter: the host copy; set only in the states of COPIED.
-    slot, run: slot of the operator, and pages of the packed copy; set only in the states of
-        IN_SLOT.
+    slot, run: slot of the operator and pages of the packed copy; set only in the states of IN_SLOT.
     error: reason why the version cannot be loaded; set only in FAILED.
     retired: True once the adapter's name refers to another version.
     backoff: delay before the next attempt after failures that the adapter's files did not cause.

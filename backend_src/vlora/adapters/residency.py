@@ -27,10 +27,8 @@ from vlora.metrics import TierCounters
 
 
 class HostTier:
-    """Host copies of adapters: their weights in fp32, within a byte budget (None for no limit).
-
-    A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
-    exceeded.
+    """Host copies of adapters: their weights in fp32, within a byte budget (None for no limit),
+    which copies with `AdapterHandle.needs_host_copy` may exceed.
     """
 
     def __init__(self, budget: int | None) -> None:
@@ -132,10 +130,8 @@ class Slots:
         return self._groups[key]
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Return the size in bytes of an adapter's packed copies, without its vision task head,
-        which the compiled core allocates outside the pool.
-
-        ranks: rank of each matrix that the adapter changes.
+        """Return the size in bytes of the packed copies of an adapter with these ranks by matrix,
+        without its vision task head, which the compiled core allocates outside the pool.
         """
         return sum(
             group.slot_bytes([ranks.get(matrix, 0) for matrix in matrices])
@@ -163,8 +159,7 @@ class Slots:
         Any thread may call this, because no step uses the slot yet. If the CPU cannot write to the
         device's memory, the call only starts the copies, and a step waits for those that it uses.
 
-        address, size: memory to write to. If the address is None, the compiled core allocates
-            memory.
+        address, size: memory to write to; allocated by the compiled core if the address is None.
         """
         adapter = self._adapters[slot]
         assert adapter is not None, f"slot {slot} is empty"

@@ -101,9 +101,8 @@ class Router:
     def choose(self, task: str, question: str, resident: Callable[[str], bool]) -> str | None:
         """Return the adapter whose skill fits a request best, or None if no skill fits.
 
-        Of equal ones whose accuracy is at most SLACK below the best, a resident adapter is
-        preferred, then the most accurate. `resident` returns whether the adapter with this name is
-        resident.
+        Of equal ones whose accuracy is at most SLACK below the best, one for whose name `resident`
+        is true is preferred, then the most accurate.
         """
         pairs = self._by_task.get(task, ())
         asked = words_of(question)

@@ -204,9 +204,8 @@ class AdapterStore:
         return table.router.choose(task, question, lambda name: table.current[name].resident)
 
     def slot(self, name: str | None) -> int:
-        """Return the slot of a resident adapter; BASE if `name` is None.
-
-        Raises the errors of `handle`, and ValueError if the adapter is not resident.
+        """Return the slot of a resident adapter; BASE if `name` is None. Raises the errors of
+        `handle`, and ValueError if the adapter is not resident.
         """
         if name is None:
             return BASE

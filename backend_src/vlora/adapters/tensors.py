@@ -124,8 +124,7 @@ class WeightsFile:
 
     def require_fits(self, keys: Iterable[str], max_bytes: int, others: int = 0) -> int:
         """Return the size in bytes of these tensors in fp32 plus `others`, those in other files.
-
-        Raises InvalidArgument if the sum is above `max_bytes`.
+        Raises InvalidArgument if it is above `max_bytes`.
         """
         needed = others + sum(4 * math.prod(self.shapes[key]) for key in keys)
         if needed > max_bytes:

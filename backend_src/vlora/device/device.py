@@ -121,8 +121,8 @@ class Device:
     def capture(self, work: Callable[[], object]) -> Graph:
         """Call `work`, and return a recording of what it launches, which is not executed yet.
 
-        `work` must have run once before. It must not wait for the device or read host memory.
-        Raises RuntimeError if recording fails.
+        `work` must have run once, and must neither wait for the device nor read host memory. Raises
+        RuntimeError if recording fails.
         """
         raise RuntimeError("work of the CPU cannot be captured")
 

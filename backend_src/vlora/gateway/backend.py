@@ -160,9 +160,8 @@ class Backend:
         await self._channel.close()
 
     async def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError.
-
-        If the iterator is closed before its end, the question is cancelled by its id.
+        """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError. If the
+        iterator is closed before its end, the question is cancelled by its id.
         """
         call = self._stream()
         answers = TimedCall(call, self._answer_seconds)

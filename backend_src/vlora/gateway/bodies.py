@@ -31,10 +31,8 @@ Hold = Callable[[int], None]
 
 
 class BodyReceiver:
-    """Receives the body of one request part by part, and can discard the rest if it is not needed.
-
-    A client that is still sending when the connection is closed usually reports a broken connection
-    instead of the error. So before an early answer, the rest is discarded.
+    """Receives the body of one request part by part, and can discard the rest before an early
+    answer, since a client that still sends usually reports a broken connection instead of an error.
     """
 
     def __init__(

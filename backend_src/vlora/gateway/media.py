@@ -1,8 +1,7 @@
 """Images of a request, from data URLs or from http(s) URLs of hosts that the operator allows.
 
 **Invariant:** images are fetched from public addresses only. The address is checked where the
-connection is opened, so a host name whose address changes cannot evade the check. Redirects are not
-followed.
+connection is opened, so no host name can evade the check. Redirects are not followed.
 """
 
 from __future__ import annotations

@@ -127,8 +127,7 @@ def pages_for(tokens: int, block_size: int) -> int:
 
 class BlockTable:
     """Pages of one sequence. Position p is in `pages[p // block_size]`, at index `p % block_size`.
-
-    The table holds its pages until `clear`. Those with whole blocks may be shared through `prefix`.
+    The table holds them until `clear`; whole blocks may be shared through `prefix`.
     """
 
     def __init__(self, pool: PagePool, block_size: int, prefix: PrefixCache | None = None) -> None:
@@ -139,9 +138,8 @@ class BlockTable:
         self.pages: list[int] = []
 
     def reuse_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Fill an empty table with the cached pages of its first blocks; return their positions.
-
-        keys: keys of the sequence's whole blocks, in order.
+        """Fill an empty table with the cached pages of its first blocks, whose keys are given.
+        Return the number of positions in them.
         """
         assert not self.pages, "the table is not empty"
         if self._prefix is not None:

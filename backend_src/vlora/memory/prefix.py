@@ -33,9 +33,9 @@ class BlockKey(NamedTuple):
 
 
 class BlockDigests:
-    """Content digests of a sequence's whole blocks of `block` tokens, computed as these become
-    known.
+    """Content digests of a sequence's whole blocks, computed as their tokens become known.
 
+    block: number of tokens per block.
     feature_row: [n] row of `features` at each position of the prompt, or NO_IMAGE.
     features: [rows, hidden] image features of the prompt, or None.
     """

@@ -83,8 +83,7 @@ class ChoiceSet:
 
     def following(self, low: int, high: int, done: int) -> tuple[IndexArray, IndexArray]:
         """Return the ids, ascending, of the tokens that may come after the first `done` bytes of
-        the spellings[low:high], which are equal, and the minimum number of tokens that must follow
-        each.
+        spellings[low:high], which are equal, and how many tokens must follow each.
         """
         key = (low, high, done)
         if key not in self._cache:

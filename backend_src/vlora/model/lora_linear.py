@@ -49,10 +49,8 @@ class LoraLinear:
     def gated(
         self, x: torch.Tensor, segments: Segments, scratch: torch.Tensor, out: torch.Tensor
     ) -> torch.Tensor:
-        """Compute all projections and return `ops.gate` of the result in `out`, [T, half the sum of
-        d_out].
-
-        scratch: buffer [T, sum of d_out] for the result before the gate; overwritten.
+        """Return `ops.gate` of all projections in `out`, [T, half the sum of d_out]. `scratch`, [T,
+        sum of d_out], is overwritten.
         """
         if self.lora.has(segments):
             return ops.gate(self(x, segments, scratch), out=out)

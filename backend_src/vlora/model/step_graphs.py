@@ -66,10 +66,8 @@ class GraphKey(NamedTuple):
 
 @dataclass
 class GraphCounters:
-    """Totals of captured graphs, and of the steps that they have computed (`replayed`).
-
-    seconds: time that all captures took together.
-    nbytes: device memory that the existing graphs took when they were captured.
+    """Totals of captured graphs, and of the steps that they have computed (`replayed`): the time of
+    all captures, and the device memory that the existing graphs took.
     """
 
     captured: int = 0

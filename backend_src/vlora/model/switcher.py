@@ -71,10 +71,8 @@ class Switcher:
 
     With `merging` = "out_of_place", one call of the ATMM operator writes base + B·A of all layers
     to a second slab. Switching back to the base, or to the adapter in the second slab, is one
-    assignment.
-
-    With "in_place", the method of the paper, no second slab is needed. But each merge changes the
-    base weights and must be undone. Both operations round, so the base weights drift.
+    assignment. With "in_place", the method of the paper, each merge changes the base weights and
+    must be undone. Both operations round, so the base weights drift. "off" refuses all adapters.
 
     stored: slab of the base weights. Nothing is ever merged into quantized ones.
     memory: maximum size of merged weights in bytes; None for no limit.
@@ -126,9 +124,8 @@ class Switcher:
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes that merged weights take besides the base weights: the groups that a known adapter
-        changes, in whole huge pages; or the whole slab if the device commits memory when it is
-        allocated.
+        """Bytes that merged weights take besides the base weights: groups that a known adapter
+        changes, in whole huge pages, or the whole slab if the device does not commit memory lazily.
         """
         if self._merging != "out_of_place" or isinstance(self.stored, QuantizedSlab):
             return 0
@@ -188,8 +185,7 @@ class Switcher:
         """Activate weights in which the adapter in `slot` is merged, or the base weights for BASE.
 
         If the merge operator fails, the base weights are active afterwards if merging is out of
-        place, and no weights are active if it is in place. Raises ValueError if `refusal` gives a
-        reason.
+        place, else none. Raises ValueError if `refusal` gives a reason.
         """
         if self._merging == "in_place":
             self._switch_in_place(slot)

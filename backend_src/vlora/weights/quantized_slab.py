@@ -1,5 +1,4 @@
-"""Slab of quantized base weights: the target matrices of all layers in contiguous, read-only
-memory.
+"""Slab of quantized base weights: the target matrices of all layers, contiguous and read-only.
 
 Adapters are never merged into it: merged weights would have to be quantized again, with an error
 that differs from adapter to adapter.
@@ -61,9 +60,8 @@ class QuantizedSlab:
         return self.views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
 
     def set_order(self, layer: int, group: int, order: torch.Tensor) -> None:
-        """Set the order of the stored columns of a group's matrix, as in `QuantizedWeight.order`.
-
-        group: index of the group in GROUPS.
+        """Set the order of the stored columns of a group (index in GROUPS), as in
+        `QuantizedWeight.order`.
         """
         index = layer * len(GROUPS) + group
         self.views[index] = replace(self.views[index], order=order)

@@ -55,10 +55,8 @@ def declared_tensors(header: bytes) -> dict[str, Declared]:
 
 
 def read_rows(file: BinaryIO, offset: int, rows: range, width: int, type_: str) -> torch.Tensor:
-    """Return rows of a stored matrix, [len(rows), width]. Raises EOFError.
-
-    offset: position of the matrix in the file.
-    type_: type of the matrix, a key of FLOATS.
+    """Return rows of a stored matrix at `offset` in the file, [len(rows), width]. Raises EOFError.
+    `type_` is the type of the matrix, a key of FLOATS.
     """
     dtype = FLOATS[type_]
     row_bytes = width * dtype.itemsize
@@ -77,8 +75,7 @@ class ReadPlan:
     """Plan to read some tensors of a file into one range of memory, by few calls.
 
     start: number of bytes in the file before the first tensor.
-    header: Python's `hash` of these bytes, which shows, in this process, whether the file has
-        changed.
+    header: Python's `hash` of these bytes, which shows, in this process, a change of the file.
     keys: keys of the wanted tensors, in their order in memory.
     targets: range (start, end) of each tensor in memory, in bytes, in the order of the file. Those
         of unwanted tensors, which are not read, come after all others.
