@@ -115,10 +115,6 @@ MAX_ATTEMPTS = 5
 _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
 
 
-def is_transient_errno(number: int) -> bool:
-    return number not in CONTENT_ERRNOS
-
-
 def is_transient(error: BaseException) -> bool:
     """Return whether the cause of a failure lies outside the adapter's files. The first error
     number in the chain of causes decides; lack of memory and an OSError without one are transient.
@@ -128,10 +124,10 @@ def is_transient(error: BaseException) -> bool:
         if isinstance(cause, (MemoryError, OutOfMemory)):
             return True
         if isinstance(cause, OSError):
-            return cause.errno is None or is_transient_errno(cause.errno)
+            return cause.errno is None or cause.errno not in CONTENT_ERRNOS
         if isinstance(cause, (RuntimeError, SafetensorError)):
             number = _NUMBER.search(str(cause))
-            return number is not None and is_transient_errno(int(number[1]))
+            return number is not None and int(number[1]) not in CONTENT_ERRNOS
         cause = cause.__cause__
     return False
 

@@ -115,8 +115,7 @@ def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) 
         return (f"model.{target}",) if file_path is None else (file_path, f"model.{target}")
     if layer < 0:
         return HEADS if file_path is None else (file_path, LM_HEAD)
-    block = "self_attn" if target in ATTENTION else "mlp"
-    module = f"layers.{layer}.{block}.{target}"
+    module = f"layers.{layer}.{'self_attn' if target in ATTENTION else 'mlp'}.{target}"
     if file_path is None:
         return tuple(prefix + module for prefix in LAYOUTS)
     return file_path, model.prefix + module

@@ -294,7 +294,6 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
     if not isinstance(rslora, bool):
         raise invalid(f"has use_rslora = {rslora!r}; it must be true or false")
     targets = _modules(config.get("target_modules") or None, config, "target_modules", invalid)
-    excluded = _modules(config.get("exclude_modules") or [], config, "exclude_modules", invalid)
     layers, layers_pattern = _layers(config, isinstance(targets, str), invalid)
     return PeftConfig(
         rank=_rank(config.get("r"), "r", invalid),
@@ -303,7 +302,9 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
         rank_pattern=_patterns(config, "rank_pattern", _rank, invalid),
         alpha_pattern=_patterns(config, "alpha_pattern", _alpha, invalid),
         target_modules=targets,
-        exclude_modules=excluded,
+        exclude_modules=_modules(
+            config.get("exclude_modules") or [], config, "exclude_modules", invalid
+        ),
         layers_to_transform=layers,
         layers_pattern=layers_pattern,
         invocation=_invocation(config.get("alora_invocation_tokens"), invalid),

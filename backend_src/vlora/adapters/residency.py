@@ -45,7 +45,7 @@ class HostTier:
 
     @property
     def available_bytes(self) -> float:
-        """Bytes that are free or can be freed by eviction; negative if there are none."""
+        """Bytes that are free or can be freed; negative if copies in use exceed the budget."""
         self._in_use = {handle for handle in self._in_use if handle.needs_host_copy}
         return self._budget - sum(handle.description.host_bytes for handle in self._in_use)
 

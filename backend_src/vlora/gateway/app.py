@@ -149,6 +149,7 @@ class Gateway:
         return await self._complete(request, read_completion)
 
     async def models(self) -> Response:
+        """Return the list of the base model and all adapters that can be served at present."""
         return JSONResponse({"object": "list", "data": await self._entries()})
 
     async def model(self, name: str) -> Response:
@@ -159,6 +160,7 @@ class Gateway:
         raise ApiError("NOT_FOUND", reason, "model")
 
     async def health(self) -> Response:
+        """Return a response that says whether the V-LoRA server answers."""
         await self._backend.describe()
         return JSONResponse({"status": "ok"})
 
@@ -243,8 +245,7 @@ class Gateway:
                 # in its console, so the error is sent as an event.
                 visit.code = error.code
                 return _Events(_only(_event(error)), pieces, self.metrics)
-            events = self._events(writer, first, pieces, visit)
-            return _Events(events, pieces, self.metrics)
+            return _Events(self._events(writer, first, pieces, visit), pieces, self.metrics)
         answer = writer.whole(await connected(request.receive, _collected(pieces)))
         _note_answer(visit, writer)
         return JSONResponse(answer)

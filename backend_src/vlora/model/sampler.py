@@ -145,17 +145,14 @@ class TokenSampler:
     def _pick(self, scores: FloatArray, position: int) -> int:
         if self._params.greedy:
             return int(scores.argmax())
-        return draw(scores, self._params, self._uniform(position))
+        return draw(scores, self._params, self._uniforms.at(position))
 
     def parameters(self, position: int, width: int) -> tuple[int, float, float, float, float]:
         """Return (top-k, temperature, min-p, top-p, random number) for the token at `position`."""
         params = self._params
         temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
-        uniform = self._uniform(position)
+        uniform = self._uniforms.at(position)
         return min(params.top_k, width), temperature, params.min_p, params.top_p, uniform
-
-    def _uniform(self, position: int) -> float:
-        return self._uniforms.at(position)
 
     def _logprobs(self, logits: FloatArray, token: int) -> tuple[TokenLogprob, ...] | None:
         count = self._params.logprobs
@@ -195,7 +192,7 @@ def draw_rows(
     chosen = backend or backends.backend_of("kernels", logits.device.type)
     if chosen == "reference":
         return [
-            draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
+            draw(logits[row].numpy(), sampler._params, sampler._uniforms.at(position))
             for row, sampler, position in rows
         ]
     draws = [(row, *sampler.parameters(at, logits.shape[1])) for row, sampler, at in rows]

@@ -169,12 +169,10 @@ class StepGraphs:
         return self._output()[: len(chunks)]
 
     def _wait_for_adapters(self, step: _Step) -> None:
-        for part, groups in (
-            (step.lora, self._decoder.lora_groups[:-1]),
-            (step.lm_head, self._decoder.lora_groups[-1:]),
-        ):
+        groups = self._decoder.lora_groups
+        for part, its_groups in ((step.lora, groups[:-1]), (step.lm_head, groups[-1:])):
             if part is not None:
-                for group in groups:
+                for group in its_groups:
                     group.pending.wait_for(part.segments)
 
     def _may_have_graph(self, chunks: Sequence[Chunk]) -> bool:
@@ -229,9 +227,8 @@ class StepGraphs:
         fixed = packed_bytes([*step.inputs, *step.attention.inputs])
         size = fixed + PART_BYTES + PART_BYTES_PER_ROW * len(step.tokens)
         inputs = self._device.zeros(size, dtype=torch.uint8)
-        tokens, *placed = upload_step(
-            self._device, step.inputs, step.attention, *parts, into=inputs
-        )
+        host, plan = step.inputs, step.attention
+        tokens, *placed = upload_step(self._device, host, plan, *parts, into=inputs)
         its_placed = iter(placed)
         segments = lm_head_segments = Segments()
         if self._layout is not None:
