@@ -1,5 +1,5 @@
 """Run one benchmark: `python -m benchmarks NAME`."""
 
-from benchmarks.runner import main
+from benchmarks.frame import main
 
 main()

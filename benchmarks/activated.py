@@ -16,16 +16,18 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from rich.console import RenderableType
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
-from benchmarks.benchmark import Bar, Row, at_most, demo_folder
-from benchmarks.demo_model import DemoModelBenchmark
+from benchmarks import frame
+from benchmarks.driver import WORDS, Driver, DriverRequest, Outcome, random_image
+from benchmarks.frame import DEMO, Bar, DemoBenchmark, Row, at_most
 from benchmarks.timing import median_or_nan
-
-if TYPE_CHECKING:
-    from benchmarks.driver import Driver, Outcome
+from vlora.config import Options
+from vlora.engine.engine import Engine
 
 KINDS = ("activated", "ordinary")
 ADAPTER = "counting"
@@ -33,39 +35,34 @@ WEIGHTS = "adapter_model.safetensors"
 INVOCATION = " answer in short"
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One question per adapter, all about one image. Each repeat has a new image."""
-
-    adapters: int
-    repeat: int
-
-
-class ActivatedBenchmark(DemoModelBenchmark[Cell]):
-    """Benchmark of activated and ordinary adapters, which answer questions about one image."""
+@dataclass(kw_only=True)
+class Activated(DemoBenchmark):
+    """Questions about an image. A cell is a number of adapters, one per question, and a repeat."""
 
     name = "activated"
     bars: ClassVar[Mapping[str, Bar]] = {"time_ratio": at_most(1.0)}
 
-    def set_up(self) -> None:
+    def prepare(self) -> None:
+        super().prepare()
         self._scratch = tempfile.TemporaryDirectory()
         self._driver: Driver | None = None
 
-    def cells(self) -> Sequence[Cell]:
-        repeats = range(self._grid["repeats"])
-        return [Cell(count, repeat) for count in self._grid["adapters"] for repeat in repeats]
+    def cells(self) -> Sequence[tuple[int, int]]:
+        repeats = range(self.values["repeats"])
+        return [(count, repeat) for count in self.values["adapters"] for repeat in repeats]
 
-    def run(self, cell: Cell) -> Iterator[Row]:
-        self.status(f"{cell.adapters} adapters, image {cell.repeat + 1}")
+    def measure(self, cell: tuple[int, int]) -> Iterator[Row]:
+        adapters, repeat = cell
+        self.status(f"{adapters} adapters, image {repeat + 1}")
         if self._driver is None:
             self._driver = self._start()
             for kind in KINDS:  # Load all adapters.
-                self._ask(self._driver, kind, max(self._grid["adapters"]), -1)
-        for kind in KINDS if cell.repeat % 2 else KINDS[::-1]:
-            outcome = self._ask(self._driver, kind, cell.adapters, cell.repeat)
+                self._ask(self._driver, kind, max(self.values["adapters"]), -1)
+        for kind in KINDS if repeat % 2 else KINDS[::-1]:
+            outcome = self._ask(self._driver, kind, adapters, repeat)
             yield {
                 "kind": kind,
-                "adapters": cell.adapters,
+                "adapters": adapters,
                 "computed_tokens": outcome.rows,
                 "seconds": round(outcome.span, 5),
                 "first_token_ms": round(median(outcome.first) * 1e3, 3),
@@ -73,20 +70,13 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
 
     def _start(self) -> Driver:
         """Return the driver of an engine with enough activated and ordinary adapters."""
-        from safetensors.torch import load_file, save_file
-        from transformers import AutoTokenizer
-
-        from benchmarks.driver import Driver
-        from vlora.config import Options
-        from vlora.engine.engine import Engine
-
         folder = Path(self._scratch.name)
-        tokenizer = AutoTokenizer.from_pretrained(self._model)
+        tokenizer = AutoTokenizer.from_pretrained(self.model)
         invocation = tokenizer(INVOCATION, add_special_tokens=False)["input_ids"]
         for kind in KINDS:
-            for number in range(max(self._grid["adapters"])):
+            for number in range(max(self.values["adapters"])):
                 own = folder / f"{kind}-{number}"
-                shutil.copytree(demo_folder() / "adapters" / ADAPTER, own)
+                shutil.copytree(DEMO / "adapters" / ADAPTER, own)
                 config = own / "adapter_config.json"
                 settings = json.loads(config.read_text())
                 settings["alora_invocation_tokens"] = invocation if kind == KINDS[0] else None
@@ -95,25 +85,17 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
                 tensors = load_file(own / WEIGHTS)
                 scaled = {name: (1 + number / 1000) * value for name, value in tensors.items()}
                 save_file(scaled, own / WEIGHTS)
-        return Driver(Engine(Options(model=self._model, adapters=folder, merging="off")))
+        return Driver(Engine(Options(model=self.model, adapters=folder, merging="off")))
 
     def _ask(self, driver: Driver, kind: str, adapters: int, repeat: int) -> Outcome:
         """Ask one question of each adapter, one after another, and return their joint outcome."""
-        import numpy as np
-
-        from benchmarks.driver import WORDS, DriverRequest, Outcome
-        from vlora.request import ImageFeatures
-
-        rows, seed = self._grid["image_tokens"], [adapters, repeat + 1, KINDS.index(kind)]
-        features = np.random.default_rng(seed).normal(size=(rows, driver.engine.config.hidden))
-        layout = np.array([[0, rows, 1, 1, rows, 0]], np.int32)
-        images = ImageFeatures(features.astype(np.float32), layout)
-        rng = random.Random(repeat)
+        seed, rng = [adapters, repeat + 1, KINDS.index(kind)], random.Random(repeat)
+        images = random_image(seed, self.values["image_tokens"], driver.engine.config.hidden)
         outcomes = []
         for number in range(adapters):
-            question = " ".join(rng.choices(WORDS, k=self._grid["question"]))
+            question = " ".join(rng.choices(WORDS, k=self.values["question"]))
             prompt = f"<s><image>{INVOCATION} {question}"
-            request = DriverRequest(prompt, f"{kind}-{number}", self._grid["output"], images)
+            request = DriverRequest(prompt, f"{kind}-{number}", self.values["output"], images)
             outcomes.append(driver.run([request], watch=False))
         return Outcome.joined(outcomes)
 
@@ -122,36 +104,24 @@ class ActivatedBenchmark(DemoModelBenchmark[Cell]):
         return median_or_nan(float(row[key]) for row in rows)
 
     def summarize(self) -> dict[str, Any]:
-        """Return the ratios of time, of time to first token and of computed tokens.
-
-        Each is the median with activated adapters divided by the median with ordinary adapters, for
-        the largest number of adapters.
-        """
+        """Return medians with the most activated adapters, divided by those with ordinary ones."""
         most = max(row["adapters"] for row in self.rows)
-
-        def ratio(key: str) -> float:
-            activated, ordinary = (self._median(kind, most, key) for kind in KINDS)
-            return round(activated / ordinary, 3)
-
-        return {
-            "time_ratio": ratio("seconds"),
-            "first_token_ratio": ratio("first_token_ms"),
-            "computed_token_ratio": ratio("computed_tokens"),
-        }
+        keys = ("seconds", "first_token_ms", "computed_tokens")
+        names = ("time_ratio", "first_token_ratio", "computed_token_ratio")
+        medians = ([self._median(kind, most, key) for kind in KINDS] for key in keys)
+        return {name: round(a / b, 3) for name, (a, b) in zip(names, medians, strict=True)}
 
     def tables(self) -> Iterable[RenderableType]:
-        from benchmarks.report import figure_table
-
-        keys = ("computed_tokens", "seconds", "first_token_ms")
-        table = figure_table(
-            ("adapters", "tokens computed", "time, s", "first token, ms"),
-            "medians over the images; all questions about an image together",
-        )
-        for adapters in self._grid["adapters"]:
-            for kind in KINDS:
-                figures = (f"{self._median(kind, adapters, key):.4g}" for key in keys)
-                table.add_row(f"{adapters} {kind}", *figures)
-        return [table]
+        lines = [
+            {key: self._median(kind, adapters, key) for key in self.rows[0] if key != "kind"}
+            | {"adapters": f"{adapters} {kind}"}
+            for adapters in self.values["adapters"]
+            for kind in KINDS
+        ]
+        columns = {"adapters": "adapters", "tokens computed": "computed_tokens"}
+        columns |= {"time, s": "seconds", "first token, ms": "first_token_ms"}
+        title = "medians over the images; all questions about an image together"
+        yield frame.table(title, lines, columns)
 
     def close(self) -> None:
         if self._driver is not None:

@@ -6,18 +6,18 @@ engine, its loader thread and the thread that watches the adapter folders.
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from statistics import median
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
 
+from benchmarks.frame import Row
 from vlora.adapters.tensors import WeightsFile
 from vlora.engine.engine import Engine
 from vlora.engine.requests import RequestState
@@ -33,15 +33,18 @@ WAIT_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class DriverRequest:
-    """One request of a run.
-
-    output: number of tokens of the answer.
-    """
+    """One request of a run, whose answer has `output` tokens."""
 
     prompt: str
     adapter: str | None
     output: int
     images: ImageFeatures | None = None
+
+
+def random_image(seed: int | Sequence[int], rows: int, hidden: int) -> ImageFeatures:
+    """Return random features of one image of `rows` tokens."""
+    features = np.random.default_rng(seed).normal(size=(rows, hidden)).astype(np.float32)
+    return ImageFeatures(features, np.array([[0, rows, 1, 1, rows, 0]], np.int32))
 
 
 @dataclass
@@ -52,14 +55,11 @@ class Outcome:
     steps: duration of each step that computed rows.
     stalled: time spent waiting for adapters while there was nothing to compute.
     disk_steps: number of steps in which the engine's thread read a file of weights.
-    loading_steps: durations of the steps during which an adapter was loaded or packed.
-    quiet_steps: durations of the steps without a load or a packing. Steps in which a request got
-        its first token are in neither list, because most adapters are loaded during such steps, and
-        the two lists would then contain different kinds of steps.
+    loading_steps, quiet_steps: durations of the steps with and without an adapter that was loaded
+        or packed meanwhile. Steps in which a request got its first token are in neither list,
+        because most adapters are loaded during such steps.
     span: duration of the run.
-    rows: number of computed rows.
-    tokens: number of generated tokens.
-    failed: number of requests that ended with an error.
+    rows, tokens, failed: numbers of computed rows, of generated tokens and of failed requests.
     """
 
     first: list[float] = field(default_factory=list)
@@ -79,17 +79,8 @@ class Outcome:
         """Return one outcome for several runs. Each time still counts from the start of its run."""
         total = cls()
         for outcome in outcomes:
-            total.first += outcome.first
-            total.end += outcome.end
-            total.steps += outcome.steps
-            total.loading_steps += outcome.loading_steps
-            total.quiet_steps += outcome.quiet_steps
-            total.stalled += outcome.stalled
-            total.span += outcome.span
-            total.disk_steps += outcome.disk_steps
-            total.rows += outcome.rows
-            total.tokens += outcome.tokens
-            total.failed += outcome.failed
+            for f in fields(cls):
+                setattr(total, f.name, getattr(total, f.name) + getattr(outcome, f.name))
         return total
 
     @property
@@ -102,17 +93,17 @@ class Outcome:
         """Average token latency: the sum of end-to-end times divided by the number of tokens."""
         return sum(self.end) / max(1, self.tokens)
 
-    def as_row(self) -> dict[str, Any]:
-        loading = (
-            round(statistics.median(self.loading_steps) * 1e3, 3) if self.loading_steps else None
-        )
+    def as_row(self) -> Row:
+        loading, quiet = self.loading_steps, self.quiet_steps
+        over = median(loading) / median(quiet) if loading and quiet else None
         return {
             "tokens_per_s": round(self.throughput, 1),
             "token_latency_ms": round(self.token_latency * 1e3, 3),
             "p99_s": round(float(np.quantile(self.end, 0.99)), 3),
-            "step_ms": round(statistics.median(self.steps) * 1e3, 3),
+            "step_ms": round(median(self.steps) * 1e3, 3),
             "step_p99_ms": round(float(np.quantile(self.steps, 0.99)) * 1e3, 3),
-            "step_beside_load_ms": loading,
+            "step_beside_load_ms": round(median(loading) * 1e3, 3) if loading else None,
+            "step_beside_load_over_step": over and round(over, 3),
             "stalled_s": round(self.stalled, 3),
             "disk_steps": self.disk_steps,
             "failed": self.failed,
@@ -120,14 +111,13 @@ class Outcome:
 
 
 class Driver:
-    """Runs sets of requests on one engine."""
+    """Runs sets of requests on one engine.
+
+    after_step: called after each step that computed rows. Its duration is part of the span of the
+        run, but not of the step.
+    """
 
     def __init__(self, engine: Engine, after_step: Callable[[Engine], None] | None = None) -> None:
-        """Create a driver of an engine.
-
-        after_step: called after each step that computed rows. Its duration is part of the span of
-            the run, but not of the step.
-        """
         self.engine = engine
         self._after_step = after_step
         self._count = 0
@@ -176,25 +166,17 @@ class Driver:
     def _prepare(self, request: DriverRequest) -> RequestState:
         self._count += 1
         params = SamplingParams(temperature=0.0, max_tokens=request.output, ignore_eos=True)
+        number, adapter, images = f"drive-{self._count}", request.adapter, request.images
         return self.engine.prepare(
-            Request(
-                f"drive-{self._count}",
-                request.prompt,
-                params,
-                adapter=request.adapter,
-                images=request.images,
-            )
+            Request(number, request.prompt, params, adapter=adapter, images=images)
         )
 
     def _step(
-        self, outcome: Outcome, answered: AbstractSet[str], reads: _ReadCounter
+        self, outcome: Outcome, answered: set[str], reads: list[str]
     ) -> tuple[list[Output], float]:
-        """Run one step and record its time. Return its outputs and the time of its end.
-
-        answered: ids of the requests that already have their first token.
-        """
+        """Run one step and record its time. Return its outputs and the time of its end."""
         engine = self.engine
-        started, reads_before = time.perf_counter(), reads.count
+        started, reads_before = time.perf_counter(), len(reads)
         loading = engine.adapters.loading
         outputs = engine.step()
         now = time.perf_counter()
@@ -206,29 +188,22 @@ class Driver:
         outcome.steps.append(now - started)
         if answered >= {output.request_id for output in outputs}:
             (outcome.loading_steps if loading else outcome.quiet_steps).append(now - started)
-        outcome.disk_steps += reads.count > reads_before
+        outcome.disk_steps += len(reads) > reads_before
         if self._after_step is not None:
             self._after_step(engine)
         return outputs, now
 
 
-@dataclass
-class _ReadCounter:
-    """Number of times that this thread has opened or read a file of weights."""
-
-    count: int = 0
-
-
 @contextmanager
-def _counted_reads() -> Iterator[_ReadCounter]:
-    """Yield a count of how often the current thread opens or reads a weights file in this
-    context.
-    """
-    counter, thread = _ReadCounter(), threading.get_ident()
+def _counted_reads() -> Iterator[list[str]]:
+    """Yield a list that grows whenever the current thread opens or reads a file of weights."""
+    reads: list[str] = []
+    thread = threading.get_ident()
 
     def counted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:
-            counter.count += threading.get_ident() == thread
+            if threading.get_ident() == thread:
+                reads.append(function.__name__)
             return function(*arguments)
 
         return call
@@ -237,4 +212,4 @@ def _counted_reads() -> Iterator[_ReadCounter]:
         patch.object(WeightsFile, "__init__", counted(WeightsFile.__init__)),
         patch.object(ReadPlan, "read", counted(ReadPlan.read)),
     ):
-        yield counter
+        yield reads

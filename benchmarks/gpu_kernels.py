@@ -21,12 +21,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.dtypes import DTYPES
 from benchmarks.gpu_device import device_limits, write_json
 from benchmarks.gpu_peers import PEERS
 from benchmarks.gpu_timing import GpuLimits
-from benchmarks.kernels.cells import KernelCell, load_grid
-from benchmarks.kernels.operators import BASELINES, LoraCall, LoraOperator
+from benchmarks.lora_operators import BASELINES, KernelCell, LoraCall, LoraOperator, load_grid
+from benchmarks.machine import DTYPES
 from vlora.atmm.cuda.choice import KernelChoice, Shape, Table, built_in
 from vlora.atmm.cuda.operator import Operator, current, table_path
 from vlora.atmm.cuda.tables import DeviceGroup

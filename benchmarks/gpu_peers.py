@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from benchmarks.kernels.cells import KernelCell
-from benchmarks.kernels.operators import LoraCall, LoraOperator
+from benchmarks.lora_operators import KernelCell, LoraCall, LoraOperator
 from vlora.atmm.types import LoraPair
 
 

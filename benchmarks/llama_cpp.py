@@ -18,33 +18,29 @@ import importlib.util
 import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any
 
+import numpy as np
 import typer
 from rich.console import RenderableType
 
-from benchmarks.benchmark import (
-    GRIDS,
-    Benchmark,
-    EngineThreadsOption,
-    QuickOption,
-    Row,
-    load_grid_values,
-    server_threads,
-)
+from benchmarks import frame
+from benchmarks.frame import Row, ThreadedBenchmark
+from benchmarks.llava import Checkpoint, Sizes
+from benchmarks.models import SyntheticModel
+from benchmarks.timing import interleaved
 
 FILE_TYPES = {"Q8_0": 7, "Q4_0": 2}
 """llama.cpp's numbers of its file types (`llama_ftype`)."""
 SPARE = 16
 """Number of positions of a sequence beyond its context."""
-# Number of rounds, in which each type is measured once, and seconds per type.
-ROUNDS, BUDGET = 41, 20.0
-QUICK_ROUNDS, QUICK_BUDGET = 9, 1.0
 
 
-class LlamaCppBenchmark(Benchmark[int]):
+@dataclass(kw_only=True)
+class LlamaCpp(ThreadedBenchmark):
     """Times of decode steps. A cell is the number of requests in a step.
 
     The steps of all types, ours and llama.cpp's, are interleaved. A step includes finding the most
@@ -52,66 +48,48 @@ class LlamaCppBenchmark(Benchmark[int]):
     """
 
     name = "llama-cpp"
+    title = "time of a step in our engine, divided by that in llama.cpp"
 
-    def __init__(
-        self,
-        checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")],
-        *,
-        gguf: Annotated[
-            Path, typer.Option(metavar="FILE", help="GGUF file with the same weights.")
-        ],
-        threads: EngineThreadsOption = None,
-        quick: QuickOption = False,
-    ) -> None:
-        super().__init__(quick=quick, grid=GRIDS / "llama_cpp.json")
+    checkpoint: Annotated[Path, typer.Argument(metavar="FOLDER", help="Checkpoint folder.")]
+    gguf: Annotated[Path, typer.Option(metavar="FILE", help="GGUF file with the same weights.")]
+
+    def prepare(self) -> None:
+        super().prepare()
+        self._folder = tempfile.TemporaryDirectory()
         if importlib.util.find_spec("llama_cpp") is None:
             raise typer.BadParameter("llama_cpp cannot be imported; install llama-cpp-python")
-        from benchmarks import machine
-
-        for path in (checkpoint, gguf):
+        for path in (self.checkpoint, self.gguf):
             if not path.exists():
                 raise typer.BadParameter(f"{path} does not exist")
-        silence()
-        self._threads = threads or server_threads()
-        machine.set_threads(self._threads)
-        self._grid = load_grid_values(self.grid_path, quick=quick)
-        self._checkpoint, self._gguf = checkpoint, gguf
-        self._folder = tempfile.TemporaryDirectory()
+        _llama_cpp().llama_log_set(_ignore_messages(), None)  # Its errors are also return values.
 
     def settings(self) -> dict[str, Any]:
         llama_cpp = _llama_cpp()
         return {
-            "threads": self._threads,
-            "context": self._grid["context"],
+            "threads": self.threads,
+            "context": self.values["context"],
             "llama_cpp_python": llama_cpp.__version__,
             "llama_cpp": llama_cpp.llama_print_system_info().decode(),
         }
 
     def cells(self) -> Sequence[int]:
-        requests: Sequence[int] = self._grid["requests"]
+        requests: Sequence[int] = self.values["requests"]
         return requests
 
-    def run(self, cell: int) -> Iterator[Row]:
-        from benchmarks.timing import interleaved
-
+    def measure(self, cell: int) -> Iterator[Row]:
         steps: dict[str, Callable[[], None]] = {}
         for name in FILE_TYPES:
             self.status(f"llama.cpp, {name}")
             file = Path(self._folder.name) / f"{name}.gguf"
             if not file.exists():
-                quantize(self._gguf, file, name, self._threads)
-            steps[name] = llama_step(file, cell, self._grid["context"], self._threads)
-        for kind in self._grid["types"]:
+                quantize(self.gguf, file, name, self.threads)
+            steps[name] = llama_step(file, cell, self.values["context"], self.threads)
+        for kind in self.values["types"]:
             self.status(f"loading {kind}")
             steps[kind] = self._engine_step(kind, cell)
         self.status(f"{cell} requests")
-        timings = interleaved(
-            steps,
-            rounds=QUICK_ROUNDS if self.quick else ROUNDS,
-            warm=True,
-            budget=QUICK_BUDGET if self.quick else BUDGET,
-        )
-        for name, timing in timings.items():
+        rounds, budget = (9, 1.0) if self.quick else (41, 20.0)
+        for name, timing in interleaved(steps, rounds=rounds, warm=True, budget=budget).items():
             yield {
                 "requests": cell,
                 "type": name,
@@ -121,11 +99,8 @@ class LlamaCppBenchmark(Benchmark[int]):
             }
 
     def _engine_step(self, kind: str, requests: int) -> Callable[[], None]:
-        from benchmarks.llava import Checkpoint, Sizes
-        from benchmarks.synthetic_model import SyntheticModel
-
-        context = self._grid["context"]
-        checkpoint = Checkpoint(self._checkpoint, self._checkpoint, Sizes())
+        context = self.values["context"]
+        checkpoint = Checkpoint(self.checkpoint, self.checkpoint, Sizes())
         model = SyntheticModel(
             checkpoint,
             kind,
@@ -141,6 +116,7 @@ class LlamaCppBenchmark(Benchmark[int]):
         self._folder.cleanup()
 
     def summarize(self) -> dict[str, Any]:
+        """Return the time of each of our types divided by that of llama.cpp's with as many bits."""
         ms = {(row["type"], row["requests"]): row["ms"] for row in self.rows}
         return {
             f"{kind}_over_{peer}_{requests}": round(value / ms[peer, requests], 3)
@@ -151,18 +127,14 @@ class LlamaCppBenchmark(Benchmark[int]):
         }
 
     def tables(self) -> Iterable[RenderableType]:
-        from benchmarks.report import figure_table
-
-        names = [*FILE_TYPES, *self._grid["types"]]
-        table = figure_table(("requests", *names), "ms of a step: median (fastest)")
-        for requests, group in itertools.groupby(self.rows, key=lambda row: row["requests"]):
-            by_type = {row["type"]: row for row in group}
-            cells = (f"{by_type[n]['ms']:.2f} ({by_type[n]['fastest_ms']:.2f})" for n in names)
-            table.add_row(str(requests), *cells)
-        return [table]
-
-    def summary_title(self) -> str:
-        return "time of a step in our engine, divided by that in llama.cpp"
+        names = [*FILE_TYPES, *self.values["types"]]
+        by_requests = [
+            {"requests": requests}
+            | {row["type"]: f"{row['ms']:.2f} ({row['fastest_ms']:.2f})" for row in group}
+            for requests, group in itertools.groupby(self.rows, key=lambda row: row["requests"])
+        ]
+        columns = {name: name for name in ("requests", *names)}
+        yield frame.table("ms of a step: median (fastest)", by_requests, columns)
 
 
 def _llama_cpp() -> Any:
@@ -170,17 +142,10 @@ def _llama_cpp() -> Any:
     return importlib.import_module("llama_cpp")
 
 
-def silence() -> None:
-    """Drop llama.cpp's messages. Its errors are also return values."""
-    llama_cpp = _llama_cpp()
-    llama_cpp.llama_log_set(_ignored_messages(), None)
-
-
 @cache
-def _ignored_messages() -> Any:
+def _ignore_messages() -> Any:
     """Return a callback that ignores messages. `cache` keeps the callback alive."""
-    llama_cpp = _llama_cpp()
-    return llama_cpp.llama_log_callback(lambda level, text, data: None)
+    return _llama_cpp().llama_log_callback(lambda level, text, data: None)
 
 
 def quantize(source: Path, target: Path, name: str, threads: int) -> None:
@@ -191,10 +156,8 @@ def quantize(source: Path, target: Path, name: str, threads: int) -> None:
     llama_cpp = _llama_cpp()
     options = llama_cpp.llama_model_quantize_default_params()
     options.ftype, options.nthread, options.allow_requantize = FILE_TYPES[name], threads, True
-    failed = llama_cpp.llama_model_quantize(
-        str(source).encode(), str(target).encode(), ctypes.byref(options)
-    )
-    if failed:
+    paths = (str(source).encode(), str(target).encode())
+    if llama_cpp.llama_model_quantize(*paths, ctypes.byref(options)):
         raise RuntimeError(f"llama.cpp could not quantize {source} to {name}")
 
 
@@ -203,13 +166,10 @@ def llama_step(file: Path, requests: int, context: int, threads: int) -> Callabl
 
     Raises RuntimeError if llama.cpp refuses the file or a batch.
     """
-    import numpy as np
-
     llama_cpp = _llama_cpp()
     llama_cpp.llama_backend_init()
-    model = llama_cpp.llama_model_load_from_file(
-        str(file).encode(), llama_cpp.llama_model_default_params()
-    )
+    defaults = llama_cpp.llama_model_default_params()
+    model = llama_cpp.llama_model_load_from_file(str(file).encode(), defaults)
     options = llama_cpp.llama_context_default_params()
     options.n_ctx = requests * (context + SPARE)
     options.n_batch = options.n_ubatch = max(requests, context)
@@ -233,10 +193,9 @@ def llama_step(file: Path, requests: int, context: int, threads: int) -> Callabl
 
     for sequence in range(requests):
         decode([(sequence, position) for position in range(context)])
-    last = [(sequence, context) for sequence in range(requests)]
 
     def step() -> None:
-        decode(last)
+        decode([(sequence, context) for sequence in range(requests)])
         for i in range(requests):
             logits = llama_cpp.llama_get_logits_ith(state, i)
             np.ctypeslib.as_array(logits, (vocabulary,)).argmax()

@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 VERSION = 1
 """Version of the generated files. Each version has its own folder."""
 
-SPECIAL = ("<pad>", "<s>", "</s>", "<image>")
+SPECIAL, SPECIAL_NAMES = ("<pad>", "<s>", "</s>", "<image>"), ("bos", "eos", "pad")
 CONSONANTS, VOWELS = "bcdfghjklmnpqrstvwxyz", "aeiou"
 WEIGHT_STD, FACTOR_STD = 0.02, 0.02
 
@@ -200,22 +200,39 @@ def _tokenizer(sizes: Sizes) -> Any:
 
 
 def _save_checkpoint(folder: Path, sizes: Sizes) -> None:
-    from transformers import (
-        CLIPVisionConfig,
-        GenerationConfig,
-        LlamaConfig,
-        LlavaConfig,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-    )
+    from transformers import GenerationConfig, LlavaForConditionalGeneration, LlavaProcessor
     from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
     tokenizer = _tokenizer(sizes)
-    ids = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
+    ids = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in SPECIAL_NAMES}
+    generator = torch.Generator().manual_seed(0)
+    config = _config(sizes, ids, tokenizer.convert_tokens_to_ids("<image>"))
+    model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            mean = 1.0 if weight.dim() == 1 and name.endswith("norm.weight") else 0.0
+            drawn = torch.empty(weight.shape).normal_(mean, WEIGHT_STD, generator=generator)
+            weight.copy_(drawn)
+    model.generation_config = GenerationConfig(do_sample=False, **ids)
+    model.save_pretrained(folder)
+    side = sizes.image
+    images = CLIPImageProcessorPil(
+        size={"shortest_edge": side}, crop_size={"height": side, "width": side}
+    )
+    processor = LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=sizes.patch,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    for part in (processor, tokenizer, images):
+        part.save_pretrained(folder)
+
+
+def _config(sizes: Sizes, ids: Mapping[str, int], image_token: int) -> Any:
+    from transformers import CLIPVisionConfig, LlamaConfig, LlavaConfig
+
     vision = CLIPVisionConfig(
         hidden_size=sizes.tower_hidden,
         intermediate_size=sizes.tower_inner,
@@ -236,49 +253,23 @@ def _save_checkpoint(folder: Path, sizes: Sizes) -> None:
         tie_word_embeddings=False,
         **ids,
     )
-    config = LlavaConfig(
+    return LlavaConfig(
         vision_config=vision,
         text_config=text,
-        image_token_id=tokenizer.convert_tokens_to_ids("<image>"),
+        image_token_id=image_token,
         vision_feature_select_strategy="default",
         vision_feature_layer=-2,
         image_seq_length=sizes.image_tokens,
         tie_word_embeddings=False,
     )
-    generator = torch.Generator().manual_seed(0)
-    model = LlavaForConditionalGeneration(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
-            mean = 1.0 if weight.dim() == 1 and name.endswith("norm.weight") else 0.0
-            drawn = torch.empty(weight.shape).normal_(mean, WEIGHT_STD, generator=generator)
-            weight.copy_(drawn)
-    model.generation_config = GenerationConfig(do_sample=False, **ids)
-    model.save_pretrained(folder)
-    images = CLIPImageProcessorPil(
-        size={"shortest_edge": sizes.image},
-        crop_size={"height": sizes.image, "width": sizes.image},
-    )
-    LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=sizes.patch,
-        vision_feature_select_strategy="default",
-        num_additional_image_tokens=1,
-    ).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    images.save_pretrained(folder)
 
 
 def _save_adapter(folder: Path, sizes: Sizes, index: int) -> None:
     """Save an adapter in PEFT's format, on q, k, v and o of every layer of the language model."""
     rank = sizes.ranks[index % len(sizes.ranks)]
     head = sizes.hidden // sizes.heads
-    outs = {
-        "q_proj": sizes.hidden,
-        "k_proj": sizes.kv_heads * head,
-        "v_proj": sizes.kv_heads * head,
-        "o_proj": sizes.hidden,
-    }
+    kv = sizes.kv_heads * head
+    outs = {"q_proj": sizes.hidden, "k_proj": kv, "v_proj": kv, "o_proj": sizes.hidden}
     generator = torch.Generator().manual_seed(1 + index)
 
     def drawn(*shape: int) -> torch.Tensor:

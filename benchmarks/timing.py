@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 
 from vlora.atmm.search.timing import Timing, rotated
 
@@ -19,8 +19,7 @@ WARM_CALLS = 3
 """Number of calls before a warm sample. A last-level victim cache needs several passes to fill."""
 LONG_SECONDS, VERY_LONG_SECONDS = 5e-3, 4e-2
 """Durations of a call. From LONG_SECONDS on, one warm call before a sample is enough. From
-VERY_LONG_SECONDS on, none is needed. Such calls move many times the size of the caches, so their
-first misses take little of their time."""
+VERY_LONG_SECONDS on, none is needed: such calls move many times the size of the caches."""
 
 
 def interleaved(
@@ -36,7 +35,7 @@ def interleaved(
     warm: whether untimed calls before each sample load the candidate's data into the caches again,
         since other candidates ran in between.
     lead: whether one call precedes each sample, unless a call takes LONG_SECONDS or more. This is
-        for candidates that read new data at each call. The code is then in the caches and the
+        for candidates that read new data at each call: the code is then in the caches and the
         threads are awake, but the data are not in the caches, as within a step (decision 68).
     budget: seconds per candidate. A slow candidate gets fewer samples, at least MIN_SAMPLES,
         spread over all rounds.
@@ -61,34 +60,26 @@ def interleaved(
     return {name: Timing(tuple(values)) for name, values in samples.items()}
 
 
-def single_calls(
-    candidates: Mapping[str, Callable[[], None]], *, rounds: int, warm_ups: int
-) -> dict[str, Timing]:
-    """Time `rounds` single calls of each candidate after `warm_ups` calls, interleaved."""
-    samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for number in range(warm_ups + rounds):
-        for name, call in candidates.items():
-            seconds = _seconds(call, 1)
-            if number >= warm_ups:
-                samples[name].append(seconds)
-    return {name: Timing(tuple(values)) for name, values in samples.items()}
-
-
 def median_or_nan(values: Iterable[float]) -> float:
     """Return the median, or NaN for no values, as in a run that was interrupted."""
     known = list(values)
     return statistics.median(known) if known else math.nan
 
 
-def geometric_mean(values: Sequence[float]) -> float | None:
-    """Return the geometric mean; None without values, so that a summary contains null and not 1."""
-    return statistics.geometric_mean(values) if values else None
+def rounded_mean(values: Iterable[float | None], digits: int = 3) -> float | None:
+    """Return the geometric mean of the values that are not None, or None if there is none."""
+    known = [value for value in values if value is not None]
+    return round(statistics.geometric_mean(known), digits) if known else None
 
 
-def rounded_mean(values: Sequence[float], digits: int = 3) -> float | None:
-    """Return the geometric mean rounded to `digits` decimal places, or None for no values."""
-    mean = geometric_mean(values)
-    return None if mean is None else round(mean, digits)
+def medians_in(timings: Mapping[str, Timing], unit: float, digits: int) -> dict[str, float]:
+    """Return the median of each timing, multiplied by `unit` (1e3 for ms) and rounded."""
+    return {name: round(timing.median * unit, digits) for name, timing in timings.items()}
+
+
+def noises(timings: Mapping[str, Timing], digits: int = 3) -> dict[str, float]:
+    """Return the noise of each timing, rounded."""
+    return {name: round(timing.noise, digits) for name, timing in timings.items()}
 
 
 def _warm_calls(seconds: float) -> int:

@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
-from benchmarks.process_status import status_bytes
+from benchmarks.machine import status_bytes
 from vlora.cli.common import Command, Group
 
 MIB = 1 << 20

@@ -2,14 +2,13 @@
 
 The wheel `tritonclient==2.51.0` contains it. Later wheels have no binary, and the package
 `perf-analyzer` is an empty placeholder. The program needs two libraries: libcudart.so.12, from the
-wheel `nvidia-cuda-runtime-cu12`, and libb64.so.0d, from the system or from Debian's package.
+wheel `nvidia-cuda-runtime-cu12`, and libb64.so.0d, from Debian's package `libb64-0d`.
 
 usage: python -m benchmarks.perf_analyzer.fetch
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import os
 import shutil
@@ -17,14 +16,12 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clients.common import ClientError, run_main
 
 FOLDER = Path(__file__).resolve().parents[2] / ".perf"
-LIBB64_PACKAGE = "libb64-0d"
 
 
 @dataclass(frozen=True)
@@ -65,7 +62,9 @@ def ensure(folder: Path = FOLDER) -> PerfAnalyzer:
     if not (perf_analyzer.libraries / "libcudart.so.12").is_file():
         _extract(CUDART, perf_analyzer.libraries / "libcudart.so.12")
     if not (perf_analyzer.libraries / "libb64.so.0d").exists() and not _loads("libb64.so.0d"):
-        _extract_libb64(perf_analyzer.libraries)
+        raise ClientError(
+            "libb64.so.0d is missing; install it with: sudo apt-get install libb64-0d"
+        )
     check = subprocess.run(
         [perf_analyzer.program, "--version"],
         env=perf_analyzer.environment,
@@ -97,23 +96,6 @@ def _extract(wheel: Wheel, target: Path) -> None:
                 shutil.copyfileobj(source, copy)
 
 
-def _extract_libb64(libraries: Path) -> None:
-    """Download Debian's libb64 package and copy its library into `libraries`, without root."""
-    remedy = f"install it with: sudo apt-get install {LIBB64_PACKAGE}"
-    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
-        raise ClientError(f"libb64.so.0d is missing; {remedy}")
-    with tempfile.TemporaryDirectory() as scratch:
-        process = subprocess.run(
-            ["apt-get", "download", LIBB64_PACKAGE], cwd=scratch, capture_output=True, text=True
-        )
-        packages = list(Path(scratch).glob("*.deb"))
-        if process.returncode or not packages:
-            raise ClientError(f"libb64.so.0d is missing and could not be downloaded; {remedy}")
-        subprocess.run(["dpkg-deb", "-x", packages[0], scratch], check=True)
-        (library,) = Path(scratch).glob("usr/lib/*/libb64.so.0d")
-        shutil.copy(library, libraries / library.name)
-
-
 def _loads(library: str) -> bool:
     try:
         ctypes.CDLL(library)
@@ -122,12 +104,7 @@ def _loads(library: str) -> bool:
     return True
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    argparse.ArgumentParser(
-        prog="python -m benchmarks.perf_analyzer.fetch",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args(arguments)
+def main() -> None:
     print(ensure().program)
 
 

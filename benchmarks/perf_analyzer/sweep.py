@@ -2,7 +2,8 @@
 
 For each model and concurrency it prints the throughput and the latency of the first and of the last
 response. From the server's counters it adds the mean number of requests in a batch of the vision
-encoder, and the mean number of rows in a decode step.
+encoder, and the mean number of rows in a decode step. Every request has its own picture or clip as
+base64 text in STRING inputs. Every answer has the same number of tokens.
 
 To measure the encoder, turn the feature cache off (`"feature_cache_bytes": 0` in `model.json`).
 Otherwise the cache answers most requests of a long run, which repeats its 64 distinct pictures.
@@ -12,27 +13,90 @@ usage: python -m benchmarks.perf_analyzer.sweep --adapters base glyphs actions -
 
 from __future__ import annotations
 
-import argparse
+import base64
 import json
 import re
 import subprocess
 import tempfile
 import time
 import urllib.request
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+
+from benchmarks.loads import png
 from benchmarks.perf_analyzer.fetch import PerfAnalyzer, ensure
-from benchmarks.perf_analyzer.inputs import BASE, MODELS, write_inputs
-from clients.common import DEFAULT_URL, ClientError, connect, run_main
+from clients.common import DEFAULT_URL, ClientError, connect, run_main, sampling_parameters
+from clients.frames import SyntheticCamera
 from clients.stream_log import quantile
 
+MODELS = ("visual_retrieval", "video_analytics", "lmm", "lmm-text")
+BASE = "base"
+"""Name of the base model in a list of adapters."""
+
+SIDE = 64
+QUESTIONS = (
+    "What color is the star?",
+    "How many circles are there?",
+    "What is the background?",
+    "Is there a red square?",
+)
+Entry = dict[str, Any]
+
+
+def picture(seed: int) -> str:
+    """Return a PNG of a shape on noise as base64, different for each seed."""
+    random = np.random.default_rng(seed)
+    chunk = next(SyntheticCamera(2, 1, seed, SIDE, SIDE).chunks())
+    noise = random.integers(-20, 20, (SIDE, SIDE, 3))
+    pixels = np.clip(chunk.frames[0].astype(int) + noise, 0, 255).astype(np.uint8)
+    return base64.b64encode(png(pixels)).decode()
+
+
+def clip(seed: int, frames: int = 6) -> list[str]:
+    """Return the pictures of a clip."""
+    return [picture(seed * 1000 + i) for i in range(frames)]
+
+
+def entry(model: str, index: int, adapter: str | None, tokens: int) -> Entry:
+    """Return one request, with the shapes of all inputs whose shape is not [1].
+
+    model: name of a model; `lmm-text` is the model `lmm` without a picture.
+    """
+    forced: dict[str, Any] = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
+    request: Entry = {"text_input": [QUESTIONS[index % len(QUESTIONS)]]}
+    if model == "video_analytics":
+        request["frames"] = {"content": clip(index), "shape": [6]}
+        request["task"] = ["video"]
+    elif model != "lmm-text":
+        request["image"] = {"content": [picture(index)], "shape": [1]}
+        request["task"] = ["vqa"]
+    if model.startswith("lmm"):
+        request["task"] = ["vqa"]
+        request["stream"] = [True]
+        forced["temperature"] = 0
+    request["sampling_parameters"] = [sampling_parameters(adapter, **forced)]
+    return request
+
+
+def write_inputs(
+    path: Path, model: str, adapters: Sequence[str], images: int = 64, tokens: int = 32
+) -> Path:
+    """Write `images` requests that rotate over the adapters; `base` is the base model."""
+    names = [None if name == BASE else name for name in adapters] or [None]
+    data = [entry(model, i, names[i % len(names)], tokens) for i in range(images)]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"data": data}))
+    return path
+
+
 STREAMING = {"visual_retrieval", "lmm"}
-ENCODER_REQUESTS = "vlora:encoder_requests_total"
-ENCODER_GROUPS = "vlora:encoder_groups_total"
-DECODE_ROWS = "vlora:decode_rows_total"
-DECODE_STEPS = "vlora:decode_steps_total"
+RUN_SECONDS, ROUNDS = 120.0, 8
+"""Maximum duration of a run, and number of its requests divided by its concurrency."""
 REFRESH_SECONDS = 1.5
 """Wait before reading the metrics, which the server updates every second."""
 
@@ -70,12 +134,7 @@ class ServerCounters:
         """Read the counters from the server's metrics."""
         time.sleep(REFRESH_SECONDS)
         metrics = read_metrics(metrics_url)
-        return cls(
-            encoder_requests=metrics.get(ENCODER_REQUESTS, 0.0),
-            encoder_groups=metrics.get(ENCODER_GROUPS, 0.0),
-            decode_rows=metrics.get(DECODE_ROWS, 0.0),
-            decode_steps=metrics.get(DECODE_STEPS, 0.0),
-        )
+        return cls(*(metrics.get(f"vlora:{f.name}_total", 0.0) for f in fields(cls)))
 
 
 def read_metrics(url: str) -> dict[str, float]:
@@ -102,12 +161,12 @@ def ratio(numerator: float, denominator: float) -> float | None:
 
 
 def measure(
-    tool: PerfAnalyzer, url: str, inputs: Path, concurrency: int, requests: int, limit: float
+    tool: PerfAnalyzer, url: str, inputs: Path, concurrency: int, requests: int
 ) -> list[tuple[float, float, float]]:
     """Run perf_analyzer once and return (sent, first response, last response) of each request.
 
     Times are in seconds. Raise ClientError with perf_analyzer's output if a request failed or the
-    run took longer than `limit` seconds.
+    run took longer than RUN_SECONDS.
     """
     model = inputs.stem.removesuffix("-text")
     with tempfile.TemporaryDirectory() as scratch:
@@ -119,10 +178,10 @@ def measure(
         command += ["--profile-export-file", str(export)]
         try:
             process = subprocess.run(
-                command, env=tool.environment, capture_output=True, text=True, timeout=limit
+                command, env=tool.environment, capture_output=True, text=True, timeout=RUN_SECONDS
             )
         except subprocess.TimeoutExpired:
-            message = f"{model} at concurrency {concurrency} took longer than {limit:.0f} s"
+            message = f"{model} at concurrency {concurrency} took longer than {RUN_SECONDS:.0f} s"
             raise ClientError(message) from None
         times = [] if process.returncode else read_times(export.read_bytes())
         if not times:
@@ -191,76 +250,24 @@ def line_of(row: Row) -> str:
     )
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parse_arguments(arguments: Sequence[str] | None = None) -> Namespace:
+    parser = ArgumentParser(
         prog="python -m benchmarks.perf_analyzer.sweep",
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--url",
-        default=DEFAULT_URL,
-        metavar="HOST:PORT",
-        help="gRPC address (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--metrics-url",
-        default="http://127.0.0.1:8002/metrics",
-        metavar="URL",
-        help="address of the server's metrics (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--models",
-        nargs="+",
-        choices=MODELS,
-        default=list(MODELS),
-        metavar="MODEL",
-        help=f"models to measure: {', '.join(MODELS)} (default: all)",
-    )
-    parser.add_argument(
-        "--concurrency",
-        nargs="+",
-        type=int,
-        default=[1, 2, 4, 8, 16],
-        metavar="N",
-        help="numbers of concurrent requests (default: 1 2 4 8 16)",
-    )
-    parser.add_argument(
-        "--adapters",
-        nargs="+",
-        default=[BASE],
-        metavar="NAME",
-        help="adapters in rotation; `base` is the base model (default: base)",
-    )
-    parser.add_argument(
-        "--images",
-        type=int,
-        default=64,
-        metavar="N",
-        help="number of distinct requests (default: 64)",
-    )
-    parser.add_argument(
-        "--tokens",
-        type=int,
-        default=32,
-        metavar="N",
-        help="number of tokens of every answer (default: 32)",
-    )
-    parser.add_argument(
-        "--rounds",
-        type=int,
-        default=8,
-        metavar="N",
-        help="number of requests of a run, divided by its concurrency (default: 8)",
-    )
-    parser.add_argument(
-        "--limit",
-        type=float,
-        default=120,
-        metavar="SECONDS",
-        help="maximum seconds of one run (default: 120)",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to this file")
+
+    def option(name: str, metavar: str, help: str, **more: Any) -> None:
+        parser.add_argument(f"--{name}", metavar=metavar, help=help, **more)
+
+    option("url", "HOST:PORT", "gRPC address (default: %(default)s)", default=DEFAULT_URL)
+    url = "http://127.0.0.1:8002/metrics"
+    option("metrics-url", "URL", "address of the metrics (default: %(default)s)", default=url)
+    numbers = {"nargs": "+", "type": int, "default": [1, 2, 4, 8, 16]}
+    option("concurrency", "N", "numbers of concurrent requests (default: 1 2 4 8 16)", **numbers)
+    names = "adapters in rotation; `base` is the base model (default: base)"
+    option("adapters", "NAME", names, nargs="+", default=[BASE])
+    option("json", "FILE", "write the rows to this file", type=Path)
     return parser.parse_args(arguments)
 
 
@@ -271,13 +278,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows: list[Row] = []
     print(HEADER)
     with tempfile.TemporaryDirectory() as folder:
-        for model in options.models:
-            path = Path(folder) / f"{model}.json"
-            write_inputs(path, model, options.adapters, options.images, options.tokens)
+        for model in MODELS:
+            path = write_inputs(Path(folder) / f"{model}.json", model, options.adapters)
             for concurrency in options.concurrency:
-                requests = max(options.rounds * concurrency, 16)
+                requests = max(ROUNDS * concurrency, 16)
                 before = ServerCounters.read(options.metrics_url)
-                times = measure(tool, options.url, path, concurrency, requests, options.limit)
+                times = measure(tool, options.url, path, concurrency, requests)
                 after = ServerCounters.read(options.metrics_url)
                 rows.append(summarize(model, concurrency, times, before, after))
                 print(line_of(rows[-1]), flush=True)
@@ -285,9 +291,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.json:
         meta = {key: str(value) for key, value in vars(options).items()}
         options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(
-            json.dumps({"meta": meta, "rows": [asdict(row) for row in rows]}, indent=2) + "\n"
-        )
+        document = {"meta": meta, "rows": [asdict(row) for row in rows]}
+        options.json.write_text(json.dumps(document, indent=2) + "\n")
 
 
 if __name__ == "__main__":

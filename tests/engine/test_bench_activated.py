@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from benchmarks.activated import ActivatedBenchmark, Cell
+from benchmarks.activated import Activated
 
 
 def test_activated_adapters_share_the_image_and_ordinary_ones_do_not() -> None:
-    with closing(ActivatedBenchmark(quick=True)) as benchmark:
-        benchmark._grid |= {"adapters": [3], "repeats": 1, "image_tokens": 64}
-        benchmark.rows += benchmark.run(Cell(3, 0))
+    with closing(Activated(quick=True)) as benchmark:
+        benchmark.prepare()
+        benchmark.values |= {"adapters": [3], "repeats": 1, "image_tokens": 64}
+        benchmark.rows += benchmark.measure((3, 0))
         activated, ordinary = sorted(benchmark.rows, key=lambda row: str(row["kind"]))
         assert ordinary["computed_tokens"] > 3 * 64
         assert activated["computed_tokens"] < ordinary["computed_tokens"] - 64

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.baseline_policies.merge_only import MergeOnly
+from benchmarks.baseline_policies import MergeOnly
 from tests.support.engine_client import request
 from tests.support.many_adapters import (
     engine_of,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.adapters.requests import save_adapters
+from benchmarks.adapters import save_adapters
 from tests.support.memory import resident_bytes
 from vlora.config import Options
 from vlora.engine import capacity

@@ -7,7 +7,7 @@ import gc
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmarks.process_status import status_bytes
+from benchmarks.machine import status_bytes
 
 
 def resident_bytes(field: str = "VmRSS") -> int:

@@ -219,7 +219,7 @@ def _seconds(runner: Runner, chunks: Sequence[Chunk]) -> float:
 
 
 class _MergeSource:
-    """What the switcher needs of adapters."""
+    """Adapters as the switcher needs them."""
 
     def __init__(self, slots: Slots, config: DecoderConfig) -> None:
         self.adapter = slots.adapter

@@ -10,8 +10,8 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks import llava
-from benchmarks.engine.over_grpc import OverGrpc
-from benchmarks.runner import command_line
+from benchmarks.engine import OverGrpc
+from benchmarks.frame import command_line
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 
@@ -33,7 +33,7 @@ def test_the_same_load_is_measured_in_process_and_over_grpc(
     monkeypatch.setattr(OverGrpc, "_on_response", count)
     threads = torch.get_num_threads()
     try:
-        options = {"--engine-threads": "1", "--encoder-threads": "1", "--dtypes": "fp32"}
+        options = {"--threads": "1", "--dtypes": "fp32"}
         options |= {"--grid": str(grid), "--json": str(out), "--root": str(tmp_path)}
         words = [word for pair in options.items() for word in pair]
         done = CliRunner().invoke(command_line("engine"), words, catch_exceptions=False)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.runner import command_line
+from benchmarks.frame import command_line
 
 pytest.importorskip("fastapi", reason="the extra `gateway` is not installed")
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from benchmarks.perf_analyzer import fetch
-from benchmarks.perf_analyzer.inputs import write_inputs
+from benchmarks.perf_analyzer.sweep import write_inputs
 from clients.common import ClientError
 from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, picture

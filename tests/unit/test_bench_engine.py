@@ -9,11 +9,10 @@ import pytest
 from typer.testing import CliRunner
 
 from benchmarks import llava
-from benchmarks.engine.in_process import StepTrace
-from benchmarks.engine.load import OUTPUT, Load, LoadTimes
-from benchmarks.engine.measurement import EngineResult, summarize
-from benchmarks.runner import command_line
-from benchmarks.work_model import Work
+from benchmarks.engine import StepTrace, row_of, summarize
+from benchmarks.frame import command_line
+from benchmarks.loads import OUTPUT, Load, LoadTimes
+from benchmarks.models import Work
 
 TINY = llava.tiny(llava.Sizes(layers=2, kv_heads=16, context=512))
 
@@ -36,18 +35,15 @@ def test_the_combined_work_reads_every_weight_once() -> None:
 
 
 def test_the_summary_is_null_for_what_was_not_run() -> None:
-    result = EngineResult(
-        Load("text", 4),
-        "fp32",
-        in_process=[(LoadTimes([1.0], [2.0]), LoadTimes([0.5], [1.0]), 0.5)],
-    )
-    summary = summarize([result])
+    runs = [(LoadTimes([1.0], [2.0]), LoadTimes([0.5], [1.0]), 0.5)]
+    row = row_of(Load("text", 4), "fp32", runs, [])
+    summary = summarize([row])
     assert summary["text_4"] == 2.0
     assert summary["image_16"] is None
     assert summary["served_over_engine"] is summary["vs_peft_mixed"] is None
-    result.served.append(LoadTimes([1.0], [2.2]))
-    result.peers.append(LoadTimes([4.0], [8.0]))
-    summary = summarize([result])
+    row = row_of(Load("text", 4), "fp32", runs, [LoadTimes([1.0], [2.2])])
+    row["peers"].append(LoadTimes([4.0], [8.0]).as_row())
+    summary = summarize([row])
     assert (summary["served_over_engine"], summary["vs_peft_mixed"]) == (1.1, 0.25)
 
 
@@ -71,7 +67,7 @@ def test_a_run_writes_all_keys_and_peft_runs_the_same_load(
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
     grid, out = tmp_path / "grid.json", tmp_path / "figures.json"
     grid.write_text(json.dumps({"kinds": ["text", "image"], "adapters": [4], "repeats": 1}))
-    arguments = ["--no-served", "--peers", "--engine-threads", "1", "--dtypes", "fp32"]
+    arguments = ["--no-served", "--peers", "--threads", "1", "--dtypes", "fp32"]
     arguments += ["--grid", str(grid), "--json", str(out), "--root", str(tmp_path)]
     result = CliRunner().invoke(command_line("engine"), arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output

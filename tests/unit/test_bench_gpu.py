@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import gpu_kernels, gpu_switch
 from benchmarks.gpu_timing import GpuLimits
-from benchmarks.kernels.cells import KernelCell
+from benchmarks.lora_operators import KernelCell
 from tests.support.atmm_problems import emulation
 from tools.gpu.__main__ import environment
 from vlora.atmm.cuda.choice import KernelChoice

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.llama_cpp import FILE_TYPES, LlamaCppBenchmark
-from benchmarks.runner import command_line
+from benchmarks.frame import command_line
+from benchmarks.llama_cpp import FILE_TYPES, LlamaCpp
 from tools.real_weights import checkpoint
 
 
@@ -21,7 +21,7 @@ def test_a_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_the_summary_compares_types_of_as_many_bits() -> None:
-    benchmark = LlamaCppBenchmark.__new__(LlamaCppBenchmark)
+    benchmark = LlamaCpp.__new__(LlamaCpp)
     times = {"Q8_0": 2.0, "Q4_0": 1.0, "int8": 1.0, "int4-bf16": 4.0}
     benchmark.rows = [{"requests": 1, "type": name, "ms": ms} for name, ms in times.items()]
     assert benchmark.summarize() == {"int8_over_Q8_0_1": 0.5, "int4-bf16_over_Q4_0_1": 4.0}

@@ -13,11 +13,19 @@ import torch
 from peft.tuners.lora import LoraConfig
 from peft.tuners.lora.layer import Linear as PeftLinear
 
-from benchmarks.benchmark import GRIDS
-from benchmarks.kernels.atmm_operator import Atmm, static_tiles
-from benchmarks.kernels.cells import KernelCell, load_grid
-from benchmarks.kernels.operators import BASELINES, Einsum, InFloat32, LoraOperator, PeftLoop
-from benchmarks.roofline import Roofline
+from benchmarks.frame import GRIDS
+from benchmarks.lora_operators import (
+    BASELINES,
+    Atmm,
+    Einsum,
+    InFloat32,
+    KernelCell,
+    LoraOperator,
+    PeftLoop,
+    load_grid,
+    static_tiles,
+)
+from benchmarks.machine import Roofline
 from benchmarks.timing import interleaved
 from vlora.atmm.search.timing import Timing
 

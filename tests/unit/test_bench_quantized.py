@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.frame import command_line
 from benchmarks.quantized import matrix_bytes
-from benchmarks.runner import command_line
 
 
 def test_the_bytes_of_each_type_follow_from_its_format() -> None:

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.adapters import split
-from benchmarks.adapters.measurement import ManyAdapters
-from benchmarks.adapters.split import SplitPool, UnpairedPages
+from benchmarks import adapters as split
+from benchmarks.adapters import ManyAdapters, SplitPool, UnpairedPages
 from tests.support.adapters_grid import SMALL_GRID
 from tests.support.pages import BlocksOfTokens, IdleAdapters
 from vlora.config import Options
@@ -145,11 +144,11 @@ def test_one_pool_holds_no_keys_and_values_without_their_adapter(
     checkpoint: Path, tmp_path: Path
 ) -> None:
     adapters = ManyAdapters(checkpoint, tmp_path, GRID)
-    results = split.run_split(adapters, GRID, lambda text: None)
-    assert [result.setting for result in results] == ["zipf, one pool", "zipf, static split"]
-    assert all(result.outcome.failed == 0 for result in results)
-    assert all(result.figures["evictions"] > 0 for result in results)
-    assert all(result.figures["cached_tokens"] > 0 for result in results)
-    summary = split.summarize(results)
+    rows = list(split.run_split(adapters, GRID, lambda text: None))
+    assert [row["setting"] for row in rows] == ["zipf, one pool", "zipf, static split"]
+    assert all(row["failed"] == 0 for row in rows)
+    assert all(row["evictions"] > 0 for row in rows)
+    assert all(row["cached_tokens"] > 0 for row in rows)
+    summary = split.summarize_split(rows)
     assert summary["kv_without_adapter"] == 0
     assert summary["cached_without_adapter"] < summary["cached_without_adapter_split"]

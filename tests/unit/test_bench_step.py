@@ -9,13 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import llava
-from benchmarks.dtypes import MODEL_TYPES
-from benchmarks.runner import command_line
-from benchmarks.step import footprint
-from benchmarks.step import measurement as step
-from benchmarks.synthetic_model import SyntheticModel
-from benchmarks.work_model import ChunkWork, slab_elements, step_work
+from benchmarks import llava, step
+from benchmarks.frame import command_line
+from benchmarks.models import MODEL_TYPES, ChunkWork, SyntheticModel, slab_elements, step_work
 
 KEYS = {
     *("decode_fp32", "decode_bf16", "prefill_fp32", "prefill_bf16"),
@@ -106,11 +102,8 @@ def run_of(
     monkeypatch.setattr(llava, "MODELS", {"whole": TINY})
     monkeypatch.setattr(step, "READ_BYTES", 1 << 20)
     monkeypatch.setattr(step, "MULTIPLY_ROUNDS", 1000)
-    monkeypatch.setattr(step, "QUICK", step.Effort(rounds=3, budget=0.01, profiled=1))
+    monkeypatch.setattr(step, "QUICK", (3, 0.01))
     monkeypatch.setattr(step, "TYPICAL_CONTEXT", 16)
-    monkeypatch.setattr(  # In this process, without new ones.
-        step, "footprints", lambda folder, dtypes: [footprint.footprint(folder, d) for d in dtypes]
-    )
     grid, out = root / "grid.json", root / "figures.json"
     grid.write_text(json.dumps({"groups": groups}))
     arguments = ["--quick", "--threads", "1", "--grid", str(grid), "--json", str(out)]

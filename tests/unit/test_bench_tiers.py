@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks.adapters.measurement import ManyAdapters, summarize
-from benchmarks.adapters.requests import draw_names
-from benchmarks.benchmark import GRIDS, load_grid_values
-from benchmarks.prefix import Conversations
-from benchmarks.prefix import summarize as summarize_rounds
+from benchmarks.adapters import Adapters, ManyAdapters, draw_names, summarize
+from benchmarks.prefix import Prefix
 from tests.support.adapters_grid import SMALL_GRID
 
 
@@ -26,33 +23,33 @@ def test_all_requests_are_answered_with_more_adapters_than_fit_and_no_step_reads
     checkpoint: Path, tmp_path: Path
 ) -> None:
     adapters = ManyAdapters(checkpoint, tmp_path, SMALL_GRID)
-    results = [
+    rows = [
         *adapters.run_registered(),
         *adapters.run_burst(),
         *adapters.run_traces(lambda text: None),
     ]
-    assert all(result.outcome.failed == 0 for result in results)
-    assert all(result.outcome.disk_steps == 0 for result in results)
-    few = next(result for result in results if result.setting == "room for few")
-    assert few.figures["loads"] > 0
-    assert few.figures["evictions"] > 0
-    registered = [result for result in results if result.part == "registered"]
-    results += [replace(result, part="resident") for result in registered]
-    results += [replace(results[0], part="distinct", figures={"over_predicted": 1.0})]
-    assert {
-        "registered_2000_vs_5",
-        "resident_64_vs_8",
-        "overcommit_throughput_ratio",
-        "overcommit_limit",
-        "steps_that_waited_for_disk",
-    } <= set(summarize(results))
+    assert all(row["failed"] == row["disk_steps"] == 0 for row in rows)
+    few = next(row for row in rows if row["setting"] == "room for few")
+    assert few["loads"] > 0
+    assert few["evictions"] > 0
+    rows += [row | {"what": "resident"} for row in rows if row["what"] == "registered"]
+    rows += [rows[0] | {"what": "distinct", "over_predicted": 1.0}]
+    summary = summarize(rows)
+    assert summary["registered_2000_vs_5"] > 0
+    assert summary["resident_64_vs_8"] > 0
+    assert summary["overcommit_throughput_ratio"] > 0
+    assert 0 < summary["overcommit_limit"] <= 1
+    assert summary["steps_that_waited_for_disk"] == 0
 
 
 def test_later_rounds_about_an_image_compute_few_tokens(checkpoint: Path) -> None:
-    grid = {"image_tokens": 64, "question": 8, "output": 8, "rounds": 2, "repeats": 1}
-    conversations = Conversations(checkpoint, grid)
-    summary = summarize_rounds(conversations.run(0))
-    conversations.close()
+    with closing(Prefix(model=checkpoint)) as benchmark:
+        benchmark.prepare()
+        benchmark.values = {"image_tokens": 64, "question": 8, "output": 8, "rounds": 2}
+        benchmark.values |= {"repeats": 1}
+        for seed in benchmark.cells():
+            benchmark.rows += benchmark.measure(seed)
+        summary = benchmark.summarize()
     assert summary["computed_token_ratio"] < 0.5
     assert summary["second_round_ttft_ratio"] > 0
 
@@ -69,7 +66,9 @@ def test_each_kind_of_trace_has_the_popularity_of_its_name() -> None:
 
 @pytest.mark.parametrize("quick", [False, True])
 def test_the_grid_has_the_sizes_in_the_names_of_the_summary_keys(quick: bool) -> None:
-    grid = load_grid_values(GRIDS / "adapters.json", quick=quick)
+    with closing(Adapters(quick=quick)) as benchmark:
+        benchmark.prepare()
+        grid = benchmark.values
     assert grid["registered"] == [5, 2000]
     assert grid["resident"] == [8, 64]
     assert (grid["burst"]["adapters"], grid["burst"]["room"]) == (200, 8)

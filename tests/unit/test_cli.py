@@ -19,8 +19,7 @@ from rich.console import Console
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
-from benchmarks.registry import REGISTRY
-from benchmarks.runner import command_line
+from benchmarks.frame import REGISTRY, command_line
 from tests.support.fakes import adapter
 from tools.demo.__main__ import app as demo
 from vlora import paths

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from benchmarks.perf_analyzer import inputs, sweep
+from benchmarks.perf_analyzer import sweep
 from clients import stream_log
 from clients.common import ClientError
 from tests.support.fake_triton import FakeTriton
@@ -24,9 +24,9 @@ def test_quantiles_use_the_nearest_rank(share, expected):
     assert stream_log.quantile([], share) == 0
 
 
-@pytest.mark.parametrize("model", inputs.MODELS)
+@pytest.mark.parametrize("model", sweep.MODELS)
 def test_load_inputs_are_distinct_and_alternate_between_adapters(model, tmp_path):
-    path = inputs.write_inputs(tmp_path / "in.json", model, ["base", "a", "b"], images=12, tokens=7)
+    path = sweep.write_inputs(tmp_path / "in.json", model, ["base", "a", "b"], images=12, tokens=7)
     data = json.loads(path.read_text())["data"]
     given = [json.loads(entry["sampling_parameters"][0]) for entry in data]
     assert [g.get("lora_name") for g in given] == [None, "a", "b"] * 4

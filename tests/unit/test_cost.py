@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.policies.simulation import fork, without_adapters
+from benchmarks.replay import fork, without_adapters
 from vlora.atmm import tiles
 from vlora.backends import override
 from vlora.engine import calibration

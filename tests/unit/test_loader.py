@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.process_status import status_bytes
+from benchmarks.machine import status_bytes
 from tests.support.fake_device import fake_gpu
 from vlora.errors import InvalidArgument
 from vlora.kernels.quantize import quantize

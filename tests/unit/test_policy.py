@@ -6,9 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.baseline_policies import register
-from benchmarks.baseline_policies.dlora import DLora
-from benchmarks.baseline_policies.merge_only import MergeOnly
+from benchmarks.baseline_policies import DLora, MergeOnly, register
 from tests.support.policy_costs import STEP_SECONDS, SWITCH_SECONDS, FixedCosts
 from vlora.config import POLICIES, Options
 from vlora.engine.cost import AdapterSize, CostModel, guess

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.baseline_policies import register
-from benchmarks.policies.simulation import resident_adapter
+from benchmarks.replay import resident_adapter
 from tests.support.calls import calls_of
 from vlora.adapters.handle import AdapterState
 from vlora.config import POLICIES, Options

@@ -10,7 +10,7 @@ import math
 
 import pytest
 
-from benchmarks.policies.simulation import resident_adapter
+from benchmarks.replay import resident_adapter
 from tests.support.policy_costs import FixedCosts
 from vlora.engine.plan import StepPlan
 from vlora.engine.policies.base import Policy

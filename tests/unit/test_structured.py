@@ -25,8 +25,8 @@ from tokenizers import Tokenizer, normalizers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer
 
-from benchmarks.large_vocabulary import grammars_of as grammars_of_size
-from benchmarks.large_vocabulary import make_tokenizer, measure
+from benchmarks.structured import grammars_of as grammars_of_size
+from benchmarks.structured import make_tokenizer, measure_grammar
 from tests.support.grammars import HOSTILE
 from tests.support.processes import children_that_run
 from vlora.config import Limits
@@ -204,7 +204,9 @@ def test_a_vocabulary_as_large_as_qwen2s_fits_the_limits() -> None:
     tokenizer = make_tokenizer(151_646)
     grammars = grammars_of_size(tokenizer, 151_936, LIMITS)
     schema = {"type": "object", "properties": {"label": {"type": "string", "maxLength": 9}}}
-    figures = measure(grammars, {"structured_outputs": {"json": schema}}, answers=16, tokens=8)
+    figures = measure_grammar(
+        grammars, {"structured_outputs": {"json": schema}}, answers=16, tokens=8
+    )
     grammars.close()
     assert 0 < figures["memory_mib"] * 2**20 < LIMITS.max_grammar_memory / 2
     assert 0 < figures["large_mask_us"] < LIMITS.max_grammar_seconds * 1e6

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.policies.simulation import resident_adapter
+from benchmarks.replay import resident_adapter
 from vlora.adapters.handle import AdapterHandle
 from vlora.engine.scheduler import WaitingQueue
 from vlora.engine.sequence import Sequence

@@ -31,7 +31,7 @@ Sampler = Callable[[Rng, bool], Sample]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an adapter is trained; its ranks, targets and labels stand in its committed folder.
+    """Training of an adapter. Its ranks, targets and labels stand in its committed folder.
 
     rows: number of samples in a batch.
     choices: answers that a client may ask for.

@@ -257,6 +257,7 @@ def environment() -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONUNBUFFERED": "1",
         "VLORA_GPU_TESTS": "1",
+        "PIP_NO_INDEX": "1",  # The build does not download the CUTLASS headers if they are missing.
     }
 
 

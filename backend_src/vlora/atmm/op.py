@@ -54,8 +54,7 @@ def apply(
     are fp32. CPUs with instructions for pairs of bf16 may round x and x Aᵀ to bf16 if the group is
     bf16. On CUDA, x, x Aᵀ and the term that is added to y are rounded to the group's dtype.
 
-    y: [T, sum of d_out], the outputs of one projection after another.
-    x: [T, d_in]. Both are of the group's dtype or fp32. Rows may be strided.
+    y, x: [T, sum of d_out] and [T, d_in], of the group's dtype or fp32. Rows may be strided.
     config: index of a tile configuration in `tiles.configs("apply", dtype)`; None to choose it.
     threads: number of threads; torch's by default.
 
@@ -71,25 +70,25 @@ def apply(
     if chosen == "reference":
         reference.apply(y, x, segments, group)
         return
-    (y_stride, y_column), (x_stride, x_column) = y.stride(), x.stride()
-    if (y_column != 1 and group.width > 1) or (x_column != 1 and group.d_in > 1):
-        raise ValueError("the columns of x and y must be contiguous")
+    _check_columns(y, x, group)
     if chosen == "cuda":
         if config is not None:
             raise ValueError("config must be None on CUDA; it is an index of the CPU's tiles")
         _on_cuda(y, x, segments, group)
         return
+    rows = (y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), len(x))
     group.native.apply(
-        y.data_ptr(),
-        y_stride,
-        x.data_ptr(),
-        x_stride,
-        len(x),
+        *rows,
         x.dtype == torch.float32,
         Segments.of(segments).native,
         -1 if config is None else config,
         threads or torch.get_num_threads(),
     )
+
+
+def _check_columns(y: torch.Tensor, x: torch.Tensor, group: LoraGroup) -> None:
+    if (y.stride(1) != 1 and group.width > 1) or (x.stride(1) != 1 and group.d_in > 1):
+        raise ValueError("the columns of x and y must be contiguous")
 
 
 def _check_rows(y: torch.Tensor, x: torch.Tensor, group: LoraGroup) -> None:

@@ -194,8 +194,7 @@ def load_configuration(
 
     settings: KEY=VALUE of keys that replace those of `model.json` and of the options file.
 
-    Raises ServerError without a checkpoint or a valid adapters folder at the configured paths, and
-    InvalidArgument for invalid options.
+    Raises ServerError without a checkpoint or a valid adapters folder, and InvalidArgument.
     """
     repository = repository or default_repository()
     version = repository / "lmm" / "1"

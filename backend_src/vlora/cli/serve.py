@@ -186,11 +186,7 @@ def _announce(
 
 
 def first_question(options: Options, url: str) -> str:
-    """Return a shell command that sends the server a question.
-
-    It is about a sample of the demo, with another model about OWN_PICTURE, and has no image with a
-    text-only model.
-    """
+    """Return a command with a question about a sample of the demo, OWN_PICTURE, or no image."""
     generate = f"{url}/v2/models/video_analytics/generate"
     config = json.loads((options.model / "config.json").read_text(encoding="utf-8"))
     if not takes_images(config.get("model_type")):

@@ -118,8 +118,6 @@ def _all_examples(item: Item, label: Callable[[Path], str | None] | None) -> lis
 def split(item: Item, examples: Sequence[Example], shares: Sequence[float], seed: int) -> Splits:
     """Return the examples, split by a hash of the first image's content and the seed.
 
-    shares: shares of train, validation and test.
-
     Raises InvalidArgument if a split or a label would have no examples.
     """
     ranked = sorted(examples, key=lambda example: _position(example, seed))

@@ -119,14 +119,12 @@ class Trainer(Protocol):
         """Train an adapter with `item` and evaluate all items of the adapter.
 
         onto: adapter whose weights the attempt starts from; None for a new adapter.
-        version: number under which the weights are stored. Together with the run's seed, it
-            determines all random numbers.
+        version: number of the stored weights, which determines all random numbers.
         """
 
     def merge(self, first: Packed, second: Packed, version: int, *, train: bool) -> Attempt:
         """Merge two adapters and evaluate all their items.
 
-        version: see `train`.
         train: whether to train the merged weights on all these items if a promise is broken.
         """
 
@@ -202,8 +200,7 @@ def fuse_next(
 ) -> RunState:
     """Pack the next pending item into an adapter, and return the new state.
 
-    save: called with the state after each attempt that was rejected, so that a killed run does not
-        repeat it.
+    save: called with the state after each rejected attempt, which a killed run does not repeat.
     """
     item = spec.item(state.pending[0])
     tried = {event.adapter for event in state.events if event.item == item.name and event.broken}

@@ -38,7 +38,7 @@ def _normal(text: str) -> str:
 
 
 def f1_iou50(answers: Sequence[str], references: Sequence[str]) -> float:
-    """Return the F1 score of all boxes, which have the paper's syntax; 1 if there are none.
+    """Return the F1 score of all boxes; 1 if there are none.
 
     Boxes match if they have the same label and an intersection over union of at least 0.5. Each
     reference box matches at most one box of the answer.

@@ -60,8 +60,7 @@ def remembered(
 ) -> Iterator[Label]:
     """Yield a label function that labels each image only once, and stores the answers in `file`.
 
-    Stored answers of another teacher are dropped. The file is written after every SAVE_EVERY
-    answers and at the end, even after an error or a signal.
+    Stored answers of another teacher are dropped. The file is also written after an error.
     """
     teacher = item.teacher.model_dump(mode="json") if item.teacher else None
     answers: dict[str, str | None] = {}

@@ -37,12 +37,14 @@ def make_accelerator(training: Training) -> Accelerator:
     precision = training.mixed_precision
     if precision == "auto":
         precision = "bf16" if _bf16_is_fast() else "no"
+    refused = f"training.mixed_precision '{precision}' cannot be used here"
+    # accelerate accepts fp16 without a GPU if its state is new, and only fails later.
+    if precision == "fp16" and not torch.cuda.is_available():
+        raise InvalidArgument(f"{refused}: it needs a GPU; use 'auto'")
     try:
         return Accelerator(mixed_precision=precision)
-    except ValueError as error:  # Such as fp16 on a CPU.
-        raise InvalidArgument(
-            f"training.mixed_precision '{precision}' cannot be used here: {error}; use 'auto'"
-        ) from error
+    except ValueError as error:
+        raise InvalidArgument(f"{refused}: {error}; use 'auto'") from error
 
 
 def _bf16_is_fast() -> bool:
@@ -154,9 +156,8 @@ MAX_GRADIENT_NORM = 1.0
 
 @dataclass(frozen=True)
 class Progress:
-    """Progress of an attempt, for a progress bar.
+    """Progress of an attempt with an item, or with the items of merged adapters.
 
-    item: name of the item that is added, or names of the items of merged adapters.
     adapter: number of the adapter that is trained; None for a new one.
     scores: accuracy of each item at the last evaluation.
     """
@@ -407,7 +408,6 @@ def row_shares(
     """Return the share of each item in the batches of an attempt, which sum up to 1.
 
     new: name of the item that is added; None if two adapters are merged.
-    names: names of all items of the attempt, including `new`.
     scores: validation accuracy of each item so far; empty before the first evaluation.
     """
     old = [name for name in names if name != new]

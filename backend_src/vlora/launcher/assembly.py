@@ -57,7 +57,7 @@ def assemble(folder: Path) -> Assembly:
 
     folder: existing folder for links to the wheel's parts of the Python backend.
 
-    Raises ServerError, which names what is missing and the command that installs it.
+    Raises ServerError with the command that installs what is missing.
     """
     on_path = shutil.which("tritonserver")
     if on_path is not None:

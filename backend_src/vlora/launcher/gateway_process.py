@@ -23,7 +23,6 @@ STOP_SECONDS = 5.0  # No request is running then, because the server has been st
 class GatewayProcess:
     """Runs `vlora gateway` from `start` to the end of a `with` block, and restarts it if it ends.
 
-    say: function that prints a message for the user.
     url: address on which the gateway listens once it has started.
     """
 

@@ -1,8 +1,8 @@
 """`python -m vlora.launcher.guard FOLDER`: ends what a killed `vlora serve` leaves behind.
 
 It waits until the lock of the run's folder is free, and clears the folder if it is still there. A
-model may be unable to end itself: Triton's Python backend holds the
-interpreter's lock while it sends a metric to the server, and a killed server never replies.
+model may be unable to end itself: Triton's Python backend holds the interpreter's lock while it
+sends a metric to the server, and a killed server never replies.
 """
 
 from __future__ import annotations

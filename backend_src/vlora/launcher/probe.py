@@ -2,8 +2,8 @@
 
 Triton reports itself as ready even after a model's process has ended, so only a request, which
 passes through all model processes, detects this. A healthy server that starts, drains or has a long
-queue does not answer; a file of the run, the error, or growing metrics show this. Kubernetes runs
-the probe every few seconds, so this module imports neither torch nor numpy.
+queue does not answer; a file of the run, the error, or growing metrics show this. This module
+imports neither torch nor numpy, because Kubernetes runs the probe every few seconds.
 """
 
 from __future__ import annotations

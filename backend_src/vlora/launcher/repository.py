@@ -20,12 +20,12 @@ STANDARD_OUTPUT = Path("-")  # Value of `ServerOptions.log`.
 
 
 def write_repository(folder: Path, model: Path | None = None, adapters: Path | None = None) -> Path:
-    """Copy the model repository to `folder`, which must be new or empty, and return `folder`.
+    """Copy the model repository to `folder`, and return `folder`.
 
     model, adapters: paths for the copy's `model.json`, by default those of the demo. They need not
         exist, since a container may use the copy. With `model` alone, the copy has no adapters.
 
-    Raises InvalidArgument if `folder` is a file or not empty.
+    Raises InvalidArgument unless `folder` is new or empty.
     """
     if folder.exists() and not folder.is_dir():
         raise InvalidArgument(f"{folder} is a file; choose a new or empty folder")

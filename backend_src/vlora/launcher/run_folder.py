@@ -88,8 +88,6 @@ def processes_of(folder: Path) -> list[psutil.Process]:
 def run_folder(root: Path | None = None) -> Iterator[Path]:
     """Remove what dead runs have left behind, and yield a new locked folder, which is removed too.
 
-    root: folder of all runs; `root_of_runs()` by default.
-
     Raises ServerError if the folder of all runs cannot be created or other users can write to it.
     """
     root = root or root_of_runs()

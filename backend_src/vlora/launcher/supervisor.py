@@ -43,7 +43,6 @@ Announce = Callable[[TritonServer, float], None]
 class Supervisor:
     """Runs servers with these options until a signal or a failure.
 
-    say: function that prints a message for the user.
     restart: None never restarts a server that has failed.
     """
 

@@ -189,11 +189,7 @@ def with_initial_change(pair: LoraPair, weight: torch.Tensor, kind: str, scale: 
 
 @dataclass(frozen=True)
 class ConversionLimits:
-    """Limits of a conversion that is not exact.
-
-    rank: maximum rank of the result.
-    error: maximum Frobenius norm of the error of a matrix's change, relative to the change's.
-    """
+    """Maximum rank and relative error of each matrix's change, if a conversion is not exact."""
 
     rank: int = 64
     error: float = 0.05
@@ -206,7 +202,6 @@ class Conversion:
     method: method of the source, such as "DoRA".
     dropped: keys of tensors that were left out because they equal the base model's weights.
     errors, changes: Frobenius norms of each matrix's relative error, and of its change.
-    ranks: ranks of the result.
     """
 
     method: str

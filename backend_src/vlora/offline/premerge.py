@@ -278,7 +278,6 @@ def premerge(
     hot: folder and weights of the adapter to merge.
     cold: by name, a function that reads the folder and the weights of each other adapter. If it
         raises InvalidArgument, the adapter is reported, and the others are still written.
-    max_rank: rank above which a delta adapter causes a warning.
     exact: see `fuse_checkpoint`.
     progress: called with the name of each step.
 

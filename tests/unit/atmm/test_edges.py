@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from benchmarks.step.parts import LORA, PRODUCTS, timed_parts
+from benchmarks.step import LORA, PRODUCTS, timed_parts
 from tests.support import tile_state
 from tests.support.atmm_problems import FP32, check, compiled, expected, group_of, pinned
 from vlora import native

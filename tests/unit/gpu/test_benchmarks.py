@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import gpu_timing, llava
-from benchmarks.engine import in_process
-from benchmarks.runner import command_line
+from benchmarks import engine, gpu_timing, llava, loads
+from benchmarks.frame import command_line
 from tests.support.fake_device import FakeDevice, fake_gpu
 from vlora.device.device import Device
 from vlora.vision.encoder import VisionEncoder
@@ -65,7 +64,8 @@ def test_steps_are_measured_without_their_parts(
 
 
 def test_requests_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(in_process, "OUTPUT", 2)
+    monkeypatch.setattr(engine, "OUTPUT", 2)
+    monkeypatch.setattr(loads, "OUTPUT", 2)
     devices: list[Device] = []
 
     def encoder(*arguments: Any) -> VisionEncoder:
@@ -73,10 +73,10 @@ def test_requests_with_images_are_measured(tmp_path: Path, monkeypatch: pytest.M
         devices.append(arguments[3])
         return VisionEncoder(*arguments[:3])
 
-    monkeypatch.setattr(in_process, "VisionEncoder", encoder)
+    monkeypatch.setattr(engine, "VisionEncoder", encoder)
     grid = {"kinds": ["text", "image"], "adapters": [2], "repeats": 1, "requests": 2, "quick": {}}
-    threads = ["--engine-threads", "1", "--encoder-threads", "1"]
-    written, device = _run(tmp_path, monkeypatch, "engine", grid, "--no-served", *threads)
+    options = ["--no-served", "--threads", "1"]
+    written, device = _run(tmp_path, monkeypatch, "engine", grid, *options)
     assert [row["requests"] for row in written["rows"]] == [2, 2]
     assert devices == [device]
     assert device.events.count("upload") > 4

@@ -1,1 +1,0 @@
-"""Benchmark of servers with many adapters."""

@@ -1,1 +1,0 @@
-"""Benchmark of attention over KV pages, compared with torch's attention and the roofline."""

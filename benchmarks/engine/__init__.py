@@ -1,1 +1,0 @@
-"""Benchmark of concurrent requests in process, over gRPC and on PEFT."""

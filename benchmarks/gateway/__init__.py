@@ -1,1 +1,0 @@
-"""Benchmark of the gateway's cost, compared with gRPC to the server itself."""

@@ -1,5 +1,0 @@
-"""Benchmark of scheduling policies. Importing the package registers the baseline policies."""
-
-from benchmarks.baseline_policies import register
-
-register()

@@ -1,0 +1,419 @@
+"""Seeded traces of the paper's two applications, and their replays with any policy.
+
+A trace is replayed by the engine in real time, or by the scheduler in simulated time. Both use the
+same scheduler and policy. In the simulation nothing is computed, and a step takes the time that the
+cost model predicts. Traces do not depend on models: lengths are numbers of tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any, Literal
+from unittest.mock import patch
+
+import numpy as np
+
+from benchmarks.llava import Checkpoint, prompt
+from benchmarks.models import ENGINE_NAMES
+from benchmarks.published_operators import OPERATORS, POLICY_OF_SYSTEM, use_operator
+from vlora.adapters.files import AdapterDescription, AdapterInfo
+from vlora.adapters.handle import AdapterHandle, AdapterState
+from vlora.config import Options
+from vlora.engine.cost import CostModel
+from vlora.engine.engine import Engine
+from vlora.engine.plan import StepPlan
+from vlora.engine.policies.base import Policy
+from vlora.engine.policies.registry import make_policy
+from vlora.engine.scheduler import Budgets, Scheduler
+from vlora.engine.sequence import Sequence as EngineSequence
+from vlora.ids import BASE
+from vlora.memory.kv_cache import BlockTable
+from vlora.memory.pool import PagePool
+from vlora.model.inputs import text_prompt
+from vlora.request import Request
+from vlora.sampling import SamplingParams
+
+Application = Literal["retrieval", "analytics"]
+Arrivals = Literal["poisson", "bursty"]
+
+PAPER_LENGTHS: dict[Application, tuple[int, tuple[int, int]]] = {
+    "retrieval": (256, (150, 250)),
+    "analytics": (6256, (5, 10)),
+}
+"""Mean prompt length, and (minimum, maximum) answer length, in tokens (§6.2: 256, 200+; 6256,
+5–10).
+"""
+LENGTH_SPREAD = 0.3
+"""Standard deviation of the logarithm of a prompt's length."""
+BURST_SIZE = 5
+"""Mean number of requests that arrive together in a bursty trace."""
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request of a trace.
+
+    at: seconds from the start of the trace.
+    adapter: index of the adapter.
+    prompt: number of prompt tokens.
+    output: number of tokens of the answer, which no policy knows.
+    limit: maximum number of answer tokens that the client asks for.
+    """
+
+    at: float
+    adapter: int
+    prompt: int
+    output: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Distribution of requests.
+
+    skew: share of requests for the most popular adapter (§6.3). The other adapters share the rest
+        equally.
+    scale: number by which the paper's prompt lengths are multiplied and, for "retrieval", also its
+        answer lengths.
+    """
+
+    application: Application
+    skew: float
+    adapters: int
+    arrivals: Arrivals = "poisson"
+    scale: float = 1.0
+
+    def trace(self, seed: int, rate: float, count: int) -> list[TracedRequest]:
+        """Return `count` requests at a mean `rate` per second. The rate affects only the times."""
+        rng = np.random.default_rng([seed, count])
+        mean_prompt, (least, most) = PAPER_LENGTHS[self.application]
+        if self.application == "retrieval":
+            least, most = (max(1, round(n * self.scale)) for n in (least, most))
+        gaps = rng.exponential(1.0, count)
+        if self.arrivals == "bursty":
+            starts_burst = rng.random(count) < 1 / BURST_SIZE
+            gaps = np.where(starts_burst, gaps * BURST_SIZE, 0.0)
+        times = np.cumsum(gaps) - gaps[0]
+        lengths = (
+            mean_prompt * self.scale * rng.lognormal(-(LENGTH_SPREAD**2) / 2, LENGTH_SPREAD, count)
+        )
+        # The seed decides which adapter is the most popular one, and so the rank used most.
+        drawn = rng.choice(self.adapters, count, p=self._shares())
+        adapters = (drawn + seed) % self.adapters
+        outputs = rng.integers(least, most + 1, count)
+        return [
+            TracedRequest(float(t) / rate, int(a), max(2, round(float(n))), int(output), most)
+            for t, a, n, output in zip(times, adapters, lengths, outputs, strict=True)
+        ]
+
+    def _shares(self) -> Sequence[float]:
+        if self.adapters == 1:
+            return [1.0]
+        rest = (1.0 - self.skew) / (self.adapters - 1)
+        return [self.skew, *[rest] * (self.adapters - 1)]
+
+
+_request_numbers = itertools.count()
+
+
+@dataclass
+class Replay:
+    """Times and counts of one replay. Times are in seconds from its start.
+
+    arrival, first, end: times of arrival, first token and end, by request.
+    tokens: number of tokens of all answers.
+    modes: total duration of the steps, by mode.
+    errors: relative error of each step's predicted time; empty for a simulation.
+    adapter_share: share of the steps' total time that adapters cost; None for a measured replay.
+    """
+
+    arrival: dict[str, float] = field(default_factory=dict)
+    first: dict[str, float] = field(default_factory=dict)
+    end: dict[str, float] = field(default_factory=dict)
+    tokens: int = 0
+    steps: int = 0
+    switches: int = 0
+    merges: int = 0
+    switch_seconds: float = 0.0
+    modes: dict[str, float] = field(default_factory=dict)
+    errors: list[float] = field(default_factory=list)
+    adapter_share: float | None = None
+
+    @property
+    def token_latency(self) -> float:
+        """Average token latency (§6.1): the sum of all end-to-end times divided by all tokens."""
+        return sum(self.end[i] - self.arrival[i] for i in self.end) / self.tokens
+
+    def as_row(self) -> dict[str, Any]:
+        latencies = [self.end[i] - self.arrival[i] for i in self.end]
+        first_tokens = [self.first[i] - self.arrival[i] for i in self.first]
+        p50, p95, p99 = (float(np.percentile(latencies, q)) for q in (50, 95, 99))
+        span = max(self.end.values()) - min(self.arrival.values())
+        return {
+            "token_latency_ms": round(self.token_latency * 1e3, 3),
+            "p50_s": round(p50, 4),
+            "p95_s": round(p95, 4),
+            "p99_s": round(p99, 4),
+            "first_token_s": round(fmean(first_tokens), 4),
+            "requests_per_s": round(len(latencies) / span, 4),
+            "tokens_per_s": round(self.tokens / span, 2),
+            "steps": self.steps,
+            "switches": self.switches,
+            "merges": self.merges,
+            "switch_s": round(self.switch_seconds, 4),
+            "mode_s": {mode: round(seconds, 3) for mode, seconds in sorted(self.modes.items())},
+            "prediction_error": round(median(self.errors), 4) if self.errors else None,
+        }
+
+
+def replay_measured(
+    engine: Engine, checkpoint: Checkpoint, trace: Sequence[TracedRequest], policy: Policy
+) -> Replay:
+    """Run a trace in real time on the calling thread, and return its times and counts.
+
+    Prompts are prepared before the clock starts. While the engine is idle, the clock jumps to the
+    next arrival.
+    """
+    arrivals = [(traced.at, _prepare(engine, checkpoint, traced)) for traced in trace]
+    engine.scheduler.policy = policy
+    engine.switcher.switch(BASE)
+    before = engine.stats()
+    replay = Replay()
+    start = time.monotonic()
+    index = 0
+    while index < len(arrivals) or not engine.idle:
+        now = time.monotonic() - start
+        while index < len(arrivals) and arrivals[index][0] <= now:
+            at, state = arrivals[index]
+            replay.arrival[state.sequence.id] = at
+            engine.add(state, start + at)
+            index += 1
+        if engine.idle:
+            start -= max(0.0, arrivals[index][0] - now)
+            continue
+        outputs = engine.step()
+        now = time.monotonic() - start
+        for output in outputs:
+            assert output.error is None, output.error
+            replay.first.setdefault(output.request_id, now)
+            replay.tokens += len(output.token_ids)
+            if output.finished:
+                replay.end[output.request_id] = now
+    after = engine.stats()
+    for name in ("steps", "switches", "merges", "switch_seconds"):
+        setattr(replay, name, getattr(after, name) - getattr(before, name))
+    replay.modes = {
+        mode: seconds - before.mode_seconds.get(mode, 0.0)
+        for mode, seconds in after.mode_seconds.items()
+    }
+    replay.errors = list(engine.costs.corrections.errors)[-replay.steps :]
+    return replay
+
+
+def _prepare(engine: Engine, checkpoint: Checkpoint, traced: TracedRequest) -> Any:
+    number, names = next(_request_numbers), checkpoint.adapter_names
+    params = SamplingParams(temperature=0.0, max_tokens=traced.limit, ignore_eos=True)
+    text = prompt(traced.prompt - 1, number, checkpoint.sizes)
+    adapter = names[traced.adapter % len(names)]
+    state = engine.prepare(Request(f"replay-{number}", text, params, adapter=adapter))
+    # The answer ends after this many tokens, as if the model had generated end-of-text.
+    state.sequence.max_tokens = traced.output
+    return state
+
+
+def replay_simulated(
+    trace: Sequence[TracedRequest],
+    budgets: Budgets,
+    pages: int,
+    block: int,
+    costs: CostModel,
+    policy: Callable[[CostModel], Policy],
+) -> Replay:
+    """Run a trace in the time that the cost model predicts.
+
+    pages, block: number of KV pages, and number of tokens per page.
+    policy: returns the policy for the simulation's cost model.
+    """
+    return _Simulation(trace, budgets, PagePool(pages), block, costs, policy).run()
+
+
+class _Simulation:
+    """Scheduler and pages of a simulation, in which a step takes its predicted time."""
+
+    def __init__(
+        self,
+        trace: Sequence[TracedRequest],
+        budgets: Budgets,
+        pool: PagePool,
+        block: int,
+        costs: CostModel,
+        policy: Callable[[CostModel], Policy],
+    ) -> None:
+        self._trace = trace
+        self._costs = replace(costs, merged_slot=lambda: self._merged)
+        self._free_costs = without_adapters(self._costs)
+        self._pool, self._block = pool, block
+        self._scheduler = Scheduler(budgets, policy(self._costs))
+        self._live = self._merged = BASE
+        """Slots of the live adapter, and of the adapter whose merged weights exist. Switching to
+        BASE keeps the merged weights.
+        """
+        self._now = 0.0
+        self._adapter_seconds = 0.0
+        self._output_lengths: dict[str, int] = {}
+        self._replay = Replay()
+
+    def run(self) -> Replay:
+        index = 0
+        while index < len(self._trace) or not self._scheduler.idle:
+            while index < len(self._trace) and self._trace[index].at <= self._now:
+                self._add(f"s{index}", self._trace[index])
+                index += 1
+            if self._scheduler.idle:
+                self._now = self._trace[index].at
+                continue
+            plan = self._scheduler.schedule(self._now, self._live)
+            assert plan.chunks, "the scheduler is not idle and its plan is empty"
+            if plan.live != self._live:
+                self._switch(plan.live)
+            self._step(plan)
+        self._replay.adapter_share = self._adapter_seconds / sum(self._replay.modes.values())
+        return self._replay
+
+    def _add(self, request_id: str, traced: TracedRequest) -> None:
+        params = SamplingParams(max_tokens=traced.limit)
+        sequence = EngineSequence(
+            Request(request_id, "", params),
+            text_prompt([0] * traced.prompt),
+            resident_adapter(traced.adapter),
+            traced.limit,
+            BlockTable(self._pool, self._block),
+        )
+        sequence.arrival = traced.at
+        self._output_lengths[request_id] = traced.output
+        self._replay.arrival[request_id] = traced.at
+        self._scheduler.add(sequence)
+
+    def _switch(self, live: int) -> None:
+        seconds = self._costs.switch(self._live, live)
+        self._replay.switches += 1
+        self._replay.merges += live not in (BASE, self._merged)
+        self._replay.switch_seconds += seconds
+        self._now += seconds
+        self._live = live
+        if live != BASE:
+            self._merged = live
+
+    def _step(self, plan: StepPlan) -> None:
+        replay, live = self._replay, self._live
+        seconds = self._costs.predict(plan.parts, live)
+        self._now += seconds
+        self._adapter_seconds += seconds - self._free_costs.predict(plan.parts, live)
+        replay.steps += 1
+        mode = plan.mode.value
+        replay.modes[mode] = replay.modes.get(mode, 0.0) + seconds
+        running = {sequence.id: sequence for sequence in self._scheduler.running}
+        for chunk in plan.chunks:
+            sequence = running[chunk.sequence_id]
+            sequence.computed += chunk.length
+            if not chunk.completes:
+                continue
+            sequence.tokens.append(0)
+            replay.tokens += 1
+            replay.first.setdefault(sequence.id, self._now)
+            if sequence.output_length == self._output_lengths[sequence.id]:
+                replay.end[sequence.id] = self._now
+                self._scheduler.remove(sequence)
+
+
+def fork(costs: CostModel) -> CostModel:
+    """Return a copy of a cost model; from now on the two learn separately."""
+    return replace(costs, corrections=copy.deepcopy(costs.corrections))
+
+
+def without_adapters(costs: CostModel) -> CostModel:
+    """Return a copy of a cost model in which adapters cost nothing."""
+    profile = replace(
+        costs.profile,
+        lora_calls=0.0,
+        adapter_element=0.0,
+        adapter_element_row=0.0,
+        merge=(0.0, 0.0),
+    )
+    return replace(costs, profile=profile)
+
+
+def resident_adapter(slot: int) -> AdapterHandle | None:
+    """Return an adapter without files that is resident in this slot, or None for the base."""
+    if slot == BASE:
+        return None
+    info = AdapterInfo(f"slot {slot}", f"digest {slot}", (), (), (), {}, (), ())
+    described = AdapterDescription(info, {}, 0)
+    return AdapterHandle(info.name, Path(), b"", described, AdapterState.RESIDENT, slot=slot)
+
+
+class PolicyEngine:
+    """A calibrated engine that replays traces with any policy."""
+
+    def __init__(self, checkpoint: Checkpoint, dtype: str, **options: Any) -> None:
+        self.checkpoint = checkpoint
+        self.options = Options(
+            model=checkpoint.folder,
+            adapters=checkpoint.adapters,
+            dtype=ENGINE_NAMES[dtype],
+            **options,
+        )
+        self.engine = Engine(self.options)
+        self.engine.calibrate(force=True)
+        # At this point, the slot of each adapter is its index. Replays may change the slots.
+        slots, costs = range(len(checkpoint.adapter_names)), self.engine.costs
+        self._sizes = [costs.sizes(slot) for slot in slots]
+        self._mergeable = [costs.can_merge(slot) for slot in slots]
+
+    def measure(self, name: str, trace: Sequence[TracedRequest]) -> Replay:
+        """Replay a trace in real time with a policy, or with a system's policy and operator."""
+        if name not in OPERATORS:
+            return replay_measured(self.engine, self.checkpoint, trace, self._policy(name))
+        # The cost model of our operator must not learn from the times of another operator.
+        costs = fork(self.engine.costs)
+        with use_operator(OPERATORS[name]), patch.object(self.engine, "costs", costs):
+            policy = self._policy(name, costs)
+            return replay_measured(self.engine, self.checkpoint, trace, policy)
+
+    def simulate(
+        self, name: str, trace: Sequence[TracedRequest], *, free_adapters: bool = False
+    ) -> Replay:
+        """Replay a trace in simulated time.
+
+        free_adapters: whether adapters cost nothing. The result then bounds the gain of any choice
+            of modes.
+        """
+        options = self.options
+        costs = replace(
+            self.engine.costs,
+            sizes=self._sizes.__getitem__,
+            can_merge=self._mergeable.__getitem__,
+        )
+        if free_adapters:
+            costs = without_adapters(costs)
+        count = len(self.checkpoint.adapter_names)
+        if count:
+            trace = [replace(traced, adapter=traced.adapter % count) for traced in trace]
+        return replay_simulated(
+            trace,
+            Budgets(options.max_num_seqs, options.max_num_batched_tokens),
+            options.kv_cache_tokens // options.block_size,
+            options.block_size,
+            costs,
+            lambda simulated_costs: self._policy(name, simulated_costs),
+        )
+
+    def _policy(self, name: str, costs: CostModel | None = None) -> Policy:
+        policy = POLICY_OF_SYSTEM.get(name, name)
+        return make_policy(replace(self.options, policy=policy), costs or self.engine.costs)

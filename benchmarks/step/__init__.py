@@ -1,1 +1,0 @@
-"""Benchmark of one engine step against its roofline, part by part."""

@@ -1,1 +1,0 @@
-"""Benchmark of merging adapters, switching between them, and mixture mode (deLoRA)."""
