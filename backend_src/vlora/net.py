@@ -70,9 +70,8 @@ PACKAGE = "tritonclient.grpc"
 
 
 def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
-    """Return the modules `service_pb2` and `service_pb2_grpc` of tritonclient.
-
-    Raises ModuleNotFoundError, with the command that installs tritonclient, if it is missing.
+    """Return tritonclient's modules `service_pb2` and `service_pb2_grpc`. Raises
+    ModuleNotFoundError.
     """
     # The package imports numpy for its client, which takes more processor time than the rest of
     # `vlora probe`. So an empty package takes its place while its generated modules are imported.
@@ -80,17 +79,14 @@ def load_grpc_stubs() -> tuple[ModuleType, ModuleType]:
     if PACKAGE not in sys.modules:
         spec = importlib.util.find_spec(PACKAGE)
         if spec is None or spec.submodule_search_locations is None:
-            raise ModuleNotFoundError(
-                f"{PACKAGE} is not installed; install it with: pip install 'vlora[server]'"
-            )
+            remedy = "install it with: pip install 'vlora[server]'"
+            raise ModuleNotFoundError(f"{PACKAGE} is not installed; {remedy}")
         stand_in = ModuleType(PACKAGE)
         stand_in.__path__ = list(spec.submodule_search_locations)
         sys.modules[PACKAGE] = stand_in
     try:
-        return (
-            importlib.import_module(f"{PACKAGE}.service_pb2"),
-            importlib.import_module(f"{PACKAGE}.service_pb2_grpc"),
-        )
+        messages = importlib.import_module(f"{PACKAGE}.service_pb2")
+        return messages, importlib.import_module(f"{PACKAGE}.service_pb2_grpc")
     finally:
         if stand_in is not None:
             del sys.modules[PACKAGE]
@@ -114,22 +110,19 @@ def check_host(host: str) -> None:
     try:
         ipaddress.ip_address(host)
     except ValueError:
-        raise ServerError(
-            f"--host {host} is not an IP address; use {LOOPBACK} for clients on this machine,"
-            " 0.0.0.0 for all networks, or the address of one interface"
-        ) from None
+        remedy = f"use {LOOPBACK} for clients on this machine, 0.0.0.0 for all networks"
+        reason = f"is not an IP address; {remedy}, or the address of one interface"
+        raise ServerError(f"--host {host} {reason}") from None
 
 
 def check_keys(host: str, keys: Path | None, option: str) -> None:
     """Raise ServerError if a gateway on this IP address is open to a network and has no keys.
-
-    option: name of the option for the file of keys, for the message.
+    `option` is the name of the option for the file of keys.
     """
     if keys is None and not ipaddress.ip_address(host).is_loopback:
-        raise ServerError(
-            f"--host {host} opens the gateway to a network, which needs API keys; name a file with"
-            f" {option} (a line 'TENANT KEY' for each key)"
-        )
+        remedy = f"name a file with {option} (a line 'TENANT KEY' for each key)"
+        reason = "opens the gateway to a network, which needs API keys"
+        raise ServerError(f"--host {host} {reason}; {remedy}")
 
 
 def reachable_host(host: str) -> str:
@@ -153,9 +146,8 @@ def listen_arguments(host: str, ports: Mapping[str, int]) -> list[str]:
 
 
 def closing_arguments(allow_shared_memory: bool, given: Sequence[str]) -> list[str]:
-    """Return the arguments with which Triton closes protocols over HTTP and gRPC.
-
-    given: the operator's own arguments for Triton. Protocols that they restrict are not closed.
+    """Return the arguments with which Triton closes protocols over HTTP and gRPC, except for those
+    that the operator's own arguments, `given`, restrict.
     """
     # A closed protocol requires a header with a random value that is stored nowhere.
     closed = CLOSED if allow_shared_memory else (SHARED_MEMORY, *CLOSED)
@@ -183,11 +175,8 @@ TRIES = 100  # Maximum number of ports in FREE_PORTS that are tried.
 
 
 def choose_ports(requested: Mapping[str, int], host: str = "0.0.0.0") -> dict[str, int]:
-    """Return different ports by name (such as `http_port`), all of which are free at this moment.
-
-    requested: port by name; 0 chooses a free one.
-
-    Raises ServerError, which names the option of the wrong address or port.
+    """Return different free ports by name (such as `http_port`); a requested 0 chooses one. Raises
+    ServerError, which names the option of the wrong address or port.
     """
     check_ports(requested)
     with ExitStack() as stack:
@@ -199,10 +188,8 @@ def check_ports(requested: Mapping[str, int]) -> None:
     """Raise ServerError if a number is neither a port nor 0, or if two ports are equal."""
     for name, port in requested.items():
         if not 0 <= port <= MAX_PORT:
-            raise ServerError(
-                f"{_flag(name)} {port} is not a port; choose one from 1 to {MAX_PORT}, or 0 for a"
-                " free one"
-            )
+            remedy = f"choose one from 1 to {MAX_PORT}, or 0 for a free one"
+            raise ServerError(f"{_flag(name)} {port} is not a port; {remedy}")
     for port in requested.values():
         equal = [_flag(other) for other in requested if requested[other] == port]
         if port and len(equal) > 1:
@@ -225,9 +212,8 @@ def _bind(stack: ExitStack, host: str, name: str, port: int) -> int:
                 continue
             why = {errno.EADDRINUSE: "is already in use", errno.EACCES: "is reserved for root"}
             reason = why.get(error.errno or 0, f"cannot be opened ({error.strerror})")
-            raise ServerError(
-                f"port {port} {reason}; choose another with {_flag(name)} N, or 0 for a free one"
-            ) from None
+            remedy = f"choose another with {_flag(name)} N, or 0 for a free one"
+            raise ServerError(f"port {port} {reason}; {remedy}") from None
         break
     return int(probe.getsockname()[1])
 

@@ -1,9 +1,5 @@
 """Catalogue of adapters: their folders, the watch over them, and the table of their names.
 
-`FolderWatch` scans the folders, and `FolderReader` reads those that have changed; both run on the
-thread that watches them. The engine's thread applies what the reader reports and maps names to
-handles. It publishes each state as an immutable table, which other threads read without a lock.
-
 Symbolic links are followed, because hub caches consist of them. A link that points to another file
 counts as a change.
 """
@@ -27,12 +23,7 @@ from typing import Any, TypeVar
 
 from vlora import native
 from vlora.adapters.errors import Backoff, ErrorFactory, as_adapter_error, as_text, is_transient
-from vlora.adapters.files import (
-    Adapter,
-    AdapterDescription,
-    describe_adapter,
-    read_adapter,
-)
+from vlora.adapters.files import Adapter, AdapterDescription, describe_adapter, read_adapter
 from vlora.adapters.handle import AdapterHandle, Stamp
 from vlora.adapters.model_shape import ModelShape
 from vlora.adapters.routing import Router
@@ -42,30 +33,21 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SETTLED_SECONDS = 1.0
-"""Time without changes after which a folder is read."""
+SETTLED_SECONDS = 1.0  # Time without changes after which a folder is read.
 
+# Minimum seconds between two scans of the folders, and maximum share of a core that scanning takes.
+# If scans take so long that MAX_LOOK_SECONDS limits the pause between them, the share is larger.
 LOOK_SECONDS, MAX_CORE_SHARE = 0.5, 0.02
-"""Minimum seconds between two scans of the folders, and maximum share of a core that scanning
-takes. If scans take so long that MAX_LOOK_SECONDS limits the pause between them, the share is
-larger.
-"""
 
+# Maximum seconds between two scans. A change takes effect after two scans and a load. The
+# documentation promises five seconds for this.
 MAX_LOOK_SECONDS = 1.5
-"""Maximum seconds between two scans.
 
-A change takes effect after two scans and a load. The documentation promises five seconds for this.
-"""
+MAX_HINT_LENGTH = 256  # Maximum length of an unknown name for which similar names are suggested.
 
-MAX_HINT_LENGTH = 256
-"""Maximum length of an unknown name for which similar names are suggested."""
-
+# Number of names before and after an unknown name that are compared with it, in each of two orders.
+# Comparing two names takes about 70 µs.
 HINT_NEIGHBOURS = 16
-"""Number of names before and after an unknown name that are compared with it, in each of two
-orders.
-
-Comparing two names takes about 70 µs.
-"""
 
 
 # -- folders and their stamps ----------------------------------------------------------------------
@@ -74,10 +56,9 @@ Comparing two names takes about 70 µs.
 def find_folders(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
     """Return name → folder of all adapters.
 
-    root: folder whose subfolders are adapters under their own names; None for no such folder.
-    names: name → folder of further adapters, which take precedence over subfolders with the same
-        name. The folders are relative to the root, as in the vLLM backend's `multi_lora.json`, or
-        absolute if there is no root.
+    root: folder whose subfolders are adapters; None for no such folder.
+    names: name → folder of further adapters, relative to the root (absolute without one), as in the
+        vLLM backend's `multi_lora.json`. They take precedence over subfolders with the same name.
     """
     own = {} if root is None else {name: root / name for name in folders_in(root)}
     named = _paths(root, names)
@@ -93,9 +74,7 @@ def _paths(root: Path | None, names: Mapping[str, str]) -> dict[str, Path]:
 
 
 class FolderFinder:
-    """Callable that returns the result of `find_folders`: the same object until the result
-    changes.
-    """
+    """Callable with the result of `find_folders`: the same object until the result changes."""
 
     def __init__(self, root: Path | None, names: Mapping[str, str]) -> None:
         self._root = root
@@ -112,24 +91,17 @@ class FolderFinder:
 
 
 def folders_in(root: Path) -> Sequence[str]:
-    """Return the names of all entries of the root that may be adapters, sorted.
-
-    Raises InvalidArgument if the root cannot be read.
-    """
+    """Return the sorted names of the entries that may be adapters. Raises InvalidArgument."""
     if not root.is_dir():
         raise InvalidArgument(f"the adapter root {root} is not a folder")
     core = _native()
     try:
         if core is not None:
             return list(map(os.fsdecode, core.adapter_names(os.fsencode(root))))
-        return _folders_in(root)
+        entries = sorted(root.iterdir(), key=os.fsencode)
+        return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
     except OSError as error:
         raise InvalidArgument(f"the adapter root {root} cannot be read: {error}") from error
-
-
-def _folders_in(root: Path) -> list[str]:
-    entries = sorted(root.iterdir(), key=os.fsencode)
-    return [e.name for e in entries if not e.name.startswith(".") and _may_be_adapter(e)]
 
 
 def _may_be_adapter(entry: Path) -> bool:
@@ -148,9 +120,8 @@ def _same_file(first: Path, second: Path) -> bool:
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Return the stamp of a folder, which changes whenever one of its files changes. Never raises.
-
-    The stamp of an unreadable folder contains the error (see `error_of`).
+    """Return the stamp of a folder, which changes whenever one of its files changes. Never raises:
+    the stamp of an unreadable folder contains the error (see `error_of`).
     """
     return stamps_of([os.fsencode(folder)])[0]
 
@@ -173,12 +144,7 @@ def stamps_of(folders: Sequence[bytes]) -> list[Stamp]:
 
 
 def _stamp_of(folder: bytes) -> Stamp:
-    """Return the stamp of a folder, without the compiled core.
-
-    It contains the name of each entry and, after following links, its device, inode, size
-    and time of modification. If the folder cannot be read, the stamp contains the number of the
-    error.
-    """
+    # The stamp follows links. That of an unreadable folder contains the number of the error.
     try:
         with os.scandir(folder) as entries:
             return b"".join(_entry_stamp(e) for e in sorted(entries, key=lambda e: e.name))
@@ -211,12 +177,10 @@ def _native() -> Any:
 class FolderWatch:
     """Thread that scans the adapters' folders repeatedly, from `start` until it is closed.
 
-    It reports a change once the files have been unchanged for SETTLED_SECONDS.
-
     find: returns the present folders by name.
-    changed: called when a folder was added or removed, or has changed and then settled. Its
-        argument has the folder and the stamp of every present name. A folder that is still changing
-        keeps the stamp that was last reported, and is missing if there is none.
+    changed: called when a folder was added or removed, or has changed and then settled for
+        SETTLED_SECONDS. Its argument has the folder and the stamp of every present name. A changing
+        folder keeps the stamp that was last reported, and is missing if there is none.
     retry: called after each scan, to retry folders that could not be read.
     """
 
@@ -224,22 +188,18 @@ class FolderWatch:
     changed: Callable[[Mapping[str, tuple[Path, Stamp]]], None]
     retry: Callable[[], None] = lambda: None
     _reported: dict[str, tuple[Path, Stamp]] = field(default_factory=dict)
+    # Folder and stamp of each name at the last scan, and when it was first seen like this.
     _seen: dict[str, tuple[Path, Stamp, float]] = field(default_factory=dict)
-    """Folder and stamp of each name at the last scan, and when it was first seen like this."""
     _folders: Mapping[str, Path] = field(default_factory=dict)
     _paths: list[bytes] = field(default_factory=list)
     _stamps: list[Stamp] = field(default_factory=list)
-    _settled: bool = False
-    """True if no folder was still changing at the last scan."""
+    _settled: bool = False  # True if no folder was still changing at the last scan.
     _closed: threading.Event = field(default_factory=threading.Event)
     _pause: float = field(default_factory=lambda: LOOK_SECONDS)
     _thread: threading.Thread | None = None
 
     def start(self, known: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """Start the thread.
-
-        known: folder and stamp of each name that has been read already.
-        """
+        """Start the thread. `known`: folder and stamp of each name that was read already."""
         self._reported = dict(known)
         self._closed.clear()
         self._thread = threading.Thread(target=self._run, name="adapter-folders", daemon=True)
@@ -270,10 +230,7 @@ class FolderWatch:
         return closed
 
     def look(self, now: float) -> None:
-        """Scan the folders once, and call `changed` if a folder has changed and then settled.
-
-        now: seconds on a clock that never goes back.
-        """
+        """Scan the folders once, and call `changed` if needed. `now`: seconds, monotonic."""
         try:
             folders = self.find()
         except InvalidArgument:
@@ -305,10 +262,6 @@ class FolderWatch:
         before: tuple[Path, Stamp, float] | None,
         now: float,
     ) -> tuple[Path, Stamp] | None:
-        """Return the folder and stamp to report for a name, or None if it must not be used yet.
-
-        before: entry of the name in `_seen` at the scan before.
-        """
         reported, error = self._reported.get(name), error_of(stamp)
         if reported is not None and error is not None and is_transient(error):
             stamp = reported[1]
@@ -326,10 +279,7 @@ class FolderWatch:
 
 @dataclass(frozen=True)
 class FolderRead:
-    """A new version of an adapter.
-
-    adapter: its weights; None if only the declarations were read.
-    """
+    """A new version of an adapter. `adapter` is None if only its declarations were read."""
 
     handle: AdapterHandle
     adapter: Adapter | None
@@ -337,10 +287,7 @@ class FolderRead:
 
 @dataclass(frozen=True)
 class FolderFailed:
-    """A folder that cannot be read.
-
-    transient: whether the cause lies outside its files, so that a later attempt may succeed.
-    """
+    """A folder that cannot be read; `transient` if a later attempt may succeed."""
 
     name: str
     error: InvalidArgument
@@ -362,12 +309,10 @@ class FolderReader:
     """Reads adapter folders and reports each result, on the thread that watches the folders.
 
     max_bytes: maximum size of one adapter's weights in fp32.
-    allowed_bytes: returns the maximum size in bytes of all weights that this reader has read and
-        will read. If an adapter's weights would exceed it, only the declarations are read.
-    report: called with each result.
-    clock: returns seconds.
-    stamps: folder and stamp of each name when it was last read. The mapping is replaced, not
-        changed.
+    allowed_bytes: returns the maximum size of all weights that this reader has read and will read.
+        Of an adapter whose weights would exceed it, only the declarations are read.
+    report, clock: called with each result; returns seconds.
+    stamps: folder and stamp of each name when it was last read. The mapping is only replaced.
     """
 
     model: ModelShape
@@ -381,11 +326,8 @@ class FolderReader:
     _to_retry: SimpleQueue[tuple[str, float]] = field(default_factory=SimpleQueue)
 
     def update(self, folders: Mapping[str, tuple[Path, Stamp]]) -> None:
-        """Read the folders that are new or changed, in order of name, and report removed ones.
-
-        folders: folder and stamp of every present name. A name that is missing here was removed.
-
-        Never raises: any failure is reported as an error of its adapter.
+        """Read the folders that are new or changed, in order of name, and report removed ones and
+        all failures. `folders` has the folder and stamp of every present name.
         """
         before = self.stamps
         for name in before.keys() - folders.keys():
@@ -398,18 +340,11 @@ class FolderReader:
         self.stamps = dict(folders)
 
     def read_again(self, name: str) -> None:
-        """Mark a folder so that `retry` reads it again. Safe to call from any thread.
-
-        Call this if the folder could not be loaded for a cause outside its files.
-        """
+        """Mark a folder so that `retry` reads it again. Safe to call from any thread."""
         self._to_retry.put((name, self.clock()))
 
     def retry(self) -> None:
-        """Retry the folders that could not be read for a cause outside their files.
-
-        A folder is left out while its backoff lasts. If its files have changed, `update` reads it
-        instead.
-        """
+        """Retry, after their backoff, folders that failed for a cause outside their files."""
         now = self.clock()
         while not self._to_retry.empty():
             name, failed_at = self._to_retry.get()
@@ -439,11 +374,6 @@ class FolderReader:
     def _read_files(
         self, name: str, folder: Path, stamp: Stamp
     ) -> tuple[AdapterDescription, Adapter | None]:
-        """Return the description of an adapter, and its weights if they fit into `allowed_bytes`.
-
-        Raises a transient error if the files are no longer those of the stamp. Without this check,
-        engine and encoder could apply different weights as one version of the adapter.
-        """
         try:
             description = describe_adapter(name, folder, self.model, self.max_bytes)
             fits = self._read_bytes + description.host_bytes <= self.allowed_bytes()
@@ -452,6 +382,7 @@ class FolderReader:
             if not is_transient(error):
                 _require_unchanged(name, folder, stamp)
             raise
+        # Otherwise, engine and encoder could apply different weights as one version of the adapter.
         _require_unchanged(name, folder, stamp)
         return description, adapter
 
@@ -466,10 +397,7 @@ def _require_unchanged(name: str, folder: Path, stamp: Stamp) -> None:
 def read_each(
     folders: Mapping[str, Path], read: Callable[[str, Path], T]
 ) -> tuple[dict[str, T], dict[str, InvalidArgument]]:
-    """Call `read` for each name and folder, in order of name.
-
-    Returns (results by name, errors by name of the calls that raised).
-    """
+    """Call `read` for each folder, in order of name. Return (results, errors) by name."""
     found, errors = {}, {}
     for name, folder in sorted(folders.items()):
         try:
@@ -484,10 +412,8 @@ def read_each(
 
 @dataclass(frozen=True)
 class NameTable:
-    """Adapters by name at one moment. Immutable, so any thread may read it.
-
-    current: adapters that requests can use.
-    broken: errors of adapters that exist but cannot be loaded.
+    """Adapters by name at one moment, and the errors of `broken` adapters, which cannot be loaded.
+    Immutable, so any thread may read it.
     """
 
     current: Mapping[str, AdapterHandle]
@@ -504,15 +430,10 @@ class NameTable:
 
     @cached_property
     def router(self) -> Router:
-        """Chooses one of these adapters for a request that names none."""
         return Router({name: handle.info.skills for name, handle in self.current.items()})
 
     def handle(self, name: str) -> AdapterHandle:
-        """Return the present version of an adapter.
-
-        Raises NotFound, which lists known names, or InvalidArgument if the adapter cannot be
-        loaded.
-        """
+        """Return the version of a name. Raises NotFound, or the error of a broken adapter."""
         if name in self.broken:
             raise self.broken[name]
         if name not in self.current:
@@ -521,14 +442,11 @@ class NameTable:
         return self.current[name]
 
     def similar(self, name: str) -> Sequence[str]:
-        """Return names that may be similar to an unknown one, at most 4 · HINT_NEIGHBOURS.
-
-        They are the neighbors of the unknown name in two sorted lists: the names, and the names
-        spelled backwards. A single typing error leaves the first or the last half of a name
-        correct. So the intended name is near the unknown name in one of the two lists.
-        """
+        """Return names that may be similar to an unknown one, at most 4 · HINT_NEIGHBOURS."""
         if len(name) > MAX_HINT_LENGTH:
             return ()
+        # A single typing error leaves the first or the last half of a name correct. So the intended
+        # name is near the unknown one in the list of names, or in that of names spelled backwards.
         backwards = _neighbours(self._backwards, name[::-1])
         both = [*_neighbours(self.names, name), *(found[::-1] for found in backwards)]
         return tuple(dict.fromkeys(both))
@@ -542,10 +460,7 @@ def _neighbours(words: Sequence[str], word: str) -> Sequence[str]:
 class AdapterNames:
     """Mapping from names to handles, or to the errors of adapters that cannot be loaded.
 
-    Only the engine's thread may use it, but any thread may read `table`.
-
-    table: the table that was published last. The object itself never changes; `publish` replaces
-        it.
+    Only the engine's thread may use it, but any thread may read `table`, which `publish` replaces.
     """
 
     def __init__(self) -> None:
@@ -554,9 +469,7 @@ class AdapterNames:
         self.table = NameTable({}, {})
 
     def set(self, name: str, entry: AdapterHandle | InvalidArgument | None) -> AdapterHandle | None:
-        """Map a name to a version or an error, or to nothing for None. Return the version that it
-        referred to before, or None.
-        """
+        """Map a name to a version or an error, or to nothing. Return the version before."""
         previous = self.current(name)
         self._entries.pop(as_text(name), None)
         if entry is not None:
@@ -565,7 +478,6 @@ class AdapterNames:
         return previous
 
     def current(self, name: str) -> AdapterHandle | None:
-        """Return the version that the name refers to, or None."""
         entry = self._entries.get(as_text(name))
         return entry if isinstance(entry, AdapterHandle) else None
 
@@ -573,12 +485,8 @@ class AdapterNames:
         """Make all changes visible to other threads."""
         if not self._changed:
             return
-        current: dict[str, AdapterHandle] = {}
-        broken: dict[str, InvalidArgument] = {}
-        for name, entry in self._entries.items():
-            if isinstance(entry, AdapterHandle):
-                current[name] = entry
-            else:
-                broken[name] = entry
+        entries = self._entries.items()
+        current = {name: entry for name, entry in entries if isinstance(entry, AdapterHandle)}
+        broken = {name: entry for name, entry in entries if isinstance(entry, InvalidArgument)}
         self.table = NameTable(MappingProxyType(current), MappingProxyType(broken))
         self._changed = False

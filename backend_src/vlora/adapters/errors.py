@@ -24,15 +24,12 @@ log = logging.getLogger(__name__)
 MAX_JSON_BYTES = 1024 * 1024
 MAX_REASON_CHARACTERS = 500
 
+# One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot.
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""One half of a UTF-16 surrogate pair, which JSON can contain but UTF-8 cannot."""
 
 
 def as_text(name: str) -> str:
-    """Return `name` as valid UTF-8, in which invalid parts are escaped.
-
-    The name of a folder may contain any bytes, and JSON may contain surrogates.
-    """
+    """Return `name`, which may contain any bytes or surrogates, as valid UTF-8 with escapes."""
     return name.encode(errors="backslashreplace").decode()
 
 
@@ -80,9 +77,8 @@ def read_json(path: Path, invalid: ErrorFactory) -> dict[str, Any]:
 
 
 def require_file(path: Path, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument unless the file exists and is a regular file.
-
-    Other kinds of files are refused because reading a pipe or a device might never end.
+    """Raise InvalidArgument unless the file exists and is a regular one: reading a pipe or a device
+    might never end.
     """
     try:
         kind = path.stat().st_mode
@@ -94,6 +90,7 @@ def require_file(path: Path, invalid: ErrorFactory) -> None:
         raise invalid("is not a regular file")
 
 
+# Error numbers whose cause lies in the files, such as a missing file or a loop of links.
 CONTENT_ERRNOS = frozenset(
     {
         errno.ENOENT,
@@ -106,48 +103,37 @@ CONTENT_ERRNOS = frozenset(
         errno.ENODEV,
     }
 )
-"""Error numbers whose cause lies in the files, such as a missing file or a loop of links."""
 
+# Wait before the second attempt, and its maximum. The wait doubles with each attempt.
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 0.25, 30.0
-"""Wait before the second attempt, and its maximum. The wait doubles with each attempt."""
 
+# Number of attempts to load an adapter before its requests fail. The waits between the attempts
+# take about four seconds in total.
 MAX_ATTEMPTS = 5
-"""Number of attempts to load an adapter before its requests fail. The waits between the attempts
-take about four seconds in total.
-"""
 
+# Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them.
 _NUMBER = re.compile(r"\b(?:os error|Error code) (\d+)")
-"""Error numbers in messages of Rust and PyTorch, whose exceptions have no attribute for them."""
-
-
-def is_transient_errno(number: int) -> bool:
-    return number not in CONTENT_ERRNOS
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return whether the cause of a failure lies outside the adapter's files.
-
-    The first error number in the chain of causes decides. A lack of memory is transient. So is an
-    OSError without a number, because nothing shows that it will happen again.
+    """Return whether the cause of a failure lies outside the adapter's files. The first error
+    number in the chain of causes decides; lack of memory and an OSError without one are transient.
     """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, (MemoryError, OutOfMemory)):
             return True
         if isinstance(cause, OSError):
-            return cause.errno is None or is_transient_errno(cause.errno)
+            return cause.errno is None or cause.errno not in CONTENT_ERRNOS
         if isinstance(cause, (RuntimeError, SafetensorError)):
             number = _NUMBER.search(str(cause))
-            return number is not None and is_transient_errno(int(number[1]))
+            return number is not None and int(number[1]) not in CONTENT_ERRNOS
         cause = cause.__cause__
     return False
 
 
 def as_adapter_error(name: str, folder: Path, error: BaseException) -> InvalidArgument:
-    """Return `error` as an InvalidArgument that names the adapter.
-
-    An OutOfMemory, and any error that is not an InvalidArgument, is logged with its traceback.
-    """
+    """Return `error` as an InvalidArgument that names the adapter. Others are logged."""
     if isinstance(error, InvalidArgument) and not isinstance(error, OutOfMemory):
         return error
     log.error("adapter '%s' failed to load", as_text(name), exc_info=error)
@@ -156,11 +142,7 @@ def as_adapter_error(name: str, folder: Path, error: BaseException) -> InvalidAr
 
 @dataclass
 class Backoff:
-    """Record of failed attempts, which says when the next one may begin.
-
-    attempts: number of failed attempts.
-    due: earliest time of the next attempt in seconds.
-    """
+    """Number of failed attempts, and the earliest time of the next one in seconds."""
 
     attempts: int = 0
     due: float = 0.0

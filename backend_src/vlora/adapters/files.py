@@ -1,8 +1,6 @@
 """A PEFT folder: its files are read, checked against the model, and described.
 
-The description has a plan by which the weights are read, at once or later. Checks are strict,
-because PEFT itself silently accepts many broken files: unsupported options are rejected by name,
-and each tensor must belong to a matrix of the model.
+Checks are strict, because PEFT itself silently accepts many broken files.
 """
 
 from __future__ import annotations
@@ -23,14 +21,7 @@ from vlora.adapters.model_shape import (
     split_pairs,
     suffixes,
 )
-from vlora.adapters.peft import (
-    CONVERT,
-    PeftConfig,
-    TensorKey,
-    UnknownKey,
-    parse_key,
-    read_config,
-)
+from vlora.adapters.peft import CONVERT, PeftConfig, TensorKey, UnknownKey, parse_key, read_config
 from vlora.adapters.routing import Skill, read_skills
 from vlora.adapters.tensors import PairTensors, WeightsFile, WeightsReader
 from vlora.atmm.types import HeadMatrix, LoraPair
@@ -43,32 +34,24 @@ EXTRA = "vlora.json"
 HEAD = "head.safetensors"
 WEIGHTS = "adapter_model.safetensors"
 PICKLED = "adapter_model.bin"
+# File in which LLaVA's training code saves a trained connector.
 OUTSIDE_LORA = "non_lora_trainables.bin"
-"""File in which LLaVA's training code saves a trained connector."""
-EXTRA_KEYS = ("tasks", "accuracy", "head", "skills")
-"""Keys that `vlora.json` may have."""
-MAX_ADAPTER_BYTES = 4 * 1024**3
-"""Default maximum size of an adapter's weights in fp32, in bytes."""
+EXTRA_KEYS = ("tasks", "accuracy", "head", "skills")  # Keys that `vlora.json` may have.
+MAX_ADAPTER_BYTES = 4 * 1024**3  # Default maximum size of an adapter's weights in fp32, in bytes.
 
 
 @dataclass(frozen=True)
 class AdapterInfo:
     """Description of an adapter for users.
 
-    digest: SHA-256 of all weights except the head's, and of `invocation`; "" until the weights are
-        read.
-    ranks: ranks of the matrices that the adapter changes in the language model, ascending, each
-        rank once.
+    digest: SHA-256 of all weights but the head's, and of `invocation`; "" until they are read.
+    ranks, vision_ranks: different ranks, ascending, in the language model and outside it.
     targets: names of the changed matrices within a layer, such as `q_proj`.
-    tasks: tasks that its `vlora.json` declares.
-    accuracy: accuracy by task, as its `vlora.json` declares.
-    head_labels: labels of its vision task head; () without a head.
-    head_tasks: tasks that the head answers.
+    tasks, accuracy: tasks, and accuracy by task, that its `vlora.json` declares.
+    head_labels, head_tasks: labels and tasks of its vision task head; () without one.
     skills: used to choose an adapter for requests that name none (`adapters/routing.py`).
-    invocation: token ids that activate an activated LoRA. It changes only the tokens from the last
-        occurrence of these ids in the prompt on. () for an adapter that changes all tokens.
-    vision_ranks: ranks of the adapter's LoRA on linear layers of the vision tower and the
-        connector, ascending, each rank once.
+    invocation: token ids that activate an activated LoRA, which changes only the tokens from their
+        last occurrence in the prompt on. () for an adapter that changes all tokens.
     """
 
     name: str
@@ -89,9 +72,8 @@ class Adapter:
     """Weights of an adapter in fp32, with the scale folded into B.
 
     pairs: A and B of each matrix of the language model that it changes.
-    head: vision task head (§4.2.2 of the paper), a linear layer that replaces the LM head; None if
-        it has none. It is applied to the hidden state of the last prompt token after the final
-        norm, and the request then ends without a decode step.
+    head: vision task head (§4.2.2 of the paper), a linear layer that replaces the LM head, or None.
+        It is applied to the last prompt token after the final norm, instead of decoding.
     """
 
     info: AdapterInfo
@@ -104,8 +86,7 @@ class AdapterDescription:
     """Everything that an adapter's files declare, known without keeping the weights.
 
     info: description for users, without the digest.
-    ranks: rank of each matrix of the language model that it changes, in ascending order of the ids
-        of the matrices.
+    ranks: rank of each matrix of the language model that it changes, ascending by id.
     host_bytes: size in bytes of the weights of these matrices and of the head, in fp32.
     reader: reads the weights of these matrices; None for a simulated adapter.
     vision: reads the weights of the vision tower and the connector; None if there are none.
@@ -125,18 +106,15 @@ def describe_adapter(
 ) -> AdapterDescription:
     """Read and check the files of an adapter, and plan how its weights are read.
 
-    max_bytes: maximum size of the weights in fp32.
-
-    Raises InvalidArgument, which names the adapter, the file and the reason.
+    max_bytes: maximum size of the weights in fp32. Raises InvalidArgument.
     """
     files = _read_files(name, folder)
     return _plan(files, _check(files, model, max_bytes), model.hidden)
 
 
 def read_adapter(folder: Path, description: AdapterDescription) -> Adapter:
-    """Return an adapter with its weights. Its files must not have changed since `describe_adapter`.
-
-    Raises InvalidArgument if weights cannot be read or are not finite.
+    """Return an adapter with its weights. Raises InvalidArgument if they are not finite or cannot
+    be read. Its files must not have changed since `describe_adapter`.
     """
     info, invalid = description.info, ErrorFactory(description.info.name)
     head = None
@@ -165,10 +143,8 @@ def load_adapter(
 
 @dataclass(frozen=True)
 class _Files:
-    """Content of an adapter's folder, of which only the syntax has been checked.
-
-    extra: content of `vlora.json`; "head" and "skills" have not been checked.
-    weights: the open weights file, of which only the header has been read.
+    """Content of an adapter's folder, of which only the syntax has been checked, without `head` and
+    `skills`.
     """
 
     name: str
@@ -193,16 +169,14 @@ def _read_files(name: str, folder: Path) -> _Files:
 
 
 def _check_no_pickles(folder: Path, invalid: ErrorFactory) -> None:
-    """Raise InvalidArgument if weights are in a pickle, because loading one can run any code."""
+    # Loading a pickle can run any code.
     if not (folder / WEIGHTS).exists() and (folder / PICKLED).exists():
-        raise invalid.in_file(PICKLED)(
-            f"is a pickle, which is never read; convert it to {WEIGHTS} with {CONVERT}"
-        )
+        reason = f"is a pickle, which is never read; convert it to {WEIGHTS} with {CONVERT}"
+        raise invalid.in_file(PICKLED)(reason)
     if (folder / OUTSIDE_LORA).exists():
-        raise invalid.in_file(OUTSIDE_LORA)(
-            "holds weights that were trained besides the LoRA, such as those of the connector;"
-            " store them in the checkpoint, then remove this file"
-        )
+        what = "holds weights that were trained besides the LoRA, such as those of the connector"
+        remedy = "store them in the checkpoint, then remove this file"
+        raise invalid.in_file(OUTSIDE_LORA)(f"{what}; {remedy}")
 
 
 def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
@@ -267,9 +241,6 @@ def _check(files: _Files, model: ModelShape, max_bytes: int) -> _Checked:
 def _assign_tensors(
     file: WeightsFile, model: ModelShape, invalid: ErrorFactory
 ) -> dict[MatrixId, PairTensors]:
-    """Return the keys of each matrix's A and B. Each tensor must belong to a matrix, or be an
-    unchanged copy of the base model's LM head.
-    """
     keys: dict[MatrixId, PairTensors] = {}
     for key in file.shapes:
         try:
@@ -286,10 +257,8 @@ def _assign_tensors(
         if pair.path != parsed.path:
             raise invalid(f"holds '{key}', but other keys name the same module '{pair.path}'")
         which = parsed.part.lower()
-        if getattr(pair, which):
-            raise invalid(
-                f"holds '{key}' a second time under another name, '{getattr(pair, which)}'"
-            )
+        if other := getattr(pair, which):
+            raise invalid(f"holds '{key}' a second time under another name, '{other}'")
         setattr(pair, which, key)
     return keys
 
@@ -297,21 +266,15 @@ def _assign_tensors(
 def _check_copy(
     file: WeightsFile, key: str, parsed: TensorKey, model: ModelShape, invalid: ErrorFactory
 ) -> None:
-    """Require a whole weight to be an unchanged copy of the base model's LM head, which PEFT stores
-    with an adapter of the LM head.
-    """
+    # PEFT stores an unchanged copy of the LM head with an adapter of the LM head.
     if parsed.matrix != (-1, LM_HEAD):
         what = "embeddings" if parsed.matrix is None else "a whole weight"
-        raise invalid(
-            f"holds '{key}', {what} besides the LoRA; if the tensor equals that of the base model,"
-            f" {CONVERT} drops it"
-        )
+        remedy = f"if the tensor equals that of the base model, {CONVERT} drops it"
+        raise invalid(f"holds '{key}', {what} besides the LoRA; {remedy}")
     expected = (model.vocabulary, model.hidden)
     if file.shapes[key] != expected or not file.equals(key, model.lm_head()):
-        raise invalid(
-            f"holds '{key}', which differs from the base model's own lm_head;"
-            " train the LM head as a LoRA target"
-        )
+        what = f"holds '{key}', which differs from the base model's own lm_head"
+        raise invalid(f"{what}; train the LM head as a LoRA target")
 
 
 def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -> None:
@@ -325,7 +288,6 @@ def _check_names(config: PeftConfig, model: ModelShape, invalid: ErrorFactory) -
 
 
 def _check_pair(matrix: MatrixId, pair: PairTensors, files: _Files, model: ModelShape) -> None:
-    """Set the rank and scale of A and B, which must be there, targeted, and fit the matrix."""
     config, invalid = files.config, files.invalid.in_file(WEIGHTS)
     module, paths = pair.path, paths_of(matrix, model, pair.path)
     if not pair.a or not pair.b:
@@ -336,10 +298,8 @@ def _check_pair(matrix: MatrixId, pair: PairTensors, files: _Files, model: Model
     pair.rank = rank = config.rank_of(paths)
     a, b = files.weights.shapes[pair.a], files.weights.shapes[pair.b]
     if (a, b) != ((rank, d_in), (d_out, rank)):
-        raise invalid(
-            f"has A {a} and B {b} for {module};"
-            f" with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
-        )
+        expected = f"with rank {rank} they must be ({rank}, {d_in}) and ({d_out}, {rank})"
+        raise invalid(f"has A {a} and B {b} for {module}; {expected}")
     pair.scale = config.scale_of(paths)
 
 
@@ -348,16 +308,15 @@ def _check_invocation(
 ) -> None:
     unknown = [token for token in config.invocation if token >= model.vocabulary]
     if unknown:
-        raise invalid(
-            f"has {unknown[0]} in alora_invocation_tokens; ids run from 0 to {model.vocabulary - 1}"
-        )
+        ids = f"ids run from 0 to {model.vocabulary - 1}"
+        raise invalid(f"has {unknown[0]} in alora_invocation_tokens; {ids}")
     if config.invocation and has_head:
         # If a prompt lacked the invocation, its request would reach the head without the adapter.
         raise invalid("has alora_invocation_tokens, which cannot be used with a vision task head")
 
 
 def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFactory) -> None:
-    """Refuse what needs the prompt: images are encoded before the engine reads it."""
+    # Images are encoded before the engine reads the prompt.
     if config.invocation:
         raise invalid.in_file(CONFIG)(
             "has alora_invocation_tokens, which cannot be used with weights of the vision tower or"
@@ -371,9 +330,6 @@ def _check_vision(config: PeftConfig, extra: Mapping[str, Any], invalid: ErrorFa
 
 
 def _head_declaration(files: _Files) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return (labels, tasks) of the vision task head, which must be declared if and only if its
-    file exists; ((), ()) without a head.
-    """
     declared, invalid = files.extra.get("head"), files.invalid.in_file(EXTRA)
     if declared is None:
         if (files.folder / HEAD).exists():
@@ -390,10 +346,6 @@ def _head_declaration(files: _Files) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def _read_head(
     folder: Path, shape: tuple[int, int], invalid: ErrorFactory, max_bytes: int, lora_bytes: int = 0
 ) -> HeadMatrix:
-    """Return the vision task head, which must have this shape [classes, hidden].
-
-    max_bytes: maximum size in bytes of the head and of `lora_bytes`, the other weights, in fp32.
-    """
     invalid = invalid.in_file(HEAD)
     file = WeightsFile(folder / HEAD, invalid)
     expected = {"weight": shape, "bias": shape[:1]}

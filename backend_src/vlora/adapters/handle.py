@@ -1,8 +1,7 @@
 """Handle of one version of one adapter.
 
-A handle records where the weights of its version are: in the folder, in host memory, or in a slot
-of the LoRA operator. A request holds the handle from its first step until it ends. So the request
-finishes with the version that it started with, even if the folder changes meanwhile.
+A request holds the handle from its first step until it ends. So it finishes with the version that
+it started with, even if the folder changes meanwhile.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from vlora.adapters.files import Adapter, AdapterDescription, AdapterInfo
 from vlora.errors import InvalidArgument
 from vlora.memory.pool import EVICT_FIRST, Run
 
+# Fingerprint of a folder's files (link targets, sizes, times). Any change of the files changes it.
 Stamp = bytes
-"""Fingerprint of a folder's files (link targets, sizes, times). Any change of the files
-changes it.
-"""
 
 
 def version_of(stamp: Stamp) -> str:
@@ -40,47 +37,39 @@ class AdapterState(Enum):
     FAILED = "failed"
 
 
-TRANSITIONS: Mapping[AdapterState, frozenset[AdapterState]] = {
+# States that may follow each state. No other transitions happen.
+TRANSITIONS: Mapping[AdapterState, set[AdapterState]] = {
     # The weights may have been read together with the description.
-    AdapterState.ON_DISK: frozenset({AdapterState.LOADING, AdapterState.IN_MEMORY}),
+    AdapterState.ON_DISK: {AdapterState.LOADING, AdapterState.IN_MEMORY},
     # ON_DISK follows if reading failed and is tried again, or if the weights are no longer needed.
-    AdapterState.LOADING: frozenset(
-        {AdapterState.IN_MEMORY, AdapterState.ON_DISK, AdapterState.FAILED}
-    ),
+    AdapterState.LOADING: {AdapterState.IN_MEMORY, AdapterState.ON_DISK, AdapterState.FAILED},
     # ON_DISK follows if the host copy is evicted.
-    AdapterState.IN_MEMORY: frozenset({AdapterState.PACKING, AdapterState.ON_DISK}),
+    AdapterState.IN_MEMORY: {AdapterState.PACKING, AdapterState.ON_DISK},
     # IN_MEMORY follows if packing failed and is tried again.
-    AdapterState.PACKING: frozenset(
-        {AdapterState.RESIDENT, AdapterState.IN_MEMORY, AdapterState.FAILED}
-    ),
+    AdapterState.PACKING: {AdapterState.RESIDENT, AdapterState.IN_MEMORY, AdapterState.FAILED},
     # IN_MEMORY follows if the adapter is evicted from the pool.
-    AdapterState.RESIDENT: frozenset({AdapterState.IN_MEMORY}),
+    AdapterState.RESIDENT: {AdapterState.IN_MEMORY},
     # Only another version of the adapter can be loaded.
-    AdapterState.FAILED: frozenset(),
+    AdapterState.FAILED: set(),
 }
-"""States that may follow each state. No other transitions happen."""
 
+# States in which a version has a host copy: its weights in fp32 in host memory.
 COPIED = (AdapterState.IN_MEMORY, AdapterState.PACKING, AdapterState.RESIDENT)
-"""States in which a version has a host copy: its weights in fp32 in host memory."""
 
+# States in which a version has a slot of the operator.
 IN_SLOT = (AdapterState.PACKING, AdapterState.RESIDENT)
-"""States in which a version has a slot of the operator."""
 
 
 @dataclass(eq=False)
 class AdapterHandle:
-    """State of one version of an adapter.
-
-    Only the engine's thread changes a handle. Other threads may read `info` and `description` and
-    compute `packed_bytes`, whose value does not depend on the thread.
+    """State of one version of an adapter. Only the engine's thread changes it. Other threads may
+    read `info` and `description` and compute `packed_bytes`, which is the same on all.
 
     info: description of the adapter. After the first load it includes the digest and never changes.
     adapter: the host copy; set only in the states of COPIED.
-    slot: slot of the operator; set only in the states of IN_SLOT.
-    run: pages of the packed copy; set only in the states of IN_SLOT.
+    slot, run: slot of the operator and pages of the packed copy; set only in the states of IN_SLOT.
     error: reason why the version cannot be loaded; set only in FAILED.
-    retired: True once the adapter's name refers to another version. New requests cannot use this
-        version.
+    retired: True once the adapter's name refers to another version.
     backoff: delay before the next attempt after failures that the adapter's files did not cause.
     packed_bytes: size of the packed copy in bytes; 0 until computed.
     """
@@ -105,9 +94,8 @@ class AdapterHandle:
         self.info: AdapterInfo = self.description.info
 
     def enter(self, state: AdapterState) -> None:
-        """Change the state, and drop what a version in the new state does not have.
-
-        The caller sets the fields that the new state needs (see `check_integrity`).
+        """Change the state, and drop what a version in the new state does not have. The caller sets
+        the fields that the new state needs (see `check_integrity`).
         """
         assert state in TRANSITIONS[self.state], f"{self.name!r}: {self.state} → {state}"
         self.state = state
@@ -118,19 +106,15 @@ class AdapterHandle:
 
     @property
     def resident(self) -> bool:
-        """True if steps can use the version."""
         return self.state is AdapterState.RESIDENT
 
     def may_begin(self, now: float) -> bool:
-        """Return whether a load or packing of the version may begin: it is not resident, and no
-        failure forbids it at the time `now`, in seconds.
-        """
+        """Return whether a load or packing may begin at the time `now`, in seconds."""
         settled = self.state in (AdapterState.RESIDENT, AdapterState.FAILED)
         return not settled and self.backoff.due <= now
 
     @property
     def digest(self) -> str:
-        """Digest of the weights, which must have been read."""
         assert self.info.digest, f"adapter {self.name!r} has not been read"
         return self.info.digest
 
@@ -141,7 +125,7 @@ class AdapterHandle:
 
     @property
     def held(self) -> bool:
-        """True if a request that has started uses this version. Its host copy must then be kept."""
+        """True if a started request uses this version. Its host copy must then be kept."""
         return self._holders > 0
 
     @property
@@ -160,7 +144,6 @@ class AdapterHandle:
 
     @property
     def needs_host_copy(self) -> bool:
-        """True if the host copy may not be evicted."""
         return self.state in IN_SLOT or self.held
 
     def pin(self) -> None:
@@ -178,9 +161,7 @@ class AdapterHandle:
         self._holders -= 1
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if a field is set that must not be set in the present state, or is
-        not set although it must be.
-        """
+        """Raise AssertionError if the fields that are set do not fit the state."""
         assert (self.adapter is not None) == (self.state in COPIED)
         assert (self.slot is not None) == (self.state in IN_SLOT)
         assert (self.run is not None) == (self.state in IN_SLOT)

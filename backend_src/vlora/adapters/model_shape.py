@@ -16,25 +16,20 @@ from vlora.weights.slab import ATTENTION
 
 T = TypeVar("T")
 
+# Matrices that a linear layer of the trained model corresponds to if it fuses several of them. The
+# layer's A belongs to each of the matrices. Its B has the rows for each in this order, which have
+# the same size.
 FUSED = {"c_attn": ("q_proj", "k_proj", "v_proj")}
-"""Matrices that a linear layer of the trained model corresponds to if it fuses several of them.
-
-The layer's A belongs to each of the matrices. Its B has the rows for each in this order, which have
-the same size.
-"""
 
 LM_HEAD = "lm_head"
+# Text before `layers` in the module paths of adapters that were trained on:
+# - a multimodal model in transformers 4.52 and later;
+# - a multimodal model in earlier versions of transformers 4;
+# - a decoder with its LM head, Qwen2-VL in transformers 4, and LLaVA's own training code;
+# - a multimodal model without its LM head;
+# - a decoder without its LM head.
 LAYOUTS = ("model.language_model.", "language_model.model.", "model.", "language_model.", "")
-"""Text before `layers` in the module paths of adapters that were trained on:
-
-- a multimodal model in transformers 4.52 and later;
-- a multimodal model in earlier versions of transformers 4;
-- a decoder with its LM head, Qwen2-VL in transformers 4, and LLaVA's own training code;
-- a multimodal model without its LM head;
-- a decoder without its LM head.
-"""
-HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")
-"""Paths of the LM head in these layouts."""
+HEADS = (LM_HEAD, f"language_model.{LM_HEAD}")  # Paths of the LM head in these layouts.
 _VISION_PATH = re.compile(
     r"(?:model\.|transformer\.)?(vision_tower|visual|multi_modal_projector)\.(?:vision_model\.)?(.+)"
 )
@@ -44,30 +39,21 @@ class Rows(Protocol):
     """A matrix in memory or in a file, of which slices of rows can be read."""
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of the matrix."""
-
-    def __getitem__(self, rows: slice, /) -> torch.Tensor:
-        """Return some of the rows."""
+    def shape(self) -> tuple[int, ...]: ...
+    def __getitem__(self, rows: slice, /) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
 class ModelShape:
     """Shapes and module paths of the served model that an adapter has to fit.
 
-    layers: number of layers of the decoder.
-    hidden: width of the decoder.
-    vocabulary: number of tokens of the decoder.
+    layers, hidden, vocabulary: number of layers, width and number of tokens of the decoder.
     shapes: (d_out, d_in) by target. All layers have the same shapes.
     prefix: text before `layers` in the module paths of the served model.
-    lm_head: function that returns the unquantized weight of the base model's LM head. It is called
-        only for an adapter that has a copy of this weight.
-    other_modules: function that returns the paths of all modules outside the decoder. It is called
-        only for an adapter that names a module which the decoder does not have.
-    vision: function that returns (d_out, d_in) of each linear layer of the vision tower and the
-        connector, by `vision_path`. It is called only for an adapter that changes such a layer.
-    modules: target, or key of FUSED, by path within a layer. Only modules with unusual paths are
-        listed.
+    lm_head: returns the unquantized weight of the base model's LM head.
+    other_modules: returns the paths of all modules outside the decoder.
+    vision: returns (d_out, d_in) of each linear layer outside the decoder, by `vision_path`.
+    modules: target, or key of FUSED, by path within a layer, for modules with unusual paths.
     """
 
     layers: int
@@ -82,9 +68,7 @@ class ModelShape:
 
     @cached_property
     def suffixes(self) -> frozenset[str]:
-        """Names that an adapter may use for a matrix: its module path in each known layout of
-        checkpoints, and the rest of that path after each dot.
-        """
+        """Module paths of all matrices in all layouts, and the rest of each after each dot."""
         paths = (path for matrix in self.matrices for path in paths_of(matrix, self))
         return frozenset(suffix for path in paths for suffix in suffixes(path))
 
@@ -106,18 +90,15 @@ class ModelShape:
 
 
 def vision_path(path: str) -> str | None:
-    """Return the path of a module of the vision tower or the connector; None for any other module.
-
-    A module has the same `vision_path` in all layouts of checkpoints and adapters.
+    """Return the path, equal in all layouts, of a module of the vision tower or the connector; None
+    for any other module.
     """
     match = _VISION_PATH.fullmatch(path)
     return f"{match[1]}.{match[2]}" if match else None
 
 
 def suffixes(path: str) -> Iterator[str]:
-    """Yield the names that a pattern may use for the module at `path`: the whole path, and the rest
-    after each dot.
-    """
+    """Yield a module's names in patterns: its path, and the rest after each dot."""
     yield path
     while "." in path:
         path = path.split(".", 1)[1]
@@ -125,30 +106,23 @@ def suffixes(path: str) -> Iterator[str]:
 
 
 def paths_of(matrix: MatrixId, model: ModelShape, file_path: str | None = None) -> tuple[str, ...]:
-    """Return the module paths of a matrix, against which the patterns of an adapter are matched.
-
-    file_path: path of the module as the adapter's file spells it, if known.
-
-    With `file_path`, the result is this path and the path in the served model. Without it, the
-    result is the matrix's path in each layout of modules: LAYOUTS, or HEADS for the LM head. A
-    matrix of the vision tower or the connector has one path for all layouts.
+    """Return the module paths of a matrix, against which the patterns of an adapter are matched:
+    `file_path`, as the adapter's file spells it, and the path in the served model; or without
+    `file_path`, the paths in all layouts.
     """
     layer, target = matrix
     if layer == VISION:
         return (f"model.{target}",) if file_path is None else (file_path, f"model.{target}")
     if layer < 0:
         return HEADS if file_path is None else (file_path, LM_HEAD)
-    block = "self_attn" if target in ATTENTION else "mlp"
-    module = f"layers.{layer}.{block}.{target}"
+    module = f"layers.{layer}.{'self_attn' if target in ATTENTION else 'mlp'}.{target}"
     if file_path is None:
         return tuple(prefix + module for prefix in LAYOUTS)
     return file_path, model.prefix + module
 
 
 def for_each_matrix(values: Mapping[MatrixId, T]) -> dict[MatrixId, T]:
-    """Return the values by matrix, with the value of each fused layer assigned to all of its
-    matrices.
-    """
+    """Return the values by matrix, with each fused layer's value for all of its matrices."""
     given = {
         (layer, target): value
         for (layer, name), value in values.items()

@@ -1,8 +1,7 @@
 """PEFT's patterns of module names, matched in bounded time and memory.
 
-An adapter's config may contain any regular expression. Python's `re` has no timeout, so patterns
-are matched by the package `regex`, which has one. A pattern must be valid for both packages. It is
-rejected if compiling it would take too much memory.
+Python's `re` has no timeout, so patterns are matched by the package `regex`, which has one. A
+pattern must be valid for both.
 """
 
 from __future__ import annotations
@@ -15,33 +14,25 @@ from typing import Any
 
 import regex
 
+# Maximum length of one pattern. Compiling takes about 20 µs per character.
 MAX_CHARACTERS = 16 * 1024
-"""Maximum length of one pattern. Compiling takes about 20 µs per character."""
-MAX_CHARACTERS_TOGETHER = 64 * 1024
-"""Maximum total length of all patterns of one adapter."""
+MAX_CHARACTERS_TOGETHER = 64 * 1024  # Maximum total length of all patterns of one adapter.
+# Maximum product of all counted repetitions in a pattern. Their counts are multiplied because
+# nested repetitions multiply the size of the compiled pattern.
 MAX_REPETITIONS = 1000
-"""Maximum product of all counted repetitions in a pattern. Their counts are multiplied because
-nested repetitions multiply the size of the compiled pattern.
-"""
+# Maximum processor time in seconds for matching all patterns of one adapter. Typical adapters need
+# milliseconds.
 SECONDS = 5.0
-"""Maximum processor time in seconds for matching all patterns of one adapter.
 
-Typical adapters need milliseconds.
-"""
-
+# Maximum number of patterns in one object of the config. A model of 126 layers has 882 matrices
+# that patterns can name.
 MAX_PATTERNS = 2000
-"""Maximum number of patterns in one object of the config. A model of 126 layers has 882 matrices
-that patterns can name.
-"""
 
 _PLAIN = re.compile(r"[A-Za-z0-9_.]+")
 
 
 class PatternMatcher:
-    """Matches the patterns of one adapter, within a budget of characters and seconds.
-
-    invalid: makes the error for a pattern that is too long, too slow, or not a regular expression.
-    """
+    """Matches the patterns of one adapter, within a budget of characters and seconds."""
 
     def __init__(self, invalid: Callable[[str], Exception]) -> None:
         self._invalid = invalid
@@ -65,10 +56,8 @@ class PatternMatcher:
         return self._run("match", rf"(.*\.)?({pattern})$", path) is not None
 
     def layer(self, pattern: str, path: str) -> int | None:
-        """Match the pattern at the start of the path.
-
-        Returns the number in its group `idx`, or None if the pattern does not match or has no such
-        group.
+        """Match the pattern at the start of the path; return the number in its group `idx`, or
+        None.
         """
         match = self._run("match", pattern, path)
         return None if match is None or match["idx"] is None else int(match["idx"])
@@ -79,19 +68,16 @@ class PatternMatcher:
         try:
             return getattr(compiled, method)(path, timeout=max(self._seconds, 1e-3))
         except TimeoutError:
-            raise self._invalid(
-                f"has the pattern {_shown(pattern)}, which takes too long"
-            ) from None
+            error = self._invalid(f"has the pattern {_shown(pattern)}, which takes too long")
+            raise error from None
         finally:
             self._seconds -= time.process_time() - started
 
     def _compile(self, pattern: str) -> Any:
         self._characters -= len(pattern)
         if len(pattern) > MAX_CHARACTERS or self._characters < 0:
-            raise self._invalid(
-                f"has a pattern of more than {MAX_CHARACTERS} characters, or patterns of more than"
-                f" {MAX_CHARACTERS_TOGETHER} in total"
-            )
+            limits = f"more than {MAX_CHARACTERS} characters, or patterns of more than"
+            raise self._invalid(f"has a pattern of {limits} {MAX_CHARACTERS_TOGETHER} in total")
         problem = _unlike_re(pattern) or _too_many(pattern)
         if problem:
             raise self._invalid(f"has the pattern {_shown(pattern)}, which {problem}")
@@ -99,15 +85,12 @@ class PatternMatcher:
             re.compile(pattern)
             return regex.compile(pattern, regex.VERSION0)
         except (re.error, regex.error, RecursionError, OverflowError) as error:
-            raise self._invalid(
-                f"has the pattern {_shown(pattern)}, which is not a regular expression: {error}"
-            ) from None
+            problem = f"which is not a regular expression: {error}"
+            raise self._invalid(f"has the pattern {_shown(pattern)}, {problem}") from None
 
 
 def _unlike_re(pattern: str) -> str | None:
-    """Return which construct of the pattern `re` and `regex` interpret differently, or None, as the
-    end of a sentence. Patterns of module names need no such construct.
-    """
+    # `re` and `regex` interpret these constructs differently. Names of modules need none of them.
     if "[[" in pattern or "[:" in pattern:
         return "has a set within a set"
     for braces in _braces(pattern):

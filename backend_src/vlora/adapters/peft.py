@@ -1,9 +1,7 @@
 """PEFT's format: the keys of an adapter's tensors, and the rules of `adapter_config.json`.
 
-A key contains the path of a module in the model that was trained, and the role of the tensor. The
-layouts of transformers (`LAYOUTS`) have different paths for the same matrix, which `parse_key` maps
-to one matrix id. The config says which modules have a LoRA, and its rank and scale. Unsupported
-options are rejected by name.
+The layouts of transformers (`LAYOUTS`) have different paths for the same matrix, which `parse_key`
+maps to one matrix id.
 """
 
 from __future__ import annotations
@@ -22,8 +20,8 @@ from vlora.errors import nearest, shown
 from vlora.ids import VISION, MatrixId
 from vlora.weights.slab import TARGETS
 
+# Role of a tensor: a factor of the LoRA, the magnitudes of DoRA, or a whole weight.
 Part = Literal["A", "B", "magnitude", "weight"]
-"""Role of a tensor: a factor of the LoRA, the magnitudes of DoRA, or a whole weight."""
 
 EMBEDDINGS = "embed_tokens"
 _PATH = re.compile(
@@ -38,8 +36,8 @@ _MODULE = re.compile(
 _OWN_MODULE = re.compile(r"(?:transformer\.)?h\.(?P<layer>0|[1-9][0-9]{0,4})\.(?P<module>[\w.]+)")
 _VISION = re.compile(r"vision_tower|visual|vision_model|multi_modal_projector|merger|connector")
 
+# Command that error messages recommend.
 CONVERT = "`vlora adapters convert FOLDER OUT --model CHECKPOINT`"
-"""Command that error messages recommend."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,6 @@ class TensorKey:
 
     path: path of the module, as the file spells it.
     matrix: matrix that the tensor belongs to; None for the input embeddings.
-    part: role of the tensor.
     """
 
     path: str
@@ -61,10 +58,7 @@ class UnknownKey(ValueError):
 
 
 def parse_key(key: str, model: ModelShape) -> TensorKey:
-    """Return the meaning of a key.
-
-    Raises UnknownKey if the model has no such tensor.
-    """
+    """Return the meaning of a key. Raises UnknownKey if the model has no such tensor."""
     match = _PATH.fullmatch(key)
     if match is None or "lora_" in match["path"]:
         raise UnknownKey(_reason(key))
@@ -99,10 +93,6 @@ def _matrix_at(path: str, key: str, model: ModelShape) -> MatrixId:
 
 
 def _reason(key: str, prefix: str | None = None) -> str:
-    """Return the reason why a key is unknown, for the error message.
-
-    prefix: text before `layers`, if the key otherwise has the form of a LoRA weight.
-    """
     if _VISION.search(key):
         return "which is not a linear layer of this model's vision tower or connector"
     if "lora_embedding" in key:
@@ -136,26 +126,22 @@ REFUSED_WHEN_SET: dict[str, str] = {
     "monteclora_config": "MonteCLoRA",
     "velora_config": "VeLoRA",
 }
+# Remedy that the error message names, by option. The options are keys of REFUSED_WHEN_SET. An
+# adapter with one of these options can be converted.
 CONVERTIBLE: dict[str, str] = {
     "use_dora": f"make it a plain LoRA with {CONVERT}",
     "modules_to_save": f"if they are the base model's own, {CONVERT} drops them",
 }
-"""Remedy that the error message names, by option. The options are keys of REFUSED_WHEN_SET. An
-adapter with one of these options can be converted.
-"""
 
+# Values of `init_lora_weights` that leave the base model unchanged.
 PLAIN = ("true", "false", "gaussian", "eva", "orthogonal", "mica")
-"""Values of `init_lora_weights` that leave the base model unchanged."""
+# Values of `init_lora_weights` that change the base model by an amount that can be computed from
+# its weights.
 KNOWN_CHANGES = ("pissa", "olora")
-"""Values of `init_lora_weights` that change the base model by an amount that can be computed from
-its weights.
-"""
+# Beginnings of the values of `init_lora_weights` that change the base model. An adapter with such a
+# value fits only the changed model, unless PEFT converts it. PEFT saves a converted adapter with
+# the value `true`.
 CHANGES_THE_BASE = (*KNOWN_CHANGES, "corda", "lora_ga", "loftq")
-"""Beginnings of the values of `init_lora_weights` that change the base model.
-
-An adapter with such a value fits only the changed model, unless PEFT converts it. PEFT saves a
-converted adapter with the value `true`.
-"""
 
 USED = frozenset(
     {
@@ -174,6 +160,7 @@ USED = frozenset(
         "use_rslora",
     }
 )
+# Keys of `adapter_config.json` that change nothing at inference.
 HARMLESS = frozenset(
     {
         "auto_mapping",
@@ -194,11 +181,9 @@ HARMLESS = frozenset(
         "task_type",
     }
 )
-"""Keys of `adapter_config.json` that change nothing at inference."""
 
 
 def _option_fault(config: Mapping[str, Any]) -> str | None:
-    """Return why an option of an adapter's config is not supported, with the remedy, or None."""
     fault = _initialisation_fault(config.get("init_lora_weights"))
     if fault is not None:
         return fault
@@ -211,7 +196,6 @@ def _option_fault(config: Mapping[str, Any]) -> str | None:
 
 
 def _initialisation_fault(kind: Any) -> str | None:
-    """Return why a value of `init_lora_weights` is refused, or None if it is not."""
     if kind is None or isinstance(kind, bool):
         return None
     name = kind.lower() if isinstance(kind, str) else ""
@@ -224,21 +208,18 @@ def _initialisation_fault(kind: Any) -> str | None:
             remedy = f"make it a plain LoRA with {CONVERT}"
         elif name.startswith("loftq"):
             remedy = "train on the base model itself: PEFT cannot convert it"
-        return (
-            f"was initialised with {shown(kind)}, which changes the base model, so it does not fit"
-            f" the unchanged one; {remedy}"
-        )
+        effect = "which changes the base model, so it does not fit the unchanged one"
+        return f"was initialised with {shown(kind)}, {effect}; {remedy}"
     if name not in PLAIN:
         known = ", ".join((*PLAIN, *CHANGES_THE_BASE))
         return f"has init_lora_weights = {shown(kind)}; known: {known}"
     return None
 
 
-MAX_INVOCATION = 256
-"""Maximum number of invocation tokens. Each prompt is searched for them."""
+MAX_INVOCATION = 256  # Maximum number of invocation tokens. Each prompt is searched for them.
 
+# Pattern by which PEFT finds the layer of a module if `layers_pattern` is empty.
 ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
-"""Pattern by which PEFT finds the layer of a module if `layers_pattern` is empty."""
 
 T = TypeVar("T")
 
@@ -250,8 +231,6 @@ class PeftConfig:
     The argument `paths` of the methods lists the paths of one module: first as the adapter's
     weights file spells it, then in the served model. All methods raise InvalidArgument for a
     pattern that is invalid or takes too long.
-
-    invocation: as in `AdapterInfo`.
     """
 
     rank: int
@@ -267,7 +246,6 @@ class PeftConfig:
     matcher: PatternMatcher
 
     def rank_of(self, paths: Sequence[str]) -> int:
-        """Return the rank of a module's LoRA."""
         return self._by_pattern(self.rank_pattern, paths, self.rank)
 
     def scale_of(self, paths: Sequence[str]) -> float:
@@ -281,9 +259,6 @@ class PeftConfig:
         return any(self._targets(path) for path in paths)
 
     def _by_pattern(self, patterns: Mapping[str, T], paths: Sequence[str], default: T) -> T:
-        """Return the value of the first pattern that matches the end of one of the paths, as in
-        PEFT.
-        """
         for path in paths:
             for pattern, value in patterns.items():
                 if self.matcher.ends(pattern, path):
@@ -301,10 +276,8 @@ class PeftConfig:
         if not self.layers_to_transform or path in self.target_modules:
             return True
         prefixed = [rf"(?:^|.*?\.){pattern}\.(?P<idx>\d+)\." for pattern in self.layers_pattern]
-        layers = (self.matcher.layer(pattern, path) for pattern in prefixed or [ANY_LAYER])
-        return (
-            next((layer for layer in layers if layer is not None), None) in self.layers_to_transform
-        )
+        numbers = (self.matcher.layer(pattern, path) for pattern in prefixed or [ANY_LAYER])
+        return next((n for n in numbers if n is not None), None) in self.layers_to_transform
 
     def _named(self, names: str | frozenset[str], path: str) -> bool:
         if isinstance(names, str):
@@ -341,10 +314,9 @@ def read_config(folder: Path, invalid: ErrorFactory) -> PeftConfig:
 
 def _check_options(config: Mapping[str, Any], invalid: ErrorFactory) -> None:
     if config.get("peft_type") != "LORA":
-        raise invalid(
-            f"has peft_type {shown(config.get('peft_type'))}; only 'LORA' is served. {CONVERT}"
-            " converts the types that change the weights of linear layers"
-        )
+        remedy = f"{CONVERT} converts the types that change the weights of linear layers"
+        found = shown(config.get("peft_type"))
+        raise invalid(f"has peft_type {found}; only 'LORA' is served. {remedy}")
     if config.get("bias", "none") != "none":
         raise invalid(f"has bias {config['bias']!r}; only 'none' is served")
     fault = _option_fault(config)
@@ -355,23 +327,17 @@ def _check_options(config: Mapping[str, Any], invalid: ErrorFactory) -> None:
 def _layers(
     config: Mapping[str, Any], targets_pattern: bool, invalid: ErrorFactory
 ) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Return (`layers_to_transform`, `layers_pattern`)."""
     layers, pattern = config.get("layers_to_transform"), config.get("layers_pattern") or ()
     numbers = [layers] if isinstance(layers, int) else layers or []
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
-        raise invalid(
-            f"has layers_to_transform = {layers!r}; it must be the number of a layer, or a list of"
-            " numbers"
-        )
+        wrong = f"has layers_to_transform = {layers!r}"
+        raise invalid(f"{wrong}; it must be the number of a layer, or a list of numbers")
     if not isinstance(pattern, str) and pattern and not is_names(pattern):
-        raise invalid(
-            f"has layers_pattern = {pattern!r}; it must be a pattern, or a list of patterns"
-        )
+        wrong = f"has layers_pattern = {pattern!r}"
+        raise invalid(f"{wrong}; it must be a pattern, or a list of patterns")
     if targets_pattern and (layers is not None or pattern):
-        raise invalid(
-            "has 'layers_to_transform' or 'layers_pattern' with a 'target_modules' that"
-            " is a pattern, which PEFT does not allow"
-        )
+        pattern_with = "'layers_to_transform' or 'layers_pattern' with a 'target_modules'"
+        raise invalid(f"has {pattern_with} that is a pattern, which PEFT does not allow")
     if pattern and layers is None:
         raise invalid("has 'layers_pattern' without 'layers_to_transform'")
     return frozenset(numbers), (pattern,) if isinstance(pattern, str) else tuple(pattern)
@@ -381,9 +347,8 @@ def _modules(
     value: Any, config: Mapping[str, Any], key: str, invalid: ErrorFactory
 ) -> str | frozenset[str]:
     if not isinstance(value, str) and not is_names(value):
-        raise invalid(
-            f"has {key} = {config.get(key)!r}; it must be names of modules, or a regular expression"
-        )
+        wrong = f"has {key} = {config.get(key)!r}"
+        raise invalid(f"{wrong}; it must be names of modules, or a regular expression")
     return value if isinstance(value, str) else frozenset(value)
 
 
@@ -392,10 +357,8 @@ def _invocation(tokens: Any, invalid: ErrorFactory) -> tuple[int, ...]:
         return ()
     is_list = isinstance(tokens, list) and 0 < len(tokens) <= MAX_INVOCATION
     if not is_list or not all(type(token) is int and token >= 0 for token in tokens):
-        raise invalid(
-            f"has alora_invocation_tokens = {shown(tokens)}; it must be a list of 1 to"
-            f" {MAX_INVOCATION} token ids"
-        )
+        wrong = f"has alora_invocation_tokens = {shown(tokens)}"
+        raise invalid(f"{wrong}; it must be a list of 1 to {MAX_INVOCATION} token ids")
     return tuple(tokens)
 
 
@@ -424,10 +387,8 @@ def _patterns(
     patterns = config.get(key)
     if patterns is None:
         return {}
-    if isinstance(patterns, dict) and len(patterns) > MAX_PATTERNS:
-        raise invalid(f"has {len(patterns)} patterns in {key}; at most {MAX_PATTERNS} are served")
     if not isinstance(patterns, dict):
         raise invalid(f"has {key} = {patterns!r}; it must be an object of patterns")
-    return {
-        pattern: read(value, f"{key}[{pattern!r}]", invalid) for pattern, value in patterns.items()
-    }
+    if len(patterns) > MAX_PATTERNS:
+        raise invalid(f"has {len(patterns)} patterns in {key}; at most {MAX_PATTERNS} are served")
+    return {one: read(value, f"{key}[{one!r}]", invalid) for one, value in patterns.items()}

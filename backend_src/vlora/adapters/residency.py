@@ -1,9 +1,7 @@
 """Memory of adapters: host copies, slots of the operator, and pages of the pool.
 
-`AdapterTiers` moves adapters between these tiers; the other classes do the bookkeeping of one tier
-each. This module handles neither names nor folders nor waiting requests. It belongs to the engine's
-thread, except for `AdapterTiers.write` and `Residents.by_slot`. `memory/pool.py` describes the
-order of eviction.
+This module belongs to the engine's thread, except for `AdapterTiers.write` and `Residents.by_slot`.
+`memory/pool.py` describes the order of eviction.
 """
 
 from __future__ import annotations
@@ -29,20 +27,15 @@ from vlora.metrics import TierCounters
 
 
 class HostTier:
-    """Host copies of adapters: their weights in fp32, within a byte budget.
-
-    A copy is not evicted while `AdapterHandle.needs_host_copy` is true, even if the budget is
-    exceeded. This property is true while the adapter is resident or being packed. It is also true
-    while a started request uses this version, since the folder may no longer contain it.
-
-    budget: maximum number of bytes; None for no limit.
+    """Host copies of adapters: their weights in fp32, within a byte budget (None for no limit),
+    which copies with `AdapterHandle.needs_host_copy` may exceed.
     """
 
     def __init__(self, budget: int | None) -> None:
         self._budget = math.inf if budget is None else budget
         self._order: UseOrder[AdapterHandle] = UseOrder()
+        # Handles whose copies were packed. All copies that may not be evicted are among them.
         self._in_use: set[AdapterHandle] = set()
-        """Handles whose copies were packed. All copies that may not be evicted are among them."""
         self.used_bytes = 0
 
     @property
@@ -52,17 +45,12 @@ class HostTier:
 
     @property
     def available_bytes(self) -> float:
-        """Bytes that are free or can be freed by eviction.
-
-        Negative if the copies that may not be evicted exceed the budget.
-        """
+        """Bytes that are free or can be freed; negative if copies in use exceed the budget."""
         self._in_use = {handle for handle in self._in_use if handle.needs_host_copy}
         return self._budget - sum(handle.description.host_bytes for handle in self._in_use)
 
     def add(self, handle: AdapterHandle, adapter: Adapter) -> None:
-        """Store the copy of an adapter that was just read. If the version was read before, its
-        digest must be the same.
-        """
+        """Store the copy of an adapter that was just read."""
         assert adapter.info.digest, "weights have a digest"
         assert handle.info.digest in ("", adapter.info.digest), "a version has one digest"
         handle.enter(AdapterState.IN_MEMORY)
@@ -81,15 +69,11 @@ class HostTier:
         self.used_bytes -= handle.description.host_bytes
 
     def drop(self, handle: AdapterHandle) -> None:
-        """Drop a copy that is not needed."""
         self.remove(handle)
         handle.enter(AdapterState.ON_DISK)
 
     def evict_until_fits(self, size: int) -> int:
-        """Evict copies until `size` more bytes fit or no copy can be evicted.
-
-        Returns the number of evicted copies.
-        """
+        """Evict copies until `size` more bytes fit or all are needed. Return the number."""
         evicted = 0
         while self.free_bytes < size:
             idle = (handle for handle in self._order.oldest_first() if not handle.needs_host_copy)
@@ -111,11 +95,9 @@ class HostTier:
 
 
 class Slots:
-    """Slots of the LoRA operator: owner of the groups of projections and of the heads.
+    """Slots of the LoRA operator: indices into all groups of projections, and into the heads.
 
-    A slot is an index into every group and into the heads. An adapter first gets a slot from
-    `take`. `pack` then writes its weights, after which steps may use the slot. The slot of an
-    evicted adapter is reused.
+    `take` assigns a slot to an adapter, and `pack` writes its weights. Then steps may use the slot.
 
     dtype: dtype of the packed copies; host copies are fp32.
     device: device whose steps use the adapters.
@@ -134,10 +116,7 @@ class Slots:
         self._released: set[int] = set()
 
     def group(self, matrices: Sequence[MatrixId]) -> LoraGroup:
-        """Return the group of these matrices, which share their input.
-
-        The group holds A and B of each matrix by slot.
-        """
+        """Return the group of these matrices, which share their input: A and B of each, by slot."""
         key = tuple(matrices)
         if key not in self._groups:
             shapes = [self._model.shape_of(matrix) for matrix in key]
@@ -151,12 +130,8 @@ class Slots:
         return self._groups[key]
 
     def bytes_of(self, ranks: Mapping[MatrixId, int]) -> int:
-        """Return the size in bytes of an adapter's packed copies in all groups.
-
-        The copy of its vision task head is not counted, since the compiled core allocates it
-        outside the pool.
-
-        ranks: rank of each matrix that the adapter changes.
+        """Return the size in bytes of the packed copies of an adapter with these ranks by matrix,
+        without its vision task head, which the compiled core allocates outside the pool.
         """
         return sum(
             group.slot_bytes([ranks.get(matrix, 0) for matrix in matrices])
@@ -179,14 +154,12 @@ class Slots:
         return slot
 
     def pack(self, slot: int, address: int | None = None, size: int = 0) -> None:
-        """Pack the slot's adapter into all groups, one after another in the order in which steps
-        use them.
+        """Pack the slot's adapter into all groups, in the order in which steps use them.
 
         Any thread may call this, because no step uses the slot yet. If the CPU cannot write to the
         device's memory, the call only starts the copies, and a step waits for those that it uses.
 
-        address: address of the memory to write to. If None, the compiled core allocates memory.
-        size: number of bytes at `address`.
+        address, size: memory to write to; allocated by the compiled core if the address is None.
         """
         adapter = self._adapters[slot]
         assert adapter is not None, f"slot {slot} is empty"
@@ -224,10 +197,8 @@ class Slots:
         self._adapters[slot] = None
 
     def release(self, slot: int) -> None:
-        """Release a slot that nothing uses any more. The slot can be assigned again.
-
-        Unlike with `clear`, the slot's weights stay in memory. `sweep` frees them, or `pack`
-        replaces them by those of another adapter.
+        """Release a slot that nothing uses any more. Its weights stay in memory until `sweep` frees
+        them or `pack` replaces them.
         """
         self._adapters[slot] = None
         self._released.add(slot)
@@ -248,8 +219,7 @@ class Residents:
     """Resident adapters by slot, and the order in which the page pool evicts unused ones.
 
     evict: function that releases the slot and the pages of an adapter, and calls `remove`.
-    protected_slot: slot whose adapter is never evicted because it is live in the next step; BASE
-        for none.
+    protected_slot: slot of the next step's live adapter, which is never evicted; BASE for none.
     needed: adapters that older waiting requests need. They are not evicted.
     """
 
@@ -275,7 +245,6 @@ class Residents:
         self._retired.discard(handle)
 
     def retire(self, handle: AdapterHandle) -> None:
-        """Record that the adapter's name refers to another version than this one."""
         self._retired.add(handle)
 
     @property
@@ -286,7 +255,6 @@ class Residents:
     # -- called by the pool ----------------------------------------------------------------------
 
     def _idle(self) -> Iterator[AdapterHandle]:
-        """Yield the adapters that may be evicted, the next one to evict first."""
         # Adapters in use are skipped, so the time to the first result grows with their number.
         yield from (handle for handle in self._retired if handle.obsolete and self._unused(handle))
         for handle in self._order.oldest_first():
@@ -294,9 +262,8 @@ class Residents:
                 yield handle
 
     def _unused(self, handle: AdapterHandle) -> bool:
-        return (
-            not handle.pinned and handle.slot != self.protected_slot and handle not in self.needed
-        )
+        in_use = handle.pinned or handle.slot == self.protected_slot
+        return not in_use and handle not in self.needed
 
     def evictable_pages(self, enough: int) -> int:
         pages = 0
@@ -322,7 +289,6 @@ class Residents:
         self._evict(handle)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if slots and handles are inconsistent."""
         for slot, handle in self._handles.items():
             handle.check_integrity()
             assert handle.resident
@@ -342,10 +308,6 @@ class AdapterTiers:
     def __init__(
         self, model: ModelShape, dtype: torch.dtype, host_bytes: int | None, device: Device
     ) -> None:
-        """Create empty tiers, which need `attach` before an adapter is packed.
-
-        The arguments are those of `AdapterStore`.
-        """
         self.host = HostTier(host_bytes)
         self.slots = Slots(model, dtype, device)
         self.residents = Residents(self.evict)
@@ -353,8 +315,8 @@ class AdapterTiers:
         self.on_evict: Callable[[int, AdapterHandle], None] = lambda slot, handle: None
         self.pool: PagePool
         self.memory: PageMemory
+        # Retired versions that may still have weights in host memory or in the pool.
         self._obsolete: set[AdapterHandle] = set()
-        """Retired versions that may still have weights in host memory or in the pool."""
 
     def attach(self, pool: PagePool, memory: PageMemory) -> None:
         """Store packed copies in the pool's pages from now on."""
@@ -367,7 +329,6 @@ class AdapterTiers:
         return Run.length(self.packed_bytes(handle), self.memory.page_bytes)
 
     def packed_bytes(self, handle: AdapterHandle) -> int:
-        """Return the size in bytes of the adapter's packed copies."""
         if not handle.packed_bytes:
             handle.packed_bytes = self.slots.bytes_of(handle.description.ranks)
         return handle.packed_bytes
@@ -379,12 +340,8 @@ class AdapterTiers:
 
     def count_request(self, handle: AdapterHandle) -> None:
         """Count a queued request by the tier that its adapter is in."""
-        if handle.resident:
-            self.count(hits=1)
-        elif handle.adapter is not None:
-            self.count(host_hits=1)
-        else:
-            self.count(misses=1)
+        tier = "hits" if handle.resident else "host_hits" if handle.adapter else "misses"
+        self.count(**{tier: 1})
 
     # -- transitions -----------------------------------------------------------------------------
 
@@ -395,10 +352,8 @@ class AdapterTiers:
         self.count(host_evictions=evicted)
 
     def reserve(self, handle: AdapterHandle, kv_pages: int = 0) -> bool:
-        """Assign a slot and pages to an adapter in memory, so that it can be packed.
-
-        Returns False if the pool has too few pages for it and for `kv_pages` pages of keys and
-        values.
+        """Assign a slot and pages to an adapter in memory, so that it can be packed. Return False
+        if the pool has too few pages for it and for `kv_pages` pages of keys and values.
         """
         assert handle.adapter is not None
         pages = self.pages_of(handle)
@@ -416,12 +371,8 @@ class AdapterTiers:
         return True
 
     def write(self, slot: int, run: Run) -> None:
-        """Write the packed copies of a slot's adapter.
-
-        Any thread may call this, since nothing else uses the slot and the pages meanwhile.
-        """
-        size = run.count * self.memory.page_bytes
-        self.slots.pack(slot, self.memory.address(run.first), size)
+        """Write the packed copies of a reserved slot, on any thread."""
+        self.slots.pack(slot, self.memory.address(run.first), run.count * self.memory.page_bytes)
 
     def packed(self, handle: AdapterHandle) -> None:
         """Make an adapter resident whose packed copies have been written."""
@@ -467,11 +418,8 @@ class AdapterTiers:
         self.pool.release_run(handle.run)
 
     def retire(self, handle: AdapterHandle | None) -> None:
-        """Record that no name refers to a version any more, so that no new request can use it.
-
-        As soon as no started request uses the version, it is the first to be evicted.
-
-        handle: the version. With None, the method does nothing.
+        """Record that no name refers to a version any more. No new request can use it, and once no
+        started one does, it is the first to be evicted. None is ignored.
         """
         if handle is not None:
             handle.retired = True
@@ -488,10 +436,7 @@ class AdapterTiers:
                 self._obsolete.remove(handle)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if slots, host copies or runs are inconsistent.
-
-        Call it only while nothing is being packed.
-        """
+        """Raise AssertionError if the tables are inconsistent. Nothing may be being packed."""
         self.host.check_integrity()
         self.residents.check_integrity()
         resident = self.residents.by_slot

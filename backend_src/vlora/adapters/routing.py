@@ -1,9 +1,7 @@
 """Choice of an adapter for requests that name none, by task and question.
 
-The V-LoRA paper expects requests to name their adapter and mentions routing as an alternative
-(footnote 4). EdgeLoRA routes by a learned model. Here, each adapter declares its *skills*, which
-the adapter generator writes. A skill describes one kind of request: its task, the usual words of
-its questions, and the measured accuracy.
+The V-LoRA paper mentions routing as an alternative (footnote 4). Each adapter declares its
+*skills*: the task, usual words and measured accuracy of one kind of request.
 """
 
 from __future__ import annotations
@@ -17,19 +15,15 @@ from typing import Any
 
 from vlora.adapters.errors import ErrorFactory, is_names
 
-MIN_FIT = 0.5
-"""Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers."""
+MIN_FIT = 0.5  # Fit, from 0 to 1, below which no adapter is chosen, so that the base model answers.
+# Maximum loss of accuracy, from 0 to 1, that is accepted for an adapter that is resident already.
 SLACK = 0.02
-"""Maximum loss of accuracy, from 0 to 1, that is accepted for an adapter that is resident already.
-"""
+# Maximum number of characters of a question that are read; the rest is ignored.
 MAX_QUESTION = 4096
-"""Maximum number of characters of a question that are read; the rest is ignored."""
-MAX_SKILLS = 256
-"""Maximum number of skills per adapter."""
-MAX_WORDS = 32
-"""Maximum number of words per skill."""
+MAX_SKILLS = 256  # Maximum number of skills per adapter.
+MAX_WORDS = 32  # Maximum number of words per skill.
+# Minimum share of a skill's questions that must contain a word for the skill to declare it.
 MIN_SHARE = 0.02
-"""Minimum share of a skill's questions that must contain a word for the skill to declare it."""
 
 _WORD = re.compile(r"\w+")
 
@@ -38,8 +32,6 @@ _WORD = re.compile(r"\w+")
 class Skill:
     """One kind of request that an adapter was trained for.
 
-    name: name of the skill.
-    task: task of its requests.
     words: lower-case words of its questions; empty if its requests have no question.
     accuracy: accuracy on held-out data, from 0 to 1.
     """
@@ -56,10 +48,7 @@ def words_of(text: str) -> frozenset[str]:
 
 
 def usual_words(questions: Sequence[str]) -> list[str]:
-    """Return the most frequent words of the questions, at most MAX_WORDS, in alphabetical order.
-
-    Words that less than MIN_SHARE of the questions contain are left out.
-    """
+    """Return the most frequent words of the questions, at most MAX_WORDS, in alphabetical order."""
     counts = Counter(word for question in questions for word in words_of(question))
     least = MIN_SHARE * len(questions)
     ranked = sorted(counts.items(), key=lambda pair: (-pair[1], pair[0]))
@@ -67,25 +56,16 @@ def usual_words(questions: Sequence[str]) -> list[str]:
 
 
 def read_skills(value: Any, invalid: ErrorFactory) -> tuple[Skill, ...]:
-    """Return the skills that `vlora.json` declares.
-
-    value: the value of its key "skills".
-
-    Raises InvalidArgument if they are not valid.
-    """
+    """Return the skills in the value of `skills` in `vlora.json`. Raises InvalidArgument."""
     if not isinstance(value, list) or not all(map(_is_skill, value)):
         raise invalid(
             "must give 'skills' as a list of objects with 'name', 'task', an 'accuracy' from 0 to 1"
             " and 'words', a list of strings"
         )
     if len(value) > MAX_SKILLS or any(len(one["words"]) > MAX_WORDS for one in value):
-        raise invalid(
-            f"has more than {MAX_SKILLS} skills, or a skill of more than {MAX_WORDS} words"
-        )
-    return tuple(
-        Skill(one["name"], one["task"], one["accuracy"], words_of(" ".join(one["words"])))
-        for one in value
-    )
+        limits = f"more than {MAX_SKILLS} skills, or a skill of more than {MAX_WORDS} words"
+        raise invalid(f"has {limits}")
+    return tuple(Skill(**{**one, "words": words_of(" ".join(one["words"]))}) for one in value)
 
 
 def _is_skill(one: Any) -> bool:
@@ -104,7 +84,6 @@ class Router:
     """Chooses adapters by their skills. Immutable, so any thread may use it."""
 
     def __init__(self, skills: Mapping[str, Iterable[Skill]]) -> None:
-        """Create a router of the adapters with these skills, by name."""
         self._by_task: dict[str, list[tuple[str, Skill]]] = defaultdict(list)
         for name, listed in skills.items():
             for skill in listed:
@@ -122,10 +101,8 @@ class Router:
     def choose(self, task: str, question: str, resident: Callable[[str], bool]) -> str | None:
         """Return the adapter whose skill fits a request best, or None if no skill fits.
 
-        Several skills may fit equally. Of those whose accuracy is at most SLACK below the best, one
-        of a resident adapter is preferred, then the most accurate.
-
-        resident: function that returns whether the adapter with this name is resident.
+        Of equal ones whose accuracy is at most SLACK below the best, one for whose name `resident`
+        is true is preferred, then the most accurate.
         """
         pairs = self._by_task.get(task, ())
         asked = words_of(question)
@@ -140,9 +117,7 @@ class Router:
         return name
 
     def _fit(self, asked: frozenset[str], skill: Skill) -> float:
-        """Return how well a skill fits the words of a question, from 0 to 1: the share of them that
-        are words of the skill, where rare words have a larger weight.
-        """
+        # From 0 to 1: the share of the words that the skill has, where rare words weigh more.
         if not asked:
             return float(not skill.words)
         return self._weight(asked & skill.words) / self._weight(asked)

@@ -1,13 +1,7 @@
 """Adapter store: the adapters of a server in three tiers, folders → host memory → page pool.
 
-The files of every known adapter are checked and described. The host tier holds the weights of as
-many adapters as its byte budget allows. The page pool holds packed copies of as many as fit. An
-adapter in the pool is *resident*: it has a slot of the LoRA operator, so steps can use it. A
-request whose adapter is not resident waits in the scheduler. An adapter that cannot be loaded is an
-error for its own requests only.
-
-All state belongs to the engine's thread. Other threads read folders, read weights and pack them;
-they return results, which `apply` turns into transitions of handles (decision 74).
+Other threads read folders, read weights and pack them; `apply` turns their results into transitions
+of handles on the engine's thread, which owns all state (decision 74).
 """
 
 from __future__ import annotations
@@ -52,29 +46,24 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+# Maximum number of adapters that are loaded or packed at the same time. The adapters of older
+# requests go first.
 MAX_PREFETCHED = 8
-"""Maximum number of adapters that are loaded or packed at the same time.
 
-The adapters of older requests go first.
-"""
-
+# Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread. On
+# the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
+# this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all
+# adapters are packed on the packer's thread, because packing may wait for earlier copies to the
+# GPU.
 INLINE_PACK_BYTES = 4 << 20
-"""Maximum packed bytes of the adapters that one call of `advance` packs on the engine's thread.
-
-On the packer's thread, packing waits for the GIL once per group of matrices. For small adapters,
-this wait would delay the requests by some steps (decision 57). If steps run on a GPU, all adapters
-are packed on the packer's thread, because packing may wait for earlier copies to the GPU.
-"""
 
 
 class Workers:
     """Two threads, and the queue of the results of these and other threads.
 
     The loader reads files and the packer packs weights into pages, so that adapters in memory do
-    not wait for the disk. Each runs its jobs in the order of submission. Any thread may call `post`
-    and read `pending`. Everything else belongs to the engine's thread.
-
-    on_post: called after each `post`, on the thread that posts.
+    not wait for the disk. Any thread may call `post` and read `pending`; the rest belongs to the
+    engine's thread. `on_post` is called after each `post`, on the thread that posts.
     """
 
     def __init__(self) -> None:
@@ -94,8 +83,8 @@ class Workers:
         done: Callable[[T], None],
         failed: Callable[[BaseException], None],
     ) -> None:
-        """Run a job on the loader or the packer. When it ends, the engine's thread calls `done`
-        with its result, or `failed` with its exception.
+        """Run a job on the loader or the packer. Then the engine's thread calls `done` with its
+        result, or `failed` with its exception.
         """
 
         def run() -> None:
@@ -113,7 +102,6 @@ class Workers:
         apply()
 
     def post(self, apply: Callable[[], None]) -> None:
-        """Queue a function that applies a result."""
         self._results.put(apply)
         self.on_post()
 
@@ -128,12 +116,10 @@ class Workers:
         return self._unfinished > 0
 
     def apply(self) -> None:
-        """Apply all results that are queued, in the order in which they arrived."""
         while self.pending:
             self._results.get()()
 
     def finish(self) -> None:
-        """Wait for the results of all jobs submitted so far, and apply them."""
         while self.busy:
             self._results.get()()
 
@@ -149,9 +135,10 @@ class AdapterStore:
     `names`, `table`, `handle`, `info`, `route` and `resident` may be called from any thread.
     Everything else belongs to the engine's thread.
 
-    folders: reads the folders, on the thread that watches them.
-    workers: load and pack; `apply` applies the results.
-    tiers, slots: memory of the adapters.
+    max_bytes: maximum size of one adapter's weights in fp32.
+    dtype: dtype of the packed copies.
+    host_bytes: maximum size of the host copies that may be evicted; None for no limit.
+    device: device whose steps use the adapters.
     """
 
     def __init__(
@@ -162,13 +149,6 @@ class AdapterStore:
         host_bytes: int | None = None,
         device: Device = HOST,
     ) -> None:
-        """Create a store without adapters.
-
-        max_bytes: maximum size of one adapter's weights in fp32.
-        dtype: dtype of the packed copies.
-        host_bytes: maximum size of the host copies that may be evicted; None for no limit.
-        device: device whose steps use the adapters.
-        """
         self._names = AdapterNames()
         self.tiers = AdapterTiers(model, dtype, host_bytes, device)
         self.slots = self.tiers.slots
@@ -176,25 +156,20 @@ class AdapterStore:
         self.folders = FolderReader(model, max_bytes, self._allowed_bytes, self._post_folder)
         self._packs_inline = device.in_host_memory
         self._inline_bytes_left = 0
+        # Size of all weights that the engine's thread has received from `folders` so far.
         self._taken_bytes = 0
-        """Size of all weights that the engine's thread has received from `folders` so far."""
 
     def load(self, folders: Mapping[str, Path]) -> None:
         """Read each named folder, in order of name. A failure is an error of that adapter only.
 
-        Weights are read as long as they fit into the host budget. Of the other adapters, only the
-        declarations are read.
+        Of adapters whose weights do not fit the host budget, only the declarations are read.
         """
         self.folders.update({name: (folder, stamp_of(folder)) for name, folder in folders.items()})
         self.apply()
 
     def attach(self, pool: PagePool, memory: PageMemory, pages: int) -> None:
-        """Store packed copies in the pool's pages from now on, and pack adapters that are in
-        memory.
-
-        All groups must have been created.
-
-        pages: maximum number of pages to pack into now.
+        """Store packed copies in the pool's pages from now on, and pack adapters in memory into at
+        most `pages` pages. All groups must have been created.
         """
         self.tiers.attach(pool, memory)
         for handle in self.table.current.values():
@@ -213,7 +188,6 @@ class AdapterStore:
         return self._names.table
 
     def names(self) -> tuple[str, ...]:
-        """Return the sorted names of the adapters that requests can use."""
         return self.table.names
 
     def handle(self, name: str) -> AdapterHandle:
@@ -225,17 +199,13 @@ class AdapterStore:
         return self.handle(name).info
 
     def route(self, task: str, question: str) -> str | None:
-        """Return the adapter whose skills fit a request best, or None if no skill fits.
-
-        task, question: task and text of the request.
-        """
+        """Return the adapter whose skills fit a request best, or None if no skill fits."""
         table = self.table
         return table.router.choose(task, question, lambda name: table.current[name].resident)
 
     def slot(self, name: str | None) -> int:
-        """Return the slot of a resident adapter; BASE if `name` is None.
-
-        Raises the errors of `handle`, and ValueError if the adapter is not resident.
+        """Return the slot of a resident adapter; BASE if `name` is None. Raises the errors of
+        `handle`, and ValueError if the adapter is not resident.
         """
         if name is None:
             return BASE
@@ -246,7 +216,6 @@ class AdapterStore:
 
     @property
     def resident(self) -> Mapping[int, AdapterHandle]:
-        """Resident adapters by slot."""
         return self.tiers.residents.by_slot
 
     # -- results of other threads ----------------------------------------------------------------
@@ -264,7 +233,6 @@ class AdapterStore:
 
     @property
     def loading(self) -> bool:
-        """True if an adapter is being loaded or packed."""
         return self.workers.busy
 
     def close(self) -> None:
@@ -302,14 +270,12 @@ class AdapterStore:
 
     def advance(self, wanted: Sequence[AdapterHandle], running: int = 0) -> AdapterHandle | None:
         """Apply all results. Then begin to load and pack the adapters that waiting requests need,
-        as far as memory and pages allow.
+        as far as memory and pages allow. Return the first one in memory that lacks pages, or None.
 
         The adapter of an older request is never evicted for that of a newer request.
 
         wanted: adapters of waiting requests, in order of arrival.
         running: number of running requests, each of which will need another page.
-
-        Returns the first adapter that is in memory but lacks pages, or None.
         """
         self.apply()
         blocked = self._begin(wanted, running)
@@ -361,7 +327,6 @@ class AdapterStore:
             self.tiers.keep(handle, adapter)
 
     def _reserve_and_pack(self, handle: AdapterHandle, running: int) -> AdapterHandle | None:
-        """Pack an adapter that is in memory. Return it if it lacks pages, else None."""
         if not self.tiers.reserve(handle, running):
             return handle
         is_small = self.tiers.packed_bytes(handle) <= self._inline_bytes_left
@@ -369,11 +334,6 @@ class AdapterStore:
         return None
 
     def _pack(self, handle: AdapterHandle, *, between_steps: bool) -> None:
-        """Pack an adapter that has its slot and pages.
-
-        between_steps: whether to pack it now, on the engine's thread. Otherwise, the packer's
-            thread packs it.
-        """
         assert handle.slot is not None
         assert handle.run is not None
         job = partial(self.tiers.write, handle.slot, handle.run)
@@ -390,13 +350,8 @@ class AdapterStore:
             self.tiers.packed(handle)
 
     def _fail(self, handle: AdapterHandle, error: BaseException) -> None:
-        """Try a failed load or packing again later if the cause lies outside the adapter's files.
-
-        Any other failure, or the last allowed attempt, becomes the error of the handle. The name
-        becomes broken, unless it refers to a newer version by now.
-        """
         transient = is_transient(error)
-        if transient:
+        if transient:  # The cause lies outside the adapter's files.
             handle.backoff.failed(self.folders.clock())
             if handle.backoff.attempts < MAX_ATTEMPTS:
                 log.warning("loading adapter '%s' is tried again: %s", as_text(handle.name), error)
@@ -411,18 +366,11 @@ class AdapterStore:
                 self.folders.read_again(handle.name)
 
     def check_integrity(self) -> None:
-        """Raise AssertionError if slots, host copies or runs are inconsistent.
-
-        Call it only while the workers are idle.
-        """
+        """Raise AssertionError if the tiers are inconsistent. The workers must be idle."""
         self.tiers.check_integrity()
 
 
 def _read_weights(handle: AdapterHandle) -> Adapter:
-    """Return the weights of a version, on the loader's thread.
-
-    Raises the errors of `read_adapter`, and InvalidArgument if the folder has changed.
-    """
     adapter = read_adapter(handle.folder, handle.description)
     stamp = stamp_of(handle.folder)
     if stamp != handle.stamp:

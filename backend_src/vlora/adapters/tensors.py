@@ -1,8 +1,7 @@
 """Weights of an adapter: its safetensors file, checked before anything is read, and their reader.
 
 A thread that releases the GIL must wait to get it back while the engine is busy. So a load makes a
-few calls for the whole file instead of some per matrix: one read, one cast, one check for NaN and
-one digest (decision 50). This module handles no names, configs or patterns.
+few calls for the whole file instead of some per matrix (decision 50).
 """
 
 from __future__ import annotations
@@ -34,20 +33,15 @@ from vlora.weights.safetensors import (
     read_rows,
 )
 
+# Maximum size of a file's header. An adapter of 80 layers needs 0.2 MB.
 MAX_HEADER_BYTES = 16 * 1024 * 1024
-"""Maximum size of a file's header. An adapter of 80 layers needs 0.2 MB."""
 
-PIECE_BYTES = 1 << 20
-"""Number of bytes that `WeightsFile.equals` reads and compares at a time."""
+PIECE_BYTES = 1 << 20  # Number of bytes that `WeightsFile.equals` reads and compares at a time.
 
 
 @dataclass
 class PairTensors:
-    """Tensors of one matrix's A and B in the weights file, with their rank and scale.
-
-    path: path of the matrix's module, as the file spells it.
-    a, b: keys of A and B; "" until they are found.
-    """
+    """Keys of one matrix's A and B ("" until found), and the path of its module, as in the file."""
 
     path: str
     a: str = ""
@@ -57,14 +51,11 @@ class PairTensors:
 
 
 class WeightsFile:
-    """An open safetensors file of an adapter. A file may declare more than the machine's memory, so
-    sizes are checked before anything is read.
-
-    shapes: shape of each declared tensor by its key.
+    """An open safetensors file of an adapter. It may declare more than the machine's memory, so
+    sizes are checked before anything is read. `shapes` has the shape of each tensor by key.
     """
 
     def __init__(self, path: Path, invalid: ErrorFactory) -> None:
-        """Open the file. Raise InvalidArgument if it is missing, not a regular file, or broken."""
         self._path = path
         self._invalid = invalid
         require_file(path, invalid)
@@ -72,10 +63,8 @@ class WeightsFile:
             with path.open("rb") as opened:
                 size = int.from_bytes(opened.read(8), "little")
                 if size > MAX_HEADER_BYTES:
-                    raise invalid(
-                        f"is not a complete safetensors file: its header has {size} bytes;"
-                        f" the limit is {MAX_HEADER_BYTES}"
-                    )
+                    excess = f"its header has {size} bytes; the limit is {MAX_HEADER_BYTES}"
+                    raise invalid(f"is not a complete safetensors file: {excess}")
                 opened.seek(0)
                 self._header = read_header(opened)
             self._opened = _open(path)
@@ -92,10 +81,7 @@ class WeightsFile:
             raise self._invalid(f"holds '{key}' as {stored}; supported: {', '.join(FLOATS)}")
 
     def stored(self, key: str) -> torch.Tensor:
-        """Return the tensor as it is stored.
-
-        Raises InvalidArgument if it is not floating-point or cannot be read.
-        """
+        """Return the tensor as it is stored. Raises InvalidArgument."""
         self._require_float(key)
         try:
             tensor: torch.Tensor = self._opened.get_tensor(key)
@@ -104,10 +90,8 @@ class WeightsFile:
         return tensor
 
     def read(self, key: str) -> torch.Tensor:
-        """Return the tensor in fp32, contiguous.
-
-        Raises InvalidArgument if it is not floating-point, cannot be read, or contains NaN or
-        infinity.
+        """Return the tensor in fp32, contiguous. Raises InvalidArgument if it is not
+        floating-point, cannot be read, or contains NaN or infinity.
         """
         tensor = self.stored(key).to(torch.float32).contiguous()
         if not bool(torch.isfinite(tensor).all()):
@@ -116,7 +100,6 @@ class WeightsFile:
 
     def equals(self, key: str, expected: Rows) -> bool:
         """Return whether a stored matrix, rounded to the dtype of `expected`, equals `expected`.
-
         Raises InvalidArgument if the matrix is not floating-point or cannot be read.
         """
         if self.shapes[key] != tuple(expected.shape):
@@ -140,24 +123,18 @@ class WeightsFile:
         return True
 
     def require_fits(self, keys: Iterable[str], max_bytes: int, others: int = 0) -> int:
-        """Return the size in bytes of these tensors in fp32 plus `others`.
-
-        others: size in bytes of the adapter's weights in other files.
-
-        Raises InvalidArgument if the sum is above `max_bytes`.
+        """Return the size in bytes of these tensors in fp32 plus `others`, those in other files.
+        Raises InvalidArgument if it is above `max_bytes`.
         """
         needed = others + sum(4 * math.prod(self.shapes[key]) for key in keys)
         if needed > max_bytes:
-            raise self._invalid(
-                f"declares weights of {needed} bytes; 'max_adapter_bytes' allows {max_bytes}"
-            )
+            allowed = f"'max_adapter_bytes' allows {max_bytes}"
+            raise self._invalid(f"declares weights of {needed} bytes; {allowed}")
         return needed
 
     def reader(self, pairs: Mapping[MatrixId, PairTensors]) -> WeightsReader:
         """Return a reader of these matrices. Thousands of adapters of one kind, whose headers are
-        equal, share one reader.
-
-        Raises InvalidArgument if a tensor does not have a supported floating-point type.
+        equal, share one reader. Raises InvalidArgument for an unsupported type.
         """
         for key in self._declared:
             self._require_float(key)
@@ -187,8 +164,7 @@ class WeightsReader:
     """Reads the weights of one adapter file, as planned when the file was checked.
 
     plan: reads A of all matrices and then B of all.
-    ranks: rank of each matrix, in the order of the matrices.
-    scales: scale of each matrix, in the same order.
+    ranks, scales: rank and scale of each matrix, in the order of the matrices.
     shapes: shape of each tensor, in the order of the plan.
     """
 
@@ -199,15 +175,13 @@ class WeightsReader:
 
     @property
     def nbytes(self) -> int:
-        """Number of bytes of the weights in fp32."""
         return 4 * sum(self._sizes)
 
     def read(self, path: Path, invalid: ErrorFactory) -> tuple[dict[MatrixId, LoraPair], str]:
         """Return (A and B by matrix, digest). A and B are fp32, with the scale folded into B.
 
         The digest is the SHA-256 of the ids of the matrices, and of the shapes and values of A and
-        B. The file is not read if there are no matrices. Raises InvalidArgument if the file cannot
-        be read or contains NaN or infinity.
+        B. Raises InvalidArgument if the file cannot be read or contains NaN or infinity.
         """
         state = hashlib.sha256(self._declared)
         if not self.shapes:
@@ -221,11 +195,7 @@ class WeightsReader:
         state.update(flat.numpy().data)
         return _split_pairs(flat, self.ranks, self.shapes), state.hexdigest()
 
-    def _reason_not_finite(self, flat: torch.Tensor) -> str:
-        """Return what is wrong with the first tensor that is not finite, before or after scaling.
-
-        flat: stored values in fp32, not yet scaled.
-        """
+    def _reason_not_finite(self, flat: torch.Tensor) -> str:  # `flat` is not yet scaled.
         scales = (1.0,) * len(self.ranks) + self.scales
         tensors = flat.split_with_sizes(self._sizes)
         for key, values, scale in zip(self.plan.keys, tensors, scales, strict=True):
@@ -241,7 +211,6 @@ class WeightsReader:
 
     @cached_property
     def _scaled_ranges(self) -> list[tuple[float, int, int]]:
-        """Ranges of adjacent elements with a scale other than 1, as (scale, start, end)."""
         count = len(self.ranks)
         start, ranges = sum(self._sizes[:count]), []
         scales_of_b = zip(self.scales, self._sizes[count:], strict=True)
@@ -257,18 +226,15 @@ class WeightsReader:
         return repr((tuple(self.ranks), self.shapes)).encode()
 
 
+# Readers that are in use, by the header of their files and the ranks and scales.
 _READERS: WeakValueDictionary[tuple[object, ...], WeightsReader] = WeakValueDictionary()
-"""Readers that are in use, by the header of their files and the ranks and scales."""
 
 
 def _split_pairs(
     flat: torch.Tensor, matrices: Iterable[MatrixId], shapes: Sequence[tuple[int, ...]]
 ) -> dict[MatrixId, LoraPair]:
-    """Return A and B of each matrix as views of `flat`: A of all matrices, then B of all."""
     parts = flat.split_with_sizes([math.prod(shape) for shape in shapes])
     factors = [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
     count = len(factors) // 2
-    return {
-        matrix: LoraPair(a, b)
-        for matrix, a, b in zip(matrices, factors[:count], factors[count:], strict=True)
-    }
+    pairs = map(LoraPair, factors[:count], factors[count:])
+    return dict(zip(matrices, pairs, strict=True))

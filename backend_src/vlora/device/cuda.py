@@ -25,9 +25,10 @@ MAX_LOADS = 16
 
 
 class CudaDevice(Device):
-    """A GPU. Activations have the dtype of the weights, and inputs are copied from pinned memory.
+    """A GPU, number `index`, of whose memory this process allocates at most the given share.
 
-    Only this class needs a GPU. Tests run all other code for GPUs on CPU tensors.
+    Activations have the dtype of the weights, and inputs are copied from pinned memory. Only this
+    class needs a GPU. Tests run all other code for GPUs on CPU tensors.
     """
 
     page_layout: PageLayout = "rows"
@@ -37,11 +38,6 @@ class CudaDevice(Device):
     captures_graphs = True
 
     def __init__(self, index: int, share: float = 1.0) -> None:
-        """Open a GPU.
-
-        index: number of the GPU, from 0.
-        share: maximum share of its memory that this process may allocate.
-        """
         self.name = f"cuda:{index}"
         self.torch_device = torch.device("cuda", index)
         self.make_current()
@@ -72,9 +68,8 @@ class CudaDevice(Device):
             raise OutOfMemory(self._too_little(what)) from error
 
     def _too_little(self, what: str) -> str:
-        return (
-            f"{what} do not fit device '{self.name}', which has {self.available_bytes()} bytes left"
-        )
+        left = self.available_bytes()
+        return f"{what} do not fit device '{self.name}', which has {left} bytes left"
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
         return weights
@@ -91,18 +86,17 @@ class CudaDevice(Device):
         if len(self._loads) >= MAX_LOADS:
             self._loads.popleft().synchronize()
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        needed = sum(tensor.nbytes for tensor in tensors)
         try:
             with torch.cuda.stream(self._load_stream):
                 copies = upload(tensors, self.torch_device)
                 event.record(self._load_stream)
         except torch.OutOfMemoryError as error:
-            needed = sum(tensor.nbytes for tensor in tensors)
             raise OutOfMemory(self._too_little(f"{needed} bytes")) from error
         except torch.AcceleratorError as error:
             # Only the allocator of the device has an exception for too little memory.
             if "out of memory" not in str(error):
                 raise
-            needed = sum(tensor.nbytes for tensor in tensors)
             raise OutOfMemory(f"{needed} bytes do not fit pinned host memory") from error
         # The memory belongs to the stream of loads. Without `record_stream`, a load could get the
         # memory of released copies while steps still read them.
@@ -111,21 +105,17 @@ class CudaDevice(Device):
         return Load(copies, lambda: torch.cuda.current_stream(self.torch_device).wait_event(event))
 
     def capture(self, work: Callable[[], object]) -> Graph:
-        """Return `work` as a CUDA graph.
-
-        All graphs share one pool, so nothing may read a tensor that `work` allocates afterwards.
-        """
+        # All graphs share one pool, so nothing may read a tensor that `work` allocates afterwards.
         if self._first_graph is None:
             # torch deletes a pool with its last graph, and cannot capture into it afterwards if
             # cuBLAS still has memory there. This graph is never replayed, and keeps the pool.
             self._graph_pool = torch.cuda.graph_pool_handle()
             self._first_graph = self._captured(lambda: torch.zeros(1, device=self.torch_device))
         before = self._graph_bytes()
-        graph = self._captured(work)
-        return Graph(graph.replay, self._graph_bytes() - before)
+        return Graph(self._captured(work).replay, self._graph_bytes() - before)
 
     def _graph_bytes(self) -> int:
-        """Return the bytes of the pool of graphs, in which only captures allocate memory."""
+        # Only captures allocate memory in the pool of graphs.
         segments = torch.cuda.memory_snapshot(self._graph_pool)  # type: ignore[no-untyped-call]
         return sum(segment["total_size"] for segment in segments)
 
@@ -173,12 +163,10 @@ class CudaDevice(Device):
 
 
 def open_device(name: str, share: float = 1.0) -> Device:
-    """Return the device for the option `device`: "cpu", "cuda", "cuda:N" or "auto".
+    """Return the device for the option `device`: "cpu", "cuda", "cuda:N" or "auto", which is the
+    first GPU, or else the CPU. Raises InvalidArgument for a GPU that cannot be used.
 
     share: maximum share of a GPU's memory that this process may allocate.
-
-    "auto" is the first GPU, or else the CPU. Raises InvalidArgument, with the reason, for a GPU
-    that cannot be used.
     """
     if name == "cpu":
         return HOST
@@ -204,16 +192,15 @@ def why_no_gpu(name: str) -> str | None:
     except ImportError as error:
         return f"the package 'triton', in which the GPU kernels are written, is missing: {error}"
     if not (os.environ.get("CC") or any(map(shutil.which, C_COMPILERS))):
+        remedy = f"install {' or '.join(C_COMPILERS)}, or set CC"
         return (
-            "the package 'triton' needs a C compiler for its launcher, and there is none; install"
-            f" {' or '.join(C_COMPILERS)}, or set CC"
+            f"the package 'triton' needs a C compiler for its launcher, and there is none; {remedy}"
         )
     scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_paths(scheme)["include"])
     given = any(variable in os.environ for variable in ("CPATH", "C_INCLUDE_PATH"))
     if not given and not (headers / "Python.h").is_file():
-        return (
-            f"the package 'triton' compiles its launcher with Python.h, which is not in {headers};"
-            " install Python's headers (Debian: python3-dev)"
-        )
+        missing = f"compiles its launcher with Python.h, which is not in {headers}"
+        remedy = "install Python's headers (Debian: python3-dev)"
+        return f"the package 'triton' {missing}; {remedy}"
     return None

@@ -1,7 +1,7 @@
 """Devices: where weights, pages and rows are stored, and how the inputs of a step get there.
 
-The option `device` selects one `Device`. Other modules allocate memory through it, and choose
-kernels by the device of their tensors (`vlora.backends`), so they need no case for any device.
+The option `device` selects one. Other modules allocate memory through it, and choose kernels by the
+device of their tensors (`vlora.backends`), so they need no case for any device.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ PageLayout = Literal["panels", "rows"]  # Layouts of keys and values in a page; 
 
 @dataclass(frozen=True)
 class Graph:
-    """Recorded work of a device.
-
-    replay: runs the work again, on the same memory.
-    nbytes: bytes of device memory that its tensors take, beyond what earlier graphs share.
+    """Recorded work of a device. `replay` runs it again, on the same memory; `nbytes` is the memory
+    that its tensors take beyond what earlier graphs share.
     """
 
     replay: Callable[[], None]
@@ -40,10 +38,8 @@ class Graph:
 
 @dataclass(frozen=True)
 class Load:
-    """Copies of tensors on a device, which may still be under way.
-
-    wait: lets all work that the calling thread launches from now on wait for the copies. The thread
-        itself does not wait.
+    """Copies of tensors on a device, which may still be under way. `wait` lets all work that the
+    calling thread launches from now on wait for them, but not the thread itself.
     """
 
     tensors: list[torch.Tensor]
@@ -51,10 +47,8 @@ class Load:
 
 
 class Readback:
-    """Copies of a device's tensors to host memory, which may still be under way.
-
-    wait: returns once the copies are complete; None if they are.
-    waited: seconds that `get` has waited for them.
+    """Copies of a device's tensors to host memory. `wait` returns once they are complete; `waited`
+    is the number of seconds that `get` has waited for them.
     """
 
     def __init__(
@@ -65,7 +59,6 @@ class Readback:
         self.waited = 0.0
 
     def get(self) -> list[torch.Tensor]:
-        """Return the copies; wait until they are complete."""
         if self._wait is not None:
             started = time.perf_counter()
             self._wait()
@@ -78,8 +71,6 @@ class Device:
 
     On the CPU, memory is in huge pages, activations are fp32, and inputs are not copied.
 
-    name: name in the option `device`.
-    torch_device: device of the tensors.
     page_layout: order of keys and values in a page, as the device's attention reads them.
     in_host_memory: whether the CPU can write to the memory.
     commits_lazily: whether memory counts as available until it is first written.
@@ -96,16 +87,12 @@ class Device:
     captures_graphs = False
 
     def make_current(self) -> None:
-        """Make this the device of all work that the calling thread launches.
-
-        Each thread but the one that opened the device must call this.
+        """Make this the device of all work that the calling thread launches. Each thread but the
+        one that opened the device must call this.
         """
 
     def zeros(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of zeros for long-lived data, such as weights or pages.
-
-        Raises OutOfMemory if the device has too little memory.
-        """
+        """Return zeros for long-lived data, such as weights or pages. Raises OutOfMemory."""
         return host_memory.hugepage_zeros(*shape, dtype=dtype)
 
     def row_dtype(self, weights: torch.dtype) -> torch.dtype:
@@ -117,30 +104,25 @@ class Device:
     ) -> list[torch.Tensor]:
         """Copy a step's inputs from host memory to the device in one transfer. Return the copies.
 
-        into: uint8 memory of the device for the copies; allocated if None. With the same `into`,
-            shapes and dtypes, they have the same addresses.
-
-        Raises ValueError if `into` is too small.
+        into: uint8 memory for the copies, allocated if None. With the same `into`, shapes and
+            dtypes, they have the same addresses. Raises ValueError if it is too small.
         """
         return list(tensors)
 
     def load(self, tensors: Sequence[torch.Tensor]) -> Load:
-        """Begin to copy long-lived data from host memory to the device. Return the copies.
+        """Begin to copy long-lived data, at least one tensor, from host memory to the device, while
+        it computes. Return the copies. Any thread may call this, and may wait for an earlier load.
 
-        tensors: at least one.
-
-        Any thread may call this. The call may wait until an earlier load has ended. The device
-        copies while it computes. The memory of a released copy is used again only after the work
-        that was launched before the release. Raises OutOfMemory if the device has too little
-        memory.
+        The memory of a released copy is used again only after the work that was launched before the
+        release. Raises OutOfMemory.
         """
         return Load(list(tensors), lambda: None)
 
     def capture(self, work: Callable[[], object]) -> Graph:
         """Call `work`, and return a recording of what it launches, which is not executed yet.
 
-        `work` must have run once before. It must not wait for the device or read host memory.
-        Raises RuntimeError if recording fails.
+        `work` must have run once, and must neither wait for the device nor read host memory. Raises
+        RuntimeError if recording fails.
         """
         raise RuntimeError("work of the CPU cannot be captured")
 
@@ -167,17 +149,16 @@ HOST = Device()
 def require_dtype(device: Device, dtype: torch.dtype) -> None:
     """Raise InvalidArgument unless the device can store weights of this dtype."""
     if dtype not in device.weight_dtypes:
-        known = ", ".join(str(one).removeprefix("torch.") for one in device.weight_dtypes)
+        name, *known = (str(one).removeprefix("torch.") for one in (dtype, *device.weight_dtypes))
+        supported = f"which supports {', '.join(known)}; float16 needs a GPU (option 'device')"
         raise InvalidArgument(
-            f"'dtype' = '{str(dtype).removeprefix('torch.')}' cannot be used on device"
-            f" '{device.name}', which supports {known}; float16 needs a GPU (option 'device')"
+            f"'dtype' = '{name}' cannot be used on device '{device.name}', {supported}"
         )
 
 
 def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> None:
-    """Raise OutOfMemory, which lists all parts, unless they fit the memory that a device has left.
-
-    A device for which `commits_lazily` is true is not checked.
+    """Raise OutOfMemory, which lists all parts, unless they fit the memory that a device has left,
+    or the device commits memory lazily.
 
     parts: description of each part → its size in bytes.
     advice: imperative that says which options to change.
@@ -186,24 +167,18 @@ def require_memory(device: Device, parts: Mapping[str, int], advice: str) -> Non
     if device.commits_lazily or left is None or needed <= left:
         return
     listed = ", ".join(f"{part} {size / MIB:.1f} MiB" for part, size in parts.items())
-    raise OutOfMemory(
-        f"device '{device.name}' has {left / MIB:.1f} MiB left, but {needed / MIB:.1f} MiB are"
-        f" needed: {listed}; {advice}"
-    )
+    lack = f"{left / MIB:.1f} MiB left, but {needed / MIB:.1f} MiB are needed"
+    raise OutOfMemory(f"device '{device.name}' has {lack}: {listed}; {advice}")
 
 
 def packed_bytes(tensors: Sequence[torch.Tensor]) -> int:
-    """Return the size in bytes of an upload of these tensors."""
     return sum(-(-tensor.nbytes // ALIGNMENT) * ALIGNMENT for tensor in tensors)
 
 
 def upload(
     tensors: Sequence[torch.Tensor], to: torch.device, into: torch.Tensor | None = None
 ) -> list[torch.Tensor]:
-    """Copy tensors from host memory to the device `to` in one transfer. Return the copies.
-
-    into: as in `Device.upload`. Raises ValueError if it is too small.
-    """
+    """Copy tensors from host memory to a device in one transfer, as `Device.upload` does."""
     sizes = (packed_bytes([tensor]) for tensor in tensors)
     *starts, size = itertools.accumulate(sizes, initial=0)
     if into is not None and size > len(into):
@@ -236,9 +211,8 @@ def upload_step(
     *parts: UploadedPart,
     into: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Upload `tensors` and the inputs of all parts in one transfer; return the copies of `tensors`.
-
-    into: as in `Device.upload`.
+    """Upload `tensors` and the inputs of all parts in one transfer, as `Device.upload` does; return
+    the copies of `tensors`.
     """
     inputs = [part.inputs for part in parts]
     uploaded = device.upload([*tensors, *itertools.chain.from_iterable(inputs)], into)

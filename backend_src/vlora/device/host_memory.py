@@ -34,11 +34,8 @@ MEMINFO = Path("/proc/meminfo")
 def available_bytes(
     meminfo: Path = MEMINFO, process: Path = PROCESS, root: Path = CGROUPS
 ) -> int | None:
-    """Return the number of bytes that this process can still allocate; None if that is unknown.
-
-    This is the machine's available memory, or what the limits of its control groups leave.
-
-    meminfo, process, root: files and folder of the kernel's reports. Only tests replace them.
+    """Return the number of bytes that this process can still allocate, in the machine and within
+    its control groups; None if unknown. Only tests replace the kernel's files.
     """
     try:
         match = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -46,8 +43,7 @@ def available_bytes(
         match = None
     machine = None if match is None else int(match[1]) * 1024
     group = tightest_limit(_version_2, "memory", _version_1, process, root)
-    limits = [int(value) for value in (machine, group) if value is not None]
-    return min(limits, default=None)
+    return min([int(value) for value in (machine, group) if value is not None], default=None)
 
 
 def _version_2(folder: Path) -> float | None:
@@ -60,17 +56,12 @@ def _version_1(folder: Path) -> float | None:
 
 
 def _bytes_left(folder: Path, limit: str, usage: str, inactive: str) -> float | None:
-    """Return the bytes left in a control group; None if it has no limit.
-
-    limit, usage: names of the files with the group's limit and usage.
-    inactive: key of the inactive file pages in `memory.stat`, which the kernel drops when an
-        allocation needs their memory.
-    """
     try:
         allowed = int((folder / limit).read_text())
         used = int((folder / usage).read_text())
         stat = (folder / "memory.stat").read_text()
     except (OSError, ValueError):
         return None
+    # The kernel drops inactive file pages when an allocation needs their memory.
     match = re.search(rf"^{inactive} (\d+)$", stat, re.MULTILINE)
     return max(1, allowed - used + (int(match[1]) if match else 0))

@@ -98,7 +98,6 @@ class CompletionWriter:
     def _chunk(
         self, delta: Mapping[str, str], logprobs: dict[str, Any] | None, last: Piece | None
     ) -> dict[str, Any]:
-        """Return one chunk of a stream. `last` is the last piece, for the last chunk only."""
         content = {"delta": delta} if self._ask.chat else {"text": delta.get("content", "")}
         choice = {
             "index": 0,
@@ -168,5 +167,4 @@ def _entry(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _extra(last: Piece) -> dict[str, Any]:
-    """Return this server's own object `vlora`: task, adapter, timings, and a head's scores."""
     return {**last.details, **({"scores": last.scores} if last.scores else {})}

@@ -40,7 +40,6 @@ class Disconnected(Exception):
 
 async def connected(receive: Receive, work: Awaitable[Result]) -> Result:
     """Return the result of `work`, or cancel it and raise Disconnected if the client disconnects.
-
     The request's body must have been received already.
     """
     task = asyncio.ensure_future(work)
@@ -157,11 +156,8 @@ class Gateway:
         for entry in await self._entries():
             if entry["id"] == name:
                 return JSONResponse(entry)
-        raise ApiError(
-            "NOT_FOUND",
-            f"the model {shown(name)} does not exist; GET /v1/models lists the names",
-            "model",
-        )
+        reason = f"the model {shown(name)} does not exist; GET /v1/models lists the names"
+        raise ApiError("NOT_FOUND", reason, "model")
 
     async def health(self) -> Response:
         """Return a response that says whether the V-LoRA server answers."""
@@ -249,8 +245,7 @@ class Gateway:
                 # in its console, so the error is sent as an event.
                 visit.code = error.code
                 return _Events(_only(_event(error)), pieces, self.metrics)
-            events = self._events(writer, first, pieces, visit)
-            return _Events(events, pieces, self.metrics)
+            return _Events(self._events(writer, first, pieces, visit), pieces, self.metrics)
         answer = writer.whole(await connected(request.receive, _collected(pieces)))
         _note_answer(visit, writer)
         return JSONResponse(answer)
@@ -258,7 +253,6 @@ class Gateway:
     async def _events(
         self, writer: CompletionWriter, first: Piece, pieces: Pieces, visit: Visit
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the events of a stream. An error after its beginning is sent as an event."""
         try:
             yield writer.events(first)
             async for piece in pieces:
@@ -272,9 +266,7 @@ class Gateway:
 
 class _Events(Response):
     """A stream of server-sent events. Starlette's `StreamingResponse` takes more time for each.
-
-    pieces: iterator from which `events` are made. It is closed after the response, even if the
-        client disconnects before the first event.
+    `pieces`, from which they are made, is closed even if the client disconnects before the first.
     """
 
     def __init__(

@@ -51,10 +51,8 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Question:
-    """One request to `lmm`, which can be cancelled by its id.
-
-    images, frames: encoded files.
-    sampling: content of `sampling_parameters`.
+    """One request to `lmm`, which can be cancelled by its id, with images and frames as encoded
+    files and `sampling_parameters`.
     """
 
     id: str
@@ -89,8 +87,8 @@ class Piece:
 class TimedCall:
     """A gRPC call of one request whose operations have a time limit.
 
-    One timer serves all of them, because a new timer for each would be expensive. When it fires, it
-    either detects a timeout or restarts itself for the current operation.
+    One timer serves all, because a new one for each would be expensive. When it fires, it either
+    detects a timeout or restarts itself for the current operation.
     """
 
     def __init__(self, call: Any, seconds: float) -> None:
@@ -123,7 +121,6 @@ class TimedCall:
             self._waiting_since = None
 
     def close(self) -> None:
-        """Cancel the call and the timer."""
         self._timer.cancel()
         self._call.cancel()
 
@@ -138,7 +135,7 @@ class TimedCall:
 
 
 class Backend:
-    """Client of one V-LoRA server. It belongs to the event loop in which it is first used.
+    """Client of the V-LoRA server at `address`, host:port. It belongs to one event loop.
 
     answer_seconds: time limit of sending a request, and of each response.
     """
@@ -163,9 +160,8 @@ class Backend:
         await self._channel.close()
 
     async def ask(self, question: Question) -> AsyncGenerator[Piece, None]:
-        """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError.
-
-        If the iterator is closed before its end, the question is cancelled by its id.
+        """Yield the pieces of the answer. The last one has a finish reason. Raises ApiError. If the
+        iterator is closed before its end, the question is cancelled by its id.
         """
         call = self._stream()
         answers = TimedCall(call, self._answer_seconds)
@@ -213,9 +209,8 @@ class Backend:
             log.warning("could not cancel request %s: %s", id, error.message)
 
     async def describe(self) -> dict[str, Any]:
-        """Return the server's description, which is cached for `DESCRIPTION_SECONDS`.
-
-        Calls at the same time share one request, and its error. Raises ApiError.
+        """Return the server's description, cached for `DESCRIPTION_SECONDS`. Calls at the same time
+        share one request, and its error. Raises ApiError.
         """
         loop = asyncio.get_running_loop()
         began = loop.time()
@@ -300,7 +295,7 @@ def _packed(values: Iterable[bytes]) -> list[bytes]:
 
 
 def _content(parts: Sequence[bytes]) -> list[bytes]:
-    """Return the parts of a serialized message with one value of `raw_input_contents` only."""
+    """Return the parts of a serialized message with one value of `raw_input_contents`."""
     length, varint = sum(map(len, parts)), bytearray()
     while length > 0x7F:
         varint.append(length & 0x7F | 0x80)
@@ -350,10 +345,7 @@ async def wait_for_first_answer(
     say: Callable[[str], None],
     retry_seconds: float = RECONNECT_SECONDS,
 ) -> None:
-    """Return once the server at `address` answers.
-
-    If it does not answer at once, as in Kubernetes, `say` why, and later that it answers.
-    """
+    """Return once the server answers. If it does not at once, `say` so, and later that it does."""
     for attempt in count(1):
         try:
             await backend.describe()

@@ -31,10 +31,8 @@ Hold = Callable[[int], None]
 
 
 class BodyReceiver:
-    """Receives the body of one request part by part, and can discard the rest if it is not needed.
-
-    A client that is still sending when the connection is closed usually reports a broken connection
-    instead of the error. So before an early answer, the rest of the body is discarded.
+    """Receives the body of one request part by part, and can discard the rest before an early
+    answer, since a client that still sends usually reports a broken connection instead of an error.
     """
 
     def __init__(
@@ -51,7 +49,6 @@ class BodyReceiver:
         self._waits = b"expect" in names
 
     async def __call__(self) -> MutableMapping[str, Any]:
-        """Return the next ASGI message of the request."""
         self._waits = False
         message = await self._receive()
         if message["type"] != "http.request" or not message.get("more_body", False):
@@ -78,7 +75,6 @@ class Bodies:
         self._parser = ThreadPoolExecutor(1, thread_name_prefix="parser")
 
     def close(self) -> None:
-        """End the thread that parses bodies."""
         self._parser.shutdown(cancel_futures=True)
 
     @contextmanager
@@ -89,12 +85,9 @@ class Bodies:
         def hold(size: int) -> None:
             nonlocal held
             if self._held + size > self._max_held:
-                raise ApiError(
-                    "UNAVAILABLE",
-                    f"the bodies of all requests have more than {self._max_held} bytes, the limit;"
-                    " try again later",
-                    retry_after=RETRY_SECONDS,
-                )
+                excess = f"the bodies of all requests have more than {self._max_held} bytes"
+                reason = f"{excess}, the limit; try again later"
+                raise ApiError("UNAVAILABLE", reason, retry_after=RETRY_SECONDS)
             held += size
             self._held += size
 
@@ -110,9 +103,8 @@ class Bodies:
         return await asyncio.get_running_loop().run_in_executor(self._parser, read, body)
 
     async def receive(self, request: Request, hold: Hold) -> bytearray:
-        """Return the body of a request, which must be JSON and not too large.
-
-        Raises ApiError, or ClientDisconnect if the client disconnects before the body is complete.
+        """Return the body of a request, which must be JSON and not too large. Raises ApiError, or
+        ClientDisconnect if the client disconnects before the body is complete.
         """
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":

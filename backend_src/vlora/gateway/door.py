@@ -46,7 +46,6 @@ class GatewayMetrics:
         self.disconnects = Counter("vlora_gateway_disconnects", help, registry=registry)
 
     def text(self) -> bytes:
-        """Return all metrics in Prometheus' text format."""
         return bytes(generate_latest(self._registry))
 
 
@@ -58,14 +57,9 @@ class Keys:
     """Tenants by key. Only digests of the keys are kept."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """Store the digests of the keys.
-
-        tenants: tenant by key.
-        """
         self._digests = [(_digest(key), tenant) for key, tenant in tenants.items()]
 
     def tenant(self, key: str) -> str | None:
-        """Return the tenant of a key; None for an unknown key."""
         # The lookup takes the same time for every key, so its duration reveals nothing about a key.
         digest, found = _digest(key), None
         for known, tenant in self._digests:
@@ -80,7 +74,6 @@ def _digest(key: str) -> bytes:
 
 def load_keys(path: Path) -> Keys:
     """Return the keys in a file of lines `TENANT KEY` and comments. A tenant may have several.
-
     Raises ServerError, whose message never contains a key.
     """
     try:
@@ -94,10 +87,8 @@ def load_keys(path: Path) -> Keys:
         if not words or words[0].startswith("#"):
             continue
         if len(words) != 2 or len(words[1]) < MIN_KEY_LENGTH:
-            raise ServerError(
-                f"line {number} of {path} must be TENANT KEY, with a key of at least"
-                f" {MIN_KEY_LENGTH} characters"
-            )
+            form = f"TENANT KEY, with a key of at least {MIN_KEY_LENGTH} characters"
+            raise ServerError(f"line {number} of {path} must be {form}")
         if words[1] in tenants:
             raise ServerError(f"line {number} of {path} repeats the key of another line")
         tenants[words[1]] = words[0]
@@ -108,9 +99,8 @@ def load_keys(path: Path) -> Keys:
 
 @dataclass
 class RateLimit:
-    """Limits the number of requests per minute with one token bucket per tenant.
-
-    A tenant may send all requests of a minute at once.
+    """Limits the requests per minute with one token bucket per tenant, which may send all requests
+    of a minute at once.
     """
 
     per_minute: int
@@ -126,11 +116,8 @@ class RateLimit:
         left = min(self.per_minute, left + (now - at) * rate)
         self._buckets[tenant] = left - (left >= 1), now
         if left < 1:
-            raise ApiError(
-                "RATE_LIMITED",
-                f"more than {self.per_minute} requests per minute; try again later",
-                retry_after=(1 - left) / rate,
-            )
+            excess = f"more than {self.per_minute} requests per minute; try again later"
+            raise ApiError("RATE_LIMITED", excess, retry_after=(1 - left) / rate)
 
 
 Scope = MutableMapping[str, Any]
@@ -157,6 +144,7 @@ class Visit:
     code: str | None = None  # Code of the error that the request got, even within a stream.
 
 
+@dataclass(eq=False)
 class Door:
     """ASGI middleware that checks each request, then passes it to `app`.
 
@@ -165,26 +153,17 @@ class Door:
     log: file for the access log, with one JSON object per line.
     """
 
-    def __init__(
-        self,
-        app: App,
-        keys: Keys | None,
-        limit: RateLimit | None,
-        origins: frozenset[str],
-        metrics: GatewayMetrics,
-        log: TextIO = sys.stdout,
-    ) -> None:
-        self._app = app
-        self._keys = keys
-        self._limit = limit
-        self._origins = origins
-        self._metrics = metrics
-        self._log = log
+    app: App
+    keys: Keys | None
+    limit: RateLimit | None
+    origins: frozenset[str]
+    metrics: GatewayMetrics
+    log: TextIO = sys.stdout
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one HTTP request. Pass other ASGI scopes, such as "lifespan", to `app`."""
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         visit = Visit(uuid.uuid4().hex)
         scope.setdefault("state", {})["visit"] = visit
@@ -203,7 +182,7 @@ class Door:
                 ]
             await send(message)
 
-        self._metrics.running.inc()
+        self.metrics.running.inc()
         try:
             try:
                 self._check(scope, visit)
@@ -211,51 +190,44 @@ class Door:
                 visit.code = error.code
                 await error_response(error)(scope, body, sending)
             else:
-                await self._app(scope, body, sending)
+                await self.app(scope, body, sending)
         finally:
             seconds = time.monotonic() - started
-            self._metrics.running.dec()
+            self.metrics.running.dec()
             route = getattr(scope.get("route"), "path", "other")
-            self._metrics.requests.labels(route, str(status)).inc()
-            self._metrics.seconds.labels(route).observe(seconds)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(seconds)
             self._write(scope, visit, status, seconds)
 
     def _check(self, scope: Scope, visit: Visit) -> None:
-        """Set the tenant of the request. Raise ApiError if the request may not pass."""
         headers = {name.decode("latin-1"): value for name, value in scope["headers"]}
         if sum(name == b"host" for name, _ in scope["headers"]) > 1:
             raise ApiError("INVALID_ARG", "the request has more than one Host header; send one")
         host = _host(headers.get("host", b"").decode("latin-1"))
         # Without keys, this prevents DNS rebinding by web pages.
-        if self._keys is None and not is_local(host):
-            raise ApiError(
-                "PERMISSION_DENIED",
-                f"the Host header names {host!r}; without keys, it must name the gateway's machine",
-            )
+        if self.keys is None and not is_local(host):
+            refusal = f"the Host header names {host!r}; without keys, it must name"
+            raise ApiError("PERMISSION_DENIED", f"{refusal} the gateway's machine")
         origin = headers.get("origin", b"").decode("latin-1")
         own = origin.partition("://")[2] == headers.get("host", b"").decode("latin-1")
-        if origin and origin not in self._origins and not own:
-            raise ApiError(
-                "PERMISSION_DENIED",
-                f"web pages of the origin {shown(origin)} may not use this gateway",
-            )
+        if origin and origin not in self.origins and not own:
+            refusal = f"web pages of the origin {shown(origin)} may not use this gateway"
+            raise ApiError("PERMISSION_DENIED", refusal)
         path = scope["path"]
         if path == "/" or any(path == open or path.startswith(f"{open}/") for open in OPEN_PATHS):
             return
-        if self._keys is not None and scope["method"] != "OPTIONS":
+        if self.keys is not None and scope["method"] != "OPTIONS":
             visit.tenant = self._tenant(headers.get("authorization", b""))
-        if self._limit is not None and path.startswith(API):
-            self._limit.count(visit.tenant)
+        if self.limit is not None and path.startswith(API):
+            self.limit.count(visit.tenant)
 
     def _tenant(self, authorization: bytes) -> str:
-        assert self._keys is not None
+        assert self.keys is not None
         scheme, _, key = authorization.decode("latin-1").partition(" ")
         if scheme.lower() != "bearer" or not key:
-            raise ApiError(
-                "UNAUTHENTICATED",
-                "the API key is missing; send the header Authorization: Bearer KEY",
-            )
-        tenant = self._keys.tenant(key.strip())
+            remedy = "send the header Authorization: Bearer KEY"
+            raise ApiError("UNAUTHENTICATED", f"the API key is missing; {remedy}")
+        tenant = self.keys.tenant(key.strip())
         if tenant is None:
             raise ApiError("UNAUTHENTICATED", "the API key is not known")
         return tenant
@@ -278,7 +250,7 @@ class Door:
             "code": visit.code,
         }
         present = {key: value for key, value in line.items() if value is not None}
-        print(json.dumps(present), file=self._log, flush=True)
+        print(json.dumps(present), file=self.log, flush=True)
 
 
 def _host(header: str) -> str:

@@ -68,7 +68,6 @@ class ApiError(Exception):
         return STATUSES[self.code]
 
     def as_json(self) -> bytes:
-        """Return the body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {
             "message": self.message,
@@ -105,9 +104,8 @@ def unsupported(param: str, message: str) -> ApiError:
 
 
 def from_server(error: VLoraError, fields: Container[str]) -> ApiError:
-    """Return an error of the V-LoRA server in the form of the API.
-
-    fields: names of the request's fields. The first one that the message quotes becomes `param`.
+    """Return an error of the V-LoRA server in the form of the API. The first of the request's
+    `fields` that the message quotes becomes `param`.
     """
     quoted = (name for name in _QUOTED.findall(error.message) if name in fields)
     param = "model" if error.code == "NOT_FOUND" else next(quoted, None)

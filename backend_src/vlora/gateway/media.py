@@ -1,8 +1,7 @@
 """Images of a request, from data URLs or from http(s) URLs of hosts that the operator allows.
 
 **Invariant:** images are fetched from public addresses only. The address is checked where the
-connection is opened, so a host name whose address changes cannot evade the check. Redirects are not
-followed.
+connection is opened, so no host name can evade the check. Redirects are not followed.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class MediaLoader:
 
     async def load(self, media: Sequence[Media]) -> list[bytes]:
         """Return the encoded files of the images. The fetched ones have `max_body_bytes` in total.
-
         Raises ApiError, which names the field or the host of an image that cannot be used.
         """
         files, left = [], self._options.max_body_bytes
@@ -65,11 +63,8 @@ class MediaLoader:
         url, host = _read_url(media)
         if host not in self._hosts:
             allowed = ", ".join(sorted(self._hosts)) or "none; send a data URL"
-            raise ApiError(
-                "PERMISSION_DENIED",
-                f"images may not be fetched from {shown(host)}; allowed hosts: {allowed}",
-                media.param,
-            )
+            refusal = f"images may not be fetched from {shown(host)}; allowed hosts: {allowed}"
+            raise ApiError("PERMISSION_DENIED", refusal, media.param)
         try:
             async with asyncio.timeout(self._options.fetch_seconds):
                 return await self._fetch(url, limit, media.param)
@@ -86,11 +81,8 @@ class MediaLoader:
         headers = [("accept", "image/*"), ("user-agent", "vlora-gateway")]
         async with self._pool.stream("GET", url, headers=headers) as response:
             if response.status != 200:
-                raise invalid(
-                    param,
-                    f"the image's host answered with status {response.status} instead of 200;"
-                    " redirects are not followed",
-                )
+                answer = f"the image's host answered with status {response.status} instead of 200"
+                raise invalid(param, f"{answer}; redirects are not followed")
             async for part in response.aiter_stream():
                 content += part
                 if len(content) > limit:
@@ -103,9 +95,8 @@ def decode(media: Media) -> bytes:
     comma = media.url.find(",", 0, MAX_HEADER)
     header = media.url[: max(comma, 0)]
     if not header.lower().endswith(";base64"):
-        raise invalid(
-            media.param, f"'{media.param}' must be base64, as in data:image/png;base64,iVBORw0…"
-        )
+        form = "base64, as in data:image/png;base64,iVBORw0…"
+        raise invalid(media.param, f"'{media.param}' must be {form}")
     try:
         return binascii.a2b_base64(media.url[comma + 1 :], strict_mode=True)
     except ValueError as error:
@@ -113,19 +104,16 @@ def decode(media: Media) -> bytes:
 
 
 def _read_url(media: Media) -> tuple[httpcore2.URL, str]:
-    """Return the parsed URL, and its host in the form that the list of allowed hosts uses."""
-    # The URL is parsed only once, so that the URL that is checked is the one that is fetched.
+    # Returns the URL, and its host as in the list of allowed hosts. The URL is parsed only once, so
+    # that the URL that is checked is the one that is fetched.
     try:
         parts = urlsplit(media.url)
         port = parts.port
     except ValueError as error:
         raise invalid(media.param, f"'{media.param}' is not a URL: {error}") from None
     if parts.scheme not in PORTS or not media.url.isascii():
-        raise invalid(
-            media.param,
-            f"'{media.param}' must be a data URL (data:image/png;base64,…) or an http(s) URL of"
-            " ASCII characters",
-        )
+        forms = "a data URL (data:image/png;base64,…) or an http(s) URL of ASCII characters"
+        raise invalid(media.param, f"'{media.param}' must be {forms}")
     host = parts.hostname or ""
     target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     url = httpcore2.URL(scheme=parts.scheme, host=host, port=port, target=target)
@@ -144,11 +132,9 @@ class PublicNetwork(httpcore2.AsyncNetworkBackend):
         """Return a connection to `host`, all of whose addresses must be public."""
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         addresses = [str(entry[4][0]) for entry in found]
-        for address in addresses:
-            if not is_public(address):
-                raise PrivateAddress(
-                    f"images may not be fetched from {host!r}: its address is not public"
-                )
+        if not all(map(is_public, addresses)):
+            refused = f"images may not be fetched from {host!r}"
+            raise PrivateAddress(f"{refused}: its address is not public")
         return await self._backend.connect_tcp(addresses[0], port, *args, **kwargs)
 
     async def connect_unix_socket(self, *args: Any, **kwargs: Any) -> Any:

@@ -52,10 +52,7 @@ NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")
 
 @dataclass(frozen=True)
 class Media:
-    """URL of an image, or of a frame of a clip.
-
-    param: path of the URL within the request, for error messages.
-    """
+    """URL of an image, or of a frame of a clip. `param`: path of the URL within the request."""
 
     url: str
     param: str
@@ -63,7 +60,7 @@ class Media:
 
 @dataclass(frozen=True)
 class Conversation:
-    """Text and media of a chat with a number of turns.
+    """Text and media of a chat of `turns` messages.
 
     text: text of the only message, or JSON of all messages. It has placeholders for images, unless
         there is a single message and all images stand before its text.
@@ -116,9 +113,8 @@ class _Reader:
                 raise invalid(f"{param}.{name}", f"unknown field {shown(name)} of a message")
             neutral = MESSAGE_FIELDS[name]
             if neutral is not None and value is not None and value not in neutral:
-                raise unsupported(
-                    f"{param}.{name}", f"'{name}' of a message is not supported; leave it out"
-                )
+                refusal = f"'{name}' of a message is not supported; leave it out"
+                raise unsupported(f"{param}.{name}", refusal)
         return {"role": ROLES[role], "content": self._content(message, f"{param}.content")}
 
     def _content(self, message: Any, param: str) -> str:
@@ -138,7 +134,7 @@ class _Reader:
         return "".join(text for _, text in parts)
 
     def _part(self, part: Any, param: str) -> tuple[bool, str]:
-        """Read a part of a message; return whether it is text, and its text or its placeholders."""
+        # Returns whether the part is text, and its text or its placeholders.
         kind = part.get("type") if isinstance(part, dict) else None
         value = part.get(kind) if isinstance(kind, str) else None
         if kind == "text":
@@ -146,10 +142,8 @@ class _Reader:
                 raise invalid(param, f"'{param}.text' must be a string, not {shown(value)}")
             return True, value
         if kind not in ("image_url", "video_url"):
-            raise unsupported(
-                f"{param}.type",
-                f"'{param}.type' must be 'text', 'image_url' or 'video_url', not {shown(kind)}",
-            )
+            known = "'text', 'image_url' or 'video_url'"
+            raise unsupported(f"{param}.type", f"'{param}.type' must be {known}, not {shown(kind)}")
         param = f"{param}.{kind}"
         if not isinstance(value, dict) or not isinstance(value.get("url"), str):
             raise invalid(param, f"'{param}' must be an object whose 'url' is a string")

@@ -49,7 +49,6 @@ class LimitedConnection(HttpToolsProtocol):
         self._cycles: deque[RequestResponseCycle] = deque()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the time limit for the head of the first request."""
         super().connection_made(transport)
         self._start_timer()
 
@@ -88,7 +87,6 @@ class LimitedConnection(HttpToolsProtocol):
         self.transport.close()
 
     def on_message_begin(self) -> None:
-        """Start to count the bytes of a new request's head, and its chunks."""
         super().on_message_begin()
         self._head_bytes = self._chunks = self._body_bytes = 0
 
@@ -105,7 +103,6 @@ class LimitedConnection(HttpToolsProtocol):
         self._cycles.append(self.cycle)
 
     def on_chunk_header(self) -> None:
-        """Count a chunk, and refuse the request if it has too many small ones."""
         self._chunks += 1
         if self._chunks > MAX_SMALL_CHUNKS + self._body_bytes // MIN_CHUNK_BYTES:
             self._refuse(
@@ -114,13 +111,11 @@ class LimitedConnection(HttpToolsProtocol):
             )
 
     def on_body(self, body: bytes) -> None:
-        """Pass on a part of the body, and do not count its bytes as part of the head."""
         self._body_bytes += len(body)
         self._head_bytes = max(0, self._head_bytes - (1 + CHUNK_OVERHEAD) * len(body))
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """End the body of a request."""
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
@@ -138,7 +133,7 @@ class LimitedConnection(HttpToolsProtocol):
         self.data_received(b"\r\n".join(lines))
 
     def _refuse(self, message: str) -> None:
-        """End a callback of the parser with an error, which `data_received` sends."""
+        # The exception ends a callback of the parser. `data_received` sends the error.
         self._refusal = message
         raise ValueError(message)
 

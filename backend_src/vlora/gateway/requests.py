@@ -121,16 +121,9 @@ def read_chat(body: Mapping[str, Any]) -> Ask:
     sampling = _sampling(given)
     sampling["max_tokens"] = _max_tokens(given)
     task = _text(given, "task") or ("chat" if conversation.turns > 1 else "auto")
-    return Ask(
-        True,
-        _model(given),
-        conversation,
-        task,
-        sampling,
-        _boolean(given, "stream"),
-        _include_usage(given),
-        _chat_logprobs(given, sampling),
-    )
+    model, stream, usage = _model(given), _boolean(given, "stream"), _include_usage(given)
+    logprobs = _chat_logprobs(given, sampling)
+    return Ask(True, model, conversation, task, sampling, stream, usage, logprobs)
 
 
 def read_completion(body: Mapping[str, Any]) -> Ask:
@@ -140,30 +133,20 @@ def read_completion(body: Mapping[str, Any]) -> Ask:
     if isinstance(prompt, list) and len(prompt) == 1:
         (prompt,) = prompt
     if not is_text(prompt):
-        raise invalid(
-            "prompt",
-            "'prompt' must be one string; send several prompts, or token ids, as several requests",
-        )
+        remedy = "send several prompts, or token ids, as several requests"
+        raise invalid("prompt", f"'prompt' must be one string; {remedy}")
     sampling = _sampling(given)
     if "max_tokens" in given:
         sampling["max_tokens"] = given["max_tokens"]
     logprobs = given.get("logprobs")
     if logprobs is not None:
         sampling["logprobs"] = _alternatives("logprobs", logprobs)
-    return Ask(
-        False,
-        _model(given),
-        Conversation(str(prompt)),
-        _text(given, "task"),
-        sampling,
-        _boolean(given, "stream"),
-        _include_usage(given),
-        logprobs,
-    )
+    model, task, conversation = _model(given), _text(given, "task"), Conversation(str(prompt))
+    stream, usage = _boolean(given, "stream"), _include_usage(given)
+    return Ask(False, model, conversation, task, sampling, stream, usage, logprobs)
 
 
 def _checked(body: Mapping[str, Any], known: frozenset[str], what: str) -> dict[str, Any]:
-    """Return the fields of a body that are not null. Raises ApiError for unsupported ones."""
     given = {}
     for name, value in body.items():
         if name == "lora_name":
@@ -192,7 +175,6 @@ def _sampling(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _structure(given: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return {kind: value} for the structure of the answer; None if the answer is unrestricted."""
     found: list[tuple[str, dict[str, Any]]] = []
     if (wanted := _response_format(given.get("response_format"))) is not None:
         found.append(("response_format", wanted))
@@ -254,11 +236,8 @@ def _model(given: Mapping[str, Any]) -> str:
 def _max_tokens(given: Mapping[str, Any]) -> Any:
     newer, older = given.get("max_completion_tokens"), given.get("max_tokens")
     if newer is not None and older is not None and newer != older:
-        raise invalid(
-            "max_completion_tokens",
-            f"'max_tokens' = {shown(older)} and 'max_completion_tokens' = {shown(newer)} differ;"
-            " give one of them",
-        )
+        both = f"'max_tokens' = {shown(older)} and 'max_completion_tokens' = {shown(newer)}"
+        raise invalid("max_completion_tokens", f"{both} differ; give one of them")
     return older if newer is None else newer
 
 

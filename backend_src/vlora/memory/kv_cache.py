@@ -1,8 +1,4 @@
-"""KV cache: the memory of all pages, and the block tables that say which pages a sequence has.
-
-A page holds keys and values in the order in which attention reads them. The pages of an adapter are
-plain memory here.
-"""
+"""KV cache: the memory of all pages, and the block tables that say which pages a sequence has."""
 
 from __future__ import annotations
 
@@ -15,11 +11,9 @@ from vlora.device.device import HOST, Device, PageLayout
 from vlora.memory.pool import Moves, PagePool
 from vlora.memory.prefix import BlockKey, PrefixCache
 
+# Number of tokens in a panel, the unit in which attention reads keys and values on a CPU. The
+# attention scores of a panel fill whole vectors of any instruction set.
 LANES = 16
-"""Number of tokens in a panel, the unit in which attention reads keys and values on a CPU.
-
-The attention scores of a panel fill whole vectors of any instruction set.
-"""
 
 
 class KVCache:
@@ -29,10 +23,9 @@ class KVCache:
     On a CPU it is [pages, layers, 2, kv_heads, panels, LANES · padded dim]. In both, each page is
     contiguous, `cache[:, layer, 0]` contains keys and `cache[:, layer, 1]` values.
 
-    On a CPU, the tokens of a page are divided into panels of LANES. The last panel is not full if
-    the block size is not a multiple of LANES. In a panel, keys are [dim, LANES] and values [LANES,
-    dim]. In bf16, keys are pairs of adjacent dimensions, [dim / 2, LANES, 2], and values are pairs
-    of adjacent tokens, [LANES / 2, dim, 2]. dim is padded with zeros to a multiple of LANES.
+    A panel has LANES tokens, or fewer at the end of a page: keys [dim, LANES] and values [LANES,
+    dim]. In bf16, they are pairs of adjacent dimensions, [dim / 2, LANES, 2], and pairs of adjacent
+    tokens, [LANES / 2, dim, 2]. dim is padded with zeros to a multiple of LANES.
     """
 
     def __init__(
@@ -59,10 +52,7 @@ class KVCache:
         return self.cache.stride(0) * self.cache.itemsize
 
     def address(self, page: int) -> int | None:
-        """Return the address of the page's first byte; None if the CPU cannot write there.
-
-        The address is a multiple of 64.
-        """
+        """Return the address, a multiple of 64, of a page; None if the CPU cannot write there."""
         if not self._in_host_memory:
             return None
         return self.cache.data_ptr() + page * self.page_bytes
@@ -73,20 +63,17 @@ class KVCache:
             self.cache[list(moves.values())] = self.cache[list(moves)]
 
     def is_finite(self, pages: Sequence[int]) -> bool:
-        """Return whether all keys and values of these pages are finite.
-
-        Only the last layer is read, because a value that is not finite in any layer makes the keys
-        and values of its position not finite in all later layers.
-        """
+        """Return whether all keys and values of these pages are finite."""
+        # A value that is not finite in any layer makes the keys and values of its position not
+        # finite in all later layers, so only the last layer is read.
         # Pages are read one by one, because gathering them first would take longer. All results are
         # copied to the host at once, because each copy from a GPU waits for it.
         extremes = [value for page in pages for value in torch.aminmax(self.cache[page, -1])]
         return not extremes or all(map(math.isfinite, torch.stack(extremes).tolist()))
 
     def clear(self, pages: range) -> None:
-        """Set the contiguous pages of an evicted adapter to zero.
-
-        Attention also reads the padding of keys and values, which must be zero.
+        """Set the pages of an evicted adapter to zero, since attention reads padding, which must be
+        zero.
         """
         self.cache[pages.start : pages.stop].zero_()
 
@@ -104,7 +91,6 @@ class KVCache:
         return self._pairs(self.cache[:, layer, 1], LANES, self._padded)[..., : self.head_dim]
 
     def _pairs(self, panels: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-        """Return panels, stored as […, rows · columns], as a view […, rows / 2, 2, columns]."""
         leading = panels.shape[:-1]
         if self.cache.dtype == torch.bfloat16:
             return panels.view(*leading, rows // 2, columns, 2).transpose(-2, -1)
@@ -114,11 +100,7 @@ class KVCache:
 def page_shape(
     layers: int, block: int, kv_heads: int, head_dim: int, layout: PageLayout = "panels"
 ) -> tuple[int, int, int, int, int]:
-    """Return the shape of a page.
-
-    It is [layers, 2, kv_heads, panels, LANES · padded dim] in the layout "panels", and [layers, 2,
-    kv_heads, block, padded dim] in the layout "rows".
-    """
+    """Return the shape of a page (see `KVCache`)."""
     if layout == "rows":
         return layers, 2, kv_heads, block, _padded(head_dim)
     return layers, 2, kv_heads, -(-block // LANES), LANES * _padded(head_dim)
@@ -132,7 +114,6 @@ def page_bytes(
     dtype: torch.dtype,
     layout: PageLayout = "panels",
 ) -> int:
-    """Return the size of a page in bytes."""
     return math.prod(page_shape(layers, block, kv_heads, head_dim, layout)) * dtype.itemsize
 
 
@@ -141,15 +122,12 @@ def _padded(head_dim: int) -> int:
 
 
 def pages_for(tokens: int, block_size: int) -> int:
-    """Return the number of pages that `tokens` tokens need."""
     return -(-tokens // block_size)
 
 
 class BlockTable:
     """Pages of one sequence. Position p is in `pages[p // block_size]`, at index `p % block_size`.
-
-    The table holds its pages until `clear`. Pages with whole blocks may be shared with other tables
-    through the prefix cache.
+    The table holds them until `clear`; whole blocks may be shared through `prefix`.
     """
 
     def __init__(self, pool: PagePool, block_size: int, prefix: PrefixCache | None = None) -> None:
@@ -160,11 +138,8 @@ class BlockTable:
         self.pages: list[int] = []
 
     def reuse_prefix(self, keys: Sequence[BlockKey]) -> int:
-        """Fill an empty table with the cached pages of its first blocks.
-
-        keys: keys of the sequence's whole blocks, in order.
-
-        Returns the number of positions whose keys and values these pages contain.
+        """Fill an empty table with the cached pages of its first blocks, whose keys are given.
+        Return the number of positions in them.
         """
         assert not self.pages, "the table is not empty"
         if self._prefix is not None:
@@ -177,10 +152,8 @@ class BlockTable:
         return self._prefix is not None and computed // self._block_size > self._shared_blocks
 
     def share(self, keys: Sequence[BlockKey]) -> None:
-        """Add the first `len(keys)` blocks, which must be computed, to the prefix cache.
-
-        Blocks that this table has shared before stay in the cache. If one of the other blocks
-        contains a value that is not finite, no block is added.
+        """Add the first `len(keys)` blocks, which must be computed, to the prefix cache. If a new
+        one contains a value that is not finite, no block is added.
         """
         if self._prefix is None:
             return
@@ -200,9 +173,8 @@ class BlockTable:
         return self._pool.can_allocate(missing - released)
 
     def grow(self, tokens: int) -> bool:
-        """Allocate pages until the table has enough for `tokens` tokens.
-
-        Returns False, and allocates nothing, if there are too few pages.
+        """Allocate pages until the table has enough for `tokens` tokens. Return False, and allocate
+        nothing, if there are too few pages.
         """
         missing = pages_for(tokens, self._block_size) - len(self.pages)
         if missing <= 0:
@@ -214,7 +186,7 @@ class BlockTable:
         return True
 
     def relocate(self, moves: Moves) -> None:
-        """Update the page numbers after the content of pages was moved to other pages."""
+        """Update the page numbers after the content of pages was moved."""
         self.pages = [moves.get(page, page) for page in self.pages]
 
     def clear(self) -> None:

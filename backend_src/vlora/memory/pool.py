@@ -39,17 +39,14 @@ from numpy.typing import NDArray
 
 Array = NDArray[Any]
 
-Moves = Mapping[int, int]
-"""Moves of content between pages: old page → new page."""
+Moves = Mapping[int, int]  # Moves of content between pages: old page → new page.
 
+# Time of last use of items that are evicted before all others. The clock's first tick is 1.
 EVICT_FIRST = 0
-"""Time of last use of items that are evicted before all others. The clock's first tick is 1."""
 
 
 class Owner(IntEnum):
-    """Owner of a page. Pages in KV belong to running sequences, of which several may share a page;
-    a later prompt may reuse pages in CACHE.
-    """
+    """Owner of a page. Several sequences may share a page in KV; prompts may reuse one in CACHE."""
 
     FREE = 0
     KV = 1
@@ -66,7 +63,6 @@ class Run:
 
     @staticmethod
     def length(packed_bytes: int, page_bytes: int) -> int:
-        """Return the number of pages that `packed_bytes` need, at least 1."""
         return max(1, -(-packed_bytes // page_bytes))
 
     @property
@@ -88,15 +84,12 @@ class Evictor(Protocol):
 
     def evictable_pages(self, enough: int) -> int:
         """Return the number of pages that eviction could free. Counting may stop at `enough`."""
-        ...
 
     def oldest_use(self) -> int | None:
         """Return the time of last use of the item to evict next; None if there is none."""
-        ...
 
     def evict_oldest(self) -> None:
         """Evict the least recently used item and free its pages."""
-        ...
 
 
 class RunEvictor(Evictor, Protocol):
@@ -104,18 +97,15 @@ class RunEvictor(Evictor, Protocol):
 
     def idle_runs(self) -> list[range]:
         """Return the pages of each adapter that may be evicted, the least recently used first."""
-        ...
 
     def evict_run(self, first: int) -> None:
         """Evict the idle adapter whose run begins at page `first`."""
-        ...
 
 
 class PagePool:
     """Pages 0 … total-1. An allocated page belongs to the caller until it is released.
 
-    evictors: owners of evictable items. When there are too few free pages, the least recently used
-        item of all owners is evicted first.
+    evictors: owners of evictable items, of which the least recently used one is evicted first.
     run_evictor: the evictor whose items are adapters.
     movers: functions that are called in order whenever content moves, before the pages change
         owners. Each copies the content, or updates page numbers that it stores.
@@ -129,8 +119,7 @@ class PagePool:
         self._refs = [0] * total
         self._counts = {Owner.FREE: total, Owner.KV: 0, Owner.CACHE: 0, Owner.ADAPTER: 0}
         self._ticks = 0
-        self.pages_moved = 0
-        """Number of pages whose content was moved so far."""
+        self.pages_moved = 0  # Number of pages whose content was moved so far.
         self._runs: set[Run] = set()
         self.evictors: list[Evictor] = []
         self.run_evictor: RunEvictor | None = None
@@ -164,7 +153,7 @@ class PagePool:
 
     def can_allocate_run(self, count: int, kv_pages: int = 0) -> bool:
         """Return whether `count` pages for an adapter and `kv_pages` for keys and values are free
-        or can be freed by eviction. Whether `count` contiguous pages can be freed is not checked.
+        or can be freed by eviction; not whether they are contiguous.
         """
         return self.can_allocate(count + kv_pages)
 
@@ -176,9 +165,8 @@ class PagePool:
     # -- keys and values -----------------------------------------------------------------------
 
     def allocate(self, count: int) -> list[int] | None:
-        """Return `count` pages for keys and values, each with one holder.
-
-        Returns None, and allocates nothing, if eviction cannot free enough pages.
+        """Return `count` pages for keys and values, each with one holder. Return None, and allocate
+        nothing, if eviction cannot free enough pages.
         """
         if not self._evict_until_free(count):
             return None
@@ -198,9 +186,8 @@ class PagePool:
         self._refs[page] += 1
 
     def release(self, pages: Iterable[int], keep: Container[int] = ()) -> list[int]:
-        """Remove one holder of each page, and return the pages that became cached.
-
-        A page without holders becomes cached if it is in `keep`, else free.
+        """Remove one holder of each page. A page without holders becomes cached if it is in `keep`,
+        else free. Return the pages that became cached.
         """
         cached = []
         for page in pages:
@@ -213,7 +200,6 @@ class PagePool:
         return cached
 
     def drop(self, page: int) -> None:
-        """Free a cached page."""
         assert self._owner[page] == Owner.CACHE, f"page {page} is not cached"
         self._set_owner(page, Owner.FREE)
 
@@ -224,10 +210,7 @@ class PagePool:
 
     def allocate_run(self, count: int) -> Run | None:
         """Return contiguous pages for an adapter. If free pages are scattered, keys and values are
-        moved.
-
-        Returns None, and evicts nothing, if eviction cannot free enough pages, or if the adapters
-        in use leave no window of `count` contiguous pages.
+        moved. Return None, and evict nothing, if no window of `count` pages can be freed.
         """
         if count < 1:
             raise ValueError(f"a run has {count} pages; it needs at least one")
@@ -248,9 +231,6 @@ class PagePool:
         return run
 
     def _evict_runs_for(self, count: int) -> bool:
-        """Evict adapters until `count` contiguous pages contain no adapter. Return False, and evict
-        none, if that is impossible.
-        """
         if self._owner.find(bytes(count)) >= 0:
             return True
         idle = [] if self.run_evictor is None else self.run_evictor.idle_runs()
@@ -270,7 +250,6 @@ class PagePool:
             self._set_owner(page, Owner.FREE)
 
     def _vacate(self, window: range) -> None:
-        """Move the content of the window's pages to free pages outside it. There must be enough."""
         moves: dict[int, int] = {}
         end = self.total
         for page in window:
@@ -316,7 +295,6 @@ class PagePool:
 
 
 def _gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
-    """Yield the ranges within 0 … total-1 that no run overlaps, in order."""
     start = 0
     for run in sorted(runs, key=lambda run: run.start):
         if start < run.start:
@@ -329,17 +307,15 @@ def _gaps(total: int, runs: Iterable[range]) -> Iterator[range]:
 def runs_to_evict(
     total: int, busy: Sequence[range], idle: Sequence[range], count: int
 ) -> list[range] | None:
-    """Return the idle runs to evict so that the pool has `count` contiguous pages without a run.
+    """Return the idle runs to evict so that the pool has `count` contiguous pages without a run;
+    None if evicting all would not suffice.
 
-    The runs to evict are those in one window of `count` pages. The window is the one whose most
-    recently used run was used longest ago. Of equal windows, the one with the fewest pages to evict
-    is chosen. The list is empty if some window already contains no run.
+    They are those in the window of `count` pages whose most recently used run was used longest ago,
+    and of equal windows in the one with the fewest pages to evict.
 
     total: number of pages of the pool.
     busy: runs that stay.
     idle: runs that may be evicted, the least recently used first.
-
-    Returns None if evicting all idle runs would not suffice.
     """
 
     def window_exists(evicted: int) -> bool:
@@ -364,10 +340,8 @@ def runs_to_evict(
 
 
 def cheapest_window(owners: bytearray, free: int, adapter: int, count: int) -> int:
-    """Return the first page of the best window of `count` pages without an adapter.
-
-    The best window has the most free pages, so that the fewest pages must be moved. There must be a
-    window without an adapter.
+    """Return the first page of the window of `count` pages without an adapter that has the most
+    free pages, so that the fewest are moved. There must be one.
 
     owners: owner of each page.
     free, adapter: values in `owners` of free pages and of pages of adapters.
@@ -385,8 +359,6 @@ def _sums(values: Array, count: int) -> Array:
 
 
 class _HasLastUse(Protocol):
-    """Item with the time of its last use on the pool's clock."""
-
     @property
     def last_used(self) -> int: ...
 
@@ -407,8 +379,8 @@ def evict_oldest(evictors: Sequence[Evictor]) -> bool:
 class UseOrder(Generic[Item]):
     """Items in the order of their last use.
 
-    A use only changes the time that the item stores, which is cheap. The item's position in this
-    order is corrected later, when `oldest_first` reaches it.
+    A use only changes the time that the item stores, which is cheap. Its position is corrected when
+    `oldest_first` reaches it.
     """
 
     def __init__(self) -> None:
@@ -421,14 +393,10 @@ class UseOrder(Generic[Item]):
         insort(self._entries, entry)
 
     def remove(self, item: Item) -> None:
-        entry = self._entry_of.pop(item)
-        del self._entries[bisect_left(self._entries, entry)]
+        del self._entries[bisect_left(self._entries, self._entry_of.pop(item))]
 
     def oldest_first(self) -> Iterator[Item]:
-        """Yield the items, the least recently used first.
-
-        No item may be added or removed during the iteration.
-        """
+        """Yield the items, the oldest use first. None may be added or removed meanwhile."""
         index = 0
         while index < len(self._entries):
             last_used, _, item = self._entries[index]

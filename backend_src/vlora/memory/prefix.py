@@ -1,8 +1,6 @@
 """Prefix cache: keys and values of whole blocks, which later prompts with the same beginning reuse.
 
-The key of a block names its content. It consists of the scope, which names the weights that
-computed the block, and a chained SHA-256 of all tokens and image features up to the end of the
-block. So a cached block is never stale. This module handles no requests.
+The key of a block names its content, so a cached block is never stale.
 """
 
 from __future__ import annotations
@@ -26,8 +24,8 @@ class BlockKey(NamedTuple):
 
     scope: digest of the adapter's weights ("" for the base model), followed by the weight mode if
         that changes keys and values.
-    content: digest of the tokens and image features of this block and of those before it. For a
-        block that an activated LoRA changes, the position where the LoRA starts follows.
+    content: chained SHA-256 of all tokens and image features up to the end of the block, followed
+        by the position where an activated LoRA starts if it changes the block.
     """
 
     scope: str
@@ -35,7 +33,7 @@ class BlockKey(NamedTuple):
 
 
 class BlockDigests:
-    """Content digests of a sequence's whole blocks. They are computed as tokens become known.
+    """Content digests of a sequence's whole blocks, computed as their tokens become known.
 
     block: number of tokens per block.
     feature_row: [n] row of `features` at each position of the prompt, or NO_IMAGE.
@@ -69,24 +67,22 @@ class BlockDigests:
 class PrefixCache:
     """Cached blocks by key, each in a page of the pool.
 
-    Several sequences can share a block. While a sequence holds a block, the pool counts its page as
-    KV. When no sequence holds it, the page counts as CACHE, and the block can be evicted.
+    While sequences hold a block, the pool counts its page as KV. When none does, the page counts as
+    CACHE, and the block can be evicted.
 
     is_finite: returns whether the content of pages is finite. Callers check it before `add`.
     """
 
     def __init__(
-        self,
-        pool: PagePool,
-        is_finite: Callable[[Sequence[int]], bool] = lambda pages: True,
+        self, pool: PagePool, is_finite: Callable[[Sequence[int]], bool] = lambda pages: True
     ) -> None:
         self._pool = pool
         self.is_finite = is_finite
         self._pages: dict[BlockKey, int] = {}
         self._keys: dict[int, BlockKey] = {}
         self._scopes: defaultdict[str, set[int]] = defaultdict(set)
+        # Pages that can be evicted, with the time of their last use, the next to evict first.
         self._idle: OrderedDict[int, int] = OrderedDict()
-        """Pages that can be evicted, with the time of their last use, the next to evict first."""
         self.evictions = 0
         pool.evictors.append(self)
         pool.movers.append(self.relocate)
@@ -99,9 +95,7 @@ class PrefixCache:
         return next((i for i, key in enumerate(keys) if key not in self._pages), len(keys))
 
     def acquire(self, keys: Sequence[BlockKey]) -> list[int]:
-        """Return the pages of the leading blocks that are in the cache. Each gets
-        another holder.
-        """
+        """Return the pages of the leading blocks that are cached. Each gets another holder."""
         pages = [self._pages[key] for key in keys[: self.count_matching(keys)]]
         for page in pages:
             self._idle.pop(page, None)
@@ -109,9 +103,7 @@ class PrefixCache:
         return pages
 
     def add(self, key: BlockKey, page: int) -> None:
-        """Record that a held page contains this block. Does nothing if another page contains it
-        already.
-        """
+        """Record that a held page contains this block, unless another page contains it already."""
         if key not in self._pages:
             self._pages[key] = page
             self._keys[page] = key
@@ -133,19 +125,14 @@ class PrefixCache:
             del self._scopes[key.scope]
 
     def release(self, pages: Sequence[int]) -> None:
-        """Remove one holder of each page.
-
-        Blocks that were added stay in the cache until they are evicted. Other pages become free.
-        """
+        """Remove one holder of each page. Pages without a cached block become free."""
         now = self._pool.tick()
         # Of pages that are released together, the last one is evicted first.
         for page in reversed(self._pool.release(pages, keep=self._keys)):
             self._idle[page] = now
 
     def evict_first(self, scope: str) -> None:
-        """Mark the idle blocks of a scope as the first to evict. Call it when their adapter is
-        evicted.
-        """
+        """Mark the idle blocks of a scope, whose adapter is evicted, as the first to evict."""
         for page in self._scopes.get(scope, ()):
             if page in self._idle:
                 self._idle[page] = EVICT_FIRST
@@ -180,8 +167,6 @@ class PrefixCache:
         """Raise AssertionError if the tables are inconsistent with each other or with the pool."""
         assert {page: key for key, page in self._pages.items()} == self._keys
         assert len(self._idle) == self._pool.cached, (len(self._idle), self._pool.cached)
-        assert all(
-            self._pool.owner(page) is Owner.CACHE and page in self._keys for page in self._idle
-        )
-        by_scope = {page for pages in self._scopes.values() for page in pages}
-        assert by_scope == set(self._keys)
+        assert self._idle.keys() <= self._keys.keys()
+        assert all(self._pool.owner(page) is Owner.CACHE for page in self._idle)
+        assert {page for pages in self._scopes.values() for page in pages} == set(self._keys)

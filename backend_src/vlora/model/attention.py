@@ -112,9 +112,7 @@ class AttentionPlan:
         head_norms: HeadNorms | None = None,
     ) -> torch.Tensor:
         """Write the keys and values of all rows to their pages, and return each row's causal
-        attention.
-
-        Semantics: softmax(q kᵀ / √dim) v over the positions of the row's sequence up to its own.
+        attention, softmax(q kᵀ / √dim) v over the positions of the row's sequence up to its own.
 
         qkv: [T, (heads + 2 · kv_heads) · dim], contiguous, before rotation. It may be overwritten.
         rotary: angles by which queries and keys are rotated.
@@ -127,10 +125,9 @@ class AttentionPlan:
         kv_cache = self._kv_cache
         if qkv.shape != self._shape or not qkv.is_contiguous():
             rows, width = self._shape
-            raise ValueError(
-                f"qkv {tuple(qkv.shape)} with strides {qkv.stride()} must be contiguous"
-                f" [{rows}, {width}] for the chunks of this plan"
-            )
+            found = f"qkv {tuple(qkv.shape)} with strides {qkv.stride()}"
+            expected = f"contiguous [{rows}, {width}] for the chunks of this plan"
+            raise ValueError(f"{found} must be {expected}")
         if self._gpu is not None:
             return self._gpu.attend(layer, self._heads, qkv, rotary, head_norms, out)
         if head_norms is not None:

@@ -24,11 +24,7 @@ PROGRAMS = 264
 
 
 class DecodeShape(NamedTuple):
-    """Size to which the tables of a step of decoding rows are padded.
-
-    pages: number of pages of each row's block table.
-    axes: number of axes of the rows' positions, 1 or 3.
-    """
+    """Padded size of the tables of a step of decoding rows, with 1 or 3 axes of positions."""
 
     rows: int
     pages: int
@@ -39,9 +35,7 @@ class GpuPlan:
     """Tables that the attention kernels read in one step.
 
     Chunks of one row use the decode kernel. Longer ones are cut into tiles for the prefill kernel.
-
-    padded: size to which the tables are padded, if all chunks have one row. Added rows have no
-        context and write no keys.
+    Rows added by padding have no context and write no keys.
 
     Raises ValueError for a chunk whose pages do not cover it or are not in the cache.
     """
@@ -85,10 +79,8 @@ class GpuPlan:
         head_norms: HeadNorms | None,
         out: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Compute `AttentionPlan.attend`.
-
-        If every chunk has one row, one kernel launch computes everything and leaves `qkv`
-        unchanged.
+        """Compute `AttentionPlan.attend`, with one launch, which leaves `qkv` unchanged, if every
+        chunk has one row.
         """
         kv_cache, launches = self._kv_cache, on_gpu.launches()
         dim = kv_cache.head_dim
@@ -110,10 +102,7 @@ class GpuPlan:
         return out
 
     def _slots(self, chunk: Chunk) -> list[int]:
-        """Return the index, page · block + offset, of each row's keys in the cache.
-
-        Raises ValueError if the chunk's pages do not cover it or are not in the cache.
-        """
+        # The slot of a row's keys is page · block + offset.
         block, pages = self._kv_cache.block, chunk.pages
         needed = pages[: -(-chunk.end // block)]
         if len(needed) * block < chunk.end:
@@ -128,10 +117,6 @@ class GpuPlan:
         ]
 
     def _tables(self, chunks: Sequence[Chunk], width: int = 0) -> torch.Tensor:
-        """Return the pages of each chunk, [chunks, width] int32, padded with page 0.
-
-        width: number of columns; 0 for the most pages of a chunk.
-        """
         counts = [-(-chunk.end // self._kv_cache.block) for chunk in chunks]
         longest = max(counts, default=0) if width == 0 else width
         lines = [
@@ -152,12 +137,8 @@ class GpuPlan:
 
 def splits(rows: int, kv_heads: int, longest: int) -> int:
     """Return the number of parts into which contexts are split, a power of two to limit kernel
-    variants.
-
-    It is the largest, at most MAX_SPLITS, with which at most PROGRAMS programs run and each part of
-    the longest context has at least SPLIT_POSITIONS positions; 1 if there is no such number.
-
-    longest: number of positions of the longest context.
+    variants: the largest with which at most PROGRAMS programs run and each part of the longest
+    context has at least SPLIT_POSITIONS positions, from 1 to MAX_SPLITS.
     """
     wanted = min(PROGRAMS // max(rows * kv_heads, 1), longest // SPLIT_POSITIONS, MAX_SPLITS)
     return 1 << max(wanted.bit_length() - 1, 0)

@@ -18,10 +18,8 @@ from vlora.model.rotary import Rotary
 
 
 class ReferencePlan:
-    """Indices of the pages that the rows of a step write and read.
-
-    All chunks with a single row are computed together, padded to the longest context, and longer
-    chunks one at a time.
+    """Indices of the pages that the rows of a step write and read. Chunks with a single row are
+    computed together, padded to the longest context, and longer ones one at a time.
     """
 
     def __init__(self, chunks: Sequence[Chunk], kv_cache: KVCache) -> None:
@@ -54,7 +52,6 @@ class ReferencePlan:
             self._single_mask = (columns[None, :] < ends[:, None])[:, None, None, :]
 
     def attend(self, layer: int, heads: int, qkv: torch.Tensor, rotary: Rotary) -> torch.Tensor:
-        """Compute `AttentionPlan.attend`. heads: number of query heads."""
         kv_cache = self._kv_cache
         query, key, value = torch.split(
             qkv.view(len(qkv), -1, kv_cache.head_dim),
@@ -110,11 +107,7 @@ class ReferencePlan:
         out[self._single_rows] = attended
 
     def _gather(self, view: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-        """Return the first `length` keys or values, [batch, kv_heads, length, dim].
-
-        view: [pages, kv_heads, panels, …]; the last axes hold the LANES tokens of a panel.
-        pages: [batch, n] pages of each sequence.
-        """
+        # `view` is [pages, kv_heads, panels, …]; its last axes hold the LANES tokens of a panel.
         kv_cache = self._kv_cache
         gathered = view[pages].transpose(1, 2)
         gathered = gathered.reshape(*gathered.shape[:3], -1, kv_cache.head_dim)
@@ -122,13 +115,7 @@ class ReferencePlan:
 
 
 def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Set the keys and values of a position to zero if any of them is not finite.
-
-    keys, values: [batch, kv_heads, positions, dim].
-
-    Returns [batch, positions] bool: False for positions that were set to zero. The attention of
-    rows that see them must be set to NaN.
-    """
+    # The attention of rows that see a position that is not finite must be set to NaN.
     finite = (keys.isfinite() & values.isfinite()).all(3).all(1)
     if not bool(finite.all()):
         for tensor in (keys, values):
@@ -137,7 +124,6 @@ def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def _causal(chunk: Chunk) -> torch.Tensor | None:
-    """Return a chunk's mask, [length, end] bool; None if the chunk begins its sequence."""
     if chunk.start == 0:
         return None
     rows = torch.arange(chunk.start, chunk.end)

@@ -1,8 +1,7 @@
 """The tokens that may come next in an answer that must be one of several choices.
 
 The comparison is by bytes, so the model may spell a choice with any tokens. A leading space is
-allowed and is not part of the answer. Requests with the same choices share a `ChoiceSet`, which
-caches the allowed tokens of each state.
+allowed and is not part of the answer.
 """
 
 from __future__ import annotations
@@ -17,17 +16,15 @@ from vlora.errors import InvalidArgument, shown
 from vlora.model.tokenizer import Vocabulary
 from vlora.request import IndexArray
 
+# Maximum number of choice sets in the cache. Applications use few different sets.
 MAX_CACHED_SETS = 64
-"""Maximum number of choice sets in the cache. Applications use few different sets."""
 
-MAX_CACHED_STATES = 1024
-"""Maximum number of states per set whose allowed tokens are cached."""
+MAX_CACHED_STATES = 1024  # Maximum number of states per set whose allowed tokens are cached.
 
+# Number of tokens that stands for infinity, for text that no tokens can spell.
 UNREACHABLE = 1 << 30
-"""Number of tokens that stands for infinity, for text that no tokens can spell."""
 
-AFTER_ALL = b"\xff"
-"""Byte that sorts after every byte of UTF-8 text."""
+AFTER_ALL = b"\xff"  # Byte that sorts after every byte of UTF-8 text.
 
 
 class ChoiceSet:
@@ -68,10 +65,6 @@ class ChoiceSet:
         return needed
 
     def _min_tokens(self, spelling: bytes, start: int, needed: list[int]) -> int:
-        """Return the minimum number of tokens that spell the rest from `start`.
-
-        needed: these numbers for all later offsets.
-        """
         minimum = UNREACHABLE
         for end in self._token_ends(spelling, start):
             if needed[end] < minimum:
@@ -89,12 +82,8 @@ class ChoiceSet:
                 yield end
 
     def following(self, low: int, high: int, done: int) -> tuple[IndexArray, IndexArray]:
-        """Return the tokens that may come after the first `done` bytes of a range of spellings.
-
-        low, high: the range `spellings[low:high]`, whose first `done` bytes are equal.
-
-        Returns the token ids in ascending order, and the minimum number of tokens that must follow
-        each.
+        """Return the ids, ascending, of the tokens that may come after the first `done` bytes of
+        spellings[low:high], which are equal, and how many tokens must follow each.
         """
         key = (low, high, done)
         if key not in self._cache:
@@ -115,16 +104,11 @@ class ChoiceSet:
 
 @lru_cache(MAX_CACHED_SETS)
 def choice_set(choices: tuple[str, ...], vocabulary: Vocabulary) -> ChoiceSet:
-    """Return the choice set that all requests with these choices share."""
     return ChoiceSet(choices, vocabulary)
 
 
 class ChoiceMatcher:
-    """State of one answer: the spellings that are still possible, and the number of bytes spelled
-    so far.
-
-    required_tokens: see `ChoiceSet`.
-    """
+    """State of one answer: the spellings that are still possible, and the bytes so far."""
 
     def __init__(self, choices: tuple[str, ...], vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -147,11 +131,9 @@ class ChoiceMatcher:
     def allowed(self, eos_tokens: Sequence[int], budget: int) -> IndexArray:
         """Return the ids of the tokens that may come next, in ascending order.
 
-        budget: number of tokens left for the answer, including this one. A token is excluded if no
-            choice could then be completed within the budget.
-
-        If the budget of the first token was at least `required_tokens`, the result is never empty
-        before the answer is `finished`.
+        budget: number of tokens left for the answer, including this one. A token after which no
+            choice could be completed within it is excluded. If the first budget was at least
+            `required_tokens`, the result is never empty before the answer is `finished`.
         """
         tokens, needed_after = self._set.following(self._low, self._high, self._done)
         allowed = tokens[needed_after < budget]

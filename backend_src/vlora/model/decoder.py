@@ -1,6 +1,4 @@
-"""The decoder: one implementation for all models with Llama's layers, over paged KV and LoRA
-segments. It handles rows and positions, but no requests.
-"""
+"""The decoder: one implementation for all models with Llama's layers, over paged KV and LoRA."""
 
 from __future__ import annotations
 
@@ -50,11 +48,7 @@ class Decoder:
     """
 
     def __init__(
-        self,
-        config: DecoderConfig,
-        weights: DecoderWeights,
-        adapters: Slots,
-        switcher: Switcher,
+        self, config: DecoderConfig, weights: DecoderWeights, adapters: Slots, switcher: Switcher
     ) -> None:
         self._config = config
         self._weights = weights
@@ -76,7 +70,7 @@ class Decoder:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Addresses of the memory that steps reuse. They change when this memory is reallocated."""
+        """Addresses of the memory that steps reuse. They change when it is reallocated."""
         return *self._workspace.addresses, *self._rotary.addresses
 
     def reserve(self, rows: int, positions: int) -> None:
@@ -109,10 +103,9 @@ class Decoder:
         """Return the hidden states of `output_rows` after the final norm, [output rows, hidden].
 
         hidden: [T, hidden] embeddings; overwritten.
-        segments: segments of the T rows.
+        segments, output_segments: segments of the T rows, and of the output rows in their order.
         output_rows: numbers of the rows to return, on the device; None for all rows. After the
             attention of the last layer, only they are computed (decision 36).
-        output_segments: segments of the output rows, in their order.
         levels: image features for the first layers, or None.
         """
         rotary = self._rotary.lookup(attention.placed_positions)
@@ -143,7 +136,6 @@ class Decoder:
         output_segments: Segments,
         levels: LevelFeatures | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the residual stream of the output rows, and the last layer's output."""
         buffers = self._workspace.buffers(len(hidden))
         delta: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
@@ -159,8 +151,7 @@ class Decoder:
 
     def _recording_key(
         self, hidden: torch.Tensor, attention: AttentionPlan, segments: Segments
-    ) -> RecordingKey | None:
-        """Return the key of a step's recording; None if its kernel calls cannot be repeated."""
+    ) -> RecordingKey | None:  # None if the step's kernel calls cannot be repeated.
         rows = len(hidden)
         compiled = (
             attention.is_compiled
@@ -183,10 +174,7 @@ class Decoder:
     def logits(
         self, hidden: torch.Tensor, segments: Segments, out: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return logits, [rows, vocabulary] fp32, for rows after the final norm.
-
-        out: memory for the result; allocated if None.
-        """
+        """Return logits, [rows, vocabulary] fp32, for rows after the final norm, or in `out`."""
         logits = self._lm_head(hidden)
         if self._lm_head_lora.has(segments):
             op.apply(logits, hidden, segments, self._lm_head_lora)
@@ -202,8 +190,8 @@ def lora_groups(layers: int) -> list[list[MatrixId]]:
 class DecoderLayer:
     """Attention and MLP of one layer, with norms before them and residual connections.
 
-    Outputs of attention and MLP are passed on as `delta` to the next norm, which adds them to the
-    residual stream. Adding and normalizing in one kernel reads the stream only once.
+    Outputs are passed on as `delta` to the next norm, which adds them to the residual stream.
+    Adding and normalizing in one kernel reads the stream only once.
     """
 
     def __init__(
@@ -242,11 +230,10 @@ class DecoderLayer:
         segments: Segments,
         buffers: StepBuffers,
     ) -> torch.Tensor:
-        """Add `delta` to `hidden` in place, and return each row's attention over its sequence.
+        """Add `delta` to `hidden` in place, and return each row's attention over its sequence, [T,
+        heads · dim], before the output projection.
 
         hidden, delta: [T, hidden], the stream and the previous layer's output (None for the first).
-
-        Returns `buffers.attended`, [T, heads · dim], before the output projection.
         """
         normed = ops.add_norm(
             hidden, delta, self._input_norm, self._config.norm_eps, out=buffers.normed
@@ -255,15 +242,10 @@ class DecoderLayer:
         return attention.attend(self._layer, qkv, rotary, buffers.attended, self._head_norms)
 
     def finish(
-        self,
-        hidden: torch.Tensor,
-        attended: torch.Tensor,
-        segments: Segments,
-        buffers: StepBuffers,
+        self, hidden: torch.Tensor, attended: torch.Tensor, segments: Segments, buffers: StepBuffers
     ) -> torch.Tensor:
-        """Add the output projection of `attended` to `hidden` in place; return the MLP's output.
-
-        hidden: [T, hidden]. attended: [T, heads · dim]. Returns `buffers.delta`, [T, hidden].
+        """Add the output projection of `attended`, [T, heads · dim], to `hidden`, [T, hidden], in
+        place; return the MLP's output, [T, hidden].
         """
         projected = self._o(attended, segments, buffers.delta)
         normed = ops.add_norm(
@@ -276,15 +258,10 @@ class DecoderLayer:
 def _fused_bias(
     group: tuple[str, ...], layer: int, config: DecoderConfig, weights: DecoderWeights
 ) -> torch.Tensor | None:
-    """Return the concatenated biases of a group, zeros where missing; None without any."""
     if not any((layer, target) in weights.biases for target in group):
         return None
     device = weights.slab.device
     zeros = partial(torch.zeros, device=device.torch_device)
-    biases = torch.cat(
-        [
-            weights.biases.get((layer, target), zeros(config.target_shapes[target][0]))
-            for target in group
-        ]
-    )
-    return biases.to(device.row_dtype(weights.slab.dtype))
+    widths = {target: config.target_shapes[target][0] for target in group}
+    biases = [weights.biases.get((layer, name), zeros(d_out)) for name, d_out in widths.items()]
+    return torch.cat(biases).to(device.row_dtype(weights.slab.dtype))

@@ -1,7 +1,4 @@
-"""Architecture of the decoder, read from a checkpoint's `config.json`.
-
-Architectures that the decoder cannot compute are rejected here.
-"""
+"""Architecture of the decoder, read from a checkpoint's `config.json`, or rejected."""
 
 from __future__ import annotations
 
@@ -29,16 +26,12 @@ FRAMES_PER_SECOND = 24.0  # Frame rate that transformers assumes for clips witho
 class DecoderConfig:
     """Architecture of the decoder, as read from a checkpoint.
 
-    hidden: width of the residual stream.
+    hidden, intermediate: widths of the residual stream and of the MLP.
     heads, kv_heads: number of query heads, and of heads of keys and of values.
-    intermediate: width of the MLP.
-    vocabulary: number of tokens with an embedding.
-    context: maximum number of positions of a sequence.
+    vocabulary, context: number of tokens with an embedding; maximum positions of a sequence.
     prefix: prefix of `layers` in the module names of the transformers model.
-    biased: targets with a bias.
-    tied: whether the LM head and the embedding are the same matrix.
+    biased, tied: targets with a bias; whether the LM head is the same matrix as the embedding.
     image_token: id of the image placeholder; None for a checkpoint without images.
-    names: names of the weights in the checkpoint.
     rope_axes: axis of each rotary frequency; see `DecoderFamily.rope_axes`.
     image_merge: number of patches on each side of the square that becomes one token.
     clip_interval: distance between two successive pairs of frames of a clip, in time positions.
@@ -74,7 +67,6 @@ class DecoderConfig:
 
     @property
     def target_shapes(self) -> dict[str, tuple[int, int]]:
-        """Shape (d_out, d_in) of each target matrix."""
         query, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return {
             "q_proj": (query, self.hidden),
@@ -112,9 +104,8 @@ TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.
 
 
 def dtype_of(requested: str, folder: Path) -> torch.dtype:
-    """Return the type in which the weights of a checkpoint are stored in memory.
-
-    requested: option `dtype`. `auto` means bf16 for a checkpoint stored in bf16, else fp32.
+    """Return the type of a checkpoint's weights in memory. `auto` means bf16 if it is stored in
+    bf16, else fp32.
     """
     if requested == AUTO:
         config = read_config(folder)
@@ -124,9 +115,8 @@ def dtype_of(requested: str, folder: Path) -> torch.dtype:
 
 
 def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
-    """Return the format in which the target matrices are kept in memory; None for floats.
-
-    Raises InvalidArgument if the options ask to quantize a checkpoint that is quantized already.
+    """Return the format in which the target matrices are kept in memory; None for floats. Raises
+    InvalidArgument if the options ask to quantize a quantized checkpoint.
     """
     stored = config.quantization
     if options.quantization is None:
@@ -143,20 +133,14 @@ def quantization_of(options: Options, config: DecoderConfig) -> Format | None:
 
 
 def lm_head_format(matrices: Format | None, config: DecoderConfig) -> Format | None:
-    """Return the format in which the LM head is kept in memory; None for floats.
-
-    matrices: format of the target matrices. A checkpoint that is stored quantized keeps its LM
-        head.
+    """Return the format in which the LM head is kept in memory; None for floats. A checkpoint that
+    is stored quantized keeps its LM head. `matrices`: format of the target matrices.
     """
-    quantized_at_load = matrices is not None and config.quantization is None
-    return LM_HEAD_FORMAT if quantized_at_load else None
+    return LM_HEAD_FORMAT if matrices is not None and config.quantization is None else None
 
 
 def load_config(folder: Path) -> DecoderConfig:
-    """Return the decoder's architecture in a checkpoint folder.
-
-    Raises InvalidArgument for a folder without a checkpoint and for an unsupported checkpoint.
-    """
+    """Return the decoder's architecture in a checkpoint folder. Raises InvalidArgument."""
     if not (folder / "config.json").is_file():
         raise InvalidArgument(f"model: {folder} holds no checkpoint (config.json is missing)")
     config = read_config(folder)
@@ -169,10 +153,9 @@ def load_config(folder: Path) -> DecoderConfig:
         raise InvalidArgument(f"model: {folder}: {error}") from None
     family = FAMILIES[text.model_type]
     if quantization is not None and family.names.modules:
-        raise InvalidArgument(
-            f"model: {folder}: quantized checkpoints of model type '{text.model_type}' are not"
-            " supported; use the float checkpoint with the option 'quantization'"
-        )
+        remedy = "use the float checkpoint with the option 'quantization'"
+        kind = f"quantized checkpoints of model type '{text.model_type}'"
+        raise InvalidArgument(f"model: {folder}: {kind} are not supported; {remedy}")
     heads = text.num_attention_heads
     return DecoderConfig(
         layers=text.num_hidden_layers,
@@ -213,10 +196,8 @@ def image_levels(config: Any) -> int:
 
 
 def read_config(folder: Path) -> Any:
-    """Return transformers' configuration of a checkpoint folder. Code in it is never run.
-
-    Raises InvalidArgument if config.json cannot be read, or names an architecture that is not
-    served.
+    """Return transformers' configuration of a checkpoint folder. Code in it is never run. Raises
+    InvalidArgument if it cannot be read or its architecture is not served.
     """
     try:
         model_type = json.loads((folder / "config.json").read_bytes()).get("model_type")
@@ -233,10 +214,8 @@ def read_config(folder: Path) -> Any:
 def _unsupported(config: Any, text: Any) -> str | None:
     family = FAMILIES.get(text.model_type)
     if family is None:
-        return (
-            f"a decoder of model type '{text.model_type}' is not supported; supported:"
-            f" {', '.join(FAMILIES)}"
-        )
+        known = ", ".join(FAMILIES)
+        return f"a decoder of model type '{text.model_type}' is not supported; supported: {known}"
     levels = image_levels(config)
     if levels >= text.num_hidden_layers:
         return f"{levels} levels of image features need more than {levels} layers"
@@ -252,7 +231,6 @@ def _quantization(config: Any) -> Mapping[str, Any] | None:
 
 
 def _eos_tokens(folder: Path, text: Any) -> tuple[int, ...]:
-    """Return the ids of the end-of-text tokens that the model can generate."""
     eos = text.eos_token_id
     if (folder / "generation_config.json").is_file():
         eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id or eos

@@ -1,7 +1,6 @@
 """Loading of the decoder's weights from a checkpoint folder, alone or inside a multimodal model.
 
-Weights are recognized by their names without the layout's prefix, so the layouts of transformers 4
-and 5 and bare decoders can all be loaded.
+Weights are recognized by their names without the layout's prefix, so all layouts can be loaded.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ class DecoderWeights:
         quantized LM head has the values of the embedding.
     norms: (layer, name) → [hidden], or [head_dim] for the norms of heads.
     biases: (layer, target) → [d_out].
-    inverse_frequencies: [head_dim / 2] fp32, frequencies of the rotary embedding.
-    rope_scale: factor of the cosines and sines of the rotary embedding.
+    inverse_frequencies, rope_scale: [head_dim / 2] fp32 of the rotary embedding, and the factor of
+        its cosines and sines.
     """
 
     slab: WeightSlab | QuantizedSlab
@@ -75,13 +74,10 @@ def load_weights(
 ) -> DecoderWeights:
     """Return the weights in the folder's safetensors files, with matrices as `dtype` on `device`.
 
-    quantization: format of the target matrices; None to store them as `dtype`, too.
-
     Each tensor is copied directly to its final location, so loading needs as much memory as the
-    model and its largest tensor.
+    model and its largest tensor. Raises InvalidArgument, which names the file and the tensor.
 
-    Raises InvalidArgument, which names the file and the tensor, if a tensor is missing or does not
-    fit.
+    quantization: format of the target matrices; None to store them as `dtype`, too.
     """
     names = config.names
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
@@ -107,9 +103,7 @@ def load_weights(
         lm_head,
         tensors[names.final_norm],
         norms={(layer, n): tensors[names.norm(layer, n)] for layer in layers for n in norms},
-        biases={
-            (layer, t): tensors[names.bias(layer, t)] for layer in layers for t in config.biased
-        },
+        biases={(n, t): tensors[names.bias(n, t)] for n in layers for t in config.biased},
         inverse_frequencies=frequencies,
         rope_scale=scale,
     )
@@ -122,9 +116,6 @@ def _read_floats(
     head: QuantizedWeight | None,
     dtype: torch.dtype,
 ) -> dict[str, torch.Tensor]:
-    """Read the weights that are stored as floats into the slab, the quantized LM head, or new
-    tensors. Return these tensors by name.
-    """
     names, device = config.names, slab.device
     targets: dict[str, torch.Tensor | QuantizedWeight] = {
         names.matrix(layer, target): slab.target(layer, target)
@@ -164,8 +155,7 @@ def _quantized_head(
     if form is None:
         return None
     shape = config.vocabulary, config.hidden
-    memory = HOST.zeros(form.matrix_bytes(*shape), dtype=torch.uint8)
-    return allocate(form, *shape, dtype, memory)
+    return allocate(form, *shape, dtype, HOST.zeros(form.matrix_bytes(*shape), dtype=torch.uint8))
 
 
 def adapter_shape(
@@ -201,9 +191,8 @@ def adapter_shape(
 def stored_lm_head(
     folder: Path, config: DecoderConfig, dtype: torch.dtype = torch.float32
 ) -> StoredRows:
-    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`.
-
-    Raises InvalidArgument if a weight is missing.
+    """Return the LM head in a folder, [vocabulary, hidden], whose rows are read as `dtype`. Raises
+    InvalidArgument if it is missing.
     """
     names = config.names
     stored = find_weights(folder, config, matrices=config.quantization is None, alone=False)
@@ -223,7 +212,7 @@ def _module_paths(folder: Path) -> frozenset[str]:
 
 
 def _part(tensor: torch.Tensor, name: str, names: Sequence[str]) -> torch.Tensor:
-    """Return the rows that are the weight `name` of a tensor with the equal weights `names`."""
+    # The tensor contains the weights `names`, which have equal shapes.
     if len(names) == 1 or not tensor.ndim or len(tensor) % len(names):
         return tensor
     return tensor.chunk(len(names))[names.index(name)]
@@ -242,10 +231,7 @@ def _store(target: torch.Tensor | QuantizedWeight, tensor: torch.Tensor, origin:
 
 
 def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
-    """Return (d_out, d_in) of the matrices of the vision tower and the connector, by `vision_path`.
-
-    Tables of positions are left out. The encoder checks that the others belong to linear layers.
-    """
+    # By `vision_path`. The encoder checks that all but position tables belong to linear layers.
     shapes = {}
     for file in weight_files(folder):
         with open_weights(file) as opened:
@@ -259,7 +245,6 @@ def _vision_shapes(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def _warn_of_stale_head(embedding: torch.Tensor, file: Path, key: str) -> None:
-    """Log a warning if a stored LM head differs from the embeddings that config.json ties it to."""
     with open_weights(file) as opened:
         head = read(opened, file, key)
     if head.shape != embedding.shape or not torch.equal(head.to(embedding.dtype), embedding.cpu()):
@@ -276,22 +261,20 @@ def find_weights(
 ) -> dict[str, tuple[Path, str]]:
     """Return (file, key) of every decoder weight in the folder, by name without prefix.
 
-    matrices: whether the target matrices are needed.
-    alone: whether to reject a stored tensor that contains several weights.
-
     As in transformers, tied embeddings may be stored as the LM head. Raises InvalidArgument if a
     weight is missing or is stored twice, or if matrices are needed but are stored quantized.
+
+    matrices: whether the target matrices are needed.
+    alone: whether to reject a stored tensor that contains several weights.
     """
     if alone and config.names.modules:
-        raise InvalidArgument(
-            f"model: {folder} stores several matrices of a layer in one tensor; this operation"
-            " supports only checkpoints with one tensor per matrix"
-        )
+        limit = "this operation supports only checkpoints with one tensor per matrix"
+        what = "stores several matrices of a layer in one tensor"
+        raise InvalidArgument(f"model: {folder} {what}; {limit}")
     if matrices and config.quantization is not None:
-        raise InvalidArgument(
-            f"model: {folder} is quantized by {config.quantization.method}; this operation needs"
-            " weights stored as float32, float16 or bfloat16"
-        )
+        needed = "this operation needs weights stored as float32, float16 or bfloat16"
+        method = config.quantization.method
+        raise InvalidArgument(f"model: {folder} is quantized by {method}; {needed}")
     names = config.names
     locations: dict[str, tuple[Path, str]] = {}
     files, index = indexed_weight_files(folder)
@@ -301,11 +284,9 @@ def find_weights(
         for key in keys:
             for name in names.stored(key):
                 if name in locations:
-                    first_file, first_key = locations[name]
-                    raise InvalidArgument(
-                        f"model: {file} holds '{key}', the same weight as '{first_key}' in"
-                        f" {first_file}"
-                    )
+                    first, first_key = locations[name]
+                    same = f"the same weight as '{first_key}' in {first}"
+                    raise InvalidArgument(f"model: {file} holds '{key}', {same}")
                 locations[name] = (file, key)
     if config.tied and names.embedding not in locations and names.lm_head in locations:
         locations[names.embedding] = locations.pop(names.lm_head)

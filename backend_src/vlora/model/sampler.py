@@ -1,7 +1,7 @@
 """Sampling of a request's next token from its logits.
 
-Random numbers are counter-based: they depend on a seed and a position only. So a
-token's random number does not depend on the batch, on preemption or on the mode.
+Random numbers are counter-based: they depend on a seed and a position only, not on the batch, on
+preemption or on the mode.
 """
 
 from __future__ import annotations
@@ -28,20 +28,17 @@ from vlora.sampling import SamplingParams
 
 MASKED = np.float32(-np.inf)
 
-UNIFORMS_AHEAD = 16
-"""Number of positions whose random numbers are computed in one call."""
+UNIFORMS_AHEAD = 16  # Number of positions whose random numbers are computed in one call.
 
+# Thresholds that the search for the top-p set tries in turn. The maximum weight is 1. Usually, only
+# a few hundred of 152k tokens are above such a threshold, and only they are sorted.
 WEIGHT_FLOORS = tuple(math.exp(-power) for power in range(3, 31, 3))
-"""Thresholds that the search for the top-p set tries in turn. The maximum weight is 1.
 
-Usually, only a few hundred of 152k tokens are above such a threshold, and only they are sorted.
-"""
-
+# Minimum temperature by which fp32 logits are divided. It gives the largest logit all weight.
 MIN_FP32_TEMPERATURE = 1e-30
-"""Minimum temperature by which fp32 logits are divided. It gives the largest logit all weight."""
 
+# Upper bound of the relative difference between sums of the same weights in different orders.
 SUM_TOLERANCE = 1e-9
-"""Upper bound of the relative difference between sums of the same weights in different orders."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +50,14 @@ class Draw:
 
 
 class Uniforms:
-    """Random numbers in [0, 1) that depend only on a seed and a position.
+    """Random numbers in [0, 1) that depend only on a seed in [0, 2**64) and a position.
 
     Each position has a block of numbers of the generator Philox4x64-10, of which the first is used.
-    Computing the numbers of UNIFORMS_AHEAD positions takes little longer than computing one
-    number. The generator is reused, because creating a generator takes twenty times as long.
+    The numbers of UNIFORMS_AHEAD positions take little longer than one; creating a generator takes
+    twenty times as long, so it is reused.
     """
 
     def __init__(self, seed: int) -> None:
-        """Create the generator from a seed in [0, 2**64)."""
         self._seed = seed
         self._generator: np.random.Philox | None = None
         self._first = 0
@@ -103,7 +99,6 @@ class TokenSampler:
     @cached_property
     def batchable(self) -> bool:
         """True if the next token depends only on the logits, so that rows can be drawn together.
-
         The logits of a structured request must be masked first.
         """
         params = self._params
@@ -118,7 +113,6 @@ class TokenSampler:
 
     @property
     def greedy(self) -> bool:
-        """True if the next token is the one with the largest score among those allowed."""
         return self._params.greedy
 
     def draw(
@@ -133,8 +127,7 @@ class TokenSampler:
 
         logits: [vocabulary] fp32 of that position.
         budget: number of tokens left for the answer.
-        mask: [vocabulary] bool, True for each token that may be drawn, at least one; None allows
-            all.
+        mask: [vocabulary] bool, True for each token that may be drawn, at least one; None for all.
         """
         params = self._params
         scores = _penalised(logits, params, prompt, output)
@@ -152,20 +145,16 @@ class TokenSampler:
     def _pick(self, scores: FloatArray, position: int) -> int:
         if self._params.greedy:
             return int(scores.argmax())
-        return draw(scores, self._params, self._uniform(position))
+        return draw(scores, self._params, self._uniforms.at(position))
 
     def parameters(self, position: int, width: int) -> tuple[int, float, float, float, float]:
         """Return (top-k, temperature, min-p, top-p, random number) for the token at `position`."""
         params = self._params
         temperature = max(params.temperature, MIN_FP32_TEMPERATURE)
-        uniform = self._uniform(position)
+        uniform = self._uniforms.at(position)
         return min(params.top_k, width), temperature, params.min_p, params.top_p, uniform
 
-    def _uniform(self, position: int) -> float:
-        return self._uniforms.at(position)
-
     def _logprobs(self, logits: FloatArray, token: int) -> tuple[TokenLogprob, ...] | None:
-        """Return the log probabilities of `token` and of the best tokens, before any filter."""
         count = self._params.logprobs
         if count is None:
             return None
@@ -203,7 +192,7 @@ def draw_rows(
     chosen = backend or backends.backend_of("kernels", logits.device.type)
     if chosen == "reference":
         return [
-            draw(logits[row].numpy(), sampler._params, sampler._uniform(position))
+            draw(logits[row].numpy(), sampler._params, sampler._uniforms.at(position))
             for row, sampler, position in rows
         ]
     draws = [(row, *sampler.parameters(at, logits.shape[1])) for row, sampler, at in rows]
@@ -214,17 +203,13 @@ def draw_rows(
     return list(gemm.sample(logits.data_ptr(), logits.shape[1], draws, threads))
 
 
+# Parameters of a draw on a GPU: row of the logits, top-k (below 1 for all tokens), temperature,
+# min-p, top-p, and random number in [0, 1).
 DrawKey = tuple[int, int, float, float, float, float]
-"""Parameters of a draw on a GPU: row of the logits, top-k (below 1 for all tokens), temperature,
-min-p, top-p, and random number in [0, 1).
-"""
 
 
 def draw_parameters(draws: Sequence[DrawKey]) -> list[torch.Tensor]:
-    """Return the parameters of draws in the form that `draw_placed` takes.
-
-    The result is one tensor per parameter, each [draws], in host memory.
-    """
+    """Return one tensor per parameter, each [draws], in host memory, for `draw_placed`."""
     if not draws:
         return []
     rows, top_ks, temperatures, min_ps, top_ps, uniforms = zip(*draws, strict=True)
@@ -235,10 +220,8 @@ def draw_parameters(draws: Sequence[DrawKey]) -> list[torch.Tensor]:
 
 
 def draw_placed(logits: torch.Tensor, parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the drawn tokens, [draws].
-
-    logits: [rows, vocabulary] fp32, on the GPU.
-    parameters: result of `draw_parameters`, copied to the GPU.
+    """Return the drawn tokens, [draws], for logits [rows, vocabulary] fp32 and the result of
+    `draw_parameters`, both on the GPU.
     """
     tokens: torch.Tensor = on_gpu.draws().draw(logits, on_gpu.draws().Draws(*parameters))
     return tokens
@@ -253,10 +236,7 @@ def _seed(seed: int | None, request_id: str) -> int:
 def _penalised(
     logits: FloatArray, params: SamplingParams, prompt: Sequence[int], output: Sequence[int]
 ) -> FloatArray:
-    """Return a copy of the logits, which must be finite, with the penalties applied.
-
-    Results stay finite, because a difference of infinities would be NaN.
-    """
+    # Results stay finite, because a difference of infinities would be NaN.
     scores = logits.astype(np.float32, copy=True)
     if params.repetition_penalty != 1.0:
         seen = np.unique(np.asarray([*prompt, *output], dtype=np.int64))
@@ -277,8 +257,7 @@ def _finite(values: DoubleArray) -> FloatArray:
     return values.clip(limits.min, limits.max).astype(np.float32)
 
 
-def _largest(values: FloatArray, count: int) -> IndexArray:
-    """Return the indices of the `count` largest values, largest first, lower indices first."""
+def _largest(values: FloatArray, count: int) -> IndexArray:  # Lower indices first if equal.
     if count == 0:
         return np.empty(0, dtype=np.int64)
     candidates = np.arange(values.size)
@@ -295,9 +274,8 @@ def weights_of(scores: FloatArray, temperature: float) -> DoubleArray:
 
 
 def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
-    """Return the distribution after temperature, min-p, top-k and top-p, [vocabulary] float64.
-
-    This function is the reference implementation of `draw`. It sorts all tokens.
+    """Return the distribution after temperature, min-p, top-k and top-p, [vocabulary] float64. This
+    reference implementation of `draw` sorts all tokens.
     """
     weights = weights_of(scores, params.temperature)
     # Whether the exponential returns subnormal numbers or zero depends on the CPU.
@@ -315,8 +293,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
 
 def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
     """Return the token that `uniform`, in [0, 1), selects from `probabilities(scores, params)`.
-
-    Fewer tokens are sorted than in `probabilities`, but the result is exactly the same.
+    Fewer tokens are sorted, but the result is exactly the same.
     """
     weights = weights_of(scores, params.temperature)
     candidates = np.flatnonzero(weights >= max(params.min_p, sys.float_info.min))
@@ -336,7 +313,6 @@ def draw(scores: FloatArray, params: SamplingParams, uniform: float) -> int:
 def _nucleus(
     weights: DoubleArray, candidates: IndexArray, total: np.float64, top_p: float
 ) -> IndexArray:
-    """Return the fewest candidates, ascending, whose weights sum to at least `top_p` · `total`."""
     values = weights[candidates]
     large_values = values
     for floor in WEIGHT_FLOORS:
@@ -355,10 +331,7 @@ def _nucleus(
 def _largest_ascending(
     values: FloatArray | DoubleArray, count: int, smallest: np.floating[Any]
 ) -> IndexArray:
-    """Return the indices of the `count` largest values, in ascending order.
-
-    smallest: the smallest of these values. Among values equal to it, lower indices are taken.
-    """
+    # Of values equal to the smallest of the largest values, those with lower indices are taken.
     above = np.flatnonzero(values > smallest)
     equal = np.flatnonzero(values == smallest)
     return np.sort(np.concatenate((above, equal[: count - above.size])))

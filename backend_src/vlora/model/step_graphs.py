@@ -1,9 +1,7 @@
 """Captured graphs of decoding steps, which launch all kernels of a step with one call.
 
-A step of a small model has hundreds of launches, each of some microseconds of host time. Values
-that differ between the steps of one graph are read from device memory: tokens, positions, block
-tables and segments. A step is padded to the sizes of its graph's key. Steps with a chunk of several
-rows, an image or a vision task head are computed without a graph.
+A step is padded to the sizes of its graph's key. Values that differ between the steps of one graph
+are read from device memory: tokens, positions, block tables and segments.
 """
 
 from __future__ import annotations
@@ -68,12 +66,8 @@ class GraphKey(NamedTuple):
 
 @dataclass
 class GraphCounters:
-    """Totals of captured graphs.
-
-    captured, discarded: number of graphs.
-    replayed: number of steps that a graph has computed.
-    seconds: time that all captures took together.
-    nbytes: device memory that the existing graphs took when they were captured.
+    """Totals of captured graphs, and of the steps that they have computed (`replayed`): the time of
+    all captures, and the device memory that the existing graphs took.
     """
 
     captured: int = 0
@@ -153,12 +147,9 @@ class StepGraphs:
         self, chunks: Sequence[Chunk], parts: Sequence[UploadedPart]
     ) -> torch.Tensor | None:
         """Return the logits of a decoding step, [chunks, vocabulary] fp32, valid until the next
-        call.
+        call; None if the step must be computed without a graph.
 
-        Returns None if the step must be computed without a graph.
-
-        parts: parts whose inputs are uploaded with the others, PART_BYTES + PART_BYTES_PER_ROW ·
-            rows bytes at most.
+        parts: uploaded with the others, PART_BYTES + PART_BYTES_PER_ROW · rows bytes at most.
         """
         if self._failed or not self._may_have_graph(chunks):
             return None
@@ -178,12 +169,10 @@ class StepGraphs:
         return self._output()[: len(chunks)]
 
     def _wait_for_adapters(self, step: _Step) -> None:
-        for part, groups in (
-            (step.lora, self._decoder.lora_groups[:-1]),
-            (step.lm_head, self._decoder.lora_groups[-1:]),
-        ):
+        groups = self._decoder.lora_groups
+        for part, its_groups in ((step.lora, groups[:-1]), (step.lm_head, groups[-1:])):
             if part is not None:
-                for group in groups:
+                for group in its_groups:
                     group.pending.wait_for(part.segments)
 
     def _may_have_graph(self, chunks: Sequence[Chunk]) -> bool:
@@ -238,9 +227,8 @@ class StepGraphs:
         fixed = packed_bytes([*step.inputs, *step.attention.inputs])
         size = fixed + PART_BYTES + PART_BYTES_PER_ROW * len(step.tokens)
         inputs = self._device.zeros(size, dtype=torch.uint8)
-        tokens, *placed = upload_step(
-            self._device, step.inputs, step.attention, *parts, into=inputs
-        )
+        host, plan = step.inputs, step.attention
+        tokens, *placed = upload_step(self._device, host, plan, *parts, into=inputs)
         its_placed = iter(placed)
         segments = lm_head_segments = Segments()
         if self._layout is not None:
@@ -272,7 +260,6 @@ class StepGraphs:
         return out
 
     def _output(self) -> torch.Tensor:
-        """Return the memory of the logits of all graphs, [rows, vocabulary] fp32."""
         if self._logits is None:
             rows = padded_rows(self._max_rows)
             self._logits = self._device.zeros(rows, self._vocabulary, dtype=torch.float32)
@@ -280,14 +267,12 @@ class StepGraphs:
 
 
 def _bounded(segments: Segments, groups: Sequence[LoraGroup]) -> op.BoundedSegments | None:
-    """Return segments with their bounds; None if no group applies an adapter."""
     if not segments or not any(group.ever_used for group in groups):
         return None
     return op.bounded(segments)
 
 
 def padded_rows(rows: int) -> int:
-    """Return the number of rows to which a step of `rows` rows is padded."""
     if rows <= ROW_STEP:
         return 1 << (rows - 1).bit_length()
     return -(-rows // ROW_STEP) * ROW_STEP

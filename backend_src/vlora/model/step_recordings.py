@@ -2,8 +2,6 @@
 
 Each kernel call from Python costs about ten microseconds, together a tenth of the step of a small
 model. So the calls of the layers are recorded once, and one call of the compiled core repeats them.
-Values that differ between the steps are its arguments: pages, angles, segments and the number of
-threads. Steps on a GPU have captured graphs instead (`step_graphs.py`).
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ class RecordingKey(NamedTuple):
     """Properties on which the kernel calls of a step depend.
 
     active: `id` of the active weights.
-    adapted: for each group of projections, whether the step applies an adapter to it; () for a step
-        without segments.
+    adapted: whether the step applies an adapter to each group of projections; () without segments.
     addresses: addresses of the memory that the calls read and write.
     """
 
@@ -48,9 +45,8 @@ class _Recorded(NamedTuple):
 
 
 class StepRecordings:
-    """The recordings of one decoder. Only the engine's thread may use them.
-
-    repeated: number of steps that a recording has computed.
+    """The recordings of one decoder, for the engine's thread only. `repeated` counts the steps that
+    a recording has computed.
     """
 
     def __init__(self) -> None:
@@ -67,11 +63,8 @@ class StepRecordings:
         segments: Segments,
         compute: Callable[[], object],
     ) -> None:
-        """Compute the layers of a step: repeat the recording of `key`, or call `compute` and record
-        it.
-
-        active: the weights that the step reads.
-        compute: makes the kernel calls of the layers, and has no other effect.
+        """Compute the layers of a step: repeat the recording of `key`, or call `compute`, which
+        only makes the kernel calls of the layers, and record it. `active` is what the step reads.
         """
         recorded = self._recorded.pop(key, None)
         if recorded is None:
@@ -99,7 +92,6 @@ def _record(compute: Callable[[], object]) -> Any:
 
 
 def enabled() -> bool:
-    """Return whether steps may be recorded and repeated."""
     return _enabled
 
 

@@ -1,8 +1,6 @@
 """Switcher: owner of the active weights (§4.4.1 of the paper), which all layers read.
 
-The active weights are the base weights, or weights with one adapter merged. The switcher owns the
-merged slab and merges into it. Other code decides when to switch, and derives the signs of a step's
-segments from `live`.
+Other code decides when to switch, and derives the signs of a step's segments from `live`.
 """
 
 from __future__ import annotations
@@ -30,17 +28,13 @@ log = logging.getLogger(__name__)
 
 MIB = 1 << 20
 
+# Maximum number of adapters whose A and B are copied to a GPU for merging: the one that is merged,
+# and the next.
 MAX_PREPARED = 2
-"""Maximum number of adapters whose A and B are copied to a GPU for merging: the one that is merged,
-and the next.
-"""
 
 
 class MergeSource(Protocol):
-    """Source of the adapters to merge.
-
-    matrices: all matrices that any known adapter changes.
-    """
+    """Source of the adapters to merge. `matrices`: all that any known adapter changes."""
 
     @property
     def matrices(self) -> Collection[MatrixId]: ...
@@ -65,28 +59,20 @@ class Active:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Prepared merge of an adapter: the list of products to compute, and the weights that are
-    active afterwards.
+    """Prepared merge of an adapter: the products to compute, and the weights active afterwards."""
 
-    The reference to the adapter is weak, so that the switcher does not keep an evicted adapter in
-    memory.
-    """
-
-    adapter: weakref.ref[Adapter]
+    adapter: weakref.ref[Adapter]  # Weak, so that an evicted adapter is not kept in memory.
     merges: Merges
     active: Active
 
 
 class Switcher:
-    """Owner of the active weights, which `switch` changes.
+    """Owner of the active weights, which `switch` changes. At first, the base model is active.
 
     With `merging` = "out_of_place", one call of the ATMM operator writes base + B·A of all layers
-    to a second slab. The base slab stays unchanged, so switching back to the base is one
-    assignment. Switching to the adapter whose weights the second slab still holds is also one
-    assignment.
-
-    With "in_place", the method of the paper, no second slab is needed. But each merge changes the
-    base weights and must be undone. Both operations round, so the base weights drift.
+    to a second slab. Switching back to the base, or to the adapter in the second slab, is one
+    assignment. With "in_place", the method of the paper, each merge changes the base weights and
+    must be undone. Both operations round, so the base weights drift. "off" refuses all adapters.
 
     stored: slab of the base weights. Nothing is ever merged into quantized ones.
     memory: maximum size of merged weights in bytes; None for no limit.
@@ -99,10 +85,6 @@ class Switcher:
         merging: str = "out_of_place",
         memory: int | None = None,
     ) -> None:
-        """Create a switcher whose base model is active.
-
-        merging: "out_of_place", "in_place" or "off".
-        """
         self.memory = memory
         self.stored = slab
         self._adapters = adapters
@@ -112,15 +94,14 @@ class Switcher:
         self._merged: torch.Tensor | None = None
         self._in_slab: _Prepared | None = None
         self._prepared: dict[int, _Prepared] = {}
+        # Number of matrices that adapters change, and the bytes that they need when merged.
         self._size_of_matrices = (0, 0)
-        """Number of matrices that adapters change, and the bytes that they need when merged."""
         if merging != "in_place":
             slab.seal()
 
     def reserve(self) -> None:
-        """Allocate the memory of merged weights now, if merging is out of place.
-
-        If the device has too little memory, log a warning, and refuse to merge any adapter.
+        """Allocate the memory of merged weights now, if merging is out of place. If the device has
+        too little, log a warning, and refuse to merge any adapter.
         """
         if self._merging != "out_of_place":
             return
@@ -132,24 +113,19 @@ class Switcher:
 
     @property
     def live(self) -> int:
-        """Slot of the adapter in the active weights, or BASE."""
         return self.active.live
 
     @property
     def merged(self) -> int:
-        """Slot whose merged weights exist in memory, active or not; BASE if there are none.
-
-        If merging is out of place, a switch to this slot needs no merge.
+        """Slot whose merged weights exist in memory, active or not; BASE if there are none. If
+        merging is out of place, a switch to this slot needs no merge.
         """
         return BASE if self._in_slab is None else self._in_slab.active.live
 
     @property
     def merged_bytes(self) -> int:
-        """Bytes that merged weights take in addition to the base weights.
-
-        Only groups that a known adapter changes are counted, in whole huge pages. On a device that
-        commits memory when it is allocated, the size of a whole slab is counted if there is such a
-        group.
+        """Bytes that merged weights take besides the base weights: groups that a known adapter
+        changes, in whole huge pages, or the whole slab if the device does not commit memory lazily.
         """
         if self._merging != "out_of_place" or isinstance(self.stored, QuantizedSlab):
             return 0
@@ -197,11 +173,9 @@ class Switcher:
             return f"the base weights are quantized to {self.stored.format.name}"
         needed = self.merged_bytes
         if self.memory is not None and needed > self.memory:
-            base = self._slab.base.nbytes
-            return (
-                f"merged weights need {needed / MIB:.1f} MiB in addition to the base model's"
-                f" {base / MIB:.1f} MiB; {self.memory / MIB:.1f} MiB are left for them"
-            )
+            base = f"the base model's {self._slab.base.nbytes / MIB:.1f} MiB"
+            need = f"merged weights need {needed / MIB:.1f} MiB in addition to {base}"
+            return f"{need}; {self.memory / MIB:.1f} MiB are left for them"
         return None
 
     def can_merge(self, slot: int) -> bool:
@@ -211,9 +185,7 @@ class Switcher:
         """Activate weights in which the adapter in `slot` is merged, or the base weights for BASE.
 
         If the merge operator fails, the base weights are active afterwards if merging is out of
-        place, and no weights are active if it is in place.
-
-        Raises ValueError if the switch is refused (see `refusal`).
+        place, else none. Raises ValueError if `refusal` gives a reason.
         """
         if self._merging == "in_place":
             self._switch_in_place(slot)
@@ -258,9 +230,8 @@ class Switcher:
         return prepared
 
     def forget(self, slot: int) -> None:
-        """Delete the prepared merge of a slot that will be reused for another adapter.
-
-        Raises ValueError if the slot is live.
+        """Delete the prepared merge of a slot that will be reused for another adapter. Raises
+        ValueError if the slot is live.
         """
         if self.live == slot:
             raise ValueError(f"slot {slot} is live")
@@ -269,9 +240,7 @@ class Switcher:
             self._in_slab = None
 
     def _forget(self, slot: int, gone: weakref.ref[Adapter]) -> None:
-        """Delete the prepared merge, with its copies of A and B, of an adapter that no longer
-        exists.
-        """
+        # The adapter no longer exists, so the copies of its A and B are not needed either.
         prepared = self._prepared.get(slot)
         if prepared is not None and prepared.adapter is gone:
             del self._prepared[slot]
@@ -301,7 +270,7 @@ class Switcher:
 
 
 def _groups(matrices: Iterable[MatrixId]) -> list[int]:
-    """Return the indices, in order, of the slab's regions that contain any of these matrices."""
+    # Returns the indices, in order, of the slab's regions that contain any of these matrices.
     indices = {
         layer * len(GROUPS) + number
         for layer, target in matrices

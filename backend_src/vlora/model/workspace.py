@@ -22,10 +22,6 @@ class StepBuffers:
     `hidden`, the residual stream, is fp32. The others are fp32 on the CPU, and have the type of the
     weights on a GPU. qkv and gate_up share their memory, and so do normed, attended and gated: each
     is read for the last time before the next one is written.
-
-    normed: input of a projection, after the norm.
-    gated: input of the MLP's last projection.
-    delta: output of a layer's attention or MLP, which the next norm adds to `hidden`.
     """
 
     qkv: torch.Tensor
@@ -55,9 +51,8 @@ def workspace_bytes(config: DecoderConfig, rows: int) -> int:
 
 
 class Workspace:
-    """Buffers of one forward pass. Their memory has the size of the largest step so far.
-
-    weights: type of the decoder's weights, which the buffers have on a GPU.
+    """Buffers of one forward pass. Their memory has the size of the largest step so far. `weights`
+    is the type of the decoder's weights, which the buffers have on a GPU.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
-"""Slab of quantized base weights: the target matrices of all layers in contiguous memory.
+"""Slab of quantized base weights: the target matrices of all layers, contiguous and read-only.
 
-The slab is made read-only, as is the unquantized slab (`weights/slab.py`). Adapters are never
-merged into it: merged weights would have to be quantized again, with an error that differs from
-adapter to adapter.
+Adapters are never merged into it: merged weights would have to be quantized again, with an error
+that differs from adapter to adapter.
 """
 
 from __future__ import annotations
@@ -24,19 +23,13 @@ class QuantizedSlab:
 
     shapes: target → (d_out, d_in), the same in every layer.
     dtype: type in which products with many rows are computed, fp32 or bf16.
-    views: quantized matrices of the fused groups of all layers, in the order of GROUPS within a
-        layer.
+    views: quantized matrices of the fused groups, by layer and then in the order of GROUPS.
     """
 
-    device = HOST
-    """Device that stores the weights."""
+    device = HOST  # Device that stores the weights.
 
     def __init__(
-        self,
-        layers: int,
-        shapes: Mapping[str, tuple[int, int]],
-        form: Format,
-        dtype: torch.dtype,
+        self, layers: int, shapes: Mapping[str, tuple[int, int]], form: Format, dtype: torch.dtype
     ) -> None:
         self.layers = layers
         self.shapes = dict(shapes)
@@ -44,16 +37,12 @@ class QuantizedSlab:
         self.dtype = dtype
         sizes = [padded_bytes(form, group, shapes) for group in GROUPS]
         self.memory = self.device.zeros(layers * sum(sizes), dtype=torch.uint8)
-        self._views: list[QuantizedWeight] = []
+        self.views: list[QuantizedWeight] = []
         start = 0
         for size, group in zip(sizes * layers, GROUPS * layers, strict=True):
             shape = group_shape(group, shapes)
-            self._views.append(allocate(form, *shape, dtype, self.memory[start:]))
+            self.views.append(allocate(form, *shape, dtype, self.memory[start:]))
             start += size
-
-    @property
-    def views(self) -> tuple[QuantizedWeight, ...]:
-        return tuple(self._views)
 
     @property
     def nbytes(self) -> int:
@@ -61,31 +50,27 @@ class QuantizedSlab:
 
     @property
     def elements(self) -> int:
-        """Number of weights in the slab."""
-        return sum(rows * depth for rows, depth in (view.shape for view in self._views))
+        return sum(rows * depth for rows, depth in (view.shape for view in self.views))
 
     def target(self, layer: int, target: str) -> QuantizedWeight:
         """Return one matrix, to which the caller may write before `seal`."""
         number = next(i for i, group in enumerate(GROUPS) if target in group)
         before = GROUPS[number][: GROUPS[number].index(target)]
         first = sum(self.shapes[other][0] for other in before)
-        return self._views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
+        return self.views[layer * len(GROUPS) + number].rows(first, self.shapes[target][0])
 
     def set_order(self, layer: int, group: int, order: torch.Tensor) -> None:
-        """Set the order in which the columns of a group's matrix are stored.
-
-        group: index of the group in GROUPS.
-        order: as in `QuantizedWeight.order`.
+        """Set the order of the stored columns of a group (index in GROUPS), as in
+        `QuantizedWeight.order`.
         """
         index = layer * len(GROUPS) + group
-        self._views[index] = replace(self._views[index], order=order)
+        self.views[index] = replace(self.views[index], order=order)
 
     def arrange(self) -> None:
-        """Rearrange the matrices, which must be complete, for the kernels that read them.
-
-        Earlier views must not be used any more, and `target` cannot be called.
+        """Rearrange the matrices, which must be complete, for the kernels that read them. Earlier
+        views are then invalid, and `target` cannot be called.
         """
-        self._views = [arrange(view) for view in self._views]
+        self.views = [arrange(view) for view in self.views]
 
     def seal(self) -> None:
         """Make the slab read-only. Raise OSError if that fails."""

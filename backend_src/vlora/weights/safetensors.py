@@ -1,8 +1,7 @@
 """Reader of safetensors files, for checkpoints and adapters.
 
 Files are not mapped: truncating a mapped file would end the process, and a mapped checkpoint would
-take memory in addition to its slab. This module knows neither models nor adapters. Its callers
-turn its exceptions into errors that name them.
+take memory in addition to its slab. Callers turn exceptions into errors that name the model.
 """
 
 from __future__ import annotations
@@ -20,16 +19,10 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from safetensors import safe_open
 
-FLOATS = {
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F64": torch.float64,
-}
-"""Supported types of stored tensors. Types of 8 bits are not supported, since they need scales."""
+# Supported types of stored tensors. Types of 8 bits are not supported, since they need scales.
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 
-MAX_BUFFERS = 1024
-"""Maximum number of buffers per call of `preadv` (IOV_MAX)."""
+MAX_BUFFERS = 1024  # Maximum number of buffers per call of `preadv` (IOV_MAX).
 
 
 def open_tensors(path: Path) -> Any:
@@ -44,10 +37,7 @@ def read_header(file: BinaryIO) -> bytes:
 
 
 class Declared(NamedTuple):
-    """A tensor as the header of its file declares it.
-
-    offset: position in the file, in bytes.
-    """
+    """A tensor as the header of its file declares it. `offset`: position in the file, in bytes."""
 
     type: str
     shape: tuple[int, ...]
@@ -55,10 +45,7 @@ class Declared(NamedTuple):
 
 
 def declared_tensors(header: bytes) -> dict[str, Declared]:
-    """Return the tensors that a file declares, by key.
-
-    header: bytes before the first tensor, which `open_tensors` has found to be valid.
-    """
+    """Return the tensors that a valid header declares, by key."""
     entries = json.loads(header[8:])
     entries.pop("__metadata__", None)
     return {
@@ -68,17 +55,12 @@ def declared_tensors(header: bytes) -> dict[str, Declared]:
 
 
 def read_rows(file: BinaryIO, offset: int, rows: range, width: int, type_: str) -> torch.Tensor:
-    """Return rows of a stored matrix, [len(rows), width].
-
-    Slices of `safe_open` would read the whole tensor, because the file is not mapped.
-
-    offset: position of the matrix in the file.
-    type_: type of the matrix, a key of FLOATS.
-
-    Raises EOFError if the file ends early.
+    """Return rows of a stored matrix at `offset` in the file, [len(rows), width]. Raises EOFError.
+    `type_` is the type of the matrix, a key of FLOATS.
     """
     dtype = FLOATS[type_]
     row_bytes = width * dtype.itemsize
+    # Slices of `safe_open` would read the whole tensor, because the file is not mapped.
     file.seek(offset + rows.start * row_bytes)
     content = bytearray(file.read(len(rows) * row_bytes))
     if len(content) < len(rows) * row_bytes:
@@ -92,14 +74,11 @@ def read_rows(file: BinaryIO, offset: int, rows: range, width: int, type_: str) 
 class ReadPlan:
     """Plan to read some tensors of a file into one range of memory, by few calls.
 
-    The wanted tensors come first in memory. All other tensors have ranges after these, but are not
-    read.
-
     start: number of bytes in the file before the first tensor.
-    header: Python's `hash` of these bytes, which shows whether the file has changed. The hash is
-        valid in this process only.
+    header: Python's `hash` of these bytes, which shows, in this process, a change of the file.
     keys: keys of the wanted tensors, in their order in memory.
-    targets: range (start, end) of each tensor in memory, in bytes, in the order of the file.
+    targets: range (start, end) of each tensor in memory, in bytes, in the order of the file. Those
+        of unwanted tensors, which are not read, come after all others.
     runs: (dtype, start, end) of contiguous wanted tensors with the same dtype, in bytes of memory.
     """
 
@@ -134,8 +113,7 @@ class ReadPlan:
     def read(self, path: Path, invalid: Callable[[str], Exception]) -> torch.Tensor:
         """Return the wanted tensors, in the order of `keys`, as one tensor [elements] fp32.
 
-        Raises the error that `invalid` makes if the file cannot be read or has changed since its
-        header was read.
+        Raises the error that `invalid` makes if the file cannot be read or has changed since.
         """
         size = self.runs[-1][2]
         header, data = bytearray(self.start), torch.empty(size, dtype=torch.uint8)
@@ -157,7 +135,7 @@ class ReadPlan:
 
 
 def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
-    """Fill buffers from the start of the file. A number in `parts` is a number of bytes to skip."""
+    # A number in `parts` is a number of bytes to skip.
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         offset, contiguous = 0, list[memoryview]()
@@ -172,7 +150,6 @@ def _read_into(path: Path, parts: Sequence[memoryview | int]) -> None:
 
 
 def _fill(descriptor: int, offset: int, buffers: Sequence[memoryview]) -> int:
-    """Fill buffers with the content of a file from `offset` on; return the offset after it."""
     left = [buffer for buffer in buffers if buffer.nbytes]
     while left:
         count = os.preadv(descriptor, left[:MAX_BUFFERS], offset)

@@ -1,8 +1,7 @@
 """Weight slab: the target matrices of all layers in one contiguous tensor.
 
-The base slab is written once, at load. It is then sealed, so that a write to its memory faults
-(decision 39). Projections with the same input are adjacent (q, k, v and gate, up), so that one gemm
-reads them as one matrix. The switcher decides which slab a forward pass reads.
+The base slab is written once, at load, and then sealed, so that a write to it faults (decision 39).
+Projections with the same input are adjacent, so that one gemm reads them as one matrix.
 """
 
 from __future__ import annotations
@@ -16,27 +15,23 @@ import torch
 from vlora.device.device import HOST, Device
 from vlora.kernels.quantized import Format
 
+# Targets in the order of the slab, grouped by their input.
 GROUPS: tuple[tuple[str, ...], ...] = (
     ("q_proj", "k_proj", "v_proj"),
     ("o_proj",),
     ("gate_proj", "up_proj"),
     ("down_proj",),
 )
-"""Targets in the order of the slab, grouped by their input."""
 
+# Targets in `self_attn` of a layer. The others are in `mlp`.
 ATTENTION: tuple[str, ...] = (*GROUPS[0], *GROUPS[1])
-"""Targets in `self_attn` of a layer. The others are in `mlp`."""
 
 TARGETS: tuple[str, ...] = tuple(target for group in GROUPS for target in group)
 
 
 @dataclass(frozen=True)
 class Region:
-    """Location of one matrix or of one fused group in the slab.
-
-    offset: number of elements before it.
-    rows, columns: shape of the matrix or group.
-    """
+    """Location of a matrix or fused group in the slab. `offset`: number of elements before it."""
 
     offset: int
     rows: int
@@ -44,23 +39,20 @@ class Region:
 
     def view(self, slab: torch.Tensor) -> torch.Tensor:
         """Return a view [rows, columns] without a copy."""
-        return slab[self.offset : self.offset + self.rows * self.columns].view(
-            self.rows, self.columns
-        )
+        end = self.offset + self.rows * self.columns
+        return slab[self.offset : end].view(self.rows, self.columns)
 
 
 class WeightSlab:
     """Owner of the base weights.
 
     shapes: target → (d_out, d_in), the same in every layer.
-    dtype: dtype of the stored weights.
-    device: device that stores them.
     elements: number of elements of the slab.
-    regions: locations of the fused groups of all layers, in the order of GROUPS within a layer.
+    regions: locations of the fused groups, by layer and then in the order of GROUPS.
     """
 
+    # Format of quantized weights; always None here (see `QuantizedSlab.format`).
     format: Format | None = None
-    """Format of quantized weights; always None here (see `QuantizedSlab.format`)."""
 
     def __init__(
         self,
@@ -87,10 +79,7 @@ class WeightSlab:
         )
 
     def region(self, layer: int, *targets: str) -> Region:
-        """Return the location of one target, or of several targets as one matrix.
-
-        Several targets must be adjacent in the slab and have the same input.
-        """
+        """Return the location of one target, or of adjacent ones with the same input."""
         first = self._regions[layer, targets[0]]
         rows = sum(self._regions[layer, target].rows for target in targets)
         return Region(first.offset, rows, first.columns)
@@ -100,10 +89,7 @@ class WeightSlab:
         return self.region(layer, target).view(self.base)
 
     def reserve(self) -> torch.Tensor:
-        """Return another slab with this layout, full of zeros.
-
-        The operating system provides its memory only when it is written.
-        """
+        """Return another slab of zeros. The system provides its memory when it is written."""
         return self.device.zeros(self.elements, dtype=self.dtype)
 
     @property
@@ -120,12 +106,9 @@ class WeightSlab:
         self.device.seal(self.base)
 
     def digest(self) -> str:
-        """Return the SHA-256 of the base weights. Tests use it to show that nothing
-        changes them.
-        """
+        """Return the SHA-256 of the base weights, with which tests show that nothing changes."""
         return digest(self.base)
 
 
 def digest(memory: torch.Tensor) -> str:
-    """Return the SHA-256 of a contiguous tensor."""
     return hashlib.sha256(memory.cpu().view(torch.uint8).numpy().data).hexdigest()
