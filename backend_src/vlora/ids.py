@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
+# Id of a matrix that an adapter may change: (layer, target), (-1, "lm_head"), or (VISION, path).
 MatrixId = tuple[int, str]
-"""Id of a matrix that an adapter may change: (layer, target), (-1, "lm_head"), or
-(VISION, path).
-"""
-
+# First part of the id of a linear layer of the vision tower or the connector. The second part is
+# its path, as `model_shape.vision_path` returns it.
 VISION = -2
-"""First part of the id of a linear layer of the vision tower or the connector.
-
-The second part is its path, as `model_shape.vision_path` returns it.
-"""
-
-BASE = -1
-"""Slot number of the base model without an adapter."""
-
-NO_IMAGE = -1
-"""Value of `feature_row` at positions with text."""
+BASE = -1  # Slot number of the base model without an adapter.
+NO_IMAGE = -1  # Value of `feature_row` at positions with text.
 
 
 def order_of(slot: int, live: int) -> tuple[int, int]:
