@@ -252,10 +252,7 @@ class LoraGroup(_Slots):
 
 
 def _set_slot(
-    group: Any,
-    slot: int,
-    pairs: Iterable[LoraPair | None],
-    into: tuple[int, int] | None = None,
+    group: Any, slot: int, pairs: Iterable[LoraPair | None], into: tuple[int, int] | None = None
 ) -> None:
     alive = list(pairs)  # The list keeps the tensors alive until they are packed.
     group.set_slot(slot, [None if pair is None else factors(*pair) for pair in alive], into)

@@ -255,12 +255,7 @@ def heads(
         device.apply(y, x, device.segments(segments), device.group(group), heads=True)
         return y
     group.native.heads(
-        y.data_ptr(),
-        y.stride(0),
-        x.data_ptr(),
-        x.stride(0),
-        rows,
-        Segments.of(segments).native,
+        y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), rows, Segments.of(segments).native
     )
     return y
 

@@ -43,8 +43,7 @@ GatewayPort = Annotated[
     option("PORT", "Also run `vlora gateway`, on this port of --host; 0 chooses a free one."),
 ]
 GatewayKeys = Annotated[
-    Path | None,
-    option("FILE", "File of the gateway's API keys; needed unless --host is loopback."),
+    Path | None, option("FILE", "File of the gateway's API keys; needed unless --host is loopback.")
 ]
 AllowSharedMemory = Annotated[
     bool,

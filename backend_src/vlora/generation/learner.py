@@ -69,12 +69,7 @@ class Base:
     """The frozen base of a run: model, tokenizer, prompts and image features."""
 
     def __init__(
-        self,
-        checkpoint: Path,
-        cache_mib: int,
-        device: torch.device,
-        *,
-        fast_attention: bool = True,
+        self, checkpoint: Path, cache_mib: int, device: torch.device, *, fast_attention: bool = True
     ) -> None:
         """Load the checkpoint onto `device`, with at most `cache_mib` MiB of cached features.
 
