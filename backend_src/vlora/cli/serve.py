@@ -127,8 +127,7 @@ def serve(
             start_seconds=start_timeout,
             grace_seconds=grace,
         )
-        policy = RestartPolicy() if restart else None
-        supervisor = Supervisor(server_options, print_plain, policy)
+        supervisor = Supervisor(server_options, print_plain, RestartPolicy() if restart else None)
         with _gateway(host, gateway_port, gateway_keys) as gateway:
             supervisor.run(partial(_announce, options, gateway))
 

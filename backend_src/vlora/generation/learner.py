@@ -129,8 +129,7 @@ class Base:
             pictures = [Image.open(path).convert("RGB") for path in missing]
             pixels = self._processor(pictures, return_tensors="pt")["pixel_values"].to(self.device)
             output = self.model.get_image_features(pixel_values=pixels)
-            parts = getattr(output, "pooler_output", output)
-            for path, part in zip(missing, parts, strict=True):
+            for path, part in zip(missing, getattr(output, "pooler_output", output), strict=True):
                 found[path] = part.reshape(-1, part.shape[-1]).cpu()
                 if found[path].nbytes <= self._features.maxsize:
                     self._features[path] = found[path]
@@ -148,8 +147,7 @@ class Base:
         return [self._batch(group) for group in groups]
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
-        length = max(map(_length, rows))
-        tokens = torch.zeros(len(rows), length, dtype=torch.long)
+        tokens = torch.zeros(len(rows), max(map(_length, rows)), dtype=torch.long)
         targets = torch.full_like(tokens, IGNORED)
         mask = torch.zeros_like(tokens)
         for index, row in enumerate(rows):

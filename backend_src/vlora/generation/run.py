@@ -87,8 +87,7 @@ def load_splits(
         status(f"reading {item.name}")
         teacher = load_teacher(item)
         if teacher is not None and work is not None:
-            file = work / f"labels-{item.name}.json"
-            with remembered(item, teacher, file, status) as label:
+            with remembered(item, teacher, work / f"labels-{item.name}.json", status) as label:
                 examples = read_examples(item, label, left_out)
         else:
             examples = read_examples(item, teacher, left_out)

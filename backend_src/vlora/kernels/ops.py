@@ -350,9 +350,8 @@ def _check_norm(rows: torch.Tensor, weight: torch.Tensor) -> None:
     fits = rows.dim() == 2 and rows.shape[1:] == weight.shape and rows.is_contiguous()
     if not fits or rows.dtype != torch.float32 or weight.dtype != torch.float32:
         raise ValueError(
-            f"rows {tuple(rows.shape)} {rows.dtype} do not fit a norm weight"
-            f" {tuple(weight.shape)} {weight.dtype}; both must be fp32 and the rows contiguous"
-            " [rows, width]"
+            f"rows {tuple(rows.shape)} {rows.dtype} do not fit a norm weight {tuple(weight.shape)}"
+            f" {weight.dtype}; both must be fp32 and the rows contiguous [rows, width]"
         )
 
 

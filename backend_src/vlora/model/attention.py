@@ -133,8 +133,7 @@ class AttentionPlan:
         if head_norms is not None:
             ops.head_norm(qkv, head_norms.query, head_norms.key, self._heads, head_norms.eps)
         if self._backend == "reference":
-            attended = self._reference.attend(layer, self._heads, qkv, rotary)
-            return ops.copy_out(attended, out)
+            return ops.copy_out(self._reference.attend(layer, self._heads, qkv, rotary), out)
         out = ops.alloc_out(out, self._shape[0], self._heads * kv_cache.head_dim)
         self._native.attend(
             kv_cache.cache.data_ptr() + layer * self._layer_bytes,

@@ -121,8 +121,7 @@ class Decoder:
         if key is None:
             residual, delta = compute()
         else:
-            active = self._switcher.active
-            self.recordings.run(key, active, attention, rotary, segments, compute)
+            self.recordings.run(key, self._switcher.active, attention, rotary, segments, compute)
             residual, delta = hidden, self._workspace.buffers(len(hidden)).delta
         return ops.add_norm(residual, delta, self._weights.final_norm, self._config.norm_eps)
 

@@ -320,8 +320,7 @@ def convert(
     with new_folder(out) as part:
         copy_head(source, part)
         if config.get("peft_type") == "LORA":
-            plain = _write_plain(adapter, part, name, result)
-            pairs = _pairs_of_lora(adapter, part, plain, result)
+            pairs = _pairs_of_lora(adapter, part, _write_plain(adapter, part, name, result), result)
         else:
             pairs = _pairs_by_peft(adapter, result)
         if pairs:

@@ -301,8 +301,7 @@ def premerge(
         write_adapter(adapters / name, no_change(adapter.pairs), shape, base)
         copy_head(folder, adapters / name)
         _write_deltas(adapters, adapter.pairs, cold, shape, base, report, progress)
-        text = json.dumps(report.as_json(), indent=2)
-        (part / REPORT).write_text(text + "\n", encoding="utf-8")
+        (part / REPORT).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return report
 
 

@@ -224,8 +224,7 @@ class Operator:
                     "a captured call must have run once before, to allocate its workspace"
                 )
             size = max(size, 2 * self.workspaces[-1].numel())
-            grown = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self.workspaces.append(grown)
+            self.workspaces.append(torch.zeros(size, dtype=torch.uint8, device=self.device))
         return self.workspaces[-1]
 
     def _check_device(self, *tensors: torch.Tensor) -> None:
