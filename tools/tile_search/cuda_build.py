@@ -80,14 +80,13 @@ class Instance:
 def instances(limit: int | None = None, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[Instance]:
     """Return all instances, or at most `limit` of them, spread evenly over kinds and types."""
     known = {kind: tiles(kind) for kind in KINDS}
-    found = [
+    return [
         Instance(known[kind][i], kind, dtype)
         for i in range(max(map(len, known.values())))
         for dtype in dtypes
         for kind in KINDS
         if i < len(known[kind])
-    ]
-    return found[:limit]
+    ][:limit]
 
 
 def registry(chosen: list[Instance]) -> str:

@@ -174,9 +174,7 @@ def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
     others = [spec.item(name) for name in adapter.items]
     headed = {other.task for other in others if other.head}
     if item.head:
-        return headed <= {item.task} and all(
-            other.head for other in others if other.task == item.task
-        )
+        return headed <= {item.task} and all(one.head for one in others if one.task == item.task)
     return item.task not in headed
 
 

@@ -224,9 +224,8 @@ class Item(StrictModel):
     @classmethod
     def _is_trained_task(cls, task: str) -> str:
         if task not in TRAINED_TASKS:
-            hint = nearest(task, TRAINED_TASKS)
             known = f"the known tasks are {', '.join(TRAINED_TASKS)}"
-            raise ValueError(f"unknown task '{task}'{hint or '; ' + known}")
+            raise ValueError(f"unknown task '{task}'{nearest(task, TRAINED_TASKS) or '; ' + known}")
         return task
 
     @model_validator(mode="after")

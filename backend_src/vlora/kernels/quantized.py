@@ -209,15 +209,9 @@ def interleave(
     values: [rows, row_bytes] uint8. The number of rows is a multiple of `panel_rows`.
     scales, zeros: [rows, groups]; `zeros` may be None.
     """
-    native.kernels().quantized.interleave(
-        values.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        *values.shape,
-        scales.shape[1],
-        panel_rows,
-        torch.get_num_threads(),
-    )
+    addresses = (values.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    sizes = (*values.shape, scales.shape[1], panel_rows)
+    native.kernels().quantized.interleave(*addresses, *sizes, torch.get_num_threads())
 
 
 def separate(

@@ -209,13 +209,12 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatri
 def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix [in, out], packed along outputs in AWQ_ORDER."""
 
-    def outputs(name: str) -> torch.Tensor:
+    def ordered(name: str) -> torch.Tensor:
         packed = unpack(_part(parts, name, torch.int32, where), 4)
         return packed.view(len(packed), -1, 8)[:, :, list(AWQ_ORDER)].reshape(len(packed), -1).T
 
-    return UnpackedMatrix(
-        outputs("qweight"), _part(parts, "scales", None, where).T, outputs("qzeros")
-    )
+    values, scales = ordered("qweight"), _part(parts, "scales", None, where).T
+    return UnpackedMatrix(values, scales, ordered("qzeros"))
 
 
 def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:

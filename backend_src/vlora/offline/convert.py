@@ -463,9 +463,8 @@ def _stock_model(checkpoint: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    multimodal = type(AutoConfig.from_pretrained(checkpoint)) in (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    )
+    config = AutoConfig.from_pretrained(checkpoint)
+    multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     return model.from_pretrained(checkpoint, dtype=torch.float32)
 
