@@ -39,13 +39,8 @@ CARRIED = ROOT / "build" / "cutlass"
 ARCHITECTURES = (80, 90)
 TYPES = {"fp16": "cutlass::half_t", "bf16": "cutlass::bfloat16_t"}
 FLAGS = (
-    "-std=c++17",
-    "-O3",
-    "-lineinfo",
-    "--expt-relaxed-constexpr",
-    *("-Xcompiler", "-fPIC"),
-    *("-cudart", "static"),
-    *("-Xptxas", "-v"),
+    *("-std=c++17", "-O3", "-lineinfo", "--expt-relaxed-constexpr"),
+    *("-Xcompiler", "-fPIC", "-cudart", "static", "-Xptxas", "-v"),
 )
 HOST_FLAGS = ("-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-Wno-unknown-pragmas")
 
@@ -85,14 +80,13 @@ class Instance:
 def instances(limit: int | None = None, dtypes: tuple[str, ...] = tuple(TYPES)) -> list[Instance]:
     """Return all instances, or at most `limit` of them, spread evenly over kinds and types."""
     known = {kind: tiles(kind) for kind in KINDS}
-    found = [
+    return [
         Instance(known[kind][i], kind, dtype)
         for i in range(max(map(len, known.values())))
         for dtype in dtypes
         for kind in KINDS
         if i < len(known[kind])
-    ]
-    return found[:limit]
+    ][:limit]
 
 
 def registry(chosen: list[Instance]) -> str:
@@ -218,8 +212,7 @@ def emulate(target: Path = EMULATED) -> Path:
     def compiled(unit: Path) -> Path:
         to = target.parent / f"{unit.stem}.o"
         if _stale(to, [unit]):
-            command = [compiler, "-x", "c++", *HOST_FLAGS, *INCLUDES, "-c", str(unit)]
-            _run([*command, "-o", str(to)])
+            _run([compiler, "-x", "c++", *HOST_FLAGS, *INCLUDES, "-c", str(unit), "-o", str(to)])
         return to
 
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -142,18 +142,13 @@ def _one_warp_shape_per_block(found: list[CudaTile]) -> list[CudaTile]:
         min(
             group,
             key=lambda tile: (
-                _operand_loads(tile),
+                (1 / tile.warp[0] + 1 / tile.warp[1]) * (1.5 if tile.warps < 2 else 1.0),
                 tile.warp,
                 -tile.stages if tile.block[2] == DEPTHS[0] else tile.stages,
             ),
         )
         for group in best.values()
     ]
-
-
-def _operand_loads(tile: CudaTile) -> float:
-    loads = 1 / tile.warp[0] + 1 / tile.warp[1]
-    return loads * (1.5 if tile.warps < 2 else 1.0)
 
 
 def _spread(ordered: list[CudaTile]) -> list[CudaTile]:

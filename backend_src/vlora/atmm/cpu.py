@@ -39,14 +39,8 @@ class Cpu:
             if (index / "type").read_text().strip() != "Instruction":
                 size = re.fullmatch(r"(\d+)K", (index / "size").read_text().strip())
                 sizes[int((index / "level").read_text())] = int(size[1]) if size else 0
-        return cls(
-            fields.get("vendor_id", "unknown"),
-            int(fields.get("cpu family", 0)),
-            int(fields.get("model", 0)),
-            sizes[1],
-            sizes[2],
-            sizes[3],
-        )
+        vendor, family = fields.get("vendor_id", "unknown"), int(fields.get("cpu family", 0))
+        return cls(vendor, family, int(fields.get("model", 0)), sizes[1], sizes[2], sizes[3])
 
     @property
     def cold_bytes(self) -> int:

@@ -194,8 +194,7 @@ class LoraGroup(_Slots):
                 self._check(slot, output, pair, d_out)
         if wait is not None:
             require_in_place(slot, pairs, self.dtype)
-        on_cpu = any(pair is not None and pair.a.is_cpu for pair in pairs)
-        if self._is_packed_now(on_cpu):
+        if self._is_packed_now(any(pair is not None and pair.a.is_cpu for pair in pairs)):
             _set_slot(self.native, slot, map(self.rounded, pairs), into)
         self.pending.set(slot, wait)
         for column, pair in zip(self.pairs, pairs, strict=True):
@@ -244,18 +243,14 @@ class LoraGroup(_Slots):
 
         Raises ValueError for pairs that are not in CPU memory.
         """
-        core = native.kernels().atmm
-        group = core.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
+        group = native.kernels().atmm.Group(self.d_in, list(self.d_outs), DTYPES[self.dtype])
         for slot, pairs in enumerate(zip(*self.pairs, strict=True)):
             _set_slot(group, slot, map(self.rounded, pairs))
         return group
 
 
 def _set_slot(
-    group: Any,
-    slot: int,
-    pairs: Iterable[LoraPair | None],
-    into: tuple[int, int] | None = None,
+    group: Any, slot: int, pairs: Iterable[LoraPair | None], into: tuple[int, int] | None = None
 ) -> None:
     alive = list(pairs)  # The list keeps the tensors alive until they are packed.
     group.set_slot(slot, [None if pair is None else factors(*pair) for pair in alive], into)

@@ -77,13 +77,9 @@ def apply(
         _on_cuda(y, x, segments, group)
         return
     rows = (y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), len(x))
-    group.native.apply(
-        *rows,
-        x.dtype == torch.float32,
-        Segments.of(segments).native,
-        -1 if config is None else config,
-        threads or torch.get_num_threads(),
-    )
+    tile, threads = -1 if config is None else config, threads or torch.get_num_threads()
+    found = Segments.of(segments).native
+    group.native.apply(*rows, x.dtype == torch.float32, found, tile, threads)
 
 
 def _check_columns(y: torch.Tensor, x: torch.Tensor, group: LoraGroup) -> None:
@@ -255,12 +251,7 @@ def heads(
         device.apply(y, x, device.segments(segments), device.group(group), heads=True)
         return y
     group.native.heads(
-        y.data_ptr(),
-        y.stride(0),
-        x.data_ptr(),
-        x.stride(0),
-        rows,
-        Segments.of(segments).native,
+        y.data_ptr(), y.stride(0), x.data_ptr(), x.stride(0), rows, Segments.of(segments).native
     )
     return y
 
@@ -306,15 +297,9 @@ def merge(
         operator.current().merge(out, base, merges, sign)
         return
     _on_cpu(out, base)
-    native.kernels().atmm.merge(
-        out.data_ptr(),
-        base.data_ptr(),
-        DTYPES[out.dtype],
-        merges.native,
-        sign,
-        -1 if config is None else config,
-        threads or torch.get_num_threads(),
-    )
+    target = (out.data_ptr(), base.data_ptr(), DTYPES[out.dtype])
+    tile, threads = -1 if config is None else config, threads or torch.get_num_threads()
+    native.kernels().atmm.merge(*target, merges.native, sign, tile, threads)
 
 
 def _on_cpu(*tensors: torch.Tensor) -> None:

@@ -210,12 +210,7 @@ def _table(folder: Path, isa: str, dtype: str) -> Path | None:
 
 
 def write_table(
-    path: Path,
-    device: Cpu,
-    isa: str,
-    dtype: str,
-    found: Iterable[Mapping[str, Any]],
-    **searched: Any,
+    path: Path, device: Cpu, isa: str, dtype: str, found: Iterable[Mapping[str, Any]], **notes: Any
 ) -> None:
     """Write the table atomically, so that an engine never reads a partly written file.
 
@@ -227,7 +222,7 @@ def write_table(
         "device": vars(device),
         "isa": isa,
         "dtype": dtype,
-        "searched": {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **searched},
+        "searched": {"time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), **notes},
         "configs": dict(Counter(entry["config"] for entry in found).most_common()),
         "entries": {},
     }

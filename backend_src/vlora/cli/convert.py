@@ -22,11 +22,7 @@ MaxError = Annotated[
 
 
 def convert(
-    source: Source,
-    out: Out,
-    model: Model,
-    rank: Rank = 64,
-    max_error: MaxError = 0.05,
+    source: Source, out: Out, model: Model, rank: Rank = 64, max_error: MaxError = 0.05
 ) -> None:
     """Make a plain LoRA, in safetensors, from an adapter that cannot be served as it is.
 

@@ -172,11 +172,7 @@ DryRun = Annotated[
 
 
 def generate(
-    spec: SpecFile,
-    out: Out,
-    work: Work = None,
-    paper: Paper = False,
-    dry_run: DryRun = False,
+    spec: SpecFile, out: Out, work: Work = None, paper: Paper = False, dry_run: DryRun = False
 ) -> None:
     """Train the fewest adapters that reach the accuracy that every item requires.
 

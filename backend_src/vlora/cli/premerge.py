@@ -166,8 +166,7 @@ def _planned_ranks(files: Mapping[str, AdapterDescription], hot: str) -> dict[st
 def _print_ranks(ranks: Mapping[str, int], max_rank: int) -> None:
     table = common.make_table(("delta adapter", "rank"), ("rank",))
     for name, rank in ranks.items():
-        style = "yellow" if rank > max_rank else ""
-        table.add_row(escape(name), str(rank), style=style)
+        table.add_row(escape(name), str(rank), style="yellow" if rank > max_rank else "")
     console.print(table)
 
 

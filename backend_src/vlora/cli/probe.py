@@ -82,7 +82,6 @@ def probe(
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2) from None
     if not quiet:
-        health = finding.health.name.lower()
-        typer.echo(f"{health} in {finding.seconds:.2f} s: {finding.reason}")
+        typer.echo(f"{finding.health.name.lower()} in {finding.seconds:.2f} s: {finding.reason}")
     healthy = (Health.READY, Health.ALIVE) if alive else (Health.READY,)
     raise typer.Exit(0 if finding.health in healthy else int(finding.health))

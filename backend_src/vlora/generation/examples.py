@@ -72,9 +72,8 @@ def read_examples(
     for reason in bad.values():
         left_out(reason)
     if len(bad) > MAX_LEFT_OUT * len(images):
-        first = next(iter(bad.values()))
         raise InvalidArgument(
-            f"{first}; {len(bad)} of {len(images)} images fail, and at most"
+            f"{next(iter(bad.values()))}; {len(bad)} of {len(images)} images fail, and at most"
             f" {MAX_LEFT_OUT:.0%} of them may"
         )
     usable = [example for example in examples if not bad.keys() & set(example.images)]
@@ -102,10 +101,9 @@ def _all_examples(item: Item, label: Callable[[Path], str | None] | None) -> lis
     if label is not None:
         answers = ((path, label(path)) for path in _images_in(item.images))
         return [Example((path,), item.question, a) for path, a in answers if a is not None]
-    folders = sorted(path for path in item.images.iterdir() if path.is_dir())
     examples = [
         Example((path,), item.question, folder.name)
-        for folder in folders
+        for folder in sorted(path for path in item.images.iterdir() if path.is_dir())
         for path in _images_in(folder)
     ]
     if not examples:
@@ -144,8 +142,7 @@ def _check_labels(item: Item, parts: Mapping[str, Sequence[Example]]) -> None:
             f"item '{item.name}' has only the label '{next(iter(counts))}'; at least 2 labels are"
             " needed"
         )
-    trained = {example.answer for example in parts[TRAIN]}
-    for label in sorted(counts.keys() - trained):
+    for label in sorted(counts.keys() - {example.answer for example in parts[TRAIN]}):
         raise InvalidArgument(
             f"item '{item.name}': label '{label}' has {counts[label]} examples, none of them for"
             " training; add more images with this label, or remove it"

@@ -174,9 +174,7 @@ def may_share(spec: Spec, item: Item, adapter: Packed) -> bool:
     others = [spec.item(name) for name in adapter.items]
     headed = {other.task for other in others if other.head}
     if item.head:
-        return headed <= {item.task} and all(
-            other.head for other in others if other.task == item.task
-        )
+        return headed <= {item.task} and all(one.head for one in others if one.task == item.task)
     return item.task not in headed
 
 
@@ -252,13 +250,11 @@ def merge_next(
     first, second = min(pairs, key=lambda pair: len(pair[0].items) + len(pair[1].items))
     train = options.merge_training and not _hopeless(goals, state, first, second)
     attempt = trainer.merge(first, second, state.next_version, train=train)
-    versions = (first.version, second.version)
-    merge = Merge(versions, attempt, broken_promises(goals, attempt.scores))
+    merge = Merge((first.version, second.version), attempt, broken_promises(goals, attempt.scores))
     state = replace(state, merges=(*state.merges, merge))
     if merge.broken:
         return state
-    items = (*first.items, *second.items)
-    merged = Packed(first.number, attempt.version, items, attempt.scores)
+    merged = Packed(first.number, attempt.version, (*first.items, *second.items), attempt.scores)
     others = tuple(one for one in state.adapters if one not in (first, second))
     return replace(state, adapters=(merged, *others))
 

@@ -69,12 +69,7 @@ class Base:
     """The frozen base of a run: model, tokenizer, prompts and image features."""
 
     def __init__(
-        self,
-        checkpoint: Path,
-        cache_mib: int,
-        device: torch.device,
-        *,
-        fast_attention: bool = True,
+        self, checkpoint: Path, cache_mib: int, device: torch.device, *, fast_attention: bool = True
     ) -> None:
         """Load the checkpoint onto `device`, with at most `cache_mib` MiB of cached features.
 
@@ -134,8 +129,7 @@ class Base:
             pictures = [Image.open(path).convert("RGB") for path in missing]
             pixels = self._processor(pictures, return_tensors="pt")["pixel_values"].to(self.device)
             output = self.model.get_image_features(pixel_values=pixels)
-            parts = getattr(output, "pooler_output", output)
-            for path, part in zip(missing, parts, strict=True):
+            for path, part in zip(missing, getattr(output, "pooler_output", output), strict=True):
                 found[path] = part.reshape(-1, part.shape[-1]).cpu()
                 if found[path].nbytes <= self._features.maxsize:
                     self._features[path] = found[path]
@@ -153,8 +147,7 @@ class Base:
         return [self._batch(group) for group in groups]
 
     def _batch(self, rows: Sequence[Row]) -> Batch:
-        length = max(map(_length, rows))
-        tokens = torch.zeros(len(rows), length, dtype=torch.long)
+        tokens = torch.zeros(len(rows), max(map(_length, rows)), dtype=torch.long)
         targets = torch.full_like(tokens, IGNORED)
         mask = torch.zeros_like(tokens)
         for index, row in enumerate(rows):

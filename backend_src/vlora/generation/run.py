@@ -87,8 +87,7 @@ def load_splits(
         status(f"reading {item.name}")
         teacher = load_teacher(item)
         if teacher is not None and work is not None:
-            file = work / f"labels-{item.name}.json"
-            with remembered(item, teacher, file, status) as label:
+            with remembered(item, teacher, work / f"labels-{item.name}.json", status) as label:
                 examples = read_examples(item, label, left_out)
         else:
             examples = read_examples(item, teacher, left_out)
@@ -118,9 +117,7 @@ class _Journal:
             return None
         saved = json.loads(self.path.read_text(encoding="utf-8"))
         changed = [key for key, value in self.settings.items() if saved["settings"][key] != value]
-        changed += [
-            f"item '{n}'" for n, value in saved["items"].items() if self.items.get(n) != value
-        ]
+        changed += [f"item '{n}'" for n, old in saved["items"].items() if self.items.get(n) != old]
         if changed:
             raise InvalidArgument(
                 f"{self.path.parent} holds a run with another {changed[0]}; name another --work"
@@ -251,8 +248,7 @@ def _packed(state: RunState, trainer: PeftTrainer, journal: _Journal, watcher: W
 
 def _teacher_scores(spec: Spec, splits: Mapping[str, Splits]) -> dict[str, float]:
     scores = {
-        item.name: teacher_score(item, splits[item.name].test, read_truth(item))
-        for item in spec.items
+        one.name: teacher_score(one, splits[one.name].test, read_truth(one)) for one in spec.items
     }
     return {name: score for name, score in scores.items() if score is not None}
 

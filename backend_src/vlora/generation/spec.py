@@ -37,8 +37,7 @@ def load_yaml(content: bytes, what: str) -> Any:
     aliases that make a short file very large.
     """
     try:
-        text = content.decode("utf-8-sig")
-        loader = yaml.SafeLoader(text)
+        loader = yaml.SafeLoader(content.decode("utf-8-sig"))
         try:
             root = loader.get_single_node()
             if root is None:
@@ -132,8 +131,7 @@ def describe(error: ValidationError) -> str:
             continue
         lines.append(_line(".".join(map(str, place)), one["type"], one["msg"], one["input"]))
     more = len(lines) - MAX_PROBLEMS
-    tail = f"; and {more} more problems" if more > 0 else ""
-    return "; ".join(lines[:MAX_PROBLEMS]) + tail
+    return "; ".join(lines[:MAX_PROBLEMS]) + (f"; and {more} more problems" if more > 0 else "")
 
 
 def _line(place: str, kind: str, message: str, value: Any) -> str:
@@ -226,9 +224,8 @@ class Item(StrictModel):
     @classmethod
     def _is_trained_task(cls, task: str) -> str:
         if task not in TRAINED_TASKS:
-            hint = nearest(task, TRAINED_TASKS)
             known = f"the known tasks are {', '.join(TRAINED_TASKS)}"
-            raise ValueError(f"unknown task '{task}'{hint or '; ' + known}")
+            raise ValueError(f"unknown task '{task}'{nearest(task, TRAINED_TASKS) or '; ' + known}")
         return task
 
     @model_validator(mode="after")

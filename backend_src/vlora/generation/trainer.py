@@ -287,7 +287,7 @@ class PeftTrainer:
             if best is None or slack > best[0]:
                 best, failed = (slack, scores, average.values()), 0
             # An attempt that nearly keeps its promises continues from its best weights.
-            go_on = restarts and self._nearly_reached(best[1])
+            go_on = restarts and all(self.goals[n].nearly_reached(s) for n, s in best[1].items())
             if not broken_promises(self.goals, scores) or (step == schedule.end and not go_on):
                 break
             if step == schedule.end:
@@ -304,8 +304,7 @@ class PeftTrainer:
 
     def _rows(self, item: Item, learner: Learner) -> list[Row]:
         labels = learner.labels if item.head else ()
-        examples = self.splits[item.name].train
-        return [self.base.row(item, example, labels) for example in examples]
+        return [self.base.row(item, example, labels) for example in self.splits[item.name].train]
 
     def _step(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, rate: float, rows: list[Row]
@@ -320,9 +319,6 @@ class PeftTrainer:
         self._accelerator.clip_grad_norm_(model.parameters(), MAX_GRADIENT_NORM)
         optimizer.step()
         return loss.detach()
-
-    def _nearly_reached(self, scores: Mapping[str, float]) -> bool:
-        return all(self.goals[name].nearly_reached(score) for name, score in scores.items())
 
     def _draw(
         self,

@@ -122,13 +122,9 @@ class Matrix:
         return self.shape[0], *rows, *self._native, torch.get_num_threads()
 
     @staticmethod
-    def _check_bias(
-        bias: torch.Tensor | None, width: int, other: torch.dtype | None = None
-    ) -> None:
-        if bias is not None and (
-            bias.shape != (width,) or bias.dtype not in (torch.float32, other)
-        ):
-            raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{width}] of fp32")
+    def _check_bias(bias: torch.Tensor | None, rows: int, other: torch.dtype | None = None) -> None:
+        if bias is not None and (bias.shape != (rows,) or bias.dtype not in (torch.float32, other)):
+            raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{rows}] of fp32")
 
     def _check_rows(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Return the address, the row stride in elements and the number of rows of a valid x."""
@@ -188,19 +184,11 @@ def embed(
         raise ValueError(
             f"tokens {tuple(tokens.shape)} {tokens.dtype} must be a contiguous vector of int64"
         )
-    feature_addresses = _feature_addresses(images, rows, width)
+    features = _feature_addresses(images, rows, width)
     out = alloc_out(out, rows, width)
-    native.kernels().gemm.embed(
-        out.data_ptr(),
-        tokens.data_ptr(),
-        feature_addresses.data_ptr() if images else 0,
-        table.data_ptr(),
-        table.dtype == torch.bfloat16,
-        words,
-        rows,
-        width,
-        torch.get_num_threads(),
-    )
+    addresses = (out.data_ptr(), tokens.data_ptr(), features.data_ptr() if images else 0)
+    source = (table.data_ptr(), table.dtype == torch.bfloat16, words)
+    native.kernels().gemm.embed(*addresses, *source, rows, width, torch.get_num_threads())
     return out
 
 
@@ -280,14 +268,9 @@ def add_norm(
                 f"delta {tuple(delta.shape)} must have the shape of hidden {tuple(hidden.shape)}"
             )
     out = alloc_out(out, *hidden.shape)
+    addresses = (out.data_ptr(), hidden.data_ptr(), 0 if delta is None else delta.data_ptr())
     native.kernels().gemm.add_norm(
-        out.data_ptr(),
-        hidden.data_ptr(),
-        0 if delta is None else delta.data_ptr(),
-        weight.data_ptr(),
-        *hidden.shape,
-        eps,
-        torch.get_num_threads(),
+        *addresses, weight.data_ptr(), *hidden.shape, eps, torch.get_num_threads()
     )
     return out
 
@@ -333,26 +316,17 @@ def head_norm(
     if chosen == "reference":
         reference.head_norm(qkv, query_weight, key_weight, heads, kv_heads, eps)
         return
-    native.kernels().gemm.head_norm(
-        qkv.data_ptr(),
-        query_weight.data_ptr(),
-        key_weight.data_ptr(),
-        rows,
-        heads,
-        kv_heads,
-        dim,
-        eps,
-        torch.get_num_threads(),
-    )
+    addresses = (qkv.data_ptr(), query_weight.data_ptr(), key_weight.data_ptr())
+    sizes = (rows, heads, kv_heads, dim)
+    native.kernels().gemm.head_norm(*addresses, *sizes, eps, torch.get_num_threads())
 
 
 def _check_norm(rows: torch.Tensor, weight: torch.Tensor) -> None:
     fits = rows.dim() == 2 and rows.shape[1:] == weight.shape and rows.is_contiguous()
     if not fits or rows.dtype != torch.float32 or weight.dtype != torch.float32:
         raise ValueError(
-            f"rows {tuple(rows.shape)} {rows.dtype} do not fit a norm weight"
-            f" {tuple(weight.shape)} {weight.dtype}; both must be fp32 and the rows contiguous"
-            " [rows, width]"
+            f"rows {tuple(rows.shape)} {rows.dtype} do not fit a norm weight {tuple(weight.shape)}"
+            f" {weight.dtype}; both must be fp32 and the rows contiguous [rows, width]"
         )
 
 

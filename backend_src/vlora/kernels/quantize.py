@@ -65,18 +65,11 @@ def quantize(
 
 
 def _quantize_compiled(weight: torch.Tensor, into: QuantizedWeight) -> int | None:
-    bad: int = native.kernels().quantized.quantize(
-        weight.data_ptr(),
-        weight.dtype == torch.bfloat16,
-        weight.stride(0),
-        into.format.bits,
-        into.values.data_ptr(),
-        into.scales.data_ptr(),
-        0 if into.zeros is None else into.zeros.data_ptr(),
-        *into.shape,
-        into.format.group_shift,
-        torch.get_num_threads(),
-    )
+    source = (weight.data_ptr(), weight.dtype == torch.bfloat16, weight.stride(0))
+    zeros = 0 if into.zeros is None else into.zeros.data_ptr()
+    target = (into.format.bits, into.values.data_ptr(), into.scales.data_ptr(), zeros)
+    size = (*into.shape, into.format.group_shift)
+    bad: int = native.kernels().quantized.quantize(*source, *target, *size, torch.get_num_threads())
     return None if bad < 0 else bad
 
 

@@ -147,8 +147,7 @@ class QuantizedWeight:
         self.scales.zero_()[:, : scales.shape[1]].copy_(scales)
         if self.zeros is not None:
             assert zeros is not None
-            stored = (zeros - SYMMETRIC_ZERO) * ZERO_STEPS
-            self.zeros.zero_()[:, : zeros.shape[1]].copy_(stored)
+            self.zeros.zero_()[:, : zeros.shape[1]].copy_((zeros - SYMMETRIC_ZERO) * ZERO_STEPS)
 
 
 def allocate(
@@ -210,15 +209,9 @@ def interleave(
     values: [rows, row_bytes] uint8. The number of rows is a multiple of `panel_rows`.
     scales, zeros: [rows, groups]; `zeros` may be None.
     """
-    native.kernels().quantized.interleave(
-        values.data_ptr(),
-        scales.data_ptr(),
-        0 if zeros is None else zeros.data_ptr(),
-        *values.shape,
-        scales.shape[1],
-        panel_rows,
-        torch.get_num_threads(),
-    )
+    addresses = (values.data_ptr(), scales.data_ptr(), 0 if zeros is None else zeros.data_ptr())
+    sizes = (*values.shape, scales.shape[1], panel_rows)
+    native.kernels().quantized.interleave(*addresses, *sizes, torch.get_num_threads())
 
 
 def separate(
@@ -292,8 +285,7 @@ def dequantize(weight: QuantizedWeight) -> torch.Tensor:
     if weight.zeros is not None:
         stored_zeros = SYMMETRIC_ZERO + weight.zeros.float() / ZERO_STEPS
         zeros = stored_zeros.repeat_interleave(group, dim=1)[:, :depth]
-    scales = weight.scales.repeat_interleave(group, dim=1)[:, :depth]
-    stored = (unpack(weight) - zeros) * scales
+    stored = (unpack(weight) - zeros) * weight.scales.repeat_interleave(group, dim=1)[:, :depth]
     if weight.order is None:
         return stored
     return torch.empty(rows, depth).index_copy_(1, weight.order, stored)

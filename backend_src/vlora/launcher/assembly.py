@@ -101,8 +101,7 @@ def find_libpython() -> Path:
     package = f"libpython{sys.version_info.major}.{sys.version_info.minor}"
     raise ServerError(
         f"{name}, which Triton's Python backend needs, was not found; install it with:"
-        f" apt-get install {package}"
-        " (or use a Python that was built with --enable-shared)"
+        f" apt-get install {package} (or use a Python that was built with --enable-shared)"
     )
 
 

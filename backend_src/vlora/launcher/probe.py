@@ -74,9 +74,8 @@ def _channel(address: str, tls: Tls | None) -> grpc.Channel:
         return grpc.insecure_channel(address, direct)
     files = (tls.ca, tls.key, tls.certificate)
     contents = (None if file is None else file.read_bytes() for file in files)
-    credentials = grpc.ssl_channel_credentials(*contents)
     name = () if tls.name is None else (("grpc.ssl_target_name_override", tls.name),)
-    return grpc.secure_channel(address, credentials, (*direct, *name))
+    return grpc.secure_channel(address, grpc.ssl_channel_credentials(*contents), (*direct, *name))
 
 
 def probe(
@@ -166,9 +165,8 @@ def _work_done(before: Mapping[str, float], after: Mapping[str, float]) -> str:
 
 
 def _request() -> Any:
-    request = service_pb2.ModelInferRequest(
-        model_name=ENSEMBLE, id=f"vlora-probe-{uuid.uuid4().hex}"
-    )
+    name = f"vlora-probe-{uuid.uuid4().hex}"
+    request = service_pb2.ModelInferRequest(model_name=ENSEMBLE, id=name)
     for name, value in (("text_input", QUESTION), ("sampling_parameters", SAMPLING)):
         tensor = request.inputs.add(name=name, datatype="BYTES", shape=[1])
         tensor.contents.bytes_contents.append(value)

@@ -17,11 +17,8 @@ TABLE = ("+", "|")  # First characters of the lines that belong to a table of op
 
 # Parts of lines that a healthy server without a GPU also logs. They do not explain a failure.
 NOISE = (
-    "CudaDriverHelper",
-    "unable to create stream",
-    "Failed to initialize NVML",
-    "pinned",
-    "DCGM",
+    *("CudaDriverHelper", "unable to create stream", "Failed to initialize NVML"),
+    *("pinned", "DCGM"),
 )
 
 # Messages of Triton about its own arguments, which stand before or after the list of options.
@@ -41,8 +38,7 @@ def create(path: Path) -> IO[bytes]:
         path.parent.mkdir(parents=True, exist_ok=True)
         return os.fdopen(os.open(path, flags, 0o666), "wb")
     except OSError as error:
-        is_link = error.errno == errno.ELOOP
-        reason = "it is a symbolic link" if is_link else error.strerror
+        reason = "it is a symbolic link" if error.errno == errno.ELOOP else error.strerror
         raise ServerError(
             f"cannot write the log {path}: {reason}; name another file with --log FILE,"
             " or - for standard output"

@@ -79,10 +79,9 @@ class Supervisor:
                     quick = time.monotonic() - started < self._restart.quick_seconds
                     failures = failures + 1 if quick else 1
                     if failures >= self._restart.max_failures:
-                        seconds = self._restart.quick_seconds
                         raise ServerError(
                             f"{error}\ngiving up: the server failed {failures} times in a row,"
-                            f" each time within {seconds:.0f} s after its start"
+                            f" each time within {self._restart.quick_seconds:.0f} s after its start"
                         ) from None
                     wait = self._restart.wait(failures)
                     self._say(f"{error}\nrestarting in {wait:.0f} s")

@@ -75,18 +75,9 @@ class AttentionPlan:
         for chunk in self._chunks:
             chunks.append((chunk.row, chunk.length, chunk.start, len(pages)))
             pages += chunk.pages[: -(-chunk.end // kv_cache.block)]
-        return native.kernels().attention.Plan(
-            DTYPES[kv_cache.cache.dtype],
-            kv_cache.block,
-            self._heads,
-            kv_cache.kv_heads,
-            kv_cache.head_dim,
-            kv_cache.cache.stride(0),
-            kv_cache.cache.shape[0],
-            chunks,
-            pages,
-            torch.get_num_threads(),
-        )
+        cache, heads = kv_cache.cache, (self._heads, kv_cache.kv_heads, kv_cache.head_dim)
+        layout = (DTYPES[cache.dtype], kv_cache.block, *heads, cache.stride(0), cache.shape[0])
+        return native.kernels().attention.Plan(*layout, chunks, pages, torch.get_num_threads())
 
     @cached_property
     def _reference(self) -> ReferencePlan:
@@ -133,18 +124,12 @@ class AttentionPlan:
         if head_norms is not None:
             ops.head_norm(qkv, head_norms.query, head_norms.key, self._heads, head_norms.eps)
         if self._backend == "reference":
-            attended = self._reference.attend(layer, self._heads, qkv, rotary)
-            return ops.copy_out(attended, out)
+            return ops.copy_out(self._reference.attend(layer, self._heads, qkv, rotary), out)
         out = ops.alloc_out(out, self._shape[0], self._heads * kv_cache.head_dim)
-        self._native.attend(
-            kv_cache.cache.data_ptr() + layer * self._layer_bytes,
-            out.data_ptr(),
-            qkv.data_ptr(),
-            rotary.cosines.data_ptr(),
-            rotary.sines.data_ptr(),
-            kv_cache.head_dim**-0.5,
-            torch.get_num_threads(),
-        )
+        cache = kv_cache.cache.data_ptr() + layer * self._layer_bytes
+        angles = (rotary.cosines.data_ptr(), rotary.sines.data_ptr())
+        addresses = (cache, out.data_ptr(), qkv.data_ptr(), *angles)
+        self._native.attend(*addresses, kv_cache.head_dim**-0.5, torch.get_num_threads())
         return out
 
     def repeat(self, recording: Any, rotary: Rotary, segments: Segments) -> None:

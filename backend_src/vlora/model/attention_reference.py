@@ -126,5 +126,4 @@ def _zero_not_finite(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 def _causal(chunk: Chunk) -> torch.Tensor | None:
     if chunk.start == 0:
         return None
-    rows = torch.arange(chunk.start, chunk.end)
-    return torch.arange(chunk.end)[None, :] <= rows[:, None]
+    return torch.arange(chunk.end)[None, :] <= torch.arange(chunk.start, chunk.end)[:, None]

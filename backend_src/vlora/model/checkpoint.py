@@ -98,11 +98,10 @@ def _instead_of_pickles(folder: Path) -> str:
         name = ""
     if not str(name).isidentifier():
         name = "AutoModelForImageTextToText"
-    place = shlex.quote(str(folder))
     return (
         f", but {pickles[0]}. Pickled weights are not read, because they can run code."
         f" Convert them: python -c 'import sys; from transformers import {name} as M;"
-        f" M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' {place}"
+        f" M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])' {shlex.quote(str(folder))}"
     )
 
 

@@ -64,8 +64,7 @@ class Decoder:
         self._switcher = switcher
         self.recordings = StepRecordings()
         self._layers = [
-            DecoderLayer(layer, config, weights, adapters, switcher)
-            for layer in range(config.layers)
+            DecoderLayer(n, config, weights, adapters, switcher) for n in range(config.layers)
         ]
 
     @property
@@ -121,8 +120,7 @@ class Decoder:
         if key is None:
             residual, delta = compute()
         else:
-            active = self._switcher.active
-            self.recordings.run(key, active, attention, rotary, segments, compute)
+            self.recordings.run(key, self._switcher.active, attention, rotary, segments, compute)
             residual, delta = hidden, self._workspace.buffers(len(hidden)).delta
         return ops.add_norm(residual, delta, self._weights.final_norm, self._config.norm_eps)
 
@@ -204,9 +202,7 @@ class DecoderLayer:
     ) -> None:
         self._layer = layer
         self._config = config
-        self._input_norm, self._post_norm = (
-            weights.norms[layer, norm] for norm in config.names.norms
-        )
+        self._input_norm, self._post_norm = (weights.norms[layer, n] for n in config.names.norms)
         self._head_norms = None
         if config.names.head_norms:
             query, key = (weights.norms[layer, norm] for norm in config.names.head_norms)

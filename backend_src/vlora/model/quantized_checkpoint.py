@@ -209,14 +209,12 @@ def _gptq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatri
 def _awq(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
     """Return a matrix [in, out], packed along outputs in AWQ_ORDER."""
 
-    def outputs(name: str) -> torch.Tensor:
+    def ordered(name: str) -> torch.Tensor:
         packed = unpack(_part(parts, name, torch.int32, where), 4)
-        ordered = packed.view(len(packed), -1, 8)[:, :, list(AWQ_ORDER)]
-        return ordered.reshape(len(packed), -1).T
+        return packed.view(len(packed), -1, 8)[:, :, list(AWQ_ORDER)].reshape(len(packed), -1).T
 
-    return UnpackedMatrix(
-        outputs("qweight"), _part(parts, "scales", None, where).T, outputs("qzeros")
-    )
+    values, scales = ordered("qweight"), _part(parts, "scales", None, where).T
+    return UnpackedMatrix(values, scales, ordered("qzeros"))
 
 
 def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> UnpackedMatrix:
@@ -231,11 +229,8 @@ def _compressed(parts: Parts, stored: StoredQuantization, where: str) -> Unpacke
         scales = scales.reshape(1, 1).expand(len(values), 1)
     zeros = torch.full(scales.shape, middle, dtype=torch.int32)
     if stored.form.zeros:
-        packed = _part(parts, "weight_zero_point", torch.int32, where)
-        zeros = unpack(packed.T, 4).T[: len(values)]
-    groups = None
-    if "weight_g_idx" in parts:
-        groups = _part(parts, "weight_g_idx", torch.int32, where)
+        zeros = unpack(_part(parts, "weight_zero_point", torch.int32, where).T, 4).T[: len(values)]
+    groups = _part(parts, "weight_g_idx", torch.int32, where) if "weight_g_idx" in parts else None
     return UnpackedMatrix(values, scales, zeros, groups)
 
 

@@ -107,6 +107,5 @@ class RotaryTable:
         )
 
     def _compute(self, count: int) -> Rotary:
-        angles = torch.arange(count)[:, None] * self._frequencies
-        table = Rotary.from_angles(angles, self._scale)
+        table = Rotary.from_angles(torch.arange(count)[:, None] * self._frequencies, self._scale)
         return Rotary(table.cosines.to(self._device), table.sines.to(self._device))

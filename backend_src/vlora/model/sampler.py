@@ -197,8 +197,7 @@ def draw_rows(
         ]
     draws = [(row, *sampler.parameters(at, logits.shape[1])) for row, sampler, at in rows]
     if chosen == "gpu":
-        parameters = upload(draw_parameters(draws), logits.device)
-        return list(draw_placed(logits, parameters).tolist())
+        return list(draw_placed(logits, upload(draw_parameters(draws), logits.device)).tolist())
     gemm, threads = native.kernels().gemm, torch.get_num_threads()
     return list(gemm.sample(logits.data_ptr(), logits.shape[1], draws, threads))
 
@@ -281,8 +280,7 @@ def probabilities(scores: FloatArray, params: SamplingParams) -> DoubleArray:
     # Whether the exponential returns subnormal numbers or zero depends on the CPU.
     weights[weights < max(params.min_p, sys.float_info.min)] = 0.0
     if 0 < params.top_k < weights.size:
-        smallest = np.partition(weights, -params.top_k)[-params.top_k]
-        weights[weights < smallest] = 0.0
+        weights[weights < np.partition(weights, -params.top_k)[-params.top_k]] = 0.0
     if params.top_p < 1.0:
         order = np.argsort(-weights, kind="stable")
         mass = np.cumsum(weights[order]) / weights.sum()

@@ -197,10 +197,9 @@ class StepGraphs:
         count = padded_rows(len(chunks))
         longest = max(-(-chunk.end // self._kv_cache.block) for chunk in chunks)
         shape = DecodeShape(count, padded_pages(longest), self._axes)
-        tokens = torch.tensor([chunk.tokens[0] for chunk in chunks])
         return _Step(
             AttentionPlan(chunks, self._kv_cache, self._heads, padded=shape),
-            F.pad(tokens, (0, count - len(chunks))),
+            F.pad(torch.tensor([chunk.tokens[0] for chunk in chunks]), (0, count - len(chunks))),
             _bounded(segments, groups[:-1]),
             # The LM head is never merged, so its segments do not depend on the live adapter.
             _bounded(segments if live == BASE else signed_segments(rows), groups[-1:]),
@@ -273,9 +272,7 @@ def _bounded(segments: Segments, groups: Sequence[LoraGroup]) -> op.BoundedSegme
 
 
 def padded_rows(rows: int) -> int:
-    if rows <= ROW_STEP:
-        return 1 << (rows - 1).bit_length()
-    return -(-rows // ROW_STEP) * ROW_STEP
+    return 1 << (rows - 1).bit_length() if rows <= ROW_STEP else -(-rows // ROW_STEP) * ROW_STEP
 
 
 def padded_pages(pages: int) -> int:

@@ -189,10 +189,8 @@ class Switcher:
         """
         if self._merging == "in_place":
             self._switch_in_place(slot)
-        elif slot == BASE:
-            self.active = self._base
         else:
-            self.active = self._merge(self._ready(slot))
+            self.active = self._base if slot == BASE else self._merge(self._ready(slot))
 
     def _merge(self, prepared: _Prepared) -> Active:
         if self._in_slab is not prepared:

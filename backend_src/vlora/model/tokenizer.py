@@ -174,7 +174,8 @@ class TokenLength:
         if (
             self._shrinkage < math.inf
             and _has_all_bytes(model, byte_level)
-            and not any(map(_drops_text, splits))
+            and all(split["type"] in LOSSLESS_SPLITS for split in splits)
+            and not any(split.get("behavior") == "Removed" for split in splits)
             and not any(token["lstrip"] or token["rstrip"] for token in added)
         ):
             # A character of a byte-level token stands for one byte.
@@ -196,10 +197,6 @@ def _has_all_bytes(model: Spec, byte_level: bool) -> bool:
         return all(character in model["vocab"] for character in BYTE_ALPHABET)
     fallbacks = (f"<0x{byte:02X}>" for byte in range(256))
     return bool(model["byte_fallback"]) and all(token in model["vocab"] for token in fallbacks)
-
-
-def _drops_text(split: Spec) -> bool:
-    return split["type"] not in LOSSLESS_SPLITS or split.get("behavior") == "Removed"
 
 
 def _shrinkage(normalizer: Spec | None) -> float:
@@ -230,19 +227,9 @@ RANKS = "qwen.tiktoken"
 EXTRA_TOKENS = 205
 # Special tokens of Qwen-VL, whose ids follow the ranks.
 SPECIAL_TOKENS = (
-    "<|endoftext|>",
-    "<|im_start|>",
-    "<|im_end|>",
+    *("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
     *(f"<|extra_{number}|>" for number in range(EXTRA_TOKENS)),
-    "<ref>",
-    "</ref>",
-    "<box>",
-    "</box>",
-    "<quad>",
-    "</quad>",
-    "<img>",
-    "</img>",
-    "<imgpad>",
+    *("<ref>", "</ref>", "<box>", "</box>", "<quad>", "</quad>", "<img>", "</img>", "<imgpad>"),
 )
 
 _PATTERN = (

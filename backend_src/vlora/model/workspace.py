@@ -36,9 +36,8 @@ class StepBuffers:
 def _groups(config: DecoderConfig) -> tuple[dict[str, int], ...]:
     """Return the widths of the buffers by name, in groups that share their memory."""
     attended, inner = config.heads * config.head_dim, config.intermediate
-    qkv = attended + 2 * config.kv_heads * config.head_dim
     return (
-        {"qkv": qkv, "gate_up": 2 * inner},
+        {"qkv": attended + 2 * config.kv_heads * config.head_dim, "gate_up": 2 * inner},
         {"normed": config.hidden, "attended": attended, "gated": inner},
         {"delta": config.hidden},
         {"hidden": config.hidden},

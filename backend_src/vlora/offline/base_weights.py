@@ -30,10 +30,8 @@ class BaseWeights:
         names = self.config.names
         if matrix is None or (matrix[1] == LM_HEAD and self.config.tied):
             name = names.embedding
-        elif matrix[1] == LM_HEAD:
-            name = names.lm_head
         else:
-            name = names.matrix(*matrix)
+            name = names.lm_head if matrix[1] == LM_HEAD else names.matrix(*matrix)
         return read_weight(*self._places[name])
 
     def _of_vision(self, path: str) -> torch.Tensor:

@@ -320,8 +320,7 @@ def convert(
     with new_folder(out) as part:
         copy_head(source, part)
         if config.get("peft_type") == "LORA":
-            plain = _write_plain(adapter, part, name, result)
-            pairs = _pairs_of_lora(adapter, part, plain, result)
+            pairs = _pairs_of_lora(adapter, part, _write_plain(adapter, part, name, result), result)
         else:
             pairs = _pairs_by_peft(adapter, result)
         if pairs:
@@ -464,9 +463,8 @@ def _stock_model(checkpoint: Path) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-    multimodal = type(AutoConfig.from_pretrained(checkpoint)) in (
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    )
+    config = AutoConfig.from_pretrained(checkpoint)
+    multimodal = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     model = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     return model.from_pretrained(checkpoint, dtype=torch.float32)
 

@@ -78,8 +78,7 @@ def rename_base(folder: Path, base: str) -> None:
 
 
 def write_config(path: Path, config: Mapping[str, Any]) -> None:
-    text = json.dumps(config, indent=2, sort_keys=True)
-    path.write_text(text + "\n", encoding="utf-8")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def copy_head(source: Path, target: Path) -> None:

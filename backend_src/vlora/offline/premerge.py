@@ -57,9 +57,8 @@ def work_after_merge(requests: Mapping[str, int], work: Mapping[str, int], hot: 
     """Return the mean work per row with `hot` merged into the base (see `choose_hot`)."""
     # Merging saves the hot adapter's own work, but adds it to every other request, because all
     # delta adapters must also subtract the hot one.
-    total = sum(requests.values())
     others = (count * (work.get(name, 0) + work[hot]) for name, count in requests.items())
-    return (sum(others) - requests.get(hot, 0) * 2 * work[hot]) / total
+    return (sum(others) - requests.get(hot, 0) * 2 * work[hot]) / sum(requests.values())
 
 
 def choose_hot(requests: Mapping[str, int], work: Mapping[str, int]) -> HotChoice:
@@ -301,8 +300,7 @@ def premerge(
         write_adapter(adapters / name, no_change(adapter.pairs), shape, base)
         copy_head(folder, adapters / name)
         _write_deltas(adapters, adapter.pairs, cold, shape, base, report, progress)
-        text = json.dumps(report.as_json(), indent=2)
-        (part / REPORT).write_text(text + "\n", encoding="utf-8")
+        (part / REPORT).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")
     return report
 
 

@@ -169,14 +169,8 @@ class Grammars:
         try:
             process, connection = self._fork()
             limits = self._limits
-            grammar = Grammar(
-                process,
-                connection,
-                self._vocabulary,
-                self._stop,
-                limits.max_mask_seconds,
-                self.counters,
-            )
+            settings = (self._vocabulary, self._stop, limits.max_mask_seconds, self.counters)
+            grammar = Grammar(process, connection, *settings)
             deadline = time.monotonic() + MAX_WAIT_SECONDS
             try:
                 grammar.start(structure, limits.max_grammar_seconds, limits.max_grammar_memory)

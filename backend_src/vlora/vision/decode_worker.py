@@ -83,8 +83,7 @@ def _run_decoder(connection: socket.socket) -> None:
 
 def _limit_this_process(seconds: float, memory: int) -> None:
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limit = pages * resource.getpagesize() + memory
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + memory
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 
@@ -100,8 +99,7 @@ def _decode(
             _send_pixels(connection, load_rgb(image, name))
     except InvalidArgument as error:
         message = error.message.encode(errors="replace")[:MAX_MESSAGE_BYTES]
-        reply = REPLY.pack(REFUSED, len(message), 0)
-        fork_server.send(connection, reply + message)
+        fork_server.send(connection, REPLY.pack(REFUSED, len(message), 0) + message)
     else:
         fork_server.send(connection, REPLY.pack(DONE, 0, 0))
 
@@ -118,8 +116,7 @@ def _send_pixels(connection: socket.socket, rgb: ByteArray) -> None:
             rest = rest[os.write(file, rest) :]
         _seal(file)
         height, width, _ = rgb.shape
-        reply = REPLY.pack(PIXELS, width, height)
-        socket.send_fds(connection, [reply], [file])
+        socket.send_fds(connection, [REPLY.pack(PIXELS, width, height)], [file])
     finally:
         os.close(file)
 

@@ -337,11 +337,7 @@ class ImageDecoder:
             self._idle.pop().close()
 
     def _decode_elements(
-        self,
-        request: ImageRequest,
-        budget: PictureBudget,
-        owner: object,
-        check: Callable[[], None],
+        self, request: ImageRequest, budget: PictureBudget, owner: object, check: Callable[[], None]
     ) -> list[DecodedImage]:
         if not request.elements:
             return []

@@ -34,8 +34,7 @@ class _Bf16Linear(torch.nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return x weightᵀ + bias. x may have any number of leading dimensions."""
-        y = ops.linear(x.flatten(0, -2), self.weight, self.bias)
-        return y.view(*x.shape[:-1], -1)
+        return ops.linear(x.flatten(0, -2), self.weight, self.bias).view(*x.shape[:-1], -1)
 
 
 class _InPlaceQuickGelu(torch.nn.Module):

@@ -173,8 +173,7 @@ class EncoderService:
         Raises the encoder's VLoraError, or Internal for any other exception of the encoder.
         """
         parts = parts or [None] * len(batch)
-        views = map(self._encoder.with_views, batch)
-        requests = list(zip(views, parts, strict=True))
+        requests = list(zip(map(self._encoder.with_views, batch), parts, strict=True))
         images = [(image, part) for request, part in requests for image in request]
         keys = [_key(image, part, self._encoder.tower_digest) for image, part in images]
         features = self._encode_all(images, keys)
@@ -246,8 +245,7 @@ class EncoderService:
                 layout[-1][2] += 1
                 layout[-1][5] += frames
             else:
-                grid = self._encoder.grid(image)
-                layout.append([first, len(own), 1, *grid, frames])
+                layout.append([first, len(own), 1, *self._encoder.grid(image), frames])
                 size.append((image.height, image.width))
             first += len(own)
         empty = np.zeros((0, self._encoder.hidden), np.float32)

@@ -135,14 +135,8 @@ def _is_encoded(data: bytes) -> bool:
 
 
 _MAGIC = (
-    b"\x89PNG\r\n\x1a\n",
-    b"\xff\xd8\xff",
-    b"GIF87a",
-    b"GIF89a",
-    b"II*\x00",
-    b"MM\x00*",
-    b"II+\x00",
-    b"MM\x00+",
+    *(b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"GIF87a", b"GIF89a"),
+    *(b"II*\x00", b"MM\x00*", b"II+\x00", b"MM\x00+"),
 )
 _BITMAP_HEADERS = {size.to_bytes(4, "little") for size in (12, 40, 52, 56, 64, 108, 124)}
 

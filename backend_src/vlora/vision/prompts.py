@@ -195,8 +195,7 @@ def _with_images(prompt: str, num_frames: int, template: ChatTemplate) -> str:
     Raises InvalidArgument if the frames are taken as one video but are not adjacent.
     """
     if template.clip_text is not None and num_frames:
-        clip = PLACEHOLDER * num_frames
-        before, found, after = prompt.rpartition(clip)
+        before, found, after = prompt.rpartition(PLACEHOLDER * num_frames)
         if not found or PLACEHOLDER in after:
             raise InvalidArgument(
                 f"this model takes the {num_frames} frames as one video, so their {PLACEHOLDER}"

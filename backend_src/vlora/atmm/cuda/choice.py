@@ -115,14 +115,10 @@ class KernelChoice:
 
     def on(self, library: Library, dtype: str) -> TilesStruct:
         """Return this choice for the C interface. Raises ValueError if the library lacks a tile."""
-        return TilesStruct(
-            _index(library, "shrink", dtype, self.shrink),
-            _index(library, "expand", dtype, self.expand),
-            self.slices,
-            self.rows_up_to,
-            self.row_block,
-            self.row_slices,
-        )
+        shrink = _index(library, "shrink", dtype, self.shrink)
+        expand = _index(library, "expand", dtype, self.expand)
+        rows = (self.rows_up_to, self.row_block, self.row_slices)
+        return TilesStruct(shrink, expand, self.slices, *rows)
 
 
 def _index(library: Library, kind: str, dtype: str, name: str | None) -> int:

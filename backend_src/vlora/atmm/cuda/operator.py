@@ -113,15 +113,8 @@ class Operator:
     ) -> KernelChoice:
         """Return the kernels for a call: those of the table if they fit, else `built_in`."""
         tensor_cores = group.dtype != torch.float32 and is_aligned(y, x, group.d_outs)
-        shape = Shape(
-            DTYPES[group.dtype],
-            segments.longest,
-            group.d_in,
-            sum(group.d_outs),
-            group.max_rank,
-            len(segments),
-            len(group.d_outs),
-        )
+        sizes = (segments.longest, group.d_in, sum(group.d_outs), group.max_rank)
+        shape = Shape(DTYPES[group.dtype], *sizes, len(segments), len(group.d_outs))
         choice = self.table.find(shape)
         if choice is None or (choice.shrink is not None and not tensor_cores):
             choice = built_in(shape, self.library, self.multiprocessors, tensor_cores=tensor_cores)
@@ -224,8 +217,7 @@ class Operator:
                     "a captured call must have run once before, to allocate its workspace"
                 )
             size = max(size, 2 * self.workspaces[-1].numel())
-            grown = torch.zeros(size, dtype=torch.uint8, device=self.device)
-            self.workspaces.append(grown)
+            self.workspaces.append(torch.zeros(size, dtype=torch.uint8, device=self.device))
         return self.workspaces[-1]
 
     def _check_device(self, *tensors: torch.Tensor) -> None:
@@ -262,15 +254,9 @@ class MergedParts:
         if self._table is None:
             return
         operator = self._operator
-        call = c.MergeCallStruct(
-            out.data_ptr(),
-            base.data_ptr(),
-            self._table.data_ptr(),
-            self._blocks,
-            len(self._keep),
-            c.TYPES[DTYPES[out.dtype]],
-            sign,
-        )
+        addresses = (out.data_ptr(), base.data_ptr(), self._table.data_ptr())
+        kind = c.TYPES[DTYPES[out.dtype]]
+        call = c.MergeCallStruct(*addresses, self._blocks, len(self._keep), kind, sign)
         with operator._here():
             operator.library.merge(call, operator._stream())
 

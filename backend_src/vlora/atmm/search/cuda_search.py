@@ -173,8 +173,7 @@ class CudaSearch:
     def _times(
         self, data: Data, choices: Sequence[KernelChoice], rounds: int
     ) -> dict[KernelChoice, GpuTiming]:
-        work = {one.name: data.work(self._operator, one) for one in choices}
-        timed = interleaved(work, rounds)
+        timed = interleaved({one.name: data.work(self._operator, one) for one in choices}, rounds)
         return {one: timed[one.name] for one in choices}
 
     def search(

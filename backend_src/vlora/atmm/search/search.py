@@ -242,8 +242,7 @@ def profile(
 
 def _promising(samples: Mapping[str, list[float]], alive: list[str]) -> list[str]:
     best = min(alive, key=lambda name: statistics.median(samples[name]))
-    count = len(samples[best])
-    if count < MIN_ROUNDS:
+    if len(samples[best]) < MIN_ROUNDS:
         limit = HOPELESS * min(samples[best])
     else:
         limit = statistics.quantiles(samples[best], n=4, method="inclusive")[2]

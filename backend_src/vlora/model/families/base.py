@@ -72,9 +72,8 @@ class WeightNames:
         norms = "|".join(map(re.escape, (*self.norms, *self.head_norms)))
         others = "|".join(map(re.escape, (self.embedding, self.final_norm, self.lm_head)))
         return re.compile(
-            rf"{_LAYOUT_PREFIX}("
-            rf"layers\.\d+\.(?:(?:{modules})\.\w+_proj\.(?:weight|bias)|(?:{norms})\.weight)"
-            rf"|{others})$"
+            rf"{_LAYOUT_PREFIX}(layers\.\d+\.(?:(?:{modules})\.\w+_proj\.(?:weight|bias)"
+            rf"|(?:{norms})\.weight)|{others})$"
         )
 
 
@@ -124,9 +123,7 @@ class DecoderFamily:
                 f"activation '{text.hidden_act}' is not supported; supported:"
                 f" {', '.join(self.activations)}"
             )
-        if self.sliding_window(text):
-            return "sliding-window attention is not supported"
-        return None
+        return "sliding-window attention is not supported" if self.sliding_window(text) else None
 
 
 class BiasedFamily(DecoderFamily):

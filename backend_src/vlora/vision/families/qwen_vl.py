@@ -139,8 +139,7 @@ def with_pairs(
 def _resized(frame: DecodedImage, like: DecodedImage) -> DecodedImage:
     if frame.rgb.shape == like.rgb.shape:
         return frame
-    size = (like.width, like.height)
-    scaled = Image.fromarray(frame.rgb).resize(size, Image.Resampling.BICUBIC)
+    scaled = Image.fromarray(frame.rgb).resize((like.width, like.height), Image.Resampling.BICUBIC)
     return replace(frame, rgb=np.asarray(scaled))
 
 
