@@ -75,6 +75,8 @@ def _count(node: yaml.Node, what: str, known: dict[int, int | None]) -> int:
     """Return the number of values in `node`, with those of its aliases.
 
     known: number of values by the id of each node; None for nodes that are being counted.
+
+    Raises InvalidArgument if a mapping has a key twice, or a value contains itself.
     """
     if id(node) in known:
         if (count := known[id(node)]) is None:

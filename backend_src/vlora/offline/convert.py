@@ -352,7 +352,11 @@ def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> 
 def _pairs_of_lora(
     source: _Source, part: Path, plain: AdapterDescription, result: Conversion
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return new A and B for PEFT's type LORA; {} for a plain LoRA, which keeps its own."""
+    """Return new A and B for PEFT's type LORA; {} for a plain LoRA, which keeps its own.
+
+    part: folder to which the A and B of the source were written.
+    plain: description of that folder, which no longer names the source's method.
+    """
     if source.method == "LoRA":
         return {}
     if plain.vision is not None:

@@ -41,6 +41,7 @@ def write_adapter(
     if not pairs:
         raise ValueError("an adapter needs at least one matrix")
     folder.mkdir(parents=True, exist_ok=True)
+    # The last of the paths is the one in the served model.
     paths = {matrix: paths_of(matrix, shape, "")[-1] for matrix in pairs}
     ranks = {paths[matrix]: pair.a.shape[0] for matrix, pair in pairs.items()}
     (common_rank, _), *_ = Counter(ranks.values()).most_common()
