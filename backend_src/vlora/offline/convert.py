@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from vlora.adapters.errors import ErrorFactory, read_json, require_file
 from vlora.adapters.files import (
+    CONFIG,
     MAX_ADAPTER_BYTES,
     OUTSIDE_LORA,
     PICKLED,
@@ -39,7 +40,7 @@ from vlora.atomic_file import new_folder
 from vlora.errors import InvalidArgument, Unsupported
 from vlora.ids import VISION, MatrixId
 from vlora.offline.base_weights import BaseWeights
-from vlora.offline.peft_folder import CONFIG, copy_head, write_adapter, write_config
+from vlora.offline.peft_folder import copy_head, write_adapter, write_config
 from vlora.weights.safetensors import FLOATS
 
 ADAPTER = "default"

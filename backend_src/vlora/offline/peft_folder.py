@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vlora.adapters.files import WEIGHTS
+from vlora.adapters.files import CONFIG, WEIGHTS
 from vlora.adapters.model_shape import ModelShape, paths_of
 from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
 
-CONFIG = "adapter_config.json"
 HEAD_FILES = ("vlora.json", "head.safetensors")
 
 

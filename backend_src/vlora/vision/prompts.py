@@ -90,7 +90,6 @@ TASKS: dict[str, TaskSpec] = {
     CHAT_TASK: TaskSpec(None, None, "Continue a conversation", "Messages as JSON"),
 }
 
-
 _SENTINEL = "VLORA-USER-TEXT"
 
 
