@@ -23,8 +23,8 @@ Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 MAX_SPEC_BYTES = 1 << 20
 TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
 TRAINED_MODEL_TYPE = "llava"
-# Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it.
-BOX_TASKS = ("refer", "detect")
+# These tasks require the metric f1_iou50; other tasks must not use it.
+BOX_TASKS = tuple(task for task, spec in TASKS.items() if spec.boxes)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
