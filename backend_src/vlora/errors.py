@@ -68,7 +68,6 @@ BY_CODE: dict[str, type[VLoraError]] = {
     for kind in (InvalidArgument, NotFound, Unavailable, Cancelled, Unsupported, Internal)
 }
 
-
 MAX_NAMES = 20  # Maximum number of adapters that a message lists.
 
 

@@ -223,7 +223,7 @@ class Output(NamedTuple):
     def finished(self) -> bool:
         return self.finish_reason is not None or self.error is not None
 
-    def merge(self, later: Output) -> Output:
+    def followed_by(self, later: Output) -> Output:
         """Return `later`, which has no error, with the text and tokens of both outputs."""
         logprobs = later.logprobs
         if self.logprobs is not None:
@@ -233,21 +233,21 @@ class Output(NamedTuple):
 
 
 def coalesce(outputs: Iterable[Output]) -> list[Output]:
-    """Return the outputs, with those of each request merged into one.
+    """Return the outputs, with those of each request joined into one.
 
     Errors come last, after the unsent text of their requests. Finished requests come first, so that
     clients whose answers end together send their next requests together.
     """
-    merged: dict[str, Output] = {}
+    joined: dict[str, Output] = {}
     errors = []
     for output in outputs:
         if output.error is not None:
             errors.append(output)
-        elif (earlier := merged.get(output.request_id)) is not None:
-            merged[output.request_id] = earlier.merge(output)
+        elif (earlier := joined.get(output.request_id)) is not None:
+            joined[output.request_id] = earlier.followed_by(output)
         else:
-            merged[output.request_id] = output
-    return [*sorted(merged.values(), key=lambda output: not output.finished), *errors]
+            joined[output.request_id] = output
+    return [*sorted(joined.values(), key=lambda output: not output.finished), *errors]
 
 
 # Function that receives the outputs of a request, in order, on the response thread.

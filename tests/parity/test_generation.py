@@ -21,10 +21,10 @@ from safetensors.torch import load_file, save_file
 from tests.support.oracle import Oracle
 from tools.generation.served import question
 from tools.generation.variants import continue_packing
-from vlora.adapters.files import load_adapter
+from vlora.adapters.files import WEIGHTS, load_adapter
 from vlora.errors import InvalidArgument
 from vlora.generation.fusion import Packed, RunState
-from vlora.generation.learner import WEIGHTS, Learner
+from vlora.generation.learner import Learner
 from vlora.generation.report import as_json, write_report
 from vlora.generation.run import Outcome, Unwatched, generate, load_splits
 from vlora.generation.spec import read_spec

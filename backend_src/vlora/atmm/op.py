@@ -129,8 +129,8 @@ class StepSegments:
 class BoundedSegments:
     """Segments of a call that a graph captures or replays.
 
-    bounds: limits of a captured call that can be replayed with the segments.
-    tensor: the segments in host memory, as the call reads them on the device.
+    bounds: limits of the captured call, which can be replayed with any segments within them.
+    tensor: the segments in host memory. The call reads a copy of this tensor on the device.
     """
 
     segments: Segments

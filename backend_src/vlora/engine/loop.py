@@ -284,7 +284,7 @@ class EngineLoop:
     def _next_outputs(self) -> tuple[list[Output], bool]:
         """Wait for outputs; return all that are queued, and whether more will come."""
         # If sending takes longer than a step, separate responses would be delayed more with each
-        # step, so the outputs of several steps are merged (decision 55).
+        # step, so the outputs of several steps are joined (decision 55).
         outputs: list[Output] = []
         of_step = self._outbox.get()
         while of_step is not None:

@@ -59,7 +59,7 @@ class EngineMemory:
         # Time of arrival; requests that arrived later may not begin.
         self.arrival_cutoff = math.inf
         for matrices in lora_groups(config.layers):
-            adapters.slots.group(matrices)
+            adapters.slots.group(matrices)  # Creates the group. An adapter's size needs all groups.
         layout = config.layers, self.block_size, config.kv_heads, config.head_dim
         self._page_bytes = page_bytes(*layout, dtype, device.page_layout)
         handles = (adapters.handle(name) for name in adapters.names())

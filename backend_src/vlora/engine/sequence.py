@@ -38,8 +38,8 @@ class Sequence:
     base_tokens: number of leading tokens that are computed without the adapter: those before the
         last invocation of an activated LoRA in the prompt, or all without an invocation.
     held_adapter: version of the adapter that the sequence keeps until it ends, once it has begun.
-    waiting_since: present time minus the time since the arrival in which it was not in a step. It
-        is constant while the sequence waits, so queues can sort by it.
+    waiting_since: its arrival plus the time that it has spent in steps, so that now minus this is
+        its `wait`. It is constant while the sequence waits, so queues can sort by it.
     started: whether the sequence was ever in a step.
     """
 

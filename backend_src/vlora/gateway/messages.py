@@ -37,14 +37,12 @@ MESSAGE_FIELDS: Mapping[str, tuple[Any, ...] | None] = {
     "annotations": ([],),
 }
 
-
 # Maximum number of images and frames of a request. The server's limit, `max_images`, is lower by
 # default.
 MAX_MEDIA = 1024
 
 # Prefix of a clip's URL. The frames follow in base64, separated by commas, as in vLLM.
 CLIP = "data:video/jpeg;base64,"
-
 
 # Start of an error message about an image or a frame, which are numbered from 0.
 NUMBERED = re.compile(r"(image|frame) (\d{1,4})\b")

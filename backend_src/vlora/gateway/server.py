@@ -20,14 +20,11 @@ from vlora.net import GRPC_ADDRESS, MAX_PORT, check_host, check_keys, choose_por
 # Seconds for which an idle connection is kept. Proxies usually keep theirs for 60 s.
 KEEP_ALIVE_SECONDS = 75
 BACKLOG = 2048  # Maximum number of connections that wait to be accepted.
-
-
 MAX_FILES = 65_536  # Maximum number of open files, including connections, if the system allows it.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # Numbers of options in glibc's malloc.h.
 
 # Size of freed memory that is kept, and of blocks that glibc maps separately and therefore returns.
 KEPT_BYTES = 64 * 1024 * 1024
-
 MMAP_BYTES = 4 * 1024 * 1024
 
 

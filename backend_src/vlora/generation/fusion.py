@@ -23,8 +23,6 @@ from vlora.generation.spec import Item, PackingOptions, Spec
 
 # A score counts as near its goal if it is below the goal by at most this number of standard errors.
 NEAR_ERRORS = 2.0
-
-
 # Two items conflict if an attempt to join them left a score below its goal by more than this number
 # of standard errors.
 HOPELESS_ERRORS = 5.0

@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoImageProcessor, AutoTokenizer, LlavaForConditionalGeneration
 
+from vlora.adapters.files import WEIGHTS
 from vlora.generation.examples import Example
 from vlora.generation.spec import Item, Training
 from vlora.vision.families.base import PROCESSOR_BACKEND
@@ -31,7 +32,6 @@ IGNORED = -100
 LENGTH_RATIO = 2
 HEAD_STATE = "head.json"
 MAX_TEXTS = 1 << 16  # Maximum number of texts whose tokens are cached.
-WEIGHTS = "adapter_model.safetensors"
 MERGE_DENSITY = 0.5  # Share of the weights that the merging methods TIES and DARE keep.
 
 

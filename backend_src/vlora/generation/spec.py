@@ -23,8 +23,8 @@ Float = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 MAX_SPEC_BYTES = 1 << 20
 TRAINED_TASKS = tuple(task for task, spec in TASKS.items() if spec.instruction is not None)
 TRAINED_MODEL_TYPE = "llava"
-# Tasks whose answers are boxes. They require the metric f1_iou50; other tasks must not use it.
-BOX_TASKS = ("refer", "detect")
+# These tasks require the metric f1_iou50; other tasks must not use it.
+BOX_TASKS = tuple(task for task, spec in TASKS.items() if spec.boxes)
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")]
 Share = Annotated[Float, Field(ge=0, le=1)]
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -74,6 +74,8 @@ def _count(node: yaml.Node, what: str, known: dict[int, int | None]) -> int:
     """Return the number of values in `node`, with those of its aliases.
 
     known: number of values by the id of each node; None for nodes that are being counted.
+
+    Raises InvalidArgument if a mapping has a key twice, or a value contains itself.
     """
     if id(node) in known:
         if (count := known[id(node)]) is None:

@@ -22,6 +22,7 @@ from safetensors.torch import save_file
 
 from vlora.adapters.errors import ErrorFactory, read_json, require_file
 from vlora.adapters.files import (
+    CONFIG,
     MAX_ADAPTER_BYTES,
     OUTSIDE_LORA,
     PICKLED,
@@ -39,7 +40,7 @@ from vlora.atomic_file import new_folder
 from vlora.errors import InvalidArgument, Unsupported
 from vlora.ids import VISION, MatrixId
 from vlora.offline.base_weights import BaseWeights
-from vlora.offline.peft_folder import CONFIG, copy_head, write_adapter, write_config
+from vlora.offline.peft_folder import copy_head, write_adapter, write_config
 from vlora.weights.safetensors import FLOATS
 
 ADAPTER = "default"
@@ -351,7 +352,11 @@ def _write_plain(source: _Source, part: Path, name: str, result: Conversion) -> 
 def _pairs_of_lora(
     source: _Source, part: Path, plain: AdapterDescription, result: Conversion
 ) -> Mapping[MatrixId, LoraPair]:
-    """Return new A and B for PEFT's type LORA; {} for a plain LoRA, which keeps its own."""
+    """Return new A and B for PEFT's type LORA; {} for a plain LoRA, which keeps its own.
+
+    part: folder to which the A and B of the source were written.
+    plain: description of that folder, which no longer names the source's method.
+    """
     if source.method == "LoRA":
         return {}
     if plain.vision is not None:

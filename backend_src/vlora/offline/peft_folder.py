@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from vlora.adapters.files import WEIGHTS
+from vlora.adapters.files import CONFIG, WEIGHTS
 from vlora.adapters.model_shape import ModelShape, paths_of
 from vlora.atmm.types import LoraPair
 from vlora.ids import MatrixId
 
-CONFIG = "adapter_config.json"
 HEAD_FILES = ("vlora.json", "head.safetensors")
 
 
@@ -41,6 +40,7 @@ def write_adapter(
     if not pairs:
         raise ValueError("an adapter needs at least one matrix")
     folder.mkdir(parents=True, exist_ok=True)
+    # The last of the paths is the one in the served model.
     paths = {matrix: paths_of(matrix, shape, "")[-1] for matrix in pairs}
     ranks = {paths[matrix]: pair.a.shape[0] for matrix, pair in pairs.items()}
     (common_rank, _), *_ = Counter(ranks.values()).most_common()

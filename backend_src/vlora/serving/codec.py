@@ -53,7 +53,6 @@ ADAPTER_VERSION = "image_adapter"
 FRESHNESS_KEYS = ("deadline_ms", "stream_id", "supersede")  # They have an effect before the engine.
 DEFAULT_TASK = "vqa"  # Task of an ensemble's request if neither it nor its adapter names one.
 
-
 # Outputs that a request gets only if its input `return_…` is true.
 RETURNED = (
     "finish_reason",

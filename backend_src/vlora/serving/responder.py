@@ -17,7 +17,6 @@ log = logging.getLogger(__name__)
 
 _CODED = re.compile(r"(?:^|\W)(" + "|".join(BY_CODE) + r"): (.*)", re.DOTALL)
 
-
 # Maximum size of an error message as gRPC encodes it, with three bytes for each byte of a character
 # that is not ASCII. Its trailers may have 8 KiB by default.
 MAX_MESSAGE_BYTES = 4096

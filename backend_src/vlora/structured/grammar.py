@@ -225,6 +225,7 @@ class Grammar:
             matcher = self._matchers.get(number)
             if matcher is not None:
                 matcher._receive(kind, reply[messages.REPLY.size :], seconds)
+        # `end` may have given no reason. Then the reason is the result of `_ending`.
         if self._ending is not None and (self._end_reason or self._ending.done()):
             error = self._end_reason or self._ending.result()
             for matcher in self._matchers.values():

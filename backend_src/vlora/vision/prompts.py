@@ -37,6 +37,7 @@ class TaskSpec:
     label, hint: description of the request's text, and an example of it or "".
     required_text: the same in a message that says what is missing; None if the text is optional.
     separator: text between the images and the instruction.
+    boxes: whether answers are boxes.
     """
 
     max_tokens: int | None
@@ -46,6 +47,7 @@ class TaskSpec:
     hint: str = ""
     required_text: str | None = None
     separator: str = ", "
+    boxes: bool = False
 
 
 TASKS: dict[str, TaskSpec] = {
@@ -65,6 +67,7 @@ TASKS: dict[str, TaskSpec] = {
         "Thing to find",
         "red circle",
         required_text="the thing to circle",
+        boxes=True,
     ),
     "detect": TaskSpec(
         64,
@@ -73,6 +76,7 @@ TASKS: dict[str, TaskSpec] = {
         "Things to find",
         "circle",
         required_text="the things to box",
+        boxes=True,
     ),
     "classify": TaskSpec(8, "What is the category of the picture?", "Name the category"),
     "video": TaskSpec(
@@ -89,7 +93,6 @@ TASKS: dict[str, TaskSpec] = {
     # template renders.
     CHAT_TASK: TaskSpec(None, None, "Continue a conversation", "Messages as JSON"),
 }
-
 
 _SENTINEL = "VLORA-USER-TEXT"
 

@@ -213,7 +213,7 @@ class Library:
         )
 
     def merge_blocks(self, merges: ctypes.Array[MergeStruct]) -> int:
-        """Set the number of the first block in each merge. Return the total number of blocks."""
+        """Write the index of its first thread block into each merge. Return the total of blocks."""
         return int(self._lib.vlora_cuda_merge_blocks(merges, len(merges)))
 
     def merge(self, call: MergeCallStruct, stream: int) -> None:

@@ -171,7 +171,9 @@ def decode_kernel(
         ).to(keys.dtype.element_ty)  # fmt: skip
         stored = tl.minimum(last, end - 1)
         if (stored >= first) & (stored < last):
-            one = tl.arange(0, 1)
+            # The row's own key is not in its page yet, so its score is computed here, before the
+            # loop over the page's tokens.
+            one = tl.arange(0, 1)  # Index 0 as a tensor, as the helpers expect.
             key = _load_rotated(
                 source + (HEADS + kv_head + one) * DIM,
                 one < 1, key_norm, cosines + angles, sines + angles, eps, NORM, DIM, COLUMNS,
@@ -184,7 +186,7 @@ def decode_kernel(
             tl.store(keys + target, key, mask=in_dim)
             tl.store(values + target, value, mask=in_dim)
             score = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale
-            largest = tl.where(score == float("-inf"), float("nan"), score)
+            largest = tl.where(score == float("-inf"), float("nan"), score)  # As in `_scores`.
             total += 1.0
             sums += value.to(tl.float32)
     else:

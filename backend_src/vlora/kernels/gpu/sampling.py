@@ -116,8 +116,9 @@ def compact_kernel(
 ):
     """Write the candidates of one chunk of a row to the row's list, in ascending order.
 
-    All chunks of a row use the same floor, the largest of FLOORS that excludes no token that top-k,
-    or without top-k, top-p can leave.
+    The candidates are the tokens whose weight is at least a floor. It is the highest floor that
+    keeps every token that can be drawn: at least `top_k` tokens or, without top-k, a share of more
+    than `top_p` of the mass. All chunks of a row choose the same one.
 
     weights_out, tokens_out: [draws, width] fp32 and int32.
     found: [draws] number of candidates.

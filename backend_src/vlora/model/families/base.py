@@ -15,8 +15,6 @@ from typing import Any
 from vlora.weights.slab import ATTENTION, TARGETS
 
 _LAYOUT_PREFIX = r"^(?:model\.|language_model\.)*"
-
-
 QKV = ("q_proj", "k_proj", "v_proj")
 
 

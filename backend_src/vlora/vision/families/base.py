@@ -23,7 +23,6 @@ from vlora.vision.images import DecodedImage
 
 Pixels = Mapping[str, torch.Tensor]  # Result of a checkpoint's image processor for one image.
 
-
 # Backend of transformers' image processors. It is fixed because the backends return different
 # pixels. By default, transformers uses the backend "torchvision" if that package is installed.
 PROCESSOR_BACKEND = "pil"
