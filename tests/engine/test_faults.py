@@ -20,7 +20,7 @@ from vlora.engine.engine import Engine
 from vlora.engine.loop import FATAL_EXIT, EngineLoop
 from vlora.errors import Internal, InvalidArgument, Unavailable
 from vlora.live_requests import LiveRequest
-from vlora.model.sampler import TokenSampler
+from vlora.model.sampler import Uniforms
 from vlora.request import Output
 from vlora.sampling import RANGES, SamplingParams
 
@@ -182,14 +182,14 @@ def test_a_fault_while_drawing_ends_the_request_of_its_row_only(
     sampled = [request(name, sampling=replace(common, seed=ord(name))) for name in "abc"]
     requests = [request("greedy"), *sampled]
     expected = {item.id: tokens(run_together(engine, item)[item.id]) for item in requests}
-    uniform = TokenSampler._uniform
+    at = Uniforms.at
 
-    def broken(sampler: TokenSampler, position: int) -> float:
-        if sampler._params.seed == ord("b"):
+    def broken(uniforms: Uniforms, position: int) -> float:
+        if uniforms._seed == ord("b"):
             raise raised("a fault of ours")
-        return uniform(sampler, position)
+        return at(uniforms, position)
 
-    monkeypatch.setattr(TokenSampler, "_uniform", broken)
+    monkeypatch.setattr(Uniforms, "at", broken)
     outputs = run_together(engine, *requests)
     assert isinstance(outputs["b"][-1].error, Internal)
     for name in ("greedy", "a", "c"):
