@@ -194,7 +194,8 @@ class Gateway:
             for adapter in description["adapters"]
             if adapter["name"] != base["id"]
         ]
-        return [{**base, "task_labels": description["task_labels"]}, *adapters]
+        # A server of an earlier version does not send the labels.
+        return [{**base, "task_labels": description.get("task_labels", {})}, *adapters]
 
     async def _complete(self, request: Request, read: Callable[[dict[str, Any]], Ask]) -> Response:
         visit: Visit = request.state.visit
