@@ -234,7 +234,9 @@ class RequestTable:
     def cancel_client(self, client_id: str, reason: VLoraError) -> None:
         """Cancel the requests with a client's id, unless it is too short to be unique."""
         if len(client_id) >= MIN_STOPPABLE_ID:
-            for request in list(self._by_client_id.get(client_id, ())):
+            with self.changed:
+                found = list(self._by_client_id.get(client_id, ()))
+            for request in found:
                 self.cancel(request, reason)
 
     def requests_to_cancel(self, client_id: str) -> list[LiveRequest]:
