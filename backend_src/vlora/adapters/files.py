@@ -205,7 +205,7 @@ def _read_extra(folder: Path, invalid: ErrorFactory) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Checked:
-    """What the files say about the model's matrices, in ascending order."""
+    """Parts of an adapter's files that have passed the checks. Matrices are in ascending order."""
 
     pairs: Mapping[MatrixId, PairTensors]
     head_labels: tuple[str, ...]

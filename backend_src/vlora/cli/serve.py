@@ -35,7 +35,9 @@ OWN_PICTURE = "picture.png"
 Host = Annotated[str, option("ADDRESS", "IP address to listen on; 0.0.0.0 opens all networks.")]
 HttpPort = Annotated[int, option("PORT", "HTTP port; 0 chooses a free one.")]
 GrpcPort = Annotated[int, option("PORT", "gRPC port; 0 chooses a free one.")]
-Metrics = Annotated[int, option("PORT", "Port of the Prometheus metrics; 0 chooses a free one.")]
+MetricsPort = Annotated[
+    int, option("PORT", "Port of the Prometheus metrics; 0 chooses a free one.")
+]
 GatewayPort = Annotated[
     int | None,
     option("PORT", "Also run `vlora gateway`, on this port of --host; 0 chooses a free one."),
@@ -86,7 +88,7 @@ def serve(
     host: Host = LOOPBACK,
     http_port: HttpPort = 8000,
     grpc_port: GrpcPort = 8001,
-    metrics_port: Metrics = 8002,
+    metrics_port: MetricsPort = 8002,
     gateway_port: GatewayPort = None,
     gateway_keys: GatewayKeys = None,
     allow_shared_memory: AllowSharedMemory = False,

@@ -122,9 +122,12 @@ class Matrix:
         return self.shape[0], *rows, *self._native, torch.get_num_threads()
 
     @staticmethod
-    def _check_bias(bias: torch.Tensor | None, rows: int, other: torch.dtype | None = None) -> None:
-        if bias is not None and (bias.shape != (rows,) or bias.dtype not in (torch.float32, other)):
-            raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{rows}] of fp32")
+    def _check_bias(
+        bias: torch.Tensor | None, width: int, other: torch.dtype | None = None
+    ) -> None:
+        types = (torch.float32, other)
+        if bias is not None and (bias.shape != (width,) or bias.dtype not in types):
+            raise ValueError(f"bias {tuple(bias.shape)} {bias.dtype} must be [{width}] of fp32")
 
     def _check_rows(self, x: torch.Tensor) -> tuple[int, int, int]:
         """Return the address, the row stride in elements and the number of rows of a valid x."""
