@@ -188,6 +188,22 @@ class FakeResponder:
         return self.cancelled
 
     @property
+    def answer(self) -> Tensors:
+        """The only response, waited for."""
+        assert self.done.wait(30)
+        assert self.failure is None
+        ((tensors, final),) = self.sent
+        assert final
+        return tensors
+
+    @property
+    def error(self) -> VLoraError:
+        """The error, waited for."""
+        assert self.done.wait(30)
+        assert self.failure is not None
+        return self.failure
+
+    @property
     def texts(self) -> list[str]:
         """Text of each response."""
         return [first(tensors["text_output"]) for tensors, _ in self.sent]

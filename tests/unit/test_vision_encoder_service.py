@@ -2,82 +2,22 @@
 
 from __future__ import annotations
 
-import io
-import json
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
 
-from tests.support.fakes import FakeResponder, RustPanic
+from tests.support.fakes import RustPanic
 from tests.support.polling import until
+from tests.support.services import Setting, VisionSetting, png
 from vlora.config import Limits
-from vlora.errors import Cancelled, Internal, InvalidArgument, Unavailable, VLoraError
-from vlora.live_requests import RequestTable
-from vlora.serving.arrivals import ARRIVAL_INPUT, ArrivalStamps
-from vlora.serving.tensors import Tensors, flag, strings
-from vlora.serving.vision_encoder import VisionService, features_from
+from vlora.errors import Cancelled, Internal, InvalidArgument
+from vlora.serving.arrivals import ARRIVAL_INPUT
+from vlora.serving.tensors import strings
+from vlora.serving.vision_encoder import features_from
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoding import ImageDecoder, OnDone
-from vlora.vision.features import EncodedImages
-from vlora.vision.images import DecodedImage, ImageRequest
-
-
-class FakeEncoder:
-    """Encodes each image to two rows of width 3.
-
-    gate: the encoder waits for it before it encodes images. parts: images of each request of each
-    part.
-    """
-
-    def __init__(self) -> None:
-        self.parts: list[list[int]] = []
-        self.images_per_batch = 16
-        self.error: Exception | None = None
-        self.gate = threading.Event()
-        self.gate.set()
-        self.groups: list[int] = []
-
-    def count_group(self, requests: int) -> None:
-        self.groups.append(requests)
-
-    def run(
-        self, batch: Sequence[Sequence[DecodedImage]], parts: Sequence[VisionPart | None] = ()
-    ) -> list[EncodedImages]:
-        if any(batch):
-            self.parts.append([len(images) for images in batch])
-            assert self.gate.wait(30)
-        if self.error is not None:
-            raise self.error
-        return [self._one(images) for images in batch]
-
-    def _one(self, images: Sequence[DecodedImage]) -> EncodedImages:
-        count = len(images)
-        layout = [(2 * i, 2, 1, 1, 2, 0) for i in range(count)]
-        return EncodedImages(
-            features=np.ones((2 * count, 3), np.float32),
-            layout=np.array(layout, np.int32).reshape(-1, 6),
-            size=np.array([(i.height, i.width) for i in images], np.int32).reshape(-1, 2),
-            digests=("d",) * count,
-        )
-
-
-def png() -> bytes:
-    content = io.BytesIO()
-    Image.new("RGB", (6, 4)).save(content, "PNG")
-    return content.getvalue()
-
-
-def encoder_request(*images: bytes, **sampling: Any) -> Tensors:
-    tensors = {"text_input": strings(["x"])[None]}
-    if images:
-        tensors["image"] = strings(images)[None]
-    if sampling:
-        tensors["sampling_parameters"] = strings([json.dumps(sampling)])[None]
-    return tensors
+from vlora.vision.decoding import ImageDecoder
 
 
 @pytest.fixture(scope="module")
@@ -87,243 +27,103 @@ def decoder() -> Iterator[ImageDecoder]:
     decoder.close()
 
 
-class HeldDecoder:
-    """Decodes at once, or holds requests until `release`. decoded: number of decoded requests."""
-
-    def __init__(self, decoder: ImageDecoder) -> None:
-        self._decoder = decoder
-        self._held: list[Callable[[], None]] = []
-        self.holds = False
-        self.decoded = 0
-
-    def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None:
-        def run() -> None:
-            try:
-                check()
-                self.decoded += 1
-                on_done(self._decoder.decode(request))
-            except Exception as error:
-                on_done(error)
-
-        if self.holds:
-            self._held.append(run)
-        else:
-            run()
-
-    def release(self) -> None:
-        self.holds = False
-        while self._held:
-            self._held.pop(0)()
-
-    def close(self) -> None:
-        self.release()
-
-
-class Setting:
-    """A service with fakes of the decoder, the encoder and the clients."""
-
-    def __init__(
-        self,
-        decoder: ImageDecoder,
-        part_of: Callable[[str | None], VisionPart | None] = lambda name: None,
-        max_bytes: int = 1 << 20,
-    ) -> None:
-        self.decoder = HeldDecoder(decoder)
-        self.encoder = FakeEncoder()
-        self.stamps = ArrivalStamps(b"key")
-        self.table = RequestTable(max_bytes)
-        self.flushed = 0
-        self.service = VisionService(
-            self.decoder,
-            self.encoder,
-            Limits(),
-            self.stamps,
-            self.table,
-            max_requests=4,
-            before_answers=self._flush,
-            part_of=part_of,
-        )
-
-    def _flush(self) -> None:
-        self.flushed += 1
-
-    def ask(self, tensors: Tensors, client_id: str = "") -> FakeResponder:
-        responder = FakeResponder()
-        self.service.handle(tensors, {}, client_id, responder)
-        return responder
-
-    def occupy(self) -> FakeResponder:
-        """Make the encoder work on a request until its gate is opened."""
-        self.encoder.gate.clear()
-        responder = self.ask(encoder_request(png()))
-        until(lambda: self.encoder.parts)
-        self.encoder.parts.clear()
-        return responder
-
-    def close(self) -> None:
-        self.encoder.gate.set()
-        self.service.close()
-
-
 @pytest.fixture
-def setting(decoder: ImageDecoder) -> Iterator[Setting]:
-    created = Setting(decoder)
+def setting(decoder: ImageDecoder) -> Iterator[VisionSetting]:
+    created = VisionSetting(decoder)
     yield created
     created.close()
 
 
-def answer_of(responder: FakeResponder) -> Tensors:
-    assert responder.done.wait(30)
-    assert responder.failure is None
-    ((tensors, _),) = responder.sent
-    return tensors
-
-
-def failure_of(responder: FakeResponder) -> VLoraError:
-    assert responder.done.wait(30)
-    assert responder.failure is not None
-    return responder.failure
-
-
-def test_a_corrupt_image_fails_only_its_request(setting: Setting) -> None:
-    one, bad, two = map(
-        setting.ask, [encoder_request(*images) for images in ([png()], [b"junk"], [png(), png()])]
-    )
-    assert isinstance(failure_of(bad), InvalidArgument)
-    assert features_from(answer_of(one)).features.shape == (2, 3)
-    assert features_from(answer_of(two)).features.shape == (4, 3)
-    assert answer_of(one)["image_size"].tolist() == [[[4, 6]]]
+def test_a_corrupt_image_fails_only_its_request(setting: VisionSetting) -> None:
+    one, bad, two = (setting.encode(*images) for images in ([png()], [b"junk"], [png(), png()]))
+    assert isinstance(bad.error, InvalidArgument)
+    assert features_from(one.answer).features.shape == (2, 3)
+    assert features_from(two.answer).features.shape == (4, 3)
+    assert one.answer["image_size"].tolist() == [[[4, 6]]]
     assert setting.flushed
 
 
-def test_requests_are_answered_before_the_images_after_them_are_encoded(setting: Setting) -> None:
+def test_requests_are_answered_before_the_images_after_them_are_encoded(
+    setting: VisionSetting,
+) -> None:
     setting.encoder.images_per_batch = 2
     first = setting.occupy()
-    rest = [setting.ask(encoder_request(*[png()] * count)) for count in (1, 3, 1)]
-    setting.encoder.gate.set()
-    answers = [answer_of(one) for one in (first, *rest)]
-    assert [features_from(answer).count for answer in answers] == [1, 1, 3, 1]
-    assert setting.encoder.parts == [[1, 3], [1]]
+    rest = [setting.encode(*[png()] * count) for count in (1, 3, 1)]
+    setting.gate.set()
+    assert [features_from(one.answer).count for one in (*first, *rest)] == [1, 1, 3, 1]
+    assert setting.encoder.parts == [[1], [1, 3], [1]]
 
 
-def test_requests_that_are_ready_together_share_a_part(setting: Setting) -> None:
-    first = setting.occupy()
-    requests = [setting.ask(encoder_request(png())) for _ in range(3)]
-    setting.encoder.gate.set()
-    for one in (first, *requests):
-        answer_of(one)
-    assert setting.encoder.parts == [[1, 1, 1]]
+def test_requests_that_are_ready_together_share_a_part(setting: VisionSetting) -> None:
+    setting.occupy()
+    requests = [setting.encode(png()) for _ in range(3)]
+    setting.gate.set()
+    assert all(one.answer for one in requests)
+    assert setting.encoder.parts == [[1], [1, 1, 1]]
     assert setting.encoder.groups == [1, 3]
 
 
-def test_a_request_without_images_is_answered_at_once(setting: Setting) -> None:
-    """The encoder is busy meanwhile."""
+def test_a_request_without_images_is_answered_while_the_encoder_is_busy(
+    setting: VisionSetting,
+) -> None:
     setting.occupy()
-    answer = answer_of(setting.ask(encoder_request()))
+    answer = setting.ask().answer
     assert answer["image_features"].shape == (1, 0, 3)
     assert answer["image_layout"].shape == (1, 0, 6)
     assert answer["image_digest"].shape == (1, 0)
     assert setting.stamps.read({ARRIVAL_INPUT: answer[ARRIVAL_INPUT]}) > 0
 
 
-def test_a_failing_tower_fails_the_requests_of_its_part(setting: Setting) -> None:
+def test_a_failing_tower_fails_the_requests_of_its_part(setting: VisionSetting) -> None:
     setting.encoder.error = MemoryError("out of memory at 0x1234")
-    failure = failure_of(setting.ask(encoder_request(png())))
+    failure = setting.encode(png()).error
     assert isinstance(failure, Internal)
     assert "0x1234" not in failure.message
     setting.encoder.error = None
-    answer_of(setting.ask(encoder_request(png())))
+    assert setting.encode(png()).answer
 
 
-def test_a_request_needs_a_prompt_and_must_not_be_a_batch(setting: Setting) -> None:
-    missing = setting.ask({"image": strings([png()])[None]})
-    batched = setting.ask({"text_input": strings(["a", "b"])[:, None]})
-    assert "'text_input' is missing" in failure_of(missing).message
-    assert isinstance(failure_of(batched), InvalidArgument)
+def test_a_refused_request_leaves_nothing_in_the_queue(setting: VisionSetting) -> None:
+    missing = setting.send({"image": strings([png()])}).error
+    assert "'text_input' is missing" in missing.message
+    batch = Setting.send(setting, {"text_input": strings(["a", "b"])[:, None]}).error
+    assert "send one request per prompt" in batch.message
+    for _ in range(setting.full + 1):
+        refused = setting.encode(png(), lora_name=5).error
+        assert "'lora_name' must be a string" in refused.message
+    assert setting.encode(png()).answer
 
 
-def test_a_deadline_that_passes_in_the_queue_ends_the_request_at_once(setting: Setting) -> None:
+@pytest.mark.parametrize("ending", ["late", "superseded", "cancelled"])
+def test_a_request_that_ends_in_the_queue_is_neither_decoded_nor_encoded(
+    setting: VisionSetting, ending: str
+) -> None:
+    terms: dict[str, Any] = {"late": {"deadline_ms": 50}, "superseded": {"stream_id": "camera"}}
     setting.occupy()
+    ready = setting.encode(png(), client_id="x" * 16, **terms.get(ending, {}))
     decoded = setting.decoder.decoded
-    ready = setting.ask(encoder_request(png(), deadline_ms=50))
     setting.decoder.holds = True
-    not_decoded = setting.ask(encoder_request(png(), deadline_ms=50))
-    for one in (ready, not_decoded):
-        assert "past its deadline: 'deadline_ms' = 50" in failure_of(one).message
+    not_decoded = setting.encode(png(), client_id="x" * 16, **terms.get(ending, {}))
+    supersedes = {"supersede": True, **terms["superseded"]} if ending == "superseded" else {}
+    newest = setting.encode(png(), png(), client_id="y" * 16, **supersedes)
+    if ending == "cancelled":
+        setting.cancel("x" * 16)
+    assert isinstance(ready.error, Cancelled)
+    assert isinstance(not_decoded.error, Cancelled)
+    assert setting.table.bytes == 5 * (48 + len(png())), "the decoder still has their bytes"
     setting.decoder.release()
-    setting.encoder.gate.set()
-    answer_of(setting.ask(encoder_request(png(), png())))
-    assert setting.encoder.parts == [[2]]
-    assert setting.decoder.decoded == decoded + 2
-    assert setting.table.expired == 2
-    assert setting.table.bytes == 0
-
-
-def test_a_superseded_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:
-    setting.occupy()
-    setting.decoder.holds = True
-    stream = {"stream_id": "camera", "supersede": True}
-    *older, newest = [setting.ask(encoder_request(png(), **stream)) for _ in range(3)]
-    for one in older:
-        assert isinstance(failure_of(one), Cancelled)
-    assert setting.table.bytes == 4 * (48 + len(png())), "the decoder still has their bytes"
-    setting.decoder.release()
-    setting.encoder.gate.set()
-    answer_of(newest)
-    assert setting.encoder.parts == [[1]]
-    assert setting.table.superseded == 2
-    assert setting.table.bytes == 0
-
-
-def test_a_cancelled_request_is_neither_decoded_nor_encoded(setting: Setting) -> None:
-    setting.occupy()
-    ready = setting.ask(encoder_request(png()), "x" * 16)
-    setting.decoder.holds = True
-    not_decoded = setting.ask(encoder_request(png()), "x" * 16)
-    another = setting.ask(encoder_request(png(), png()), "y" * 16)
-    decoded = setting.decoder.decoded
-    cancel = setting.ask({"cancel": flag(True)[None]}, "x" * 16)
-    assert cancel.sent == [({}, True)]
-    for one in (ready, not_decoded):
-        assert isinstance(failure_of(one), Cancelled)
-    setting.decoder.release()
-    setting.encoder.gate.set()
-    answer_of(another)
-    assert setting.encoder.parts == [[2]]
+    setting.gate.set()
+    assert newest.answer
+    assert setting.encoder.parts == [[1], [2]]
     assert setting.decoder.decoded == decoded + 1
-
-
-def test_the_queue_is_bounded_in_requests_and_bytes(decoder: ImageDecoder) -> None:
-    setting = Setting(decoder, max_bytes=3 * (48 + len(png())))
-    setting.decoder.holds = True
-    stream = {"stream_id": "camera", "supersede": True}
-    for _ in range(3):
-        setting.ask(encoder_request(png(), **stream))
-    refused = failure_of(setting.ask(encoder_request(png())))
-    assert isinstance(refused, Unavailable)
-    assert "'max_in_flight_bytes'" in refused.message
-    setting.decoder.release()
-    setting.decoder.holds = True
-    waiting = [setting.ask(encoder_request(b"x")) for _ in range(4)]
-    refused = failure_of(setting.ask(encoder_request(b"x")))
-    assert "the queue is full: 4 requests are waiting" in refused.message
-    setting.service.close()
-    assert all(isinstance(failure_of(one), Unavailable) for one in waiting)
-    assert isinstance(failure_of(setting.ask(encoder_request(png()))), Unavailable)
-
-
-def test_refused_requests_leave_nothing_in_the_queue(setting: Setting) -> None:
-    for _ in range(9):
-        responder = setting.ask(encoder_request(png(), lora_name=5))
-        assert "'lora_name' must be a string" in failure_of(responder).message
-    answer_of(setting.ask(encoder_request(png())))
+    assert setting.table.bytes == 0
 
 
 def test_an_answer_that_cannot_be_made_fails_only_its_request(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: VisionSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = setting.occupy()
-    second, third = (setting.ask(encoder_request(png())) for _ in range(2))
+    (first,) = setting.occupy()
+    second, third = (setting.encode(png()) for _ in range(2))
     until(lambda: setting.decoder.decoded == 3)
     make, left = setting.stamps.make, iter((True, False))
 
@@ -333,10 +133,10 @@ def test_an_answer_that_cannot_be_made_fails_only_its_request(
         raise MemoryError
 
     monkeypatch.setattr(setting.stamps, "make", fail_once)
-    setting.encoder.gate.set()
-    answer_of(first)
-    assert isinstance(failure_of(second), Internal)
-    answer_of(third)
+    setting.gate.set()
+    assert first.answer
+    assert isinstance(second.error, Internal)
+    assert third.answer
 
 
 def test_a_panic_while_an_adapter_is_read_fails_only_its_request(decoder: ImageDecoder) -> None:
@@ -345,21 +145,20 @@ def test_a_panic_while_an_adapter_is_read_fails_only_its_request(decoder: ImageD
             raise RustPanic("index out of bounds")
         return None
 
-    setting = Setting(decoder, part_of=panic)
+    setting = VisionSetting(decoder, part_of=panic)
     try:
-        failed = setting.ask(encoder_request(png(), lora_name="a"))
-        assert isinstance(failure_of(failed), Internal)
-        answer_of(setting.ask(encoder_request(png())))
+        assert isinstance(setting.encode(png(), lora_name="a").error, Internal)
+        assert setting.encode(png()).answer
     finally:
         setting.close()
 
 
 def test_requests_are_answered_while_no_thread_can_be_started(
-    setting: Setting, monkeypatch: pytest.MonkeyPatch
+    setting: VisionSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(self: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", fail)
     for _ in range(2):
-        answer_of(setting.ask(encoder_request(png())))
+        assert setting.encode(png()).answer
