@@ -62,7 +62,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def edit_tensors(folder: Path, edit: Callable[[dict[str, torch.Tensor]], object]) -> None:
     """Apply a function to the tensors by key, and write the result."""
     tensors = load_file(folder / "adapter_model.safetensors")
     edit(tensors)

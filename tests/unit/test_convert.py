@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from tests.support.small_adapter import edit_config, edit_tensors
 from vlora import cli
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
@@ -75,19 +76,8 @@ def dora(plain: Path, base: Base) -> Path:
         norms = torch.linalg.norm(base.weights.matrix((layer, target)), dim=1)
         tensors[key.replace("lora_A.weight", "lora_magnitude_vector")] = norms
     save_file(tensors, plain / WEIGHTS)
-    set_config(plain, use_dora=True)
+    edit_config(plain, use_dora=True)
     return plain
-
-
-def set_config(folder: Path, **changes: Any) -> None:
-    config = json.loads((folder / CONFIG).read_text())
-    (folder / CONFIG).write_text(json.dumps(config | changes))
-
-
-def edit(folder: Path, change: Callable[[Tensors], object]) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    change(tensors)
-    save_file(tensors, folder / WEIGHTS)
 
 
 def check_refused(
@@ -123,13 +113,6 @@ MAGNITUDE = f"{MODULE}.lora_magnitude_vector"
         ),
         (lambda t: t.pop(f"{MODULE}.lora_B.weight"), "has no lora_B"),
         (lambda t: t[f"{MODULE}.lora_A.weight"].fill_(math.inf), "NaN or Inf"),
-        (lambda t: t.update({f"{MODULE}.lora_A.weight": torch.ones(4, 7)}), "(4, 7)"),
-        (
-            lambda t: t.update(
-                {f"{MODULE}.lora_A.weight".replace("model.language_", ""): torch.ones(4, 192)}
-            ),
-            "other keys name the same module",
-        ),
         (
             lambda t: t.update({f"{MODULE}.weight": torch.ones(192, 192)}),
             "differs from the base model's own (192, 192)",
@@ -143,17 +126,17 @@ MAGNITUDE = f"{MODULE}.lora_magnitude_vector"
 def test_a_broken_dora_is_refused(
     base: Base, dora: Path, change: Callable[[Tensors], object], reason: str
 ) -> None:
-    edit(dora, change)
+    edit_tensors(dora, change)
     check_refused(base, dora, reason, ConversionLimits(192, 1.0))
 
 
 def test_a_dora_needs_its_key_in_the_config_and_the_config_its_magnitudes(
     base: Base, dora: Path
 ) -> None:
-    set_config(dora, use_dora=False)
+    edit_config(dora, use_dora=False)
     check_refused(base, dora, "but adapter_config.json does not set use_dora")
-    set_config(dora, use_dora=True)
-    edit(dora, lambda t: [t.pop(key) for key in list(t) if "magnitude" in key])
+    edit_config(dora, use_dora=True)
+    edit_tensors(dora, lambda t: [t.pop(key) for key in list(t) if "magnitude" in key])
     check_refused(base, dora, "has no lora_magnitude_vector for layers.0.q_proj")
 
 
@@ -165,17 +148,14 @@ def test_a_dora_needs_its_key_in_the_config_and_the_config_its_magnitudes(
         ({"peft_type": ["LORA"]}, "cannot be loaded by PEFT"),
         ({"peft_type": "LOHA", "bias": "all"}, "bias 'all'"),
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
-        ({"bias": "lora_only"}, "bias 'lora_only'"),
-        ({"init_lora_weights": "pissa_niter_4"}, "changes the base model"),
         ({"init_lora_weights": "corda"}, "path_initial_model_for_weight_conversion"),
         ({"r": 1 << 40}, "with rank 1099511627776 they must be"),
-        ({"r": True}, "r = True"),
     ],
 )
 def test_a_config_that_cannot_be_converted_is_refused(
     base: Base, plain: Path, change: dict[str, Any], reason: str
 ) -> None:
-    set_config(plain, **change)
+    edit_config(plain, **change)
     check_refused(base, plain, reason)
 
 
@@ -244,10 +224,10 @@ def test_the_safetensors_file_wins_over_a_pickle(base: Base, plain: Path) -> Non
 def test_an_activated_adapter_stays_activated(base: Base, plain: Path) -> None:
     torch.save(load_file(plain / WEIGHTS), plain / PICKLED)
     (plain / WEIGHTS).unlink()
-    set_config(plain, alora_invocation_tokens=[5, 6])
-    set_config(plain, use_dora=True)
+    edit_config(plain, alora_invocation_tokens=[5, 6])
+    edit_config(plain, use_dora=True)
     check_refused(base, plain, "asks for DoRA as an activated LoRA, which cannot be converted")
-    set_config(plain, use_dora=False)
+    edit_config(plain, use_dora=False)
     base.run(plain)
     config = json.loads((plain.with_name("out") / CONFIG).read_text())
     assert config["alora_invocation_tokens"] == [5, 6]
@@ -260,13 +240,12 @@ def test_the_task_head_is_kept(base: Base, adapters_dir: Path, tmp_path: Path) -
         assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "x" / file).read_bytes()
 
 
-def test_a_folder_that_does_not_exist_is_named(base: Base, tmp_path: Path) -> None:
+def test_a_missing_folder_is_named_and_a_target_that_exists_is_not_touched(
+    base: Base, plain: Path
+) -> None:
     with pytest.raises(InvalidArgument, match=r"^no adapter folder at .*/nowhere$"):
-        base.run(tmp_path / "nowhere")
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_target_that_exists_is_not_touched(base: Base, plain: Path) -> None:
+        base.run(plain.with_name("nowhere"))
+    assert list(plain.parent.iterdir()) == [plain]
     plain.with_name("out").mkdir()
     with pytest.raises(InvalidArgument, match="exists; name a folder that does not"):
         base.run(plain)

@@ -91,21 +91,18 @@ def test_a_batch_of_requests_is_encoded_in_one_call():
     encoders.check_integrity()
 
 
-def test_requests_without_images_do_not_call_the_tower():
-    encoder, encoders = service()
-    assert encoders.run([]) == []
-    assert encoders.run([[], []])[1].features.shape == (0, HIDDEN)
-    assert encoder.calls == []
-
-
 def test_a_cached_image_is_not_encoded_again():
     encoder, encoders = service()
     first = encoders.run([[picture(1), picture(2)], [picture(1)]])
+    expected = first[0].features[4:].copy()
+    first[0].features[:] = 99
     again = encoders.run([[picture(2)]])
     assert encoder.calls == [2]
-    np.testing.assert_array_equal(again[0].features, first[0].features[4:])
+    np.testing.assert_array_equal(again[0].features, expected)
     assert first[0].digests[0] == first[1].digests[0] != first[0].digests[1]
     size = first[0].features.nbytes
+    assert [answer.features.shape for answer in encoders.run([[], []])] == [(0, HIDDEN)] * 2
+    assert encoder.calls == [2], "without images the tower is not called"
     assert encoders.counters == EncoderCounters(images=4, hits=2, misses=2, batches=1, bytes=size)
     encoders.check_integrity()
 
@@ -123,16 +120,6 @@ def test_the_key_depends_on_content_shape_and_tower():
     assert still == frame
 
 
-def test_without_a_budget_every_image_is_encoded():
-    encoder, encoders = service(budget=0)
-    for _ in range(2):
-        (answer,) = encoders.run([[picture(1), picture(1)]])
-        np.testing.assert_array_equal(answer.features, np.ones((8, 3), np.float32))
-    assert encoder.calls == [2, 2]
-    assert encoders.counters.hits == 0
-    encoders.check_integrity()
-
-
 def test_many_misses_are_encoded_in_bounded_calls(monkeypatch):
     monkeypatch.setattr(features, "MAX_TOWER_BATCH", 4)
     encoder, encoders = service()
@@ -148,20 +135,6 @@ def test_the_least_recently_used_entry_is_evicted():
     assert sum(encoder.calls) == 4  # 1, 2, 3, and again 2, which 3 evicted
     assert encoders.counters.evictions == 2
     encoders.check_integrity()
-
-
-def test_features_larger_than_the_budget_are_returned_but_not_cached():
-    encoder, encoders = service(budget=ENTRY_BYTES - 1)
-    for _ in range(2):
-        assert encoders.run([[picture(7)]])[0].features[0, 0] == 7
-    assert encoder.calls == [1, 1]
-    encoders.check_integrity()
-
-
-def test_changing_an_answer_does_not_change_the_cache():
-    _, encoders = service()
-    encoders.run([[picture(1)]])[0].features[:] = 99
-    assert encoders.run([[picture(1)]])[0].features.max() == 1
 
 
 def test_concurrent_misses_of_one_image_encode_it_once():
@@ -237,10 +210,10 @@ def test_an_encoder_that_returns_too_few_features_is_an_error():
 @settings(max_examples=60, deadline=None)
 @given(
     batches=st.lists(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=4), max_size=8),
-    entries=st.integers(0, 6),
+    entries=st.sampled_from([0, 0.9, 1, 2, 6]),
 )
 def test_answers_never_depend_on_the_cache(batches, entries):
-    encoder, encoders = service(budget=entries * ENTRY_BYTES)
+    encoder, encoders = service(budget=int(entries * ENTRY_BYTES))
     for batch in batches:
         answers = encoders.run([[picture(colour) for colour in request] for request in batch])
         for request, answer in zip(batch, answers, strict=True):
@@ -248,6 +221,7 @@ def test_answers_never_depend_on_the_cache(batches, entries):
             assert answer.layout[:, 0].tolist() == [i * ROWS for i in range(len(request))]
         encoders.check_integrity()
     assert sum(encoder.calls) == encoders.counters.misses
+    assert entries >= 1 or encoders.counters.bytes == 0
 
 
 def test_images_are_counted_while_a_long_batch_is_encoded():

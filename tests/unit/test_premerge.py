@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
+from tests.support.small_adapter import edit_config
 from vlora.atmm.types import LoraPair
 from vlora.cli import app
 from vlora.errors import InvalidArgument
@@ -29,9 +31,30 @@ from vlora.offline.premerge import (
 WORK = {"small": 10, "large": 60}
 
 
-def run(*arguments: str | Path) -> tuple[int, str]:
-    result = CliRunner().invoke(app, ["premerge", *map(str, arguments)])
-    return result.exit_code, " ".join(result.output.split())
+Premerge = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.fixture
+def premerge(checkpoint: Path, adapters_dir: Path, out: Path) -> Premerge:
+    """Return a function that runs the command, and returns its exit status and its output."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        folders = "--model", checkpoint, "--adapters", adapters_dir, "--out", out
+        result = CliRunner().invoke(app, ["premerge", *map(str, (*folders, *arguments))])
+        return result.exit_code, " ".join(result.output.split())
+
+    return run
+
+
+@pytest.fixture
+def root(adapters_dir: Path, tmp_path: Path) -> Path:
+    """Return a copy of the adapters, for a test that changes one of them."""
+    return shutil.copytree(adapters_dir, tmp_path / "adapters")
 
 
 @pytest.mark.parametrize(
@@ -111,57 +134,40 @@ def test_a_delta_adapter_is_the_difference_of_both_updates() -> None:
 
 
 def test_one_broken_adapter_is_left_out_and_reported(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+    premerge: Premerge, root: Path, out: Path
 ) -> None:
-    root = tmp_path / "adapters"
-    shutil.copytree(adapters_dir, root)
     (root / "all-r8" / "adapter_config.json").write_text("{}")
-    out = tmp_path / "out"
-    code, output = run(
-        "--model", checkpoint, "--adapters", root, "--out", out, "--hot", "head-r8",
-        "--max-rank", 12,
-    )  # fmt: skip
+    code, output = premerge("--adapters", root, "--hot", "head-r8", "--max-rank", 12)
     assert code == 1
     assert "left out: adapter 'all-r8': adapter_config.json has peft_type None" in output
     assert "'feed-forward-r16' has rank 16, above 12" in output
     report = json.loads((out / REPORT).read_text())
     assert set(report["deltas"]) == {"attention-r4", "feed-forward-r16", BASE_ADAPTER}
     assert report["deltas"]["attention-r4"] == {"rank": 12}
-    assert sorted(path.name for path in (out / "adapters").iterdir()) == sorted(
-        [*report["deltas"], "head-r8"]
-    )
-    assert (out / "adapters" / "head-r8" / "head.safetensors").read_bytes() == (
-        root / "head-r8" / "head.safetensors"
-    ).read_bytes()
+    written = {path.name for path in (out / "adapters").iterdir()}
+    assert written == {*report["deltas"], "head-r8"}
+    head = Path("head-r8", "head.safetensors")
+    assert (out / "adapters" / head).read_bytes() == (root / head).read_bytes()
 
 
 def test_weights_that_the_hot_adapter_leaves_alone_stay_bit_for_bit(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+    premerge: Premerge, checkpoint: Path, out: Path
 ) -> None:
-    out = tmp_path / "out"
-    code, output = run(
-        "--model", checkpoint, "--adapters", adapters_dir, "--out", out, "--hot", "attention-r4"
-    )  # fmt: skip
+    code, output = premerge("--hot", "attention-r4")
     assert code == 0, output
     changed = set()
     for file in sorted(checkpoint.glob("*.safetensors")):
         before, after = load_file(file), load_file(out / "model" / file.name)
         assert before.keys() == after.keys()
         changed |= {key for key, tensor in before.items() if not torch.equal(tensor, after[key])}
-    assert {key.rpartition(".weight")[0].rpartition(".")[2] for key in changed} == {
-        "q_proj",
-        "v_proj",
-    }
+    targets = {key.rpartition(".weight")[0].rpartition(".")[2] for key in changed}
+    assert targets == {"q_proj", "v_proj"}
 
 
-def test_a_dry_run_writes_nothing(checkpoint: Path, adapters_dir: Path, tmp_path: Path) -> None:
+def test_a_dry_run_writes_nothing(premerge: Premerge, tmp_path: Path) -> None:
     log = tmp_path / "requests.log"
     log.write_text("head-r8\n" * 9 + "attention-r4\n")
-    out = tmp_path / "out"
-    code, output = run(
-        "--model", checkpoint, "--adapters", adapters_dir, "--out", out, "--requests", log,
-        "--dry-run",
-    )  # fmt: skip
+    code, output = premerge("--requests", log, "--dry-run")
     assert code == 0, output
     assert "head-r8: 90% of 10 requests; merging it saves" in output
     assert "attention-r4 12" in output
@@ -169,90 +175,59 @@ def test_a_dry_run_writes_nothing(checkpoint: Path, adapters_dir: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
-    [
-        ("", "requests.log has no requests"),
-        (
-            "head-r9\n\n",
-            "no request names one of the adapters; it has, for example, 'head-r9';",
-        ),
-    ],
-)
-def test_a_log_without_requests_for_the_adapters_is_reported(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path, content: str, reason: str
-) -> None:
-    log = tmp_path / "requests.log"
-    log.write_text(content)
-    code, output = run(
-        "--model", checkpoint, "--adapters", adapters_dir, "--out", tmp_path / "out",
-        "--requests", log,
-    )  # fmt: skip
-    assert code == 1
-    assert reason in output
-
-
-@pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ((), "pass either --hot NAME or --requests FILE"),
-        (("--hot", "head-r9"), "no adapter 'head-r9' in"),
-        (("--requests", "missing.log"), "missing.log cannot be read: No such file"),
+        ([], "pass either --hot NAME or --requests FILE"),
+        (["--hot", "head-r9"], "no adapter 'head-r9' in"),
+        (["--requests", "missing.log"], "missing.log cannot be read: No such file"),
+        (["--requests", "empty.log"], "empty.log has no requests"),
+        (["--requests", "other.log"], "names one of the adapters; it has, for example, 'head-r9';"),
+        (["--out", "", "--hot", "head-r8"], "exists; name a folder that does not"),
     ],
 )
 def test_wrong_arguments_are_reported_in_a_sentence(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path, arguments: tuple[str, ...], reason: str
+    premerge: Premerge,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    reason: str,
 ) -> None:
-    code, output = run(
-        "--model", checkpoint, "--adapters", adapters_dir, "--out", tmp_path / "out", *arguments
-    )  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.log").touch()
+    (tmp_path / "other.log").write_text("head-r9\n\n")
+    code, output = premerge(*arguments)
     assert code == 1
     assert reason in output
     assert "Traceback" not in output
-    assert not (tmp_path / "out").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.log", "other.log"]
 
 
-def test_an_output_folder_is_never_overwritten(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+def test_an_adapter_of_a_tied_lm_head_cannot_be_merged(
+    premerge: Premerge, checkpoint: Path, tmp_path: Path, out: Path
 ) -> None:
-    code, output = run(
-        "--model", checkpoint, "--adapters", adapters_dir, "--out", tmp_path, "--hot", "head-r8"
-    )  # fmt: skip
-    assert code == 1
-    assert "exists; name a folder that does not" in output
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_adapter_of_a_tied_lm_head_cannot_be_merged(checkpoint: Path, tmp_path: Path) -> None:
-    tied = tmp_path / "tied"
-    shutil.copytree(checkpoint, tied)
+    tied = shutil.copytree(checkpoint, tmp_path / "tied")
     config = json.loads((tied / "config.json").read_text())
     config["tie_word_embeddings"] = config["text_config"]["tie_word_embeddings"] = True
     (tied / "config.json").write_text(json.dumps(config))
-    root = tmp_path / "adapters"
     shape = adapter_shape(tied, load_config(tied))
     factors = LoraPair(torch.ones(2, shape.hidden), torch.ones(shape.vocabulary, 2))
+    root = tmp_path / "adapters"
     write_adapter(root / "words", {(-1, "lm_head"): factors}, shape, "base")
-    arguments = "--model", tied, "--adapters", root, "--out", tmp_path / "out", "--hot", "words"
-    code, output = run(*arguments)
+    code, output = premerge("--model", tied, "--adapters", root, "--hot", "words")
     assert code == 1
     assert "changes lm_head, which this checkpoint ties" in output
-    assert not (tmp_path / "out").exists()
+    assert not out.exists()
 
 
 def test_an_activated_adapter_is_neither_merged_nor_made_a_delta(
-    checkpoint: Path, adapters_dir: Path, tmp_path: Path
+    premerge: Premerge, root: Path, out: Path
 ) -> None:
-    root, out = tmp_path / "adapters", tmp_path / "out"
-    shutil.copytree(adapters_dir, root)
-    path = root / "attention-r4" / "adapter_config.json"
-    config = json.loads(path.read_text()) | {"alora_invocation_tokens": [5, 6]}
-    path.write_text(json.dumps(config))
-    folders = "--model", checkpoint, "--adapters", root, "--out", out
-    code, output = run(*folders, "--hot", "attention-r4")
+    edit_config(root / "attention-r4", alora_invocation_tokens=[5, 6])
+    code, output = premerge("--adapters", root, "--hot", "attention-r4")
     assert code == 1
     assert "adapter 'attention-r4' is an activated LoRA" in output
     assert not out.exists()
-    code, output = run(*folders, "--hot", "all-r8")
+    code, output = premerge("--adapters", root, "--hot", "all-r8")
     assert code == 1
     assert "left out: adapter 'attention-r4' is an activated LoRA" in output
     assert not (out / "adapters" / "attention-r4").exists()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,7 @@ from typer.testing import CliRunner
 from vlora.cli import app
 from vlora.launcher.probe import ENSEMBLE, PROGRESS, Health, probe
 from vlora.launcher.run_folder import run_folder, starting_file
-from vlora.net import choose_ports, get, is_local
+from vlora.net import choose_ports
 
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 
@@ -248,30 +247,3 @@ def test_proxies_of_the_environment_do_not_carry_requests_to_this_machine() -> N
         metrics.shutdown()
     assert "the server is working" in done.stdout, done
     assert done.returncode == Health.ALIVE
-
-
-@pytest.mark.parametrize(
-    ("host", "local"),
-    [
-        *(("localhost", True), ("127.0.0.1", True), ("127.9.9.9", True), ("[::1]", True)),
-        *(("10.0.0.1", False), ("example.org", False), ("", False), ("localhost.evil", False)),
-    ],
-)
-def test_only_this_machine_is_local(host: str, local: bool) -> None:
-    assert is_local(host) is local
-
-
-@pytest.mark.parametrize(
-    "reply", [b"SSH-2.0-server\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut off"]
-)
-def test_an_answer_that_is_not_valid_http_is_an_oserror(reply: bytes) -> None:
-    def answer(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(4096)
-            connection.sendall(reply)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        pool.submit(answer, listener)
-        with pytest.raises(OSError, match="not valid HTTP"):
-            get(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", 5.0, direct=True)

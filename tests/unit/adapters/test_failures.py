@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -144,24 +145,28 @@ def test_a_panic_while_weights_are_loaded_is_an_error_of_their_adapter(
     assert harness.request(1) is None
 
 
-def test_a_panic_while_a_folder_is_read_is_an_error_of_its_adapter(
-    make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RustPanic("index out of bounds"), MemoryError("\ud800")])
+def test_an_unexpected_error_while_a_folder_is_read_is_one_of_its_adapter(
+    make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
     describe = catalog.describe_adapter
 
-    def panic(name: str, *more: Any) -> Any:
+    def fail(name: str, *more: Any) -> Any:
         if name == "new":
-            raise RustPanic("index out of bounds")
+            raise error
         return describe(name, *more)
 
     harness = make_harness(1)
     for number, name in enumerate(("new", "newer")):
         write_adapter(root / name, 50 + number)
-    monkeypatch.setattr(catalog, "describe_adapter", panic)
+    monkeypatch.setattr(catalog, "describe_adapter", fail)
     harness.store.folders.update({path.name: (path, stamp_of(path)) for path in root.iterdir()})
     harness.store.apply()
     assert set(harness.store.table.broken) == {"new"}
     assert "newer" in harness.store.names()
+    message = str(harness.store.table.broken["new"])
+    assert re.match(r"adapter 'new': .*/new failed to load", message)
+    message.encode()
 
 
 def test_adapters_are_loaded_while_no_thread_can_be_started(

@@ -1,11 +1,13 @@
-"""Tests of scans of the adapter folders: what they find, and which changes they report."""
+"""Tests of the catalogue of adapters: folders, names, and the versions that requests get."""
 
 from __future__ import annotations
 
+import difflib
 import errno
 import gc
 import os
 import shutil
+import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,18 @@ import pytest
 
 from tests.support.adapter_store import no_free_descriptors, small_model, write_adapter
 from vlora.adapters import catalog
-from vlora.adapters.catalog import FolderWatch, find_folders, read_each, stamp_of
-from vlora.adapters.files import load_adapter
+from vlora.adapters.catalog import (
+    HINT_NEIGHBOURS,
+    MAX_HINT_LENGTH,
+    FolderWatch,
+    NameTable,
+    find_folders,
+    read_each,
+    stamp_of,
+)
+from vlora.adapters.files import Adapter, load_adapter, read_adapter
 from vlora.adapters.tensors import WeightsReader
+from vlora.errors import NotFound
 
 
 def test_a_watch_reports_settled_folders_once(root: Path) -> None:
@@ -145,3 +156,142 @@ def test_adapters_are_listed_with_the_weights_of_one_at_a_time(
     assert all(info.digest for info in infos.values())
     assert set(errors) == {"broken"}
     assert "adapter 'broken': adapter_config.json" in str(errors["broken"])
+
+
+def table_of(count: int) -> NameTable:
+    """Return a table of `count` names without their adapters."""
+    kinds = ("vehicles", "defects", "license-plates")
+    return NameTable({f"{kinds[i % 3]}-{i:05}-r16": None for i in range(count)}, {})  # type: ignore[misc]
+
+
+def message(table: NameTable, name: str) -> str:
+    with pytest.raises(NotFound) as caught:
+        table.handle(name)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "unknown", ["vehicles-00300-r1", "vehicles-0030-r16", "ehicles-00300-r16", "vehicels-00300-r16"]
+)
+def test_an_error_names_a_similar_adapter_among_thousands(unknown: str) -> None:
+    (hint,) = difflib.get_close_matches(unknown, table_of(5000).names, n=1)
+    assert f"did you mean '{hint}'" in message(table_of(5000), unknown)
+
+
+@pytest.mark.parametrize("count", [50, 500, 5000])
+def test_an_unknown_name_is_compared_with_few_names_however_many_there_are(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    compared = []
+    ratio = difflib.SequenceMatcher.real_quick_ratio
+
+    def counted(matcher: Any) -> float:
+        compared.append(matcher)
+        return ratio(matcher)
+
+    monkeypatch.setattr(difflib.SequenceMatcher, "real_quick_ratio", counted)
+    assert "did you mean" in message(table_of(count), "vehicles-00030-r1")
+    assert 0 < len(compared) <= 4 * HINT_NEIGHBOURS
+    compared.clear()
+    assert "did you mean" not in message(table_of(count), "x" * (MAX_HINT_LENGTH + 1))
+    assert not compared
+
+
+def test_names_are_read_and_changed_while_an_error_is_being_written(
+    make_harness: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = make_harness(1)
+    writing, go_on = threading.Event(), threading.Event()
+
+    def slow(*_: Any) -> str:
+        writing.set()
+        assert go_on.wait(10)
+        return " (slow)"
+
+    monkeypatch.setattr(catalog, "known_names", slow)
+    errors: list[str] = []
+
+    def ask() -> None:
+        with pytest.raises(NotFound) as caught:
+            harness.store.handle("a9")
+        errors.append(str(caught.value))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    assert writing.wait(10)
+    write_adapter(harness.root / "a9", 9)
+
+    def others() -> None:
+        harness.reread()
+        harness.request(9)
+
+    other = threading.Thread(target=others, daemon=True)
+    other.start()
+    other.join(10)
+    assert not other.is_alive(), "others wait for the error"
+    assert harness.resident() == {"a9"}
+    go_on.set()
+    asking.join()
+    assert errors == ["unknown adapter 'a9' (slow)"], "of the names at the time of the request"
+
+
+def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(2)
+    harness.request(0)
+    old = harness.handle(0)
+    old.hold()
+    old.pin()
+    write_adapter(root / "a0", 77)
+    harness.reread()
+    new = harness.handle(0)
+    assert new is not old
+    harness.request(0)
+    assert old.resident
+    assert new.resident
+    assert new.info.digest != old.info.digest
+    old.unpin()
+    old.release()
+    harness.request(1)
+    assert not old.resident, "no request can use it again"
+    assert old.adapter is None
+
+
+def test_a_version_that_its_name_no_longer_means_is_evicted_first(
+    make_harness: Any, root: Path
+) -> None:
+    harness = make_harness(3)
+    harness.request(1, 2)
+    harness.request(0)
+    old = harness.handle(0)
+    old.hold()
+    old.pin()
+    write_adapter(root / "a0", 77)
+    harness.reread()
+    old.unpin()
+    old.release()
+    old.last_used = harness.pool.tick()  # As of a request that has just ended.
+    harness.request(3)
+    assert harness.resident() == {"a1", "a2", "a3"}
+    assert not old.resident
+
+
+def test_files_that_change_while_they_are_read_are_no_version(
+    make_harness: Any, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files of another version must not be served under the stamp of an earlier one."""
+
+    def replace_and_read(*files: Any) -> Adapter:
+        write_adapter(root / "a0", 78)
+        return read_adapter(*files)
+
+    harness = make_harness(2)
+    old = harness.handle(0)
+    write_adapter(root / "a0", 77)
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog, "read_adapter", replace_and_read)
+        harness.reread()
+    assert harness.handle(0) is old
+    harness.reread()
+    assert harness.handle(0).info.digest not in ("", old.info.digest)
