@@ -70,14 +70,10 @@ def test_metrics_are_summed_over_labels(tmp_path):
     [
         ("blue", "blue", True),
         ("blue", "red", False),
-        ("<ref>a</ref><box>(0,0),(500,500)</box>", "<ref>a</ref><box>(9,0),(490,500)</box>", True),
-        ("<ref>a</ref><box>(0,0),(500,500)</box>", "<ref>b</ref><box>(0,0),(500,500)</box>", False),
-        (
-            "<ref>a</ref><box>(0,0),(500,500)</box>",
-            "<ref>a</ref><box>(400,0),(900,500)</box>",
-            False,
-        ),
-        ("<ref>a</ref><box>(0,0),(500,500)</box>", "nothing", False),
+        (BOX, "<ref>a</ref><box>(9,0),(490,500)</box>", True),
+        (BOX, "<ref>b</ref><box>(0,0),(500,500)</box>", False),
+        (BOX, "<ref>a</ref><box>(400,0),(900,500)</box>", False),
+        (BOX, "nothing", False),
     ],
 )
 def test_a_demo_answer_is_judged_by_words_and_box_overlap(expected, given, right):
@@ -93,11 +89,13 @@ def test_the_demo_reports_that_it_starts_a_server_without_a_terminal(monkeypatch
     assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
 
 
+SAMPLE = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
+
+
 def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
-    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
     said = io.StringIO()
     wrong = BOX.replace("500,500", "90,90")
-    table = show.table_of([sample, sample], [show.Answer(BOX, 0.1), show.Answer(wrong, 0.1)])
+    table = show.table_of([SAMPLE, SAMPLE], [show.Answer(BOX, 0.1), show.Answer(wrong, 0.1)])
     Console(file=said, width=80).print(table)
     shown = said.getvalue()
     words = " ".join(shown.split())
@@ -114,8 +112,7 @@ def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
         return Image.new("RGB", (8, 8))
 
     monkeypatch.setattr(show, "tile", tile)
-    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
-    show.draw([sample], [show.Answer(BOX.replace("(0,", "(10,"), 0.1)], tmp_path)
+    show.draw([SAMPLE], [show.Answer(BOX.replace("(0,", "(10,"), 0.1)], tmp_path)
     (caption,) = captions
     assert caption.answer == "a in the box from (10,0) to (500,500)"
     assert caption.expected == "a in the box from (0,0) to (500,500)"

@@ -27,18 +27,31 @@ def _short_chunks(monkeypatch):
     monkeypatch.setattr(video_analytics, "CHUNK_SECONDS", 0.05)
 
 
+@pytest.fixture
+def server():
+    with FakeTriton() as started:
+        yield started
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    return tmp_path / "answers.jsonl"
+
+
+def play(server, *options, seconds=1):
+    """Return the exit status of the client for a camera."""
+    arguments = ["camera", "--url", server.url, "--seconds", str(seconds), *map(str, options)]
+    return video_analytics.main(arguments)
+
+
 def shared_regions(process: int) -> set[str]:
     """Return the shared memory of a client's process. Other tests run at the same time."""
     return {path.name for path in Path("/dev/shm").glob(f"vlora_frames_{process}_*")}
 
 
 @pytest.mark.parametrize("send", ["png", "jpeg", "raw"])
-def test_every_stream_sends_its_chunks_and_every_answer_is_written(send, tmp_path, capsys):
-    jsonl = tmp_path / "answers.jsonl"
-    with FakeTriton() as server:
-        arguments = ["camera", "--url", server.url, "--streams", "3", "--seconds", "2"]
-        arguments += ["--send", send, "--jsonl", str(jsonl)]
-        assert video_analytics.main(arguments) == 0
+def test_every_stream_sends_its_chunks_and_every_answer_is_written(send, server, jsonl, capsys):
+    assert play(server, "--streams", 3, "--send", send, "--jsonl", jsonl, seconds=2) == 0
     records = [json.loads(line) for line in jsonl.read_text().splitlines()]
     keys = {(record["stream"], record["chunk"]) for record in records}
     assert keys == {(stream, chunk) for stream in range(3) for chunk in range(2)}
@@ -52,20 +65,16 @@ def test_every_stream_sends_its_chunks_and_every_answer_is_written(send, tmp_pat
     assert "p50 ms" in shown
 
 
-def test_raw_frames_arrive_as_the_camera_made_them():
-    with FakeTriton() as server:
-        arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
-        assert video_analytics.main(arguments) == 0
+def test_raw_frames_arrive_as_the_camera_made_them(server):
+    assert play(server, "--send", "raw") == 0
     sent = next(frames.SyntheticCamera(30, 6, seed=0).chunks()).frames
     np.testing.assert_array_equal(server.requests[0]["frames_raw"], np.stack(sent))
 
 
-def test_a_server_that_refuses_shared_memory_is_reported_with_the_remedy():
-    with FakeTriton() as server:
-        server.allows_shared_memory = False
-        arguments = ["camera", "--url", server.url, "--seconds", "1", "--send", "raw"]
-        with pytest.raises(ClientError, match=r"closed to clients.*--allow-shared-memory.*jpeg"):
-            video_analytics.main(arguments)
+def test_a_server_that_refuses_shared_memory_is_reported_with_the_remedy(server):
+    server.allows_shared_memory = False
+    with pytest.raises(ClientError, match=r"closed to clients.*--allow-shared-memory.*jpeg"):
+        play(server, "--send", "raw")
     assert not shared_regions(os.getpid())
     assert server.requests == []
 
@@ -103,19 +112,16 @@ def test_an_interrupted_client_removes_shared_memory_and_prints_its_summary(endi
 def test_a_stream_that_lags_drops_chunks(monkeypatch, capsys):
     monkeypatch.setattr(video_analytics, "MAX_IN_FLIGHT", 1)
     with FakeTriton(delay=0.3) as server:
-        video_analytics.main(["camera", "--url", server.url, "--seconds", "2"])
+        play(server, seconds=2)
     summary = capsys.readouterr().out.splitlines()[-1].split()
     assert summary[:4] == ["0", "1", "0", "1"]
 
 
 def test_chunks_of_a_stream_supersede_each_other_and_what_the_server_drops_is_counted(
-    tmp_path, capsys
+    server, jsonl, capsys
 ):
-    jsonl = tmp_path / "answers.jsonl"
-    with FakeTriton() as server:
-        server.refusal = "in ensemble 'x', CANCELLED: a newer request of stream 's' superseded this"
-        arguments = ["camera", "--url", server.url, "--streams", "2", "--seconds", "2"]
-        assert video_analytics.main([*arguments, "--jsonl", str(jsonl)]) == 0
+    server.refusal = "in ensemble 'x', CANCELLED: a newer request of stream 's' superseded this"
+    assert play(server, "--streams", 2, "--jsonl", jsonl, seconds=2) == 0
     keys = [json.loads(request["sampling_parameters"][0]) for request in server.requests]
     assert len({key["stream_id"] for key in keys}) == 2
     assert all(key["supersede"] and key["deadline_ms"] > 0 for key in keys)
@@ -123,23 +129,18 @@ def test_chunks_of_a_stream_supersede_each_other_and_what_the_server_drops_is_co
     assert capsys.readouterr().out.splitlines()[-1].split()[:4] == ["1", "0", "0", "2"]
 
 
-def test_an_answer_that_is_an_error_is_shown_and_counted(tmp_path, capsys):
-    jsonl = tmp_path / "answers.jsonl"
-    with FakeTriton() as server:
-        server.refusal = "image 0 is corrupt"
-        arguments = ["camera", "--url", server.url, "--seconds", "1", "--jsonl", str(jsonl)]
-        assert video_analytics.main(arguments) == 1
+def test_an_answer_that_is_an_error_is_shown_and_counted(server, jsonl, capsys):
+    server.refusal = "image 0 is corrupt"
+    assert play(server, "--jsonl", jsonl) == 1
     assert "image 0 is corrupt" in json.loads(jsonl.read_text())["error"]
     assert "error: image 0 is corrupt" in capsys.readouterr().out
 
 
-def test_a_refusal_of_the_first_chunk_is_reported_once_and_ends_the_run(tmp_path):
-    jsonl = tmp_path / "answers.jsonl"
+def test_a_refusal_of_the_first_chunk_is_reported_once_and_ends_the_run(server, jsonl):
     refusal = "NOT_FOUND: unknown adapter 'x'. Known: y"
-    with FakeTriton() as server:
-        server.refusal = f"in ensemble 'video_analytics', {refusal}"
-        options = ["--url", server.url, "--streams", "2", "--seconds", "9", "--jsonl", str(jsonl)]
-        done = run_client("video_analytics", "camera", "--adapter", "x", *options)
+    server.refusal = f"in ensemble 'video_analytics', {refusal}"
+    options = ["--url", server.url, "--streams", "2", "--seconds", "9", "--jsonl", str(jsonl)]
+    done = run_client("video_analytics", "camera", "--adapter", "x", *options)
     assert done.returncode == 1
     assert done.stderr.startswith(f"error: {refusal}")
     assert (done.stdout + done.stderr).count(refusal) == 1
@@ -156,7 +157,7 @@ def test_a_refusal_after_answers_affects_its_chunk_only(monkeypatch):
             return super().ModelInfer(request, context)
 
     with RefusesTheSecond() as server:
-        assert video_analytics.main(["camera", "--url", server.url, "--seconds", "3"]) == 1
+        assert play(server, seconds=3) == 1
     assert len(server.requests) == 3
 
 
@@ -168,16 +169,12 @@ def test_a_folder_is_played_in_order_and_repeated(tmp_path):
     assert seen == [[0, 2, 4], [6, 8, 0], [2, 4, 6]]
 
 
-def test_frames_of_several_sizes_cannot_be_sent_raw(tmp_path):
+def test_frames_of_several_sizes_cannot_be_sent_raw(tmp_path, server):
     for index in range(6):
         Image.new("RGB", (4 + index, 4), "blue").save(tmp_path / f"{index}.png")
-    with (
-        FakeTriton() as server,
-        pytest.raises(ClientError, match="must have the same size"),
-    ):
-        video_analytics.main(
-            [str(tmp_path), "--url", server.url, "--fps", "6", "--send", "raw", "--seconds", "5"]
-        )
+    arguments = [str(tmp_path), "--url", server.url, "--fps", "6", "--send", "raw"]
+    with pytest.raises(ClientError, match="must have the same size"):
+        video_analytics.main([*arguments, "--seconds", "5"])
 
 
 def write_clip(folder, rate, shades):
@@ -218,13 +215,6 @@ def test_a_source_that_cannot_be_played_is_named(name, tmp_path):
     with pytest.raises(ClientError, match=name) as caught:
         next(frames.open_source(str(tmp_path / name), 30, 6, 0).chunks())
     assert "Errno" not in str(caught.value)
-
-
-def test_a_picture_as_source_is_refused_with_the_client_for_pictures(tmp_path):
-    path = tmp_path / "scene.PNG"
-    Image.new("RGB", (4, 4)).save(path)
-    with pytest.raises(ClientError, match=r"is a picture: use clients/visual_retrieval\.py"):
-        frames.open_source(str(path), 30, 6, 0)
 
 
 def test_the_camera_shows_the_motion_that_it_names():
