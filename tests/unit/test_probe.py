@@ -49,6 +49,19 @@ def answers(request: Any, context: Any) -> Any:
     return service_pb2.ModelInferResponse(model_name=request.model_name)
 
 
+@pytest.fixture
+def hangs() -> Iterator[Answer]:
+    """Return an answer that comes after the test."""
+    released = threading.Event()
+
+    def answer(request: Any, context: Any) -> Any:
+        released.wait(30)
+        return answers(request, context)
+
+    yield answer
+    released.set()
+
+
 def refuses(code: grpc.StatusCode, details: str) -> Answer:
     return lambda request, context: context.abort(code, details)
 
@@ -64,21 +77,6 @@ def serving(ready: bool = True, answer: Answer = answers) -> Iterator[tuple[str,
         yield f"127.0.0.1:{port}", servicer
     finally:
         server.stop(0).wait()
-
-
-def test_a_server_that_answers_is_ready() -> None:
-    with serving() as (address, server):
-        finding = probe(address)
-    assert finding.health is Health.READY
-    assert [request.model_name for request in server.requests] == [ENSEMBLE]
-    assert len(server.requests[0].id) >= 16
-
-
-def test_a_server_that_loads_its_models_is_alive_and_gets_no_request() -> None:
-    with serving(ready=False) as (address, server):
-        finding = probe(address)
-    assert finding.health is Health.ALIVE
-    assert server.requests == []
 
 
 @pytest.mark.parametrize(
@@ -109,39 +107,12 @@ def test_a_server_with_a_dead_model_is_dead(code: grpc.StatusCode, details: str)
     assert details in finding.reason
 
 
-def test_a_server_that_hangs_is_dead_within_the_deadline() -> None:
-    released = threading.Event()
-
-    def hangs(request: Any, context: Any) -> Any:
-        released.wait(30)
-        return answers(request, context)
-
-    with serving(answer=hangs) as (address, _):
-        finding = probe(address, deadline=0.5)
-        released.set()
-    assert finding.health is Health.DEAD
-    assert "within 0.5 s" in finding.reason
-
-
-def test_a_free_port_is_dead(free_port: int) -> None:
-    assert probe(f"127.0.0.1:{free_port}", deadline=2).health is Health.DEAD
-
-
 @pytest.mark.parametrize("address", ["http://localhost:8001", "localhost", "localhost:70000"])
 def test_an_address_that_is_not_host_and_port_is_refused_with_its_form(address: str) -> None:
     done = CliRunner().invoke(app, ["probe", address])
     assert done.exit_code == 2
     assert "HOST:PORT" in done.output
     assert address in done.output
-
-
-def test_for_an_http_port_the_reason_asks_for_the_grpc_port() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        finding = probe(f"127.0.0.1:{server.server_port}", deadline=5)
-        server.shutdown()
-    assert finding.health is Health.DEAD
-    assert finding.reason.endswith("is this the gRPC port?")
 
 
 @pytest.mark.parametrize(
@@ -151,10 +122,13 @@ def test_for_an_http_port_the_reason_asks_for_the_grpc_port() -> None:
 def test_the_exit_status_distinguishes_ready_from_alive(
     ready: bool, options: list[str], status: int, word: str
 ) -> None:
-    with serving(ready=ready) as (address, _):
+    with serving(ready=ready) as (address, server):
         result = CliRunner().invoke(app, ["probe", address, *options])
     assert result.exit_code == status
     assert result.output.startswith(f"{word} in ")
+    # A server that loads its models gets no request.
+    assert [request.model_name for request in server.requests] == [ENSEMBLE] * ready
+    assert all(len(request.id) >= 16 for request in server.requests)
 
 
 def test_the_exit_status_of_a_dead_server_is_one_even_with_alive(free_port: int) -> None:
@@ -186,33 +160,32 @@ class Metrics(BaseHTTPRequestHandler):
         pass
 
 
+@contextmanager
+def metrics_of(**attributes: object) -> Iterator[int]:
+    """Yield the port of a server of metrics. attributes: those of the handler `Metrics`."""
+    handler = type("Handler", (Metrics,), attributes)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as metrics:
+        threading.Thread(target=metrics.serve_forever).start()
+        try:
+            yield metrics.server_port
+        finally:
+            metrics.shutdown()
+
+
 @pytest.mark.parametrize("counter", PROGRESS)
 @pytest.mark.parametrize(("per_look", "health"), [(3, Health.ALIVE), (0, Health.DEAD)])
 def test_a_server_without_an_answer_is_alive_if_it_works(
-    per_look: int, health: Health, counter: str
+    per_look: int, health: Health, counter: str, hangs: Answer
 ) -> None:
     """Forward passes and encoded images are both work."""
-
-    released = threading.Event()
-
-    def hangs(request: Any, context: Any) -> Any:
-        released.wait(30)
-        return answers(request, context)
-
-    handler = type("Handler", (Metrics,), {"per_look": per_look, "counter": counter})
     with (
-        ThreadingHTTPServer(("127.0.0.1", 0), handler) as metrics,
-        serving(answer=hangs) as (
-            address,
-            _,
-        ),
+        metrics_of(per_look=per_look, counter=counter) as port,
+        serving(answer=hangs) as (address, _),
     ):
-        threading.Thread(target=metrics.serve_forever).start()
-        finding = probe(address, deadline=1, metrics_port=metrics.server_port)
-        released.set()
-        metrics.shutdown()
+        finding = probe(address, deadline=1, metrics_port=port)
     assert finding.health is health
     assert finding.seconds < 1.5
+    assert health is Health.ALIVE or "within 1 s" in finding.reason
 
 
 def test_a_server_that_starts_on_this_machine_is_alive_and_a_dead_run_is_not(
@@ -234,16 +207,13 @@ def test_proxies_of_the_environment_do_not_carry_requests_to_this_machine() -> N
     """A process of its own: gRPC and urllib read the variables once."""
     names = ("http_proxy", "https_proxy", "grpc_proxy", "all_proxy")
     closed = {**os.environ, **dict.fromkeys(names, "http://127.0.0.1:9"), "no_proxy": ""}
-    handler = type("Handler", (Metrics,), {"counter": next(iter(PROGRESS))})
     slow = refuses(grpc.StatusCode.DEADLINE_EXCEEDED, "")
     with (
-        ThreadingHTTPServer(("127.0.0.1", 0), handler) as metrics,
+        metrics_of(counter=next(iter(PROGRESS))) as port,
         serving(answer=slow) as (address, _),
     ):
-        threading.Thread(target=metrics.serve_forever).start()
         command = [sys.executable, "-m", "vlora.cli", "probe", address]
-        command += ["--metrics-port", str(metrics.server_port), "--deadline", "30"]
+        command += ["--metrics-port", str(port), "--deadline", "30"]
         done = subprocess.run(command, env=closed, capture_output=True, text=True, timeout=60)
-        metrics.shutdown()
     assert "the server is working" in done.stdout, done
     assert done.returncode == Health.ALIVE

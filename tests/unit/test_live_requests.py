@@ -1,14 +1,19 @@
-"""Tests of requests that wait before the engine: deadlines, streams, exactly one end for each."""
+"""Tests of requests before the engine: their arrival, deadline, stream, bytes and end."""
 
 from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from tests.support.fakes import Clock, FakeRegistry
-from vlora.errors import Cancelled
+from vlora.errors import Cancelled, InvalidArgument
 from vlora.live_requests import LiveRequest, RequestTable
 from vlora.request import Freshness
+from vlora.serving.arrivals import ARRIVAL_INPUT, MAX_AGE_SECONDS, ArrivalStamps, shared_key
 from vlora.serving.service import WaitingExporter
+from vlora.serving.tensors import Array, strings
 
 
 class Line:
@@ -40,7 +45,8 @@ class _Recorded(LiveRequest):
 
 
 def test_a_newer_request_ends_only_older_ones_of_its_stream() -> None:
-    line = Line()
+    line, registry = Line(), FakeRegistry()
+    exporter = WaitingExporter(registry, {"model": "m"}, line.table)
     line.add("old", 1.0, stream_id="s")
     line.add("other", 1.0, stream_id="t")
     line.add("none", 1.0)
@@ -48,7 +54,10 @@ def test_a_newer_request_ends_only_older_ones_of_its_stream() -> None:
     line.add("new", 2.0, stream_id="s", supersede=True)
     assert set(line.ended) == {"old"}
     assert "stream 's' superseded" in str(line.ended["old"])
-    assert line.table.superseded == 1
+    exporter.flush()
+    assert registry["vlora:requests_before_engine"].value == 4
+    assert registry["vlora:requests_superseded_total"].value == 1
+    assert registry["vlora:requests_expired_total"].value == 0
     assert not line.take("old")
     assert all(line.take(key) for key in ("other", "none", "newest", "new"))
 
@@ -87,17 +96,6 @@ def test_a_waiting_request_is_taken_or_ended_only_once() -> None:
     assert [request.id for request in line.table] == ["a"]
 
 
-def test_the_exporter_writes_the_length_and_the_totals() -> None:
-    line, registry = Line(), FakeRegistry()
-    exporter = WaitingExporter(registry, {"model": "m"}, line.table)
-    line.add("a", stream_id="s")
-    line.add("b", 1.0, stream_id="s", supersede=True)
-    exporter.flush()
-    assert registry["vlora:requests_before_engine"].value == 1
-    assert registry["vlora:requests_superseded_total"].value == 1
-    assert registry["vlora:requests_expired_total"].value == 0
-
-
 def test_a_request_that_is_cancelled_while_it_is_read_does_not_begin_to_wait() -> None:
     table, reason = RequestTable(), Cancelled("x")
     request = LiveRequest("a", "ab" * 8)
@@ -117,3 +115,48 @@ def test_a_pinned_request_keeps_its_bytes_after_its_end() -> None:
     assert table.bytes == 7
     table.remove(request)
     assert (table.bytes, len(table)) == (0, 0)
+
+
+def read(stamps: ArrivalStamps, stamp: Array) -> float:
+    return stamps.read({ARRIVAL_INPUT: stamp})
+
+
+def test_another_model_of_the_server_reads_the_arrival(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        (key,) = set(pool.map(shared_key, [tmp_path] * 32))
+    clock = Clock(100.0)
+    encoder, engine = ArrivalStamps(key, clock), ArrivalStamps(shared_key(tmp_path), clock)
+    assert engine.read({}) == 100.0
+    assert read(engine, encoder.make(42.5)) == 42.5
+    assert [path.name for path in tmp_path.iterdir()] == ["arrival.key"]
+    assert (tmp_path / "arrival.key").stat().st_mode & 0o077 == 0
+
+
+def test_a_stamp_that_was_not_made_by_the_server_is_refused() -> None:
+    clock = Clock(100.0)
+    stamps, other = ArrivalStamps(b"k" * 32, clock), ArrivalStamps(b"o" * 32, clock)
+    genuine = bytes(stamps.make(42.5)[0])
+    changed = bytes([genuine[0] ^ 1]) + genuine[1:]
+    for stamp in (changed, genuine[:-1], b"x", bytes(other.make(42.5)[0]), b"\xff" * 100):
+        with pytest.raises(InvalidArgument, match="'arrival_stamp'"):
+            read(stamps, strings([stamp]))
+
+
+def test_a_stamp_counts_once_and_only_for_a_while() -> None:
+    """A client can get stamps from `vision_encoder`, but gains nothing by keeping them."""
+    clock = Clock(100.0)
+    stamps = ArrivalStamps(b"k" * 32, clock)
+    first, kept = stamps.make(42.5), stamps.make(42.5)
+    assert [read(stamps, first), read(stamps, first)] == [42.5, 100.0]
+    clock.now += MAX_AGE_SECONDS + 1
+    assert [read(stamps, kept), read(stamps, first)] == [clock.now, clock.now]
+    read(stamps, stamps.make(0.0))
+    assert len(stamps._used) == 1
+
+
+def test_without_a_key_the_arrival_is_that_at_each_model() -> None:
+    clock = Clock(100.0)
+    stamps = ArrivalStamps(b"", clock)
+    assert read(stamps, stamps.make(42.5)) == 100.0
+    with pytest.raises(InvalidArgument):
+        read(stamps, strings([b"x" * 56]))
