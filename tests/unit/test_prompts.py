@@ -13,67 +13,53 @@ BARE = ChatTemplate(prefix="", suffix="")
 CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")
 
 
+VIDEO = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
+"""Template of a checkpoint that takes a clip as one video."""
+DETECT = "Please box all the objects in the picture that you think are airplane."
+
+
 @pytest.mark.parametrize(
-    ("task", "text", "expected"),
+    ("task", "text", "images", "expected"),
     [
-        ("vqa", "How many cars?", "<image>, How many cars? Answer:"),
-        ("caption", "", "<image>, Generate the caption in English: Answer:"),
-        ("refer", "red circle", "<image>, Circle the red circle on the picture. Answer:"),
-        (
-            "detect",
-            "airplane",
-            "<image>, Please box all the objects in the picture that you think are airplane. "
-            "Answer:",
-        ),
-        ("classify", "", "<image>, What is the category of the picture? Answer:"),
+        # The prompts of the paper.
+        ("vqa", "How many cars?", 1, "<image>, How many cars? Answer:"),
+        ("caption", "", 1, "<image>, Generate the caption in English: Answer:"),
+        ("refer", "red circle", 1, "<image>, Circle the red circle on the picture. Answer:"),
+        ("detect", "airplane", 1, f"<image>, {DETECT} Answer:"),
+        ("classify", "", 1, "<image>, What is the category of the picture? Answer:"),
+        # A text replaces the default instruction of a task.
+        ("caption", "Describe it.", 1, "<image>, Describe it. Answer:"),
+        # Placeholders in the text position the images; without images there are none.
+        ("vqa", "Is <image> like <image>?", 2, "Is <image> like <image>? Answer:"),
+        ("vqa", "Hello?", 0, "Hello? Answer:"),
+        ("refer", "{images}", 1, "<image>, Circle the {images} on the picture. Answer:"),
+        # Raw text is sent verbatim after the images.
+        ("raw", " as it is\n", 0, " as it is\n"),
+        ("raw", "x", 2, "<image><image>x"),
     ],
 )
-def test_prompts_equal_those_of_the_paper(task: str, text: str, expected: str) -> None:
-    assert render(task, text, 1, 0, BARE) == expected
+def test_a_task_has_its_prompt(task: str, text: str, images: int, expected: str) -> None:
+    assert render(task, text, images, 0, BARE) == expected
 
 
 def test_a_clip_has_one_placeholder_per_frame() -> None:
     prompt = render("video", "", 0, 6, CHAT)
     assert prompt.startswith("<s><|user|>" + "<image>" * 6 + " Please analyze the consecutive")
     assert prompt.endswith("occurring in the video. Answer:<|assistant|>")
+    assert render("raw", "x", 0, 0, CHAT) == "x"
 
 
 def test_a_clip_that_is_one_video_has_one_placeholder() -> None:
-    video = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
-    assert render("raw", "x", 1, 3, video) == "[i][i]x"
-    assert render("raw", "<image>a<image><image>b", 1, 2, video) == "[i]a[i]b"
-    assert render("raw", "<image>a<image>b", 2, 0, video) == "[i]a[i]b"
-    assert render("raw", "<image>a<image>b", 1, 1, video) == "[i]a[i]b"
+    assert render("raw", "x", 1, 3, VIDEO) == "[i][i]x"
+    assert render("raw", "<image>a<image><image>b", 1, 2, VIDEO) == "[i]a[i]b"
+    assert render("raw", "<image>a<image>b", 2, 0, VIDEO) == "[i]a[i]b"
+    assert render("raw", "<image>a<image>b", 1, 1, VIDEO) == "[i]a[i]b"
 
 
 @pytest.mark.parametrize("text", ["<image>a<image>", "<image><image>a<image>"])
 def test_placeholders_of_a_video_must_stand_together_and_last(text: str) -> None:
-    video = ChatTemplate("", "", image_text="[i]", clip_text=lambda frames: "[i]")
-    frames = 2
     with pytest.raises(InvalidArgument, match="takes the 2 frames as one video"):
-        render("raw", text, text.count("<image>") - frames, frames, video)
-
-
-def test_a_text_replaces_the_default_instruction_of_a_task() -> None:
-    assert render("caption", "Describe it.", 1, 0, BARE) == "<image>, Describe it. Answer:"
-
-
-def test_raw_text_is_sent_verbatim_after_the_images() -> None:
-    assert render("raw", " as it is\n", 0, 0, CHAT) == " as it is\n"
-    assert render("raw", "x", 2, 0, CHAT) == "<image><image>x"
-
-
-def test_text_only_prompts_have_no_placeholder() -> None:
-    assert render("vqa", "Hello?", 0, 0, BARE) == "Hello? Answer:"
-
-
-def test_placeholders_in_the_text_position_the_images() -> None:
-    prompt = render("vqa", "Is <image> brighter than <image>?", 2, 0, BARE)
-    assert prompt == "Is <image> brighter than <image>? Answer:"
-
-
-def test_braces_in_the_text_are_kept() -> None:
-    assert "{images} {text}" in render("refer", "{images} {text}", 1, 0, BARE)
+        render("raw", text, text.count("<image>") - 2, 2, VIDEO)
 
 
 @pytest.mark.parametrize(("images", "frames"), [(1, 0), (0, 0), (2, 1)])
@@ -129,15 +115,14 @@ PARTS = (
 )
 
 
-def test_templates_that_need_content_parts_are_supported(folder: Path) -> None:
+def test_templates_that_need_content_parts_and_those_of_transformers_4_are_read(
+    folder: Path,
+) -> None:
     expected = ChatTemplate("USER: ", " ASSISTANT:")
     assert ChatTemplate.from_checkpoint(with_template(folder, PARTS)) == expected
-
-
-def test_templates_of_transformers_4_processors_are_read(folder: Path) -> None:
     (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
-    assert ChatTemplate.from_checkpoint(folder) == ChatTemplate("USER: ", " ASSISTANT:")
+    assert ChatTemplate.from_checkpoint(folder) == expected
     (folder / "chat_template.json").write_text("[]")
     with pytest.raises(InvalidArgument, match=r"chat_template\.json cannot be read"):
         ChatTemplate.from_checkpoint(folder)

@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.polling import until
+from tests.support.small_adapter import edit_config, edit_tensors
 from vlora.adapters.catalog import FolderFinder, stamp_of
 from vlora.adapters.files import describe_adapter, load_adapter
 from vlora.adapters.handle import AdapterHandle, version_of
@@ -59,15 +59,8 @@ def write(folder: Path, shape: ModelShape, seed: int = 0, prefix: str = "model."
     return folder
 
 
-def configure(folder: Path, **changes: Any) -> None:
-    file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def change(folder: Path, key: str, value: torch.Tensor) -> None:
-    tensors = load_file(folder / WEIGHTS)
-    (full,) = (name for name in tensors if key in name)
-    save_file(tensors | {full: value}, folder / WEIGHTS)
+    edit_tensors(folder, lambda t: t.update({name: value for name in t if key in name}))
 
 
 @pytest.fixture
@@ -164,20 +157,13 @@ def test_features_are_keyed_by_the_content_of_the_part(
     assert np.array_equal(again.features, of_base.features)
 
 
-@pytest.mark.parametrize(
-    ("key", "shape_of_a", "reason"),
-    [
-        (f"{LAYER}.lora_A", (2, 3), "they must be (2, "),
-        (f"{LAYER}.lora_B", (5, 2), "they must be (2, "),
-    ],
-)
+@pytest.mark.parametrize(("key", "wrong"), [("lora_A", (2, 3)), ("lora_B", (5, 2))])
 def test_a_part_of_the_wrong_shape_is_refused(
-    root: Path, shape: ModelShape, key: str, shape_of_a: tuple[int, int], reason: str
+    root: Path, shape: ModelShape, key: str, wrong: tuple[int, int]
 ) -> None:
-    change(write(root / "x", shape), key, torch.ones(shape_of_a))
-    with pytest.raises(InvalidArgument, match="adapter 'x'") as caught:
+    change(write(root / "x", shape), f"{LAYER}.{key}", torch.ones(wrong))
+    with pytest.raises(InvalidArgument, match=r"adapter 'x'.*they must be \(2, "):
         describe_adapter("x", root / "x", shape)
-    assert reason in str(caught.value)
 
 
 def test_matrices_that_are_no_linear_layers_are_refused(root: Path, shape: ModelShape) -> None:
@@ -189,9 +175,10 @@ def test_matrices_that_are_no_linear_layers_are_refused(root: Path, shape: Model
         adapters.part("x")
     adapters.close()
     table = "vision_tower.embeddings.position_embedding"
-    tensors = load_file(root / "x" / WEIGHTS)
-    renamed = {key.replace(LAYER, table): value for key, value in tensors.items()}
-    save_file(renamed, root / "x" / WEIGHTS)
+    for key in load_file(root / "x" / WEIGHTS):
+        edit_tensors(
+            root / "x", lambda t, key=key: t.update({key.replace(LAYER, table): t.pop(key)})
+        )
     with pytest.raises(InvalidArgument, match=f"{table}.*, which is not a linear layer"):
         describe_adapter("x", root / "x", shape)
 
@@ -223,10 +210,10 @@ def test_what_needs_features_before_the_adapter_is_known_is_refused(
     root: Path, shape: ModelShape
 ) -> None:
     folder = write(root / "x", shape)
-    configure(folder, alora_invocation_tokens=[1])
+    edit_config(folder, alora_invocation_tokens=[1])
     with pytest.raises(InvalidArgument, match="alora_invocation_tokens, which cannot be used with"):
         load_adapter("x", folder, shape)
-    configure(folder, alora_invocation_tokens=None)
+    edit_config(folder, alora_invocation_tokens=None)
     skill = {"name": "s", "task": "vqa", "accuracy": 0.5, "words": ["a"]}
     (folder / "vlora.json").write_text(json.dumps({"skills": [skill]}))
     with pytest.raises(InvalidArgument, match=r"vlora\.json has 'skills', which cannot"):
@@ -273,6 +260,6 @@ def test_only_plain_parts_are_converted_and_none_is_premerged(
     base = BaseWeights(checkpoint, config)
     convert(folder, root / "out", shape, base, ConversionLimits())
     assert load_adapter("out", root / "out", shape).info.digest == expected
-    configure(folder, init_lora_weights="pissa")
+    edit_config(folder, init_lora_weights="pissa")
     with pytest.raises(InvalidArgument, match="connector by pissa, which is converted for the"):
         convert(folder, root / "none", shape, base, ConversionLimits())
