@@ -11,7 +11,7 @@ import numpy as np
 from vlora.adapters.files import AdapterInfo
 from vlora.errors import Cancelled, NotFound, Unavailable, VLoraError
 from vlora.live_requests import LiveRequest, RequestTable, State
-from vlora.request import HeadScores, Output, OutputSink, Request
+from vlora.request import Output, OutputSink, Request
 from vlora.serving.tensors import Array, Tensors
 from vlora.vision.prompts import ChatTemplate
 
@@ -67,8 +67,7 @@ class FakeAdapters:
 class FakeEngine:
     """An engine that records its calls.
 
-    With `say`, `answer_with_head` and `fail` the test sends outputs in place of the response
-    thread.
+    With `say` and `fail` the test sends outputs in place of the response thread.
 
     refuse: error that all calls raise. max_admitted: queue length at which requests are refused.
     """
@@ -136,12 +135,6 @@ class FakeEngine:
             **more,  # type: ignore[arg-type]
         )
         self._send(output)
-
-    def answer_with_head(self, labels: tuple[str, ...], scores: tuple[float, ...]) -> None:
-        """Send the scores of a task head as the only output of the last request."""
-        request = self.requests[-1]
-        head = HeadScores(labels, scores)
-        self._send(Output(request.id, finish_reason="stop", head=head))
 
     def fail(self, error: VLoraError, request_id: str | None = None) -> None:
         """Send an error as the last output of a request, by default of the most recent one."""

@@ -102,12 +102,7 @@ class LmmSetting(Setting):
     def __init__(self, *, routes: bool = False) -> None:
         super().__init__()
         self.table = RequestTable(MAX_BYTES)
-        self.engine = FakeEngine(
-            adapter("a"),
-            adapter("h", head=("raw",)),
-            adapter("finder", ("refer",)),
-            table=self.table,
-        )
+        self.engine = FakeEngine(adapter("a"), adapter("finder", ("refer",)), table=self.table)
         self.engine.max_admitted = self.full
         self.pool = ThreadPoolExecutor(1)
         self.encoded: list[Tensors] = []

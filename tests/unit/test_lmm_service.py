@@ -18,7 +18,6 @@ from vlora.errors import (
     Internal,
     InvalidArgument,
     NotFound,
-    Unavailable,
     VLoraError,
 )
 from vlora.request import OutputSink, Request
@@ -45,23 +44,6 @@ def test_an_answer_streams_and_ends_with_the_final_flag(setting: LmmSetting) -> 
     assert [final for _, final in responder.sent] == [False, True]
     assert not setting.table
     assert [output.text for output in setting.observed] == ["a", "b"]
-
-
-def test_every_request_gets_a_new_id_in_addition_to_the_clients(setting: LmmSetting) -> None:
-    for _ in range(2):
-        setting.ask("1")
-    first, second = setting.engine.requests
-    assert first.id != second.id
-    assert [entry.client_id for entry in setting.table] == ["1", "1"]
-
-
-@pytest.mark.parametrize("error", [Unavailable("full"), NotFound("who"), InvalidArgument("long")])
-def test_a_typed_error_of_the_engine_reaches_the_client(
-    setting: LmmSetting, error: VLoraError
-) -> None:
-    setting.engine.refuse = error
-    assert setting.ask().failure is error
-    assert not setting.table
 
 
 def test_a_request_that_fails_early_leaves_the_queue(setting: LmmSetting) -> None:
@@ -163,14 +145,6 @@ def test_a_long_prompt_that_waits_is_cancelled(setting: LmmSetting) -> None:
     assert len(setting.engine.requests) == 1
 
 
-def test_a_request_is_aborted_when_its_client_disconnects(setting: LmmSetting) -> None:
-    responder = setting.ask(stream=flag(True))
-    responder.cancelled = True
-    until(lambda: setting.engine.aborted)
-    assert set(setting.engine.aborted) == {setting.engine.requests[0].id}
-    assert isinstance(responder.failure, Cancelled)
-
-
 def test_a_response_that_cannot_be_sent_aborts_its_request(setting: LmmSetting) -> None:
     responder = setting.ask(stream=flag(True))
     responder.broken = True
@@ -200,13 +174,6 @@ def test_the_task_auto_is_the_one_that_an_ensemble_chooses(setting: LmmSetting) 
         setting.ask(task=strings(["auto"]), sampling={"lora_name": name})
     prompts = [request.prompt for request in setting.engine.requests]
     assert prompts == [render(task, "hello", 0, 0, TEMPLATE) for task in ("vqa", "refer")]
-
-
-def test_a_head_request_is_marked_for_the_engine(setting: LmmSetting) -> None:
-    responder = setting.ask(sampling={"lora_name": "h"})
-    assert setting.engine.requests[0].use_head
-    setting.engine.answer_with_head(("cat", "dog"), (0.1, 0.9))
-    assert responder.texts == ["hellodog"]
 
 
 @pytest.mark.parametrize("by_its_id", [False, True])

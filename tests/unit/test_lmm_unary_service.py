@@ -10,10 +10,10 @@ import pytest
 
 from tests.support.fakes import FakeResponder, first
 from tests.support.services import UnarySetting
-from vlora.errors import Internal, InvalidArgument, NotFound
+from vlora.errors import Internal, InvalidArgument
 from vlora.serving.arrivals import ARRIVAL_INPUT
 from vlora.serving.lmm_unary import inner_request
-from vlora.serving.tensors import flag, strings
+from vlora.serving.tensors import strings
 
 
 @pytest.fixture
@@ -28,15 +28,8 @@ def test_the_response_of_lmm_is_relayed(setting: UnarySetting) -> None:
     answer = setting.ask(**{ARRIVAL_INPUT: setting.stamps.make(42.5)}).answer
     assert (first(answer["text_output"]), first(answer["answer"])) == ("answer", "answer")
     assert setting.stamps.read(setting.calls[0][0]) == 42.5
-
-
-def test_an_error_of_lmm_is_relayed_and_a_missing_response_is_an_internal_error(
-    setting: UnarySetting,
-) -> None:
-    setting.error = NotFound("unknown adapter")
-    assert setting.ask().error is setting.error
-    setting.error, setting.answers = None, []
-    assert isinstance(setting.ask().error, Internal)
+    setting.answers.clear()
+    assert isinstance(setting.ask().error, Internal), "`lmm` sent no response"
 
 
 def test_the_inner_request_has_the_clients_id_if_that_is_long_enough(setting: UnarySetting) -> None:
@@ -73,16 +66,8 @@ def test_the_inner_request_never_streams_and_has_the_clients_sampling_parameters
     assert first(inner_request(given, {"temperature": 0})["sampling_parameters"]) == "{}"
 
 
-@pytest.mark.parametrize(
-    "tensors",
-    [
-        {"stream": flag(True)},
-        {"metadata": strings([b"\xff"]), "image_layout": np.zeros((0, 6), np.int32)},
-    ],
-    ids=["a stream", "metadata of an ensemble that are not UTF-8"],
-)
-def test_an_inner_request_that_cannot_be_made_is_rejected(
-    setting: UnarySetting, tensors: dict[str, np.ndarray]
-) -> None:
-    assert isinstance(setting.ask(**tensors).error, InvalidArgument)
+def test_metadata_of_an_ensemble_must_be_valid_utf8(setting: UnarySetting) -> None:
+    layout = np.zeros((0, 6), np.int32)
+    refused = setting.ask(metadata=strings([b"\xff"]), image_layout=layout)
+    assert isinstance(refused.error, InvalidArgument)
     assert setting.calls == []

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from transformers import Qwen3VLProcessor
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import (
     Qwen3VLVideoProcessor,
     smart_resize,
@@ -20,7 +19,6 @@ from vlora.vision.families.qwen_vl import (
     clip_settings,
     frame_size_of_qwen2,
     frame_size_of_qwen3,
-    timed_text,
 )
 
 IMAGE = {"patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 256, "longest_edge": 4096}}
@@ -77,10 +75,3 @@ def test_settings_are_found_where_transformers_finds_them(tmp_path: Path) -> Non
     (tmp_path / "processor_config.json").write_text("{")
     with pytest.raises(InvalidArgument, match=r"processor_config\.json"):
         clip_settings(tmp_path, PROCESSOR)
-
-
-@pytest.mark.parametrize("frames", [1, 2, 9, 61, 62])
-def test_the_times_of_a_clip_are_those_of_the_stock_processor(frames: int) -> None:
-    times = Qwen3VLProcessor._calculate_timestamps(None, list(range(frames)), 24)
-    pairs = "".join(f"<{time:.1f} seconds>[<|image_pad|>]" for time in times)
-    assert timed_text("[<|image_pad|>]", frames) == f"[{pairs}]"

@@ -168,12 +168,9 @@ def test_the_seconds_left_are_never_negative(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, subprocess, sys
-from contextlib import nullcontext
 from pathlib import Path
-from vlora.launcher.guard import guarded
 from vlora.launcher.run_folder import run_folder, shared_memory_prefix
-guard = guarded if sys.argv[3] == "guarded" else nullcontext
-with run_folder(Path(sys.argv[1])) as folder, guard(folder):
+with run_folder(Path(sys.argv[1])) as folder:
     region = shared_memory_prefix(folder) + "region"
     (Path("/dev/shm") / region).touch()
     program = [sys.argv[2], "-c", "import time; time.sleep(60)", region]
@@ -183,9 +180,9 @@ with run_folder(Path(sys.argv[1])) as folder, guard(folder):
 """
 
 
-def killed_run(root: Path, program: str, *options: str) -> tuple[Path, psutil.Process]:
+def killed_run(root: Path, program: str) -> tuple[Path, psutil.Process]:
     """Return the folder of a run that was killed, and the process that it left."""
-    with python(KILLED, str(root), program, *(options or ("unguarded",))) as run:
+    with python(KILLED, str(root), program) as run:
         name, pid = line(run).split()
         run.wait()
     return root / name, psutil.Process(int(pid))
@@ -201,13 +198,6 @@ def test_the_next_start_removes_what_a_killed_run_left(tmp_path: Path) -> None:
         assert not is_alive(model)
         assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
-
-
-def test_a_guard_removes_what_a_killed_run_left(tmp_path: Path) -> None:
-    left, model = killed_run(tmp_path, "/somewhere/triton_python_backend_stub", "guarded")
-    until(lambda: not is_alive(model))
-    until(lambda: not left.exists())
-    assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
 
 
 def test_a_guard_ends_with_its_block(tmp_path: Path) -> None:

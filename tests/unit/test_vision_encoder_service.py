@@ -12,7 +12,7 @@ from tests.support.fakes import RustPanic
 from tests.support.polling import until
 from tests.support.services import Setting, VisionSetting, png
 from vlora.config import Limits
-from vlora.errors import Cancelled, Internal, InvalidArgument
+from vlora.errors import Cancelled, Internal
 from vlora.serving.arrivals import ARRIVAL_INPUT
 from vlora.serving.tensors import strings
 from vlora.serving.vision_encoder import features_from
@@ -34,15 +34,6 @@ def setting(decoder: ImageDecoder) -> Iterator[VisionSetting]:
     created.close()
 
 
-def test_a_corrupt_image_fails_only_its_request(setting: VisionSetting) -> None:
-    one, bad, two = (setting.encode(*images) for images in ([png()], [b"junk"], [png(), png()]))
-    assert isinstance(bad.error, InvalidArgument)
-    assert features_from(one.answer).features.shape == (2, 3)
-    assert features_from(two.answer).features.shape == (4, 3)
-    assert one.answer["image_size"].tolist() == [[[4, 6]]]
-    assert setting.flushed
-
-
 def test_requests_are_answered_before_the_images_after_them_are_encoded(
     setting: VisionSetting,
 ) -> None:
@@ -58,7 +49,10 @@ def test_requests_that_are_ready_together_share_a_part(setting: VisionSetting) -
     setting.occupy()
     requests = [setting.encode(png()) for _ in range(3)]
     setting.gate.set()
-    assert all(one.answer for one in requests)
+    for one in requests:
+        assert features_from(one.answer).features.shape == (2, 3)
+        assert one.answer["image_size"].tolist() == [[[4, 6]]]
+    assert setting.flushed
     assert setting.encoder.parts == [[1], [1, 1, 1]]
     assert setting.encoder.groups == [1, 3]
 

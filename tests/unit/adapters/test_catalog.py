@@ -8,6 +8,7 @@ import gc
 import os
 import shutil
 import threading
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -30,30 +31,62 @@ from vlora.adapters.tensors import WeightsReader
 from vlora.errors import NotFound
 
 
+class Watched:
+    """A watch of the folders in `root`, which has reported those that are there now."""
+
+    def __init__(self, root: Path, find: Any = None) -> None:
+        self.known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
+        self.reported: list[dict[str, Any]] = []
+        self.watch = FolderWatch(
+            find or catalog.FolderFinder(root, {}), lambda now: self.reported.append(dict(now))
+        )
+        self.watch._reported = dict(self.known)
+
+    def look(self, *seconds: float) -> None:
+        for second in seconds:
+            self.watch.look(second)
+
+    @property
+    def changed(self) -> list[str]:
+        """Names of the known folders that changed before the last report."""
+        return [name for name in self.known if self.reported[-1][name] != self.known[name]]
+
+
 def test_a_watch_reports_settled_folders_once(root: Path) -> None:
-    reported: list[dict[str, Any]] = []
-    watch = FolderWatch(lambda: find_folders(root, {}), lambda now: reported.append(dict(now)))
-    known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
-    watch._reported = dict(known)
-    watch.look(0.0)
-    assert not reported
+    watched = Watched(root)
+    watched.look(0.0)
+    assert not watched.reported
     write_adapter(root / "a0", 50)
     (root / "a1" / "adapter_config.json").unlink()
-    watch.look(1.0)
+    watched.look(1.0)
     write_adapter(root / "a0", 51)  # It is still being written.
-    watch.look(1.9)
-    watch.look(2.0 + catalog.SETTLED_SECONDS / 2)
-    assert [name for name in known if reported[-1][name] != known[name]] == ["a1"]
-    watch.look(3.0)
-    assert [name for name in known if reported[-1][name] != known[name]] == ["a0", "a1"]
-    count = len(reported)
-    watch.look(9.0)
-    assert len(reported) == count
-    for file in (root / "a2").iterdir():
-        file.unlink()
-    (root / "a2").rmdir()
-    watch.look(10.0)
-    assert "a2" not in reported[-1]
+    watched.look(1.9, 2.0 + catalog.SETTLED_SECONDS / 2)
+    assert watched.changed == ["a1"]
+    watched.look(3.0)
+    assert watched.changed == ["a0", "a1"]
+    count = len(watched.reported)
+    watched.look(9.0)
+    assert len(watched.reported) == count
+    shutil.rmtree(root / "a2")
+    watched.look(10.0)
+    assert "a2" not in watched.reported[-1]
+
+
+def test_closing_a_watch_waits_for_the_end_of_its_scan(monkeypatch: pytest.MonkeyPatch) -> None:
+    scanning, ended = threading.Event(), threading.Event()
+
+    def find() -> dict[str, Path]:
+        scanning.set()
+        time.sleep(0.2)
+        ended.set()
+        return {}
+
+    monkeypatch.setattr(catalog, "LOOK_SECONDS", 0.01)
+    watch = FolderWatch(find, lambda now: None)
+    watch.start({})
+    assert scanning.wait(10)
+    watch.close()
+    assert ended.is_set()
 
 
 @pytest.mark.skipif(catalog._native() is None, reason="the core is not compiled")
@@ -92,45 +125,30 @@ def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(roo
 def test_the_removal_of_the_last_folder_is_reported(root: Path) -> None:
     for path in sorted(root.iterdir())[1:]:
         shutil.rmtree(path)
-    reported: list[dict[str, Any]] = []
-    find = catalog.FolderFinder(root, {})
-    watch = FolderWatch(find, lambda now: reported.append(dict(now)))
-    watch._reported = {"a0": (root / "a0", stamp_of(root / "a0"))}
-    watch.look(0.0)
-    watch.look(1.0)
-    assert not reported
+    watched = Watched(root)
+    watched.look(0.0, 1.0)
+    assert not watched.reported
     shutil.rmtree(root / "a0")
-    watch.look(2.0)
-    assert reported == [{}]
+    watched.look(2.0)
+    assert watched.reported == [{}]
     write_adapter(root / "a0", 1)
-    watch.look(3.0)
-    watch.look(3.0 + catalog.SETTLED_SECONDS)
-    assert list(reported[-1]) == ["a0"]
+    watched.look(3.0, 3.0 + catalog.SETTLED_SECONDS)
+    assert list(watched.reported[-1]) == ["a0"]
 
 
-def test_a_scan_without_free_file_descriptors_reports_no_change(root: Path) -> None:
-    reported: list[dict[str, Any]] = []
-    known = {path.name: (path, stamp_of(path)) for path in sorted(root.iterdir())}
-    paths = {name: path for name, (path, _) in known.items()}
-    watch = FolderWatch(lambda: paths, lambda now: reported.append(dict(now)))
-    watch._reported = dict(known)
+def test_a_scan_that_cannot_read_the_folders_reports_no_change(root: Path) -> None:
+    paths = {path.name: path for path in sorted(root.iterdir())}
+    watched = Watched(root, lambda: paths)
     with no_free_descriptors():
         assert set(catalog.stamps_of([os.fsencode(root)])) == {b"!%d" % errno.EMFILE}
-        for second in range(5):
-            watch.look(float(second))
-    assert not reported
+        watched.look(*map(float, range(5)))
+    assert not watched.reported
     write_adapter(root / "a0", 50)
-    watch.look(6.0)
-    watch.look(6.0 + catalog.SETTLED_SECONDS)
-    assert [name for name in known if reported[-1][name] != known[name]] == ["a0"]
-
-
-def test_a_root_that_cannot_be_read_changes_nothing(tmp_path: Path) -> None:
-    reported: list[Any] = []
-    watch = FolderWatch(lambda: find_folders(tmp_path / "gone", {}), reported.append)
-    watch._reported = {"a": (tmp_path, b"")}
-    watch.look(0.0)
-    assert not reported
+    watched.look(6.0, 6.0 + catalog.SETTLED_SECONDS)
+    assert watched.changed == ["a0"]
+    gone = Watched(root, lambda: find_folders(root / "gone", {}))
+    gone.look(0.0)
+    assert not gone.reported
 
 
 def test_adapters_are_listed_with_the_weights_of_one_at_a_time(

@@ -160,8 +160,7 @@ def test_an_unexpected_error_while_a_folder_is_read_is_one_of_its_adapter(
     for number, name in enumerate(("new", "newer")):
         write_adapter(root / name, 50 + number)
     monkeypatch.setattr(catalog, "describe_adapter", fail)
-    harness.store.folders.update({path.name: (path, stamp_of(path)) for path in root.iterdir()})
-    harness.store.apply()
+    harness.reread()
     assert set(harness.store.table.broken) == {"new"}
     assert "newer" in harness.store.names()
     message = str(harness.store.table.broken["new"])
