@@ -50,28 +50,6 @@ def doubling(part: str):
     return lambda weights: {k: w * 2 if part in k else w for k, w in weights.items()}
 
 
-def test_features_equal_those_of_the_stock_model(checkpoint, encoder):
-    stock = LlavaForConditionalGeneration.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    processor = AutoImageProcessor.from_pretrained(checkpoint, backend="pil")
-    images = random_images(0, 5)
-    values = processor(images=[image.rgb for image in images], return_tensors="pt")
-    with torch.inference_mode():
-        expected = stock.get_image_features(values["pixel_values"]).pooler_output
-    for ours, theirs in zip(encoder.encode(images), expected, strict=True):
-        assert ours.shape == tuple(theirs.shape)
-        assert ours.dtype == np.float32
-        np.testing.assert_allclose(ours, theirs.numpy(), rtol=1e-5, atol=1e-5)
-
-
-def test_an_image_has_the_same_features_in_every_batch(encoder):
-    images = random_images(1, 9)
-    together = encoder.encode(images)
-    assert encoder.encode([]) == []
-    for image, features in zip(images, together, strict=True):
-        (alone,) = encoder.encode([image])
-        np.testing.assert_allclose(alone, features, rtol=0, atol=1e-5)
-
-
 def test_the_decoder_is_not_loaded(checkpoint, encoder):
     ours = sum(weight.numel() for weight in encoder._model.parameters())
     stock = LlavaForConditionalGeneration.from_pretrained(checkpoint)

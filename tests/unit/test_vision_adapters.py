@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.polling import until
 from tests.support.small_adapter import edit_config, edit_tensors
 from vlora.adapters.catalog import FolderFinder, stamp_of
 from vlora.adapters.files import describe_adapter, load_adapter
@@ -29,9 +28,6 @@ from vlora.offline.premerge import check_hot
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 from vlora.vision.adapters import VisionAdapters
-from vlora.vision.encoder import VisionEncoder
-from vlora.vision.features import EncoderService, FeatureCache
-from vlora.vision.images import DecodedImage
 
 WEIGHTS = "adapter_model.safetensors"
 LAYER = "vision_tower.encoder.layers.0.mlp.fc1"
@@ -57,10 +53,6 @@ def write(folder: Path, shape: ModelShape, seed: int = 0, prefix: str = "model."
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["fc1", "linear_2"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
-
-
-def change(folder: Path, key: str, value: torch.Tensor) -> None:
-    edit_tensors(folder, lambda t: t.update({name: value for name in t if key in name}))
 
 
 @pytest.fixture
@@ -96,74 +88,6 @@ def test_a_part_that_exceeds_the_budget_is_used_and_not_kept(root: Path, shape: 
     assert second is not None
     assert first is not second
     assert first.digest == second.digest
-
-
-def test_folders_are_added_replaced_and_removed(
-    adapters: VisionAdapters, root: Path, tmp_path: Path, shape: ModelShape
-) -> None:
-    before = adapters.part("seeing")
-    assert before is not None
-    write(tmp_path / "new", shape, seed=1).rename(root / "new")
-    assert until(lambda: adapters.part("new")).digest != before.digest  # type: ignore[union-attr]
-    change(root / "seeing", f"{LAYER}.lora_B", torch.zeros(shape.vision()[LAYER][0], 2))
-
-    def replaced() -> bool:
-        part = adapters.part("seeing")
-        return part is not None and part.version != before.version
-
-    until(replaced)
-    shutil.rmtree(root / "seeing")
-    until(lambda: adapters.part("seeing") is None)
-
-
-def test_a_broken_part_is_the_error_of_its_adapter(
-    adapters: VisionAdapters, root: Path, shape: ModelShape
-) -> None:
-    write(root / "bad", shape)
-    change(
-        root / "bad",
-        f"{CONNECTOR}.lora_A",
-        torch.full((2, shape.vision()[CONNECTOR][1]), torch.nan),
-    )
-
-    def error() -> str:
-        try:
-            assert adapters.part("bad") is None
-        except InvalidArgument as found:
-            return str(found)
-        return ""
-
-    assert "adapter 'bad': adapter_model.safetensors has NaN or Inf in" in until(error)
-    assert adapters.part("seeing") is not None
-
-
-def test_features_are_keyed_by_the_content_of_the_part(
-    checkpoint: Path, adapters: VisionAdapters, root: Path, shape: ModelShape, tmp_path: Path
-) -> None:
-    """A copy of an adapter under another name shares its features; `plain` shares the base's."""
-    write(tmp_path / "copy", shape, prefix="").rename(root / "copy")
-    until(lambda: adapters.part("copy"))
-    service = EncoderService(VisionEncoder(checkpoint, 1), FeatureCache(1 << 24))
-    image = DecodedImage(np.random.default_rng(0).integers(0, 256, (9, 9, 3), np.uint8))
-    names = (None, "plain", "seeing", "copy")
-    of_base, of_plain, of_seeing, of_copy = service.run(
-        [[image]] * 4, [adapters.part(name) for name in names]
-    )
-    assert service.counters.misses == 2
-    assert of_base.digests == of_plain.digests != of_seeing.digests == of_copy.digests
-    assert not np.allclose(of_base.features, of_seeing.features, atol=0.01)
-    assert np.array_equal(of_seeing.features, of_copy.features)
-    (again,) = service.run([[image]])
-    assert np.array_equal(again.features, of_base.features)
-
-
-@pytest.mark.parametrize(("key", "wrong"), [("lora_A", (2, 3)), ("lora_B", (5, 2))])
-def test_a_part_of_the_wrong_shape_is_refused(
-    root: Path, shape: ModelShape, key: str, wrong: tuple[int, int]
-) -> None:
-    change(write(root / "x", shape), f"{LAYER}.{key}", torch.ones(wrong))
-    with pytest.raises(InvalidArgument, match=r"adapter 'x'.*they must be \(2, "):
-        describe_adapter("x", root / "x", shape)
 
 
 def test_matrices_that_are_no_linear_layers_are_refused(root: Path, shape: ModelShape) -> None:
