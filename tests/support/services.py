@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
-from PIL import Image
 
 from tests.support.fakes import TEMPLATE, FakeEngine, FakeResponder, adapter, features
 from tests.support.polling import until
@@ -24,7 +22,7 @@ from vlora.serving.service import Service
 from vlora.serving.tensors import Tensors, flag, strings
 from vlora.serving.vision_encoder import VisionService
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoding import ImageDecoder, OnDone
+from vlora.vision.decoding import DecodedRequest, OnDone
 from vlora.vision.features import EncodedImages
 from vlora.vision.images import DecodedImage, ImageRequest
 
@@ -32,10 +30,8 @@ MAX_BYTES = 10_000
 """Limit of the bytes of a service's requests."""
 
 
-def png() -> bytes:
-    content = io.BytesIO()
-    Image.new("RGB", (6, 4)).save(content, "PNG")
-    return content.getvalue()
+PICTURE = b"\x89PNG\r\n\x1a\n"
+"""An image of which only the length counts: no service here decodes it."""
 
 
 class Setting:
@@ -75,7 +71,7 @@ class Setting:
 
     def wait(self, client_id: str = "", size: int = 0, **sampling: Any) -> FakeResponder:
         """Send a request that waits for a thread, with an image that is `size` bytes longer."""
-        image = strings([png() + bytes(size)])
+        image = strings([PICTURE + bytes(size)])
         return self.ask(client_id, sampling=sampling or None, image=image)
 
     def cancel(self, client_id: str) -> FakeResponder:
@@ -216,20 +212,24 @@ class FakeEncoder:
 
 
 class HeldDecoder:
-    """Decodes at once, or holds requests until `release`. decoded: number of decoded requests."""
+    """Decodes all images to 6 x 4 pixels at once, or holds requests until `release`.
 
-    def __init__(self, decoder: ImageDecoder) -> None:
-        self._decoder = decoder
+    decoded, released: numbers of requests that were decoded, and whose pixels were released.
+    """
+
+    def __init__(self) -> None:
         self._held: list[Callable[[], None]] = []
         self.holds = False
         self.decoded = 0
+        self.released = 0
 
     def submit(self, request: ImageRequest, on_done: OnDone, check: Callable[[], None]) -> None:
         def run() -> None:
             try:
                 check()
                 self.decoded += 1
-                on_done(self._decoder.decode(request))
+                images = [DecodedImage(np.zeros((4, 6, 3), np.uint8)) for _ in request.elements]
+                on_done(DecodedRequest(images, self._release_pixels))
             except Exception as error:
                 on_done(error)
 
@@ -237,6 +237,9 @@ class HeldDecoder:
             self._held.append(run)
         else:
             run()
+
+    def _release_pixels(self) -> None:
+        self.released += 1
 
     def release(self) -> None:
         self.holds = False
@@ -253,12 +256,10 @@ class VisionSetting(Setting):
     full = 8
 
     def __init__(
-        self,
-        decoder: ImageDecoder,
-        part_of: Callable[[str | None], VisionPart | None] = lambda name: None,
+        self, part_of: Callable[[str | None], VisionPart | None] = lambda name: None
     ) -> None:
         super().__init__()
-        self.decoder = HeldDecoder(decoder)
+        self.decoder = HeldDecoder()
         self.encoder = FakeEncoder(self.gate)
         self.table = RequestTable(MAX_BYTES)
         self.flushed = 0

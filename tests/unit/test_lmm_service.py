@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.fakes import TEMPLATE, RustPanic, features
 from tests.support.polling import until
-from tests.support.services import LmmSetting, png
+from tests.support.services import PICTURE, LmmSetting
 from vlora.errors import (
     Cancelled,
     Internal,
@@ -96,9 +96,9 @@ def test_an_error_of_the_engine_ends_the_request(setting: LmmSetting) -> None:
 def test_images_are_encoded_on_another_thread_before_the_request_is_submitted(
     setting: LmmSetting,
 ) -> None:
-    setting.ask(image=strings([png()]), task=strings(["vqa"]))
+    setting.ask(image=strings([PICTURE]), task=strings(["vqa"]))
     stream = {"stream_id": "s", "supersede": True}
-    setting.ask(image=strings([png()]), sampling={"max_tokens": 3, **stream})
+    setting.ask(image=strings([PICTURE]), sampling={"max_tokens": 3, **stream})
     until(lambda: len(setting.engine.requests) == 2)
     request = setting.engine.requests[0]
     plain, terms = setting.encoded

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -16,9 +15,10 @@ from typing import Any
 
 import grpc
 import pytest
-from tritonclient.grpc import service_pb2, service_pb2_grpc
+from tritonclient.grpc import service_pb2
 from typer.testing import CliRunner
 
+from tests.support.fake_triton import FakeTriton
 from vlora.cli import app
 from vlora.launcher.probe import ENSEMBLE, PROGRESS, Health, probe
 from vlora.launcher.run_folder import run_folder, starting_file
@@ -27,15 +27,12 @@ from vlora.net import choose_ports
 Answer = Callable[[Any, grpc.ServicerContext], Any]
 
 
-class Server(service_pb2_grpc.GRPCInferenceServiceServicer):
-    """A server that is live, with a given readiness and answer."""
+class Server(FakeTriton):
+    """A server with a given readiness and answer. It stores the requests as they came."""
 
     def __init__(self, ready: bool, answer: Answer) -> None:
+        super().__init__()
         self._ready, self._answer = ready, answer
-        self.requests: list[Any] = []
-
-    def ServerLive(self, request: Any, context: Any) -> Any:  # noqa: N802
-        return service_pb2.ServerLiveResponse(live=True)
 
     def ServerReady(self, request: Any, context: Any) -> Any:  # noqa: N802
         return service_pb2.ServerReadyResponse(ready=self._ready)
@@ -66,19 +63,6 @@ def refuses(code: grpc.StatusCode, details: str) -> Answer:
     return lambda request, context: context.abort(code, details)
 
 
-@contextmanager
-def serving(ready: bool = True, answer: Answer = answers) -> Iterator[tuple[str, Server]]:
-    servicer = Server(ready, answer)
-    server = grpc.server(ThreadPoolExecutor(2))
-    service_pb2_grpc.add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        yield f"127.0.0.1:{port}", servicer
-    finally:
-        server.stop(0).wait()
-
-
 @pytest.mark.parametrize(
     "details",
     [
@@ -87,8 +71,8 @@ def serving(ready: bool = True, answer: Answer = answers) -> Iterator[tuple[str,
     ],
 )
 def test_a_full_queue_and_a_draining_server_are_alive(details: str) -> None:
-    with serving(answer=refuses(grpc.StatusCode.UNAVAILABLE, details)) as (address, _):
-        assert probe(address).health is Health.ALIVE
+    with Server(True, refuses(grpc.StatusCode.UNAVAILABLE, details)) as server:
+        assert probe(server.url).health is Health.ALIVE
 
 
 @pytest.mark.parametrize(
@@ -101,8 +85,8 @@ def test_a_full_queue_and_a_draining_server_are_alive(details: str) -> None:
     ],
 )
 def test_a_server_with_a_dead_model_is_dead(code: grpc.StatusCode, details: str) -> None:
-    with serving(answer=refuses(code, details)) as (address, _):
-        finding = probe(address)
+    with Server(True, refuses(code, details)) as server:
+        finding = probe(server.url)
     assert finding.health is Health.DEAD
     assert details in finding.reason
 
@@ -122,8 +106,8 @@ def test_an_address_that_is_not_host_and_port_is_refused_with_its_form(address: 
 def test_the_exit_status_distinguishes_ready_from_alive(
     ready: bool, options: list[str], status: int, word: str
 ) -> None:
-    with serving(ready=ready) as (address, server):
-        result = CliRunner().invoke(app, ["probe", address, *options])
+    with Server(ready, answers) as server:
+        result = CliRunner().invoke(app, ["probe", server.url, *options])
     assert result.exit_code == status
     assert result.output.startswith(f"{word} in ")
     # A server that loads its models gets no request.
@@ -180,9 +164,9 @@ def test_a_server_without_an_answer_is_alive_if_it_works(
     """Forward passes and encoded images are both work."""
     with (
         metrics_of(per_look=per_look, counter=counter) as port,
-        serving(answer=hangs) as (address, _),
+        Server(True, hangs) as server,
     ):
-        finding = probe(address, deadline=1, metrics_port=port)
+        finding = probe(server.url, deadline=1, metrics_port=port)
     assert finding.health is health
     assert finding.seconds < 1.5
     assert health is Health.ALIVE or "within 1 s" in finding.reason
@@ -210,9 +194,9 @@ def test_proxies_of_the_environment_do_not_carry_requests_to_this_machine() -> N
     slow = refuses(grpc.StatusCode.DEADLINE_EXCEEDED, "")
     with (
         metrics_of(counter=next(iter(PROGRESS))) as port,
-        serving(answer=slow) as (address, _),
+        Server(True, slow) as server,
     ):
-        command = [sys.executable, "-m", "vlora.cli", "probe", address]
+        command = [sys.executable, "-m", "vlora.cli", "probe", server.url]
         command += ["--metrics-port", str(port), "--deadline", "30"]
         done = subprocess.run(command, env=closed, capture_output=True, text=True, timeout=60)
     assert "the server is working" in done.stdout, done

@@ -10,28 +10,13 @@ import pytest
 
 from tests.support.polling import until
 from tests.support.services import MAX_BYTES, LmmSetting, Setting, UnarySetting, VisionSetting
-from vlora.config import Limits
 from vlora.errors import Cancelled, InvalidArgument, Unavailable
 from vlora.serving.tensors import strings
-from vlora.vision.decoding import ImageDecoder
 
 
-@pytest.fixture(scope="module")
-def decoder() -> Iterator[ImageDecoder]:
-    created = ImageDecoder(Limits())
-    yield created
-    created.close()
-
-
-@pytest.fixture(params=["lmm", "lmm_unary", "vision_encoder"])
-def setting(request: pytest.FixtureRequest, decoder: ImageDecoder) -> Iterator[Setting]:
-    match request.param:
-        case "lmm":
-            created: Setting = LmmSetting()
-        case "lmm_unary":
-            created = UnarySetting()
-        case _:
-            created = VisionSetting(decoder)
+@pytest.fixture(params=[LmmSetting, UnarySetting, VisionSetting])
+def setting(request: pytest.FixtureRequest) -> Iterator[Setting]:
+    created: Setting = request.param()
     yield created
     created.close()
 

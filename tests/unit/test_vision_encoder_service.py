@@ -10,26 +10,17 @@ import pytest
 
 from tests.support.fakes import RustPanic
 from tests.support.polling import until
-from tests.support.services import Setting, VisionSetting, png
-from vlora.config import Limits
+from tests.support.services import PICTURE, Setting, VisionSetting
 from vlora.errors import Cancelled, Internal
 from vlora.serving.arrivals import ARRIVAL_INPUT
 from vlora.serving.tensors import strings
 from vlora.serving.vision_encoder import features_from
 from vlora.vision.adapters import VisionPart
-from vlora.vision.decoding import ImageDecoder
-
-
-@pytest.fixture(scope="module")
-def decoder() -> Iterator[ImageDecoder]:
-    decoder = ImageDecoder(Limits())
-    yield decoder
-    decoder.close()
 
 
 @pytest.fixture
-def setting(decoder: ImageDecoder) -> Iterator[VisionSetting]:
-    created = VisionSetting(decoder)
+def setting() -> Iterator[VisionSetting]:
+    created = VisionSetting()
     yield created
     created.close()
 
@@ -39,7 +30,7 @@ def test_requests_are_answered_before_the_images_after_them_are_encoded(
 ) -> None:
     setting.encoder.images_per_batch = 2
     first = setting.occupy()
-    rest = [setting.encode(*[png()] * count) for count in (1, 3, 1)]
+    rest = [setting.encode(*[PICTURE] * count) for count in (1, 3, 1)]
     setting.gate.set()
     assert [features_from(one.answer).count for one in (*first, *rest)] == [1, 1, 3, 1]
     assert setting.encoder.parts == [[1], [1, 3], [1]]
@@ -47,7 +38,7 @@ def test_requests_are_answered_before_the_images_after_them_are_encoded(
 
 def test_requests_that_are_ready_together_share_a_part(setting: VisionSetting) -> None:
     setting.occupy()
-    requests = [setting.encode(png()) for _ in range(3)]
+    requests = [setting.encode(PICTURE) for _ in range(3)]
     setting.gate.set()
     for one in requests:
         assert features_from(one.answer).features.shape == (2, 3)
@@ -70,22 +61,22 @@ def test_a_request_without_images_is_answered_while_the_encoder_is_busy(
 
 def test_a_failing_tower_fails_the_requests_of_its_part(setting: VisionSetting) -> None:
     setting.encoder.error = MemoryError("out of memory at 0x1234")
-    failure = setting.encode(png()).error
+    failure = setting.encode(PICTURE).error
     assert isinstance(failure, Internal)
     assert "0x1234" not in failure.message
     setting.encoder.error = None
-    assert setting.encode(png()).answer
+    assert setting.encode(PICTURE).answer
 
 
 def test_a_refused_request_leaves_nothing_in_the_queue(setting: VisionSetting) -> None:
-    missing = setting.send({"image": strings([png()])}).error
+    missing = setting.send({"image": strings([PICTURE])}).error
     assert "'text_input' is missing" in missing.message
     batch = Setting.send(setting, {"text_input": strings(["a", "b"])[:, None]}).error
     assert "send one request per prompt" in batch.message
     for _ in range(setting.full + 1):
-        refused = setting.encode(png(), lora_name=5).error
+        refused = setting.encode(PICTURE, lora_name=5).error
         assert "'lora_name' must be a string" in refused.message
-    assert setting.encode(png()).answer
+    assert setting.encode(PICTURE).answer
 
 
 @pytest.mark.parametrize("ending", ["late", "superseded", "cancelled"])
@@ -94,22 +85,22 @@ def test_a_request_that_ends_in_the_queue_is_neither_decoded_nor_encoded(
 ) -> None:
     terms: dict[str, Any] = {"late": {"deadline_ms": 50}, "superseded": {"stream_id": "camera"}}
     setting.occupy()
-    ready = setting.encode(png(), client_id="x" * 16, **terms.get(ending, {}))
+    ready = setting.encode(PICTURE, client_id="x" * 16, **terms.get(ending, {}))
     decoded = setting.decoder.decoded
     setting.decoder.holds = True
-    not_decoded = setting.encode(png(), client_id="x" * 16, **terms.get(ending, {}))
+    not_decoded = setting.encode(PICTURE, client_id="x" * 16, **terms.get(ending, {}))
     supersedes = {"supersede": True, **terms["superseded"]} if ending == "superseded" else {}
-    newest = setting.encode(png(), png(), client_id="y" * 16, **supersedes)
+    newest = setting.encode(PICTURE, PICTURE, client_id="y" * 16, **supersedes)
     if ending == "cancelled":
         setting.cancel("x" * 16)
     assert isinstance(ready.error, Cancelled)
     assert isinstance(not_decoded.error, Cancelled)
-    assert setting.table.bytes == 5 * (48 + len(png())), "the decoder still has their bytes"
+    assert setting.table.bytes == 5 * (48 + len(PICTURE)), "the decoder still has their bytes"
     setting.decoder.release()
     setting.gate.set()
     assert newest.answer
     assert setting.encoder.parts == [[1], [2]]
-    assert setting.decoder.decoded == decoded + 1
+    assert setting.decoder.decoded == setting.decoder.released == decoded + 1
     assert setting.table.bytes == 0
 
 
@@ -117,7 +108,7 @@ def test_an_answer_that_cannot_be_made_fails_only_its_request(
     setting: VisionSetting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (first,) = setting.occupy()
-    second, third = (setting.encode(png()) for _ in range(2))
+    second, third = (setting.encode(PICTURE) for _ in range(2))
     until(lambda: setting.decoder.decoded == 3)
     make, left = setting.stamps.make, iter((True, False))
 
@@ -133,16 +124,16 @@ def test_an_answer_that_cannot_be_made_fails_only_its_request(
     assert third.answer
 
 
-def test_a_panic_while_an_adapter_is_read_fails_only_its_request(decoder: ImageDecoder) -> None:
+def test_a_panic_while_an_adapter_is_read_fails_only_its_request() -> None:
     def panic(name: str | None) -> VisionPart | None:
         if name is not None:
             raise RustPanic("index out of bounds")
         return None
 
-    setting = VisionSetting(decoder, part_of=panic)
+    setting = VisionSetting(part_of=panic)
     try:
-        assert isinstance(setting.encode(png(), lora_name="a").error, Internal)
-        assert setting.encode(png()).answer
+        assert isinstance(setting.encode(PICTURE, lora_name="a").error, Internal)
+        assert setting.encode(PICTURE).answer
     finally:
         setting.close()
 
@@ -155,4 +146,4 @@ def test_requests_are_answered_while_no_thread_can_be_started(
 
     monkeypatch.setattr(threading.Thread, "start", fail)
     for _ in range(2):
-        assert setting.encode(png()).answer
+        assert setting.encode(PICTURE).answer

@@ -253,29 +253,6 @@ def test_names_are_read_and_changed_while_an_error_is_being_written(
     assert errors == ["unknown adapter 'a9' (slow)"], "of the names at the time of the request"
 
 
-def test_new_requests_get_the_new_version_and_running_ones_keep_the_old_one(
-    make_harness: Any, root: Path
-) -> None:
-    harness = make_harness(2)
-    harness.request(0)
-    old = harness.handle(0)
-    old.hold()
-    old.pin()
-    write_adapter(root / "a0", 77)
-    harness.reread()
-    new = harness.handle(0)
-    assert new is not old
-    harness.request(0)
-    assert old.resident
-    assert new.resident
-    assert new.info.digest != old.info.digest
-    old.unpin()
-    old.release()
-    harness.request(1)
-    assert not old.resident, "no request can use it again"
-    assert old.adapter is None
-
-
 def test_a_version_that_its_name_no_longer_means_is_evicted_first(
     make_harness: Any, root: Path
 ) -> None:

@@ -22,27 +22,9 @@ from tests.support.adapter_store import (
 from tests.support.calls import calls_of
 from vlora.adapters import store
 from vlora.adapters.catalog import find_folders
-from vlora.adapters.files import load_adapter
 from vlora.adapters.store import AdapterStore
 from vlora.atmm import op
 from vlora.atmm.types import Segment
-
-
-def test_slots_compute_with_the_weights_of_the_folders_wherever_they_are_packed(
-    make_harness: Any,
-) -> None:
-    harness = make_harness(2)
-    for indices in ((0, 1), (2,), (3, 0), (1, 5)):
-        harness.request(*indices)
-        for index in indices:
-            handle = harness.handle(index)
-            assert handle.slot is not None
-            pair = load_adapter(handle.name, handle.folder, small_model()).pairs[MATRIX]
-            x = torch.randn(3, HIDDEN)
-            y = torch.zeros(3, HIDDEN)
-            op.apply(y, x, [Segment(0, 3, handle.slot)], harness.group)
-            torch.testing.assert_close(y, x @ pair.a.T @ pair.b.T, rtol=1e-4, atol=1e-4)
-    assert len(harness.group) <= 2, "slots are used again"
 
 
 def test_pinned_adapters_stay_and_the_least_recently_used_is_evicted(make_harness: Any) -> None:
