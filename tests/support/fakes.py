@@ -38,8 +38,6 @@ class RustPanic(BaseException):
 
 @dataclass
 class Clock:
-    """A clock that shows the time in `now`."""
-
     now: float
 
     def __call__(self) -> float:
@@ -47,13 +45,10 @@ class Clock:
 
 
 class FakeAdapters:
-    """Adapters by name."""
-
     def __init__(self, *infos: AdapterInfo) -> None:
         self._infos = {info.name: info for info in infos}
 
     def info(self, name: str) -> AdapterInfo:
-        """Return an adapter's description. Raise NotFound for an unknown name."""
         if name not in self._infos:
             raise NotFound(f"unknown adapter '{name}'")
         return self._infos[name]
@@ -88,13 +83,11 @@ class FakeEngine:
         return sum(entry.state <= State.TAKEN for entry in self.table)
 
     def admit(self, entry: LiveRequest) -> None:
-        """Admit a request. Raise Unavailable if the queue is full."""
         if self.max_admitted is not None and self.admitted >= self.max_admitted:
             raise Unavailable(f"the queue is full: {self.admitted} requests are waiting")
         self.table.admit(entry)
 
     def submit(self, request: Request, sink: OutputSink) -> None:
-        """Record an admitted request and the sink of its outputs."""
         if self.refuse is not None:
             raise self.refuse
         entry = self.table.get(request.id)
@@ -123,7 +116,6 @@ class FakeEngine:
         return [entry.id for entry in found if self.abort(entry.id)]
 
     def say(self, text: str, finish_reason: str | None = None, **more: object) -> None:
-        """Send an output of the last request."""
         request = self.requests[-1]
         output = Output(
             request_id=request.id,
@@ -162,7 +154,6 @@ class FakeResponder:
     done: threading.Event = field(default_factory=threading.Event)
 
     def send(self, tensors: Tensors, final: bool) -> None:
-        """Record a response."""
         if self.broken:
             raise OSError("the client's connection is gone")
         assert not self.done.is_set(), "sent after the final response"
@@ -171,13 +162,11 @@ class FakeResponder:
             self.done.set()
 
     def fail(self, error: VLoraError) -> None:
-        """Record an error."""
         assert not self.done.is_set(), "failed after the final response"
         self.failure = error
         self.done.set()
 
     def is_cancelled(self) -> bool:
-        """Return whether the client has cancelled."""
         return self.cancelled
 
     @property
@@ -198,12 +187,10 @@ class FakeResponder:
 
     @property
     def texts(self) -> list[str]:
-        """Text of each response."""
         return [first(tensors["text_output"]) for tensors, _ in self.sent]
 
 
 def first(tensor: Array) -> str:
-    """Return the first string of a STRING tensor."""
     return bytes(tensor.reshape(-1)[0]).decode()
 
 
@@ -236,28 +223,22 @@ class FakeMetric:
         self.observed: list[float] = []
 
     def set(self, value: float) -> None:
-        """Set the gauge."""
         self.value = value
 
     def increment(self, value: float) -> None:
-        """Add to the counter."""
         if self.error is not None:
             raise self.error
         self.value += value
 
     def observe(self, value: float) -> None:
-        """Record a value of the histogram."""
         self.observed.append(value)
 
 
 class FakeRegistry:
-    """Registry of fake metrics by name and labels."""
-
     def __init__(self) -> None:
         self.metrics: dict[tuple[str, tuple[tuple[str, str], ...]], FakeMetric] = {}
 
     def gauge(self, name: str, help: str, labels: Mapping[str, str]) -> FakeMetric:
-        """Return the metric with this name and these labels."""
         return self.metrics.setdefault((name, tuple(sorted(labels.items()))), FakeMetric())
 
     counter = gauge
@@ -265,11 +246,9 @@ class FakeRegistry:
     def histogram(
         self, name: str, help: str, labels: Mapping[str, str], buckets: Sequence[float]
     ) -> FakeMetric:
-        """Return the metric with this name and these labels."""
         return self.gauge(name, help, labels)
 
     def drop(self, name: str) -> None:
-        """Remove the metrics with this name."""
         self.metrics = {key: value for key, value in self.metrics.items() if key[0] != name}
 
     def __getitem__(self, name: str) -> FakeMetric:

@@ -1,8 +1,6 @@
 """Tests of the image client, and of what both clients share, against a fake Triton server."""
 
 import json
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -12,6 +10,7 @@ from tritonclient.utils import InferenceServerException
 from clients import common, video_analytics, visual_retrieval
 from clients.common import ClientError, explain, sampling_parameters
 from tests.support.fake_triton import FakeTriton
+from tests.support.http_server import http_server, response
 from tests.support.run_client import run_client
 
 CLOSED = ("--url", "127.0.0.1:9")
@@ -115,13 +114,11 @@ def test_a_mistake_in_a_command_is_explained(client, arguments, message, tmp_pat
 
 
 def test_an_http_port_is_distinguished_from_a_closed_port():
-    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            with pytest.raises(ClientError, match=r"does not speak gRPC.* give the gRPC port"):
-                visual_retrieval.main(["hello", "--url", f"127.0.0.1:{server.server_port}"])
-        finally:
-            server.shutdown()
+    with (
+        http_server(lambda: response("400 Bad Request", b"")) as (port, _),
+        pytest.raises(ClientError, match=r"does not speak gRPC.* give the gRPC port"),
+    ):
+        visual_retrieval.main(["hello", "--url", f"127.0.0.1:{port}"])
 
 
 @pytest.mark.parametrize(

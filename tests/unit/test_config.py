@@ -195,6 +195,11 @@ def test_limits_are_read_and_checked() -> None:
             parse(limits=wrong)
 
 
+def test_values_of_several_types_are_read() -> None:
+    keys = {"dtype": "bfloat16", "engine_threads": 3, "encoder_threads": "auto", "block_size": 8}
+    assert {key: getattr(parse(**keys), key) for key in keys} == keys
+
+
 def test_engine_and_encoder_share_a_gpus_memory() -> None:
     assert parse().engine_memory_share + parse().encoder_memory_share < 1
     assert parse(engine_memory_share=0.9, encoder_memory_share=0.1).engine_memory_share == 0.9

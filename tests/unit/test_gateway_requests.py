@@ -7,13 +7,13 @@ import base64
 import json
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing
 from typing import Any
 
 import pytest
 from fastapi import Request
 
+from tests.support.http_server import http_server, response
 from vlora.gateway import media
 from vlora.gateway.bodies import MANY_COMMAS, Bodies
 from vlora.gateway.errors import ApiError
@@ -42,16 +42,13 @@ def refusal(**fields: Any) -> ApiError:
     return refused.value
 
 
-def test_images_before_the_text_need_no_placeholder_and_others_get_one() -> None:
+def test_images_before_the_text_need_no_placeholder_and_a_clip_is_a_list_of_frames() -> None:
     assert chat(IMAGE, IMAGE, text("Same?")).conversation.text == "Same?"
     between = chat(text("a "), IMAGE, text(" b")).conversation
     assert (between.text, len(between.images)) == ("a <image> b", 1)
     placed = chat(IMAGE, text("a <image> b")).conversation
     assert placed.text == "a <image> b"
     assert placed.images[0].param == "messages[0].content[0].image_url.url"
-
-
-def test_a_clip_is_a_list_of_frames() -> None:
     frames = chat(CLIP, text("What happens?")).conversation.frames
     assert [frame.url.rpartition(",")[2] for frame in frames] == ["AA", "BB", "CC"]
 
@@ -239,34 +236,8 @@ def refused(options: GatewayOptions, *urls: str) -> ApiError:
     return error.value
 
 
-@contextmanager
-def web(response: bytes) -> Iterator[tuple[int, list[bytes]]]:
-    """Yield the port of a web server with one response, and the requests that it got."""
-    requests: list[bytes] = []
-    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
-
-        def serve() -> None:
-            while True:
-                try:
-                    connection, _ = listener.accept()
-                except OSError:
-                    return
-                with connection:
-                    requests.append(connection.recv(65536))
-                    connection.sendall(response)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        try:
-            yield listener.getsockname()[1], requests
-        finally:
-            listener.shutdown(socket.SHUT_RDWR)
-            thread.join()
-
-
-def http(status: str, body: bytes, *headers: str) -> bytes:
-    lines = [f"HTTP/1.1 {status}", f"content-length: {len(body)}", "connection: close", *headers]
-    return "\r\n".join([*lines, "", ""]).encode() + body
+def web(*answer: Any) -> AbstractContextManager[tuple[int, list[bytes]]]:
+    return http_server(lambda: response(*answer))
 
 
 @pytest.fixture
@@ -334,7 +305,7 @@ def test_nothing_is_fetched_from_a_host_that_is_not_allowed() -> None:
 
 
 def test_an_allowed_name_of_a_private_address_is_not_connected_to() -> None:
-    with web(http("200 OK", b"secret")) as (port, requests):
+    with web("200 OK", b"secret") as (port, requests):
         for host in ("localhost", "127.0.0.1"):
             options = GatewayOptions(image_hosts=(f"{host}:{port}",))
             error = refused(options, f"http://{host}:{port}/a.png")
@@ -345,14 +316,14 @@ def test_an_allowed_name_of_a_private_address_is_not_connected_to() -> None:
 
 @pytest.mark.usefixtures("loopback_is_public")
 def test_an_image_is_fetched_and_a_redirect_is_not_followed() -> None:
-    with web(http("200 OK", b"picture")) as (port, requests):
+    with web("200 OK", b"picture") as (port, requests):
         options = GatewayOptions(image_hosts=(f"localhost:{port}",))
         assert load(options, f"http://localhost:{port}/a.png?b=c") == [b"picture"]
     assert requests[0].startswith(b"GET /a.png?b=c HTTP/1.1\r\n")
     assert b"host: localhost" in requests[0].lower()
     with (
-        web(http("200 OK", b"secret")) as (elsewhere, reached),
-        web(http("302 Found", b"", f"location: http://localhost:{elsewhere}/")) as (port, _),
+        web("200 OK", b"secret") as (elsewhere, reached),
+        web("302 Found", b"", f"location: http://localhost:{elsewhere}/") as (port, _),
     ):
         options = GatewayOptions(image_hosts=(f"localhost:{port}", f"localhost:{elsewhere}"))
         assert "status 302" in refused(options, f"http://localhost:{port}/a.png").message
@@ -361,7 +332,7 @@ def test_an_image_is_fetched_and_a_redirect_is_not_followed() -> None:
 
 @pytest.mark.usefixtures("loopback_is_public")
 def test_a_fetched_image_has_limits_of_size_and_time() -> None:
-    with web(http("200 OK", b"x" * 1000)) as (port, _):
+    with web("200 OK", b"x" * 1000) as (port, _):
         url, hosts = f"http://localhost:{port}/", (f"localhost:{port}",)
         options = GatewayOptions(image_hosts=hosts, max_fetch_bytes=999)
         assert "more than 999 bytes" in refused(options, url).message

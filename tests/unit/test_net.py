@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.support.http_server import http_server
 from vlora import net
 from vlora.errors import ServerError
 from vlora.launcher.run_folder import (
@@ -117,13 +117,8 @@ def test_only_this_machine_is_local(host: str, local: bool) -> None:
     "reply", [b"SSH-2.0-server\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\ncut off"]
 )
 def test_an_answer_that_is_not_valid_http_is_an_oserror(reply: bytes) -> None:
-    def answer(listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        with connection:
-            connection.recv(4096)
-            connection.sendall(reply)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        pool.submit(answer, listener)
-        with pytest.raises(OSError, match="not valid HTTP"):
-            get(f"http://127.0.0.1:{listener.getsockname()[1]}/metrics", 5.0, direct=True)
+    with (
+        http_server(lambda: reply) as (port, _),
+        pytest.raises(OSError, match="not valid HTTP"),
+    ):
+        get(f"http://127.0.0.1:{port}/metrics", 5.0, direct=True)

@@ -23,7 +23,6 @@ from vlora.offline.premerge import (
     BASE_ADAPTER,
     REPORT,
     choose_hot,
-    delta_pairs,
     read_request_log,
     work_after_merge,
 )
@@ -107,30 +106,6 @@ def test_a_broken_request_log_is_rejected_by_line(
     log.write_bytes(content)
     with pytest.raises(InvalidArgument, match=reason):
         read_request_log(log)
-
-
-def test_a_delta_adapter_is_the_difference_of_both_updates() -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def pair(rank: int) -> LoraPair:
-        draw = torch.randn(rank, 7, generator=generator), torch.randn(5, rank, generator=generator)
-        return LoraPair(*draw)
-
-    cold = {(0, "q_proj"): pair(3), (1, "q_proj"): pair(2)}
-    hot = {(0, "q_proj"): pair(4), (2, "q_proj"): pair(1)}
-    deltas = delta_pairs(cold, hot)
-    assert {matrix: pair.a.shape[0] for matrix, pair in deltas.items()} == {
-        (0, "q_proj"): 7,
-        (1, "q_proj"): 2,
-        (2, "q_proj"): 1,
-    }
-    for matrix, delta in deltas.items():
-        expected = torch.zeros(5, 7)
-        if matrix in cold:
-            expected += cold[matrix].b @ cold[matrix].a
-        if matrix in hot:
-            expected -= hot[matrix].b @ hot[matrix].a
-        torch.testing.assert_close(delta.b @ delta.a, expected)
 
 
 def test_one_broken_adapter_is_left_out_and_reported(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tritonclient.grpc import service_pb2
 from typer.testing import CliRunner
 
 from tests.support.fake_triton import FakeTriton
+from tests.support.http_server import http_server, response
 from vlora.cli import app
 from vlora.launcher.probe import ENSEMBLE, PROGRESS, Health, probe
 from vlora.launcher.run_folder import run_folder, starting_file
@@ -125,35 +126,16 @@ def free_port() -> int:
     return choose_ports({"grpc_port": 0})["grpc_port"]
 
 
-class Metrics(BaseHTTPRequestHandler):
-    """HTTP handler of metrics: each request increases the named counter by `per_look`."""
+def metrics_of(counter: str, per_look: int) -> AbstractContextManager[tuple[int, list[bytes]]]:
+    """Return a server of metrics: each request increases the named counter by `per_look`."""
+    looks = itertools.count(1)
 
-    counter = ""
-    per_look = 1
-    looks = 0
+    def page() -> bytes:
+        grown = next(looks) * per_look
+        lines = [f'{name}{{model="lmm"}} {7 + grown * (name == counter)}\n' for name in PROGRESS]
+        return response("200 OK", "".join(lines).encode())
 
-    def do_GET(self) -> None:
-        type(self).looks += 1
-        self.send_response(200)
-        self.end_headers()
-        for name in PROGRESS:
-            count = 7 + self.looks * self.per_look * (name == self.counter)
-            self.wfile.write(f'{name}{{model="lmm"}} {count}\n'.encode())
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextmanager
-def metrics_of(**attributes: object) -> Iterator[int]:
-    """Yield the port of a server of metrics. attributes: those of the handler `Metrics`."""
-    handler = type("Handler", (Metrics,), attributes)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as metrics:
-        threading.Thread(target=metrics.serve_forever).start()
-        try:
-            yield metrics.server_port
-        finally:
-            metrics.shutdown()
+    return http_server(page)
 
 
 @pytest.mark.parametrize("counter", PROGRESS)
@@ -163,7 +145,7 @@ def test_a_server_without_an_answer_is_alive_if_it_works(
 ) -> None:
     """Forward passes and encoded images are both work."""
     with (
-        metrics_of(per_look=per_look, counter=counter) as port,
+        metrics_of(counter, per_look) as (port, _),
         Server(True, hangs) as server,
     ):
         finding = probe(server.url, deadline=1, metrics_port=port)
@@ -193,7 +175,7 @@ def test_proxies_of_the_environment_do_not_carry_requests_to_this_machine() -> N
     closed = {**os.environ, **dict.fromkeys(names, "http://127.0.0.1:9"), "no_proxy": ""}
     slow = refuses(grpc.StatusCode.DEADLINE_EXCEEDED, "")
     with (
-        metrics_of(counter=next(iter(PROGRESS))) as port,
+        metrics_of(next(iter(PROGRESS)), 1) as (port, _),
         Server(True, slow) as server,
     ):
         command = [sys.executable, "-m", "vlora.cli", "probe", server.url]

@@ -52,7 +52,7 @@ class FakeSender:
 
 
 class FakeRequest:
-    def __init__(self, sender: FakeSender, id: str | bytes = "", parameters: str = "{}") -> None:
+    def __init__(self, sender: FakeSender, id: str = "", parameters: str = "{}") -> None:
         self._sender, self._id, self._parameters = sender, id, parameters
 
     def get_response_sender(self) -> FakeSender:
@@ -68,7 +68,7 @@ class FakeRequest:
         return self._parameters
 
     def request_id(self) -> str:
-        return self._id.decode() if isinstance(self._id, bytes) else self._id
+        return self._id
 
 
 @pytest.fixture
