@@ -158,19 +158,16 @@ def test_a_server_whose_models_cannot_be_notified_is_ended(
         server.kill()
 
 
-def test_the_seconds_left_are_never_negative(tmp_path: Path) -> None:
-    assert draining.seconds_left(tmp_path) is None
-    draining.begin(tmp_path, seconds=-1)
-    assert draining.seconds_left(tmp_path) == 0
-
-
 # -- what a killed run leaves --------------------------------------------------------------------
 
 KILLED = """
 import os, signal, subprocess, sys
+from contextlib import nullcontext
 from pathlib import Path
+from vlora.launcher.guard import guarded
 from vlora.launcher.run_folder import run_folder, shared_memory_prefix
-with run_folder(Path(sys.argv[1])) as folder:
+guard = guarded if sys.argv[3] == "guarded" else nullcontext
+with run_folder(Path(sys.argv[1])) as folder, guard(folder):
     region = shared_memory_prefix(folder) + "region"
     (Path("/dev/shm") / region).touch()
     program = [sys.argv[2], "-c", "import time; time.sleep(60)", region]
@@ -180,9 +177,9 @@ with run_folder(Path(sys.argv[1])) as folder:
 """
 
 
-def killed_run(root: Path, program: str) -> tuple[Path, psutil.Process]:
+def killed_run(root: Path, program: str, guard: str = "unguarded") -> tuple[Path, psutil.Process]:
     """Return the folder of a run that was killed, and the process that it left."""
-    with python(KILLED, str(root), program) as run:
+    with python(KILLED, str(root), program, guard) as run:
         name, pid = line(run).split()
         run.wait()
     return root / name, psutil.Process(int(pid))
@@ -198,6 +195,12 @@ def test_the_next_start_removes_what_a_killed_run_left(tmp_path: Path) -> None:
         assert not is_alive(model)
         assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+def test_a_guard_removes_what_a_killed_run_left(tmp_path: Path) -> None:
+    left, model = killed_run(tmp_path, "/somewhere/triton_python_backend_stub", "guarded")
+    until(lambda: not is_alive(model) and not left.exists())
+    assert not list(SHARED_MEMORY.glob(f"{shared_memory_prefix(left)}*"))
 
 
 def test_a_guard_ends_with_its_block(tmp_path: Path) -> None:
@@ -293,7 +296,9 @@ def test_a_look_or_a_thread_that_fails_is_repeated(
 def test_a_model_that_is_loaded_while_the_server_stops_drains_as_well(
     lifeline: Lifeline, tmp_path: Path
 ) -> None:
-    draining.begin(tmp_path, seconds=50)
+    assert draining.seconds_left(tmp_path) is None
+    draining.begin(tmp_path, seconds=-1)
+    assert draining.seconds_left(tmp_path) == 0, "never negative"
     until(lambda: lifeline.draining)
     drained: list[float] = []
     lifeline.on_drain(drained.append)
