@@ -58,6 +58,7 @@ def finish(engine: Engine, *, check: bool = True) -> dict[str, Output]:
 
 
 def burst(engine: Engine) -> list[Request]:
+    """Return two requests of each adapter."""
     return [
         request(f"r{i}", adapter=name, prompt=f"<s>what is it, {i % 5}?", max_tokens=6)
         for i, name in enumerate(engine.adapters.names() * 2)

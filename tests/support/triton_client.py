@@ -118,6 +118,8 @@ def _read(result: grpcclient.InferResult) -> Response:
 
 
 class Asker:
+    """Sender of requests to one server."""
+
     def __init__(self, grpc_url: str, http_url: str, metrics_url: str) -> None:
         self.grpc_url = grpc_url
         self.http_url = http_url
@@ -157,6 +159,7 @@ class Asker:
         outputs: Sequence[str] | None = None,
         **values: Any,
     ) -> list[Response]:
+        """Send a request on a gRPC stream and return all responses."""
         options = {"parameters": parameters, "id": id, "outputs": outputs}
         with self.streaming(model, **options, **values) as responses:
             return list(responses)
@@ -209,6 +212,7 @@ class Asker:
             client.close()
 
     def text(self, model: str, /, **values: Any) -> str:
+        """Return the complete text of one streamed answer."""
         return "".join(response["text_output"] for response in self.stream(model, **values))
 
     def http(self, model: str, endpoint: str, body: Mapping[str, Any] | bytes) -> tuple[int, str]:
@@ -225,6 +229,7 @@ class Asker:
                 return error.code, error.read().decode()
 
     def metrics(self) -> dict[str, float]:
+        """Return all samples of the metrics by name and labels."""
         with urllib.request.urlopen(self.metrics_url, timeout=TIMEOUT) as answer:
             lines = answer.read().decode().splitlines()
         samples = [line.rpartition(" ") for line in lines if line and not line.startswith("#")]
@@ -236,6 +241,7 @@ class Asker:
 
 @contextmanager
 def asking(server: TritonServer) -> Iterator[Asker]:
+    """Yield a client of `server`, and close it with the context."""
     asker = Asker(server.grpc_url, server.http_url, server.metrics_url)
     try:
         yield asker

@@ -110,7 +110,11 @@ BAD = [
     raw_sampling(
         "a number that is not JSON", "has NaN, which is not valid JSON", '{"temperature": NaN}'
     ),
+    raw_sampling("a number that is not finite", "has the number 1e999", '{"temperature": 1e999}'),
+    raw_sampling("5,000 digits", "5000 digits; the limit is 400", '{"seed": ' + "7" * 5000 + "}"),
     raw_sampling("lone surrogate in a name", "lone surrogate", r'{"lora_name": "\ud800"}'),
+    raw_sampling("lone surrogate in a key", "lone surrogate", r'{"\ud800": 1}'),
+    raw_sampling("lone surrogate in choices", "lone surrogate", r'{"choices": ["a\udc00"]}'),
     Bad("a task that is not UTF-8", "INVALID_ARG", "UTF-8", {"task": b"\xed\xa0\x80"}),
     Bad(
         "a task of control characters",
@@ -123,6 +127,8 @@ BAD = [
     Bad("a prompt of 1 MiB", "INVALID_ARG", "bytes; the context of 1024", {}, "x" * 2**20),
     Bad("a prompt of 2 MiB", "INVALID_ARG", "2097152 bytes; the limit is 1048576", {}, "x" * 2**21),
     raw_sampling("malformed JSON", "not valid JSON.* at character", '{"temperature": 1'),
+    raw_sampling("JSON that is a list", "must be a JSON object", "[1]"),
+    raw_sampling("a duplicate key", "the key 'seed' twice", '{"seed": 1, "seed": 2}'),
     raw_sampling(
         "JSON that is too big", "bytes; the limit is 65536", json.dumps({"x": "y" * 70000})
     ),

@@ -205,6 +205,16 @@ def test_a_client_cannot_choose_its_arrival(ask: Asker) -> None:
             call(model, text_input="?", arrival_stamp=b"\0" * 56)
 
 
+def test_a_stamp_of_the_encoder_counts_once(ask: Asker) -> None:
+    (stamp,) = ask.once("vision_encoder", text_input=PROMPT)["arrival_stamp"]
+    time.sleep(0.5)
+    totals = []
+    for _ in range(2):
+        response = ask.once("lmm_unary", text_input="?", arrival_stamp=stamp)
+        totals.append(json.loads(response["details"])["timings"]["queued"])
+    assert totals[0] > 0.5 > totals[1]
+
+
 def test_the_encoders_queue_is_bounded(ask: Asker) -> None:
     def one(_: int) -> str:
         try:

@@ -1,32 +1,26 @@
-"""Tests of the clients against a fake Triton server, of their frames and of their tools."""
+"""Tests of the clients against a fake Triton server, and of their sources of frames."""
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
 import os
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
-from rich.console import Console
 from tritonclient.utils import InferenceServerException
 
-from benchmarks.perf_analyzer import sweep
-from clients import common, frames, stream_log, video_analytics, visual_retrieval
+from clients import common, frames, video_analytics, visual_retrieval
 from clients.common import ClientError, explain, sampling_parameters
 from tests.support.fake_triton import FakeTriton, metadata_of
 from tests.support.http_server import http_server, response
 from tests.support.polling import until
 from tests.support.run_client import run_client
-from tools.demo import show
-from tools.demo.show import is_right
 
 CLOSED = ("--url", "127.0.0.1:9")
 
@@ -438,121 +432,3 @@ def test_the_camera_shows_the_motion_that_it_names():
         assert motion == chunk.truth
         told.add(motion)
     assert len(told) == 5
-
-
-BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
-
-
-@pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
-def test_quantiles_use_the_nearest_rank(share, expected):
-    assert stream_log.quantile(range(1, 11), share) == expected
-    assert stream_log.quantile([], share) == 0
-
-
-@pytest.mark.parametrize("model", sweep.MODELS)
-def test_load_inputs_are_distinct_and_alternate_between_adapters(model, tmp_path):
-    path = sweep.write_inputs(tmp_path / "in.json", model, ["base", "a", "b"], images=12, tokens=7)
-    data = json.loads(path.read_text())["data"]
-    given = [json.loads(entry["sampling_parameters"][0]) for entry in data]
-    assert [g.get("lora_name") for g in given] == [None, "a", "b"] * 4
-    assert all(g["max_tokens"] == g["min_tokens"] == 7 for g in given)
-    pictures = [str(entry.get("image") or entry.get("frames")) for entry in data]
-    assert len(set(pictures)) == (1 if model == "lmm-text" else 12)
-
-
-def test_a_sweep_row_contains_rates_and_means():
-    before = sweep.ServerCounters(10, 5, 100.0, 10.0)
-    after = sweep.ServerCounters(22, 9, 148.0, 14.0)
-    times = [(0.0, 0.1, 0.4), (0.5, 0.8, 1.0)]
-    row = sweep.summarize("lmm", 2, times, before, after)
-    assert row.requests_per_second == pytest.approx(2.0)
-    assert (row.first_p50_ms, row.last_p50_ms) == (pytest.approx(100), pytest.approx(400))
-    assert row.last_p95_ms == pytest.approx(500)
-    assert (row.encoder_batch, row.decode_rows) == (3.0, 12.0)
-    assert sweep.summarize("lmm-text", 2, times, before, before).encoder_batch is None
-    assert "2.0" in sweep.line_of(row)
-
-
-def test_times_are_read_from_a_profile_that_is_not_valid_json():
-    profile = (
-        b'{"requests":[{"timestamp":1000000000,"request_inputs":{"a":"\xff[1"},'
-        b'"response_timestamps":[1500000000,2000000000],"response_outputs":["\x00"},'
-        b'{"timestamp":3000000000,"response_timestamps":[4000000000],"x":"'
-    )
-    assert sweep.read_times(profile) == [(1.0, 1.5, 2.0), (3.0, 4.0, 4.0)]
-
-
-def test_metrics_are_summed_over_labels(tmp_path):
-    page = tmp_path / "metrics"
-    page.write_text('# HELP a\na{x="1"} 2\na{x="2"} 3\nb 1e3\n')
-    assert sweep.read_metrics(page.as_uri()) == {"a": 5.0, "b": 1000.0}
-    with pytest.raises(ClientError, match="--metrics-url"):
-        sweep.read_metrics("http://127.0.0.1:9/metrics")
-
-
-@pytest.mark.parametrize(
-    ("expected", "given", "right"),
-    [
-        ("blue", "blue", True),
-        ("blue", "red", False),
-        (BOX, "<ref>a</ref><box>(9,0),(490,500)</box>", True),
-        (BOX, "<ref>b</ref><box>(0,0),(500,500)</box>", False),
-        (BOX, "<ref>a</ref><box>(400,0),(900,500)</box>", False),
-        (BOX, "nothing", False),
-    ],
-)
-def test_a_demo_answer_is_judged_by_words_and_box_overlap(expected, given, right):
-    assert is_right(expected, given) is right
-
-
-def test_the_demo_reports_that_it_starts_a_server_without_a_terminal(monkeypatch):
-    said = io.StringIO()
-    with FakeTriton() as triton:
-        monkeypatch.setattr(show, "_own_server", lambda: nullcontext(triton.url))
-        with show.server_at("127.0.0.1:9", Console(file=said)):
-            pass
-    assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
-
-
-SAMPLE = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
-
-
-def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
-    said = io.StringIO()
-    wrong = BOX.replace("500,500", "90,90")
-    table = show.table_of([SAMPLE, SAMPLE], [show.Answer(BOX, 0.1), show.Answer(wrong, 0.1)])
-    Console(file=said, width=80).print(table)
-    shown = said.getvalue()
-    words = " ".join(shown.split())
-    assert words.count("from (0,0) to (500,500)") == 2
-    assert "expected: a in the box" in words
-    assert "<box>" not in shown
-
-
-def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
-    captions = []
-
-    def tile(frames, objects, caption):
-        captions.append(caption)
-        return Image.new("RGB", (8, 8))
-
-    monkeypatch.setattr(show, "tile", tile)
-    show.draw([SAMPLE], [show.Answer(BOX.replace("(0,", "(10,"), 0.1)], tmp_path)
-    (caption,) = captions
-    assert caption.answer == "a in the box from (10,0) to (500,500)"
-    assert caption.expected == "a in the box from (0,0) to (500,500)"
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("none", "none"),
-        (
-            BOX + "<box>(1,2),(3,4)</box> x",
-            "a in the boxes from (0,0) to (500,500) and from (1,2) to (3,4) x",
-        ),
-        ("<ref>a</ref><box>(1,2)</box>", "<ref>a</ref><box>(1,2)</box>"),
-    ],
-)
-def test_boxes_of_an_answer_are_put_into_words(text, words):
-    assert show.in_words(text) == words
