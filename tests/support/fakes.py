@@ -18,8 +18,7 @@ from vlora.vision.prompts import ChatTemplate
 TEMPLATE = ChatTemplate(prefix="[USER] ", suffix=" [BOT]")
 
 
-def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) -> AdapterInfo:
-    """Return the description of an adapter. head: tasks that its vision task head answers."""
+def adapter(name: str, tasks: tuple[str, ...] = ()) -> AdapterInfo:
     return AdapterInfo(
         name=name,
         digest=f"digest-of-{name}",
@@ -27,8 +26,8 @@ def adapter(name: str, tasks: tuple[str, ...] = (), head: tuple[str, ...] = ()) 
         targets=("q_proj",),
         tasks=tasks,
         accuracy={},
-        head_labels=("cat", "dog") if head else (),
-        head_tasks=head,
+        head_labels=(),
+        head_tasks=(),
     )
 
 

@@ -39,7 +39,6 @@ CONFIG, WEIGHTS, EXTRA, HEAD = (
     "vlora.json",
     "head.safetensors",
 )
-PICKLED = "adapter_model.bin"
 HEALTHY = ("a-healthy", "z-healthy")
 
 

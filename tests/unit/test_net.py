@@ -23,8 +23,6 @@ from vlora.net import (
     reachable_host,
 )
 
-ALL = "model-repository,trace,logging"
-
 
 @pytest.mark.parametrize(
     ("host", "http", "grpc", "reached"),

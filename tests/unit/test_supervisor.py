@@ -112,17 +112,14 @@ def test_the_supervisor_gives_up_after_several_quick_failures_in_a_row(renamed_l
     ):
         runs.supervise(NO_WAIT)
     assert len(runs.servers) == 3
+    # Waits double up to a maximum.
+    assert [RestartPolicy().wait(n) for n in (1, 2, 3, 9)] == [1, 2, 4, 30]
 
 
 def test_a_failure_after_a_long_time_resets_the_count(renamed_log: Path) -> None:
     runs = Runs(*["it broke"] * 9, None)
     runs.supervise(RestartPolicy(max_failures=2, quick_seconds=0.0, first_wait=0.0))
     assert len(runs.servers) == 10
-
-
-def test_waits_double_up_to_a_maximum() -> None:
-    policy = RestartPolicy()
-    assert [policy.wait(n) for n in (1, 2, 3, 9)] == [1, 2, 4, 30]
 
 
 @pytest.fixture
@@ -220,10 +217,7 @@ def test_a_failed_start_is_explained_by_model_errors_then_other_errors_then_the_
     wrong = "tritonserver: unrecognized option '--nonsense'"
     assert why_it_did_not_start(f"{wrong}\nUsage: tritonserver\n--on-error: stop\n") == wrong
     assert why_it_did_not_start(LOG).splitlines()[-1] == f"I{AT} server.cc:631]"
-
-
-def test_each_adapter_that_failed_to_load_is_named_once() -> None:
-    assert broken_adapters(LOG + LOG) == ["bad one"]
+    assert broken_adapters(LOG + LOG) == ["bad one"], "each adapter is named once"
 
 
 def test_no_more_than_the_end_of_a_log_is_read(tmp_path: Path) -> None:
