@@ -126,7 +126,7 @@ class LmmSetting(Setting):
     def _encode(self, tensors: Tensors, request_id: str) -> ImageFeatures:
         self.encoded.append(tensors)
         self.encoded_ids.append(request_id)
-        assert self.gate.wait(5)
+        assert self.gate.wait(30)
         if self.encode_error is not None:
             raise self.encode_error
         created = features(2)
@@ -163,7 +163,7 @@ class UnarySetting(Setting):
         if "cancel" in tensors:
             self.gate.set()
             return []
-        assert self.gate.wait(5)
+        assert self.gate.wait(30)
         if self.error is not None:
             raise self.error
         return self.answers

@@ -200,20 +200,20 @@ def test_a_long_prompt_is_prepared_on_another_thread(lmm: LmmSetting) -> None:
     def slow_for_long_prompts(request: Request, sink: OutputSink) -> None:
         if len(request.prompt) > LONG_PROMPT:
             tokenizing.set()
-            assert lmm.gate.wait(5)
+            assert lmm.gate.wait(30)
         submit(request, sink)
 
     lmm.engine.submit = slow_for_long_prompts  # type: ignore[method-assign]
     lmm.gate.clear()
     long = lmm.ask(**LONG)
-    assert tokenizing.wait(5)
+    assert tokenizing.wait(30)
     lmm.ask()
     assert len(lmm.engine.requests) == 1
     lmm.gate.set()
     until(lambda: len(lmm.engine.requests) == 2)
     assert not lmm.encoded
     lmm.engine.say("done", finish_reason="stop")
-    assert long.done.wait(5)
+    assert long.done.wait(30)
     assert long.texts[0].endswith("done")
 
 
@@ -324,7 +324,7 @@ def test_the_inner_request_is_cancelled_when_the_client_disconnects(unary: Unary
     unary.gate.clear()
     responder = FakeResponder(cancelled=True)
     unary.service.handle({"text_input": strings(["q"])}, {}, "", responder)
-    assert responder.done.wait(5)
+    assert responder.done.wait(30)
     (_, running), (cancel, cancelled) = unary.calls[:2]
     assert "cancel" in cancel
     assert cancelled == running
