@@ -132,6 +132,22 @@ ZOO: dict[str, tuple[str, Change]] = {
     "link-loop": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to(folder))),
     "link-nowhere": (CONFIG, lambda folder: (shutil.rmtree(folder), folder.symlink_to("none"))),
     # Patterns.
+    "pattern-catastrophe": (CONFIG, config(target_modules=r"(.|..)*\.")),
+    "pattern-ahead": (CONFIG, config(alpha_pattern={r"(?=(((.|..)+)+)\.$)": 1})),
+    "pattern-nested": (CONFIG, config(rank_pattern={"(" * 500 + "a" + "){1,9}" * 500: 1})),
+    "pattern-open-end": (CONFIG, config(exclude_modules=".*")),
+    "names-surrogate": (CONFIG, config(target_modules=["q_proj", "\ud800"])),
+    "names-many": (CONFIG, config(target_modules=[f"m{i}" for i in range(50_000)])),
+    "key-surrogate": (CONFIG, config(**{"\ud800": 1})),
+    "key-long": (CONFIG, config(**{"k" * 100_000: 1})),
+    # Weights.
+    "weights-cut-header": (WEIGHTS, cut(WEIGHTS, 77)),
+    "weights-cut": (WEIGHTS, cut(WEIGHTS, -1)),
+    "weights-header-size": (WEIGHTS, written(WEIGHTS, struct.pack("<Q", 1 << 62) + b"{}")),
+    "weights-deep-header": (WEIGHTS, written(WEIGHTS, struct.pack("<Q", 50_000) + b"[" * 50_000)),
+    "weights-terabyte": (WEIGHTS, declares("F32", 1 << 30, 256)),
+    "weights-beyond-file": (WEIGHTS, declares("F32", 1 << 30, 256, size=64)),
+    "weights-beyond-all": (WEIGHTS, declares("F32", 1 << 62, 1 << 62, size=64)),
     "weights-complex": (
         WEIGHTS,
         weights(lambda t: t.update({k: t[k].to(torch.cfloat) for k in t})),
