@@ -20,7 +20,7 @@ from vlora.gateway.errors import ApiError
 from vlora.gateway.media import MediaLoader, decode, is_public
 from vlora.gateway.messages import MAX_MEDIA, Conversation, Media
 from vlora.gateway.options import GatewayOptions
-from vlora.gateway.requests import MAX_COMMAS, Ask, read_body, read_chat
+from vlora.gateway.requests import MAX_COMMAS, Ask, read_body, read_chat, read_completion
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 CLIP = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB,CC"}}
@@ -145,6 +145,14 @@ def test_a_field_that_cannot_be_served_is_refused_by_name(
     error = refusal(**fields)
     assert (error.code, error.param) == ("INVALID_ARG", param)
     assert json.loads(error.as_json())["error"]["type"] == "invalid_request_error"
+
+
+def test_a_completion_has_one_prompt_and_a_number_of_alternatives() -> None:
+    ask = read_completion({"model": "base", "prompt": ["Once"], "logprobs": 2, "max_tokens": 3})
+    assert (ask.conversation.text, ask.top_logprobs, ask.task) == ("Once", 2, None)
+    for wrong in ({"prompt": ["a", "b"]}, {"prompt": [1]}, {"prompt": "a", "logprobs": "5"}):
+        with pytest.raises(ApiError, match="must be"):
+            read_completion({"model": "base", **wrong})
 
 
 @pytest.mark.parametrize(

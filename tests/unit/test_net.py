@@ -70,6 +70,18 @@ def test_regions_have_the_prefix_that_triton_reserves() -> None:
     assert prefix == "triton_python_backend_shm_region_vlora_0123456789abcdef_"
 
 
+@pytest.mark.parametrize(
+    ("ports", "message"),
+    [
+        ({"http_port": 65536}, "--http-port 65536 is not a port.* 1 to 65535, or 0"),
+        ({"http_port": 9000, "metrics_port": 9000}, "--http-port and --metrics-port are both 9000"),
+    ],
+)
+def test_ports_that_cannot_be_used_are_rejected(ports: dict[str, int], message: str) -> None:
+    with pytest.raises(ServerError, match=message):
+        choose_ports(ports)
+
+
 def test_chosen_ports_are_not_zero_and_different() -> None:
     chosen = choose_ports({"http_port": 0, "grpc_port": 0, "metrics_port": 0})
     assert len(set(chosen.values())) == 3
