@@ -27,8 +27,9 @@ from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 24
 CLIPS = (2, 8)

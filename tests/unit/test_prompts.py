@@ -7,7 +7,8 @@ import pytest
 
 from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
-from vlora.vision.prompts import ChatTemplate, render, task_text
+from vlora.vision.chat_template import ChatTemplate
+from vlora.vision.prompts import render, task_text
 
 BARE = ChatTemplate(prefix="", suffix="")
 CHAT = ChatTemplate(prefix="<s><|user|>", suffix="<|assistant|>")

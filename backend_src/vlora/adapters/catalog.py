@@ -369,6 +369,12 @@ class FolderReader:
             return
         self._retries.pop(name, None)
         self._read_bytes += 0 if adapter is None else description.host_bytes
+        if len(description.info.tasks) > 1 and description.info.own_task is None:
+            log.warning(
+                "adapter '%s' has several tasks and no 'default_task' in its vlora.json: messages"
+                " that name no task get the checkpoint's chat template",
+                as_text(name),
+            )
         self.report(FolderRead(AdapterHandle(name, folder, stamp, description), adapter))
 
     def _read_files(
