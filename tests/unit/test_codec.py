@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,6 +87,33 @@ def test_the_default_task_is_the_adapters_if_it_has_just_one(
 ) -> None:
     assert prepare_call(read(**THROUGH_ENCODER), info=adapter("a", tasks)).task == task
     assert prepare_call(read(), info=adapter("a", tasks)).task == "raw"
+
+
+@pytest.mark.parametrize("named", [None, "auto"])
+@pytest.mark.parametrize(
+    ("tasks", "default", "task"),
+    [
+        (("caption",), None, "caption"),
+        (("caption", "refer"), "caption", "caption"),
+        (("caption", "refer"), None, "chat"),
+        ((), None, "chat"),
+    ],
+)
+def test_messages_get_the_adapters_own_task_or_the_chat_template(
+    named: str | None, tasks: tuple[str, ...], default: str | None, task: str
+) -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "a <image> b"}]}
+    inputs = {"messages": flag(True), **({} if named is None else {"task": strings([named])})}
+    info = replace(adapter("a", tasks), default_task=default)
+    call = read(text_input=strings([json.dumps({"messages": [turn]})]), **inputs)
+    prepared = prepare_call(call, info=info)
+    assert prepared.task == task
+    ending = "" if task == "chat" else " Answer:"
+    assert prepared.request.prompt == f"[USER] a <image> b{ending} [BOT]"
+    conversation = {"messages": [turn, {**turn, "role": "assistant"}]}
+    several = read(text_input=strings([json.dumps(conversation)]), **inputs)
+    with pytest.raises(InvalidArgument, match="no chat template, so a chat must have one message"):
+        prepare_call(several, info=info)
 
 
 def test_a_head_answers_only_if_the_task_is_one_of_its_tasks() -> None:
