@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import shutil
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,26 @@ def test_the_core_and_python_find_the_same_folders_and_stamps(
     monkeypatch.setattr(catalog, "_native", lambda: None)
     assert catalog.stamps_of(paths) == stamps
     assert catalog.folders_in(root) == names
+
+
+@pytest.mark.parametrize("in_core", [False, True])
+def test_weights_that_are_overwritten_in_place_with_the_same_size_and_time_are_new(
+    root: Path, in_core: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_core:
+        monkeypatch.setattr(catalog, "_native", lambda: None)
+    elif catalog._native() is None:
+        pytest.skip("the core is not compiled")
+    before = stamp_of(root / "a0")
+    file = root / "a0" / "adapter_model.safetensors"
+    status = file.stat()
+    content = file.read_bytes()
+    time.sleep(0.02)  # The clock of file systems has steps of up to 10 ms.
+    with file.open("r+b") as opened:
+        opened.write(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_ino) == (status.st_size, status.st_ino)
+    assert stamp_of(root / "a0") != before
 
 
 def test_a_finder_returns_the_same_object_until_a_folder_is_added_or_removed(root: Path) -> None:
