@@ -27,8 +27,9 @@ from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 24
 CLIPS = (2, 8)
@@ -228,3 +229,31 @@ def test_pairs_of_frames_are_cached_and_have_the_size_of_the_first(family: Famil
     assert whole.size.tolist() == longer.size.tolist() == [[24, 40]]
     (last,) = family.service.run([[DecodedImage(frames[4].rgb)]])
     assert np.array_equal(last.features, longer.features[2 * rows :])
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
+def test_features_that_differ_in_a_level_or_the_grid_share_no_block(family: Family) -> None:
+    (prompt, images, _), *_ = questions(family)
+    (encoded,) = family.service.run([images])
+    width = encoded.features.shape[1]
+    other_level = encoded.features.copy()
+    other_level[:, -width // 4 :] += 1.0
+    other_grid = encoded.layout.copy()
+    other_grid[0, 3:5] = other_grid[0, 4:2:-1]
+    assert (other_grid != encoded.layout).any()
+    features = [
+        ImageFeatures(encoded.features, encoded.layout),
+        ImageFeatures(encoded.features, encoded.layout),
+        ImageFeatures(other_level, encoded.layout),
+        ImageFeatures(encoded.features, other_grid),
+    ]
+    engine = Engine(Options(model=family.checkpoint, block_size=4, kv_cache_tokens=4096))
+    cached = [run_questions(engine, [(prompt, images, None)], [one], 2)[1]["0"] for one in features]
+    before_image = PromptReader(family.checkpoint, load_config(family.checkpoint)).read(
+        prompt, features[0]
+    )
+    first_row = before_image.feature_row.tolist().index(0)
+    assert cached[1] > first_row
+    assert cached[2] <= first_row
+    # The first tokens of both grids have equal positions.
+    assert first_row < cached[3] < cached[1]

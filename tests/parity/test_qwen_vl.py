@@ -39,10 +39,11 @@ from vlora.model.tokenizer import load_tokenizer
 from vlora.offline.base_weights import BaseWeights
 from vlora.request import ImageFeatures
 from vlora.vision.adapters import VisionAdapters
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 16
 ADAPTERS = {"fused": ("attn.c_attn", "mlp.w1"), "rest": ("attn.c_attn", "attn.c_proj", "mlp.w2")}

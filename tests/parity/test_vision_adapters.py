@@ -19,8 +19,9 @@ from vlora.model.loader import adapter_shape
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
 from vlora.vision.adapters import VisionAdapters
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 12
 NAMES = (None, ADAPTERS[0], *VISION_ADAPTERS)

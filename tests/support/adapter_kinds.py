@@ -31,8 +31,9 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 12
 TARGETS = r".*language_model.*\.(q_proj|v_proj|o_proj|up_proj|down_proj)"

@@ -13,7 +13,7 @@ from vlora.errors import Cancelled, NotFound, Unavailable, VLoraError
 from vlora.live_requests import LiveRequest, RequestTable, State
 from vlora.request import Output, OutputSink, Request
 from vlora.serving.tensors import Array, Tensors
-from vlora.vision.prompts import ChatTemplate
+from vlora.vision.chat_template import ChatTemplate
 
 TEMPLATE = ChatTemplate(prefix="[USER] ", suffix=" [BOT]")
 

@@ -20,8 +20,9 @@ from vlora.model.loader import adapter_shape
 from vlora.offline.base_weights import BaseWeights
 from vlora.offline.convert import ConversionLimits, convert
 from vlora.request import ImageFeatures
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 32
 MAX_DIFFERENCE = 1e-3

@@ -25,8 +25,9 @@ from tests.support.polling import until
 from tests.support.triton_client import Asker, Refused, asking, png
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 MAX_TOKENS = 8
 

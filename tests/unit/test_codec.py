@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.fakes import TEMPLATE, features, first
+from tests.support.fakes import TEMPLATE, adapter, features, first
 from vlora.config import Limits
 from vlora.errors import InvalidArgument
 from vlora.request import Output, Request, TokenLogprob
@@ -58,6 +59,33 @@ def test_a_request_through_the_encoder_has_the_defaults_of_the_ensembles() -> No
     assert request.prompt.startswith(TEMPLATE.prefix)
     assert request.sampling.temperature == 0.0
     assert request.sampling.max_tokens == TASKS["vqa"].max_tokens
+
+
+@pytest.mark.parametrize("named", [None, "auto"])
+@pytest.mark.parametrize(
+    ("tasks", "default", "task"),
+    [
+        (("caption",), None, "caption"),
+        (("caption", "refer"), "caption", "caption"),
+        (("caption", "refer"), None, "chat"),
+        ((), None, "chat"),
+    ],
+)
+def test_messages_get_the_adapters_own_task_or_the_chat_template(
+    named: str | None, tasks: tuple[str, ...], default: str | None, task: str
+) -> None:
+    turn = {"role": "user", "content": [{"type": "text", "text": "a <image> b"}]}
+    inputs = {"messages": flag(True), **({} if named is None else {"task": strings([named])})}
+    info = replace(adapter("a", tasks), default_task=default)
+    call = read(text_input=strings([json.dumps({"messages": [turn]})]), **inputs)
+    request, found = prepare_call(call, info=info)
+    assert found == task
+    ending = "" if task == "chat" else " Answer:"
+    assert request.prompt == f"[USER] a <image> b{ending} [BOT]"
+    conversation = {"messages": [turn, {**turn, "role": "assistant"}]}
+    several = read(text_input=strings([json.dumps(conversation)]), **inputs)
+    with pytest.raises(InvalidArgument, match="no chat template, so a chat must have one message"):
+        prepare_call(several, info=info)
 
 
 def test_parameters_are_sampling_keys_except_those_of_triton() -> None:

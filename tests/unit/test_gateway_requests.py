@@ -42,14 +42,31 @@ def refusal(**fields: Any) -> ApiError:
     return refused.value
 
 
-def test_images_before_the_text_need_no_placeholder_and_a_clip_is_a_list_of_frames() -> None:
-    assert chat(IMAGE, IMAGE, text("Same?")).conversation.text == "Same?"
-    between = chat(text("a "), IMAGE, text(" b")).conversation
-    assert (between.text, len(between.images)) == ("a <image> b", 1)
-    placed = chat(IMAGE, text("a <image> b")).conversation
-    assert placed.text == "a <image> b"
-    assert placed.images[0].param == "messages[0].content[0].image_url.url"
-    frames = chat(CLIP, text("What happens?")).conversation.frames
+def parts_of(ask: Ask) -> list[list[dict[str, str]]]:
+    return [turn["content"] for turn in json.loads(ask.conversation.text)["messages"]]
+
+
+def test_texts_and_images_become_parts_in_their_order() -> None:
+    ask = chat(text("a <image>"), IMAGE, text(" b"))
+    assert parts_of(ask) == [[text("a <image>"), {"type": "image"}, text(" b")]]
+    assert [media.param for media in ask.conversation.images] == [
+        "messages[0].content[1].image_url.url"
+    ]
+    assert parts_of(chat()) == [[text("What?")]]
+
+
+def test_the_message_of_the_task_raw_is_a_prompt() -> None:
+    assert chat(IMAGE, IMAGE, text("Same?"), task="raw").conversation.text == "Same?"
+    assert chat(text("a "), IMAGE, text(" b"), task="raw").conversation.text == "a <image> b"
+    assert chat(IMAGE, text("a <image> b"), task="raw").conversation.text == "a <image> b"
+    assert not chat(text("a"), task="raw").has_messages
+    turns = [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]
+    assert refusal(messages=turns, task="raw").param == "messages"
+
+
+def test_a_clip_is_a_list_of_frames() -> None:
+    clip = {"type": "video_url", "video_url": {"url": "data:video/jpeg;base64,AA,BB,CC"}}
+    frames = chat(clip, text("What happens?")).conversation.frames
     assert [frame.url.rpartition(",")[2] for frame in frames] == ["AA", "BB", "CC"]
 
 
@@ -64,18 +81,20 @@ def test_the_number_of_images_and_frames_is_limited_before_they_are_read(frames:
         chat(IMAGE, *parts)
 
 
-def test_several_messages_go_to_the_chat_template_with_a_placeholder_for_every_image() -> None:
+def test_all_messages_are_passed_on_with_their_roles_and_options() -> None:
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [IMAGE, text("What is it?")]},
-        {"role": "assistant", "content": "A star."},
-        {"role": "user", "content": "Which color?"},
+        {"role": "assistant", "content": "A"},
     ]
-    ask = read_chat({"model": "base", "messages": messages})
-    turns = json.loads(ask.conversation.text)["messages"]
-    assert ask.task == "chat"
-    assert [turn["role"] for turn in turns] == ["system", "user", "assistant", "user"]
-    assert turns[1]["content"] == "<image>What is it?"
+    prefilled = {"add_generation_prompt": False, "continue_final_message": True}
+    ask = read_chat({"model": "base", "messages": messages, **prefilled})
+    sent = json.loads(ask.conversation.text)
+    assert ask.task is None
+    assert ask.has_messages
+    assert [turn["role"] for turn in sent["messages"]] == ["system", "user", "assistant"]
+    assert {name: sent[name] for name in prefilled} == prefilled
+    assert refusal(**prefilled).param == "continue_final_message"
 
 
 def test_a_chat_is_greedy_and_as_long_as_the_context_unless_it_says_otherwise() -> None:

@@ -164,6 +164,8 @@ ZOO: dict[str, tuple[str, Change]] = {
     "extra-deep": (EXTRA, written(EXTRA, b"[" * 100_000)),
     "extra-key": (EXTRA, written(EXTRA, b'{"\\ud800": 1}')),
     "extra-tasks": (EXTRA, written(EXTRA, b'{"tasks": ["vqa", null]}')),
+    "extra-default-task": (EXTRA, written(EXTRA, b'{"tasks": ["vqa"], "default_task": "refer"}')),
+    "extra-default-task-list": (EXTRA, written(EXTRA, b'{"default_task": ["vqa"]}')),
     "extra-tasks-surrogate": (EXTRA, written(EXTRA, b'{"tasks": ["\\udfff"]}')),
     "extra-accuracy": (EXTRA, written(EXTRA, b'{"accuracy": {"vqa": NaN}}')),
     "head-undeclared": (EXTRA, lambda folder: save_file(TWO, folder / HEAD)),

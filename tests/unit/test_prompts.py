@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jsonschema
 import numpy as np
@@ -14,7 +16,8 @@ from hypothesis import strategies as st
 
 from tools.demo.build import make_tokenizer
 from vlora.errors import InvalidArgument
-from vlora.vision.prompts import TASKS, ChatTemplate, render, task_text
+from vlora.vision.chat_template import Chat, ChatTemplate
+from vlora.vision.prompts import TASKS, render, task_text
 from vlora.vision.results import TextBox, build_result, parse_boxes, result_schema
 
 BARE = ChatTemplate(prefix="", suffix="")
@@ -190,6 +193,64 @@ def test_a_conversation_that_the_template_refuses_is_an_error(folder: Path) -> N
     for text in ("[]", "{}", '{"messages": []}', '{"messages": [{"role": "user"}]}'):
         with pytest.raises(InvalidArgument, match=r"object|Object"):
             render("chat", text, 0, 0, template)
+
+
+def message(*parts: dict[str, str] | str, role: str = "user") -> dict[str, Any]:
+    return {
+        "role": role,
+        "content": [{"type": "text", "text": p} if isinstance(p, str) else p for p in parts],
+    }
+
+
+PICTURE, CLIP = {"type": "image"}, {"type": "video"}
+
+
+def test_a_task_takes_one_message_whose_text_is_only_text() -> None:
+    def ask(*parts: dict[str, str] | str, images: int = 1, frames: int = 0) -> str:
+        return render("vqa", Chat([message(*parts)]), images, frames, BARE)
+
+    assert ask(PICTURE, "a", "b") == "<image>, a\nb Answer:"
+    assert ask("a ", PICTURE, " b") == "a <image> b Answer:"
+    assert ask(CLIP, "a", images=0, frames=3) == "<image><image><image>, a Answer:"
+    written = ask(PICTURE, "is <image> a tag?")
+    assert written == "<image>, is <image> a tag? Answer:"
+    (span,) = written.literals
+    assert span == (12, 19)
+    for chat_of in (Chat([message("a"), message("b")]), Chat([message("a", role="system")])):
+        with pytest.raises(InvalidArgument, match="takes the text of one user message"):
+            render("vqa", chat_of, 0, 0, BARE)
+
+
+def test_a_clip_is_printed_by_the_template_or_stands_in_its_place() -> None:
+    printing = replace(
+        BARE,
+        image_text="[i]",
+        clip_text=lambda frames: f"[{frames}]",
+        apply=lambda messages, start, goes_on: str(messages[0]["content"]),
+    )
+    chat_of = Chat([message(PICTURE, CLIP, "x")])
+    assert render("chat", chat_of, 1, 4, printing) == "[i]\n[4]\nx"
+    parts = replace(printing, takes_parts=True, prints_images=True, video_text="{'type': 'video'}")
+    assert render("chat", chat_of, 1, 4, parts) == (
+        "[{'type': 'image'}, [4], {'type': 'text', 'text': 'x'}]"
+    )
+    for wrong in (Chat([message(CLIP, PICTURE)]), Chat([message(CLIP, CLIP)])):
+        with pytest.raises(InvalidArgument, match="one clip, after all images"):
+            render("chat", wrong, 1, 4, printing)
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "list of parts"),
+        ({"messages": [message("a")], "tools": []}, "unknown key 'tools'"),
+        ({"messages": [message("a")], "add_generation_prompt": 1}, "must be true or false"),
+        ({"messages": [message("a")], "continue_final_message": True}, "needs 'add_generation"),
+    ],
+)
+def test_a_conversation_that_cannot_be_read_is_refused(given: dict[str, Any], problem: str) -> None:
+    with pytest.raises(InvalidArgument, match=problem):
+        Chat.parse(json.dumps(given))
 
 
 DETAILS = {"task": "detect", "adapter": None, "timings": {"queued": 0.0, "total": 0.25}}

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, LlavaForConditionalGeneration
 from tools.demo.__main__ import CHECKPOINT
 from tools.demo.packing import language_of
 from tools.real_weights import checkpoint, measure
-from vlora.vision.prompts import ChatTemplate
+from vlora.vision.chat_template import ChatTemplate
 
 FLOAT32 = {"dtype": "float32"}
 

@@ -32,7 +32,7 @@ from tools.demo.questions import Question, ask
 from tools.demo.scenes import Scene, base_scene, draw
 from tools.demo.train import REPORT_EVERY_SECONDS, answer_loss, hidden_states, image_features
 from vlora.errors import InvalidArgument
-from vlora.vision.prompts import ChatTemplate
+from vlora.vision.chat_template import ChatTemplate
 
 DEMO = Path(__file__).parents[1] / "demo" / "checkpoint"
 CONNECTOR_STEPS = 60

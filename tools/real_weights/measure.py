@@ -28,9 +28,10 @@ from vlora.model.inputs import text_prompt
 from vlora.model.loader import adapter_shape, load_weights
 from vlora.model.switcher import Switcher
 from vlora.model.tokenizer import load_tokenizer
+from vlora.vision.chat_template import PLACEHOLDER, ChatTemplate
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import PLACEHOLDER, ChatTemplate, render
+from vlora.vision.prompts import render
 
 TYPES: tuple[dict[str, Any], ...] = (
     {"dtype": "float32"},

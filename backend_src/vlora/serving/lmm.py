@@ -33,7 +33,8 @@ from vlora.serving.codec import (
 )
 from vlora.serving.service import ServedRequest, Service
 from vlora.serving.tensors import Tensors, bytes_of, strings
-from vlora.vision.prompts import TASKS, ChatTemplate
+from vlora.vision.chat_template import ChatTemplate
+from vlora.vision.prompts import TASKS
 
 if TYPE_CHECKING:
     from vlora.adapters.catalog import NameTable
@@ -216,6 +217,7 @@ def _entry(name: str, info: AdapterInfo) -> dict[str, object]:
     return {
         "name": name,
         "tasks": list(info.tasks),
+        "default_task": info.own_task,
         "accuracy": dict(info.accuracy),
         "ranks": list(info.ranks),
         "head_labels": list(info.head_labels),

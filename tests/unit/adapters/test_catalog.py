@@ -91,6 +91,26 @@ def test_closing_a_watch_waits_for_the_end_of_its_scan(monkeypatch: pytest.Monke
     assert ended.is_set()
 
 
+@pytest.mark.parametrize("in_core", [False, True])
+def test_weights_that_are_overwritten_in_place_with_the_same_size_and_time_are_new(
+    root: Path, in_core: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not in_core:
+        monkeypatch.setattr(catalog, "_native", lambda: None)
+    elif catalog._native() is None:
+        pytest.skip("the core is not compiled")
+    before = stamp_of(root / "a0")
+    file = root / "a0" / "adapter_model.safetensors"
+    status = file.stat()
+    content = file.read_bytes()
+    time.sleep(0.02)  # The clock of file systems has steps of up to 10 ms.
+    with file.open("r+b") as opened:
+        opened.write(content[:-1] + bytes([content[-1] ^ 1]))
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert (file.stat().st_size, file.stat().st_ino) == (status.st_size, status.st_ino)
+    assert stamp_of(root / "a0") != before
+
+
 @pytest.mark.skipif(catalog._native() is None, reason="the core is not compiled")
 def test_the_core_and_python_find_the_same_folders_and_stamps(
     root: Path, monkeypatch: pytest.MonkeyPatch

@@ -17,10 +17,11 @@ from vlora.config import Options
 from vlora.engine.engine import Engine
 from vlora.request import ImageFeatures, Request
 from vlora.sampling import SamplingParams
+from vlora.vision.chat_template import ChatTemplate
 from vlora.vision.encoder import VisionEncoder
 from vlora.vision.features import EncoderService, FeatureCache
 from vlora.vision.images import DecodedImage
-from vlora.vision.prompts import ChatTemplate, render
+from vlora.vision.prompts import render
 
 # numpy, in which kernels are interpreted, warns of infinities; a GPU does not.
 pytestmark = [
