@@ -51,7 +51,6 @@ gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minut
 
 gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90, and test them in an interpreter (needs no GPU)
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gpu-check]'
-	@$(BIN)/python -m tools.gpu.compile_check $(GPU)
 	@$(BIN)/pytest -q tests/unit/gpu
 
 dist: $(READY) ## Build wheel and sdist, check them, and serve from each in a fresh environment (DIST="--no-trial")
