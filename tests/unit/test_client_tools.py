@@ -4,6 +4,7 @@ import io
 import json
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -13,9 +14,11 @@ from clients import stream_log
 from clients.common import ClientError
 from tests.support.fake_triton import FakeTriton
 from tools.demo import show
+from tools.demo.pictures import INK, RIGHT, SIDE, WRONG, tile
 from tools.demo.show import is_right
 
 BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
+GREY = np.full((64, 64, 3), 128, np.uint8)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
@@ -107,18 +110,23 @@ def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
 
 
 def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
-    captions = []
-
-    def tile(frames, objects, caption):
-        captions.append(caption)
-        return Image.new("RGB", (8, 8))
-
-    monkeypatch.setattr(show, "tile", tile)
-    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
-    show.draw([sample], [show.Answer(BOX.replace("(0,", "(10,"), 0.1)], tmp_path)
-    (caption,) = captions
-    assert caption.answer == "a in the box from (10,0) to (500,500)"
-    assert caption.expected == "a in the box from (0,0) to (500,500)"
+    shown = []
+    monkeypatch.setattr(show, "tile", lambda *given: shown.append(given) or tile(*given))
+    sample = show.Sample("s", "detect", None, "a", BOX, (), [GREY], [], is_video=False)
+    found = [{"box": [1, 2, 30, 40], "label": "a"}]
+    answer = show.Answer(BOX.replace("(0,", "(10,"), 0.1, found)
+    wrong = show.Answer("none", 0.1)
+    with Image.open(show.draw([sample, sample], [answer, wrong], tmp_path)) as page:
+        assert page.width > 2 * SIDE
+    asked = ("detect · base · a", INK)
+    assert [texts for _, _, texts in shown] == [
+        [asked, ("answer: a in the box from (10,0) to (500,500)", RIGHT)],
+        [
+            asked,
+            ("answer: none", WRONG),
+            ("expected: a in the box from (0,0) to (500,500)", WRONG),
+        ],
+    ]
 
 
 @pytest.mark.parametrize(

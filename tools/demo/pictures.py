@@ -1,7 +1,7 @@
-"""Drawings of answers on enlarged pictures: boxes on images, labels under frames."""
+"""Drawings of answers: the picture with its boxes, or the frames of a clip, and text below."""
 
+import textwrap
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,41 +11,30 @@ from tools.demo.scenes import Pixels
 
 SIDE = 384
 """Side in pixels to which every picture is scaled."""
-
-COLUMNS = 4
-MARGIN = 12
-LINE_HEIGHT = 22
+COLUMNS, MARGIN = 4, 12
+LINE_HEIGHT, LINE_CHARACTERS = 22, 46
 BOX_COLOURS = ("#ff2d55", "#00c2ff", "#ffcc00", "#34c759", "#af52de")
 INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
 
 
-@dataclass(frozen=True)
-class Caption:
-    """Text below a picture; `label` is drawn on the frames of a clip."""
+def tile(
+    frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], texts: Sequence[tuple[str, str]]
+) -> Any:
+    """Return a picture of an answer.
 
-    asked: str
-    label: str
-    answer: str
-    expected: str
-    right: bool
-
-
-def tile(frames: Sequence[Pixels], objects: Sequence[dict[str, Any]], caption: Caption) -> Any:
-    """Return a picture of an answer: the image with its objects, or the frames, and the caption."""
-    is_clip = len(frames) > 1
-    picture = _strip(frames, caption.label) if is_clip else _draw_objects(frames[0], objects)
-    words = [caption.asked, f"answer: {caption.answer}"]
-    if not caption.right:
-        words.append(f"expected: {caption.expected}")
-    font = ImageFont.load_default(16)
-    lines = [line for text in words for line in _wrapped(text, font)]
+    objects: boxes in pixels, and labels, which are drawn on a single frame.
+    texts: sentences below the picture, and their colours.
+    """
+    picture = _strip(frames) if len(frames) > 1 else _draw_objects(frames[0], objects)
+    lines = [
+        (line, colour) for text, colour in texts for line in textwrap.wrap(text, LINE_CHARACTERS)
+    ]
     whole = Image.new("RGB", (SIDE, picture.height + LINE_HEIGHT * len(lines) + 8), PAPER)
     whole.paste(picture, (0, 0))
     draw = ImageDraw.Draw(whole)
-    asked = len(_wrapped(caption.asked, font))
-    for number, line in enumerate(lines):
-        colour = INK if number < asked else RIGHT if caption.right else WRONG
-        draw.text((2, picture.height + 4 + number * LINE_HEIGHT), line, colour, font)
+    for number, (line, colour) in enumerate(lines):
+        place = (2, picture.height + 4 + number * LINE_HEIGHT)
+        draw.text(place, line, colour, ImageFont.load_default(16))
     return whole
 
 
@@ -71,42 +60,18 @@ def _draw_objects(pixels: Pixels, objects: Sequence[dict[str, Any]]) -> Any:
         box = [edge * SIDE / size for edge, size in zip(found["box"], sizes, strict=True)]
         colour = BOX_COLOURS[number % len(BOX_COLOURS)]
         draw.rectangle(box, outline=colour, width=4)
-        _label(
-            draw, (box[0] + 4, box[1] + (-20 if box[1] >= 20 else 4)), found["label"] or "?", colour
-        )
+        place = box[0] + 4, box[1] + (-20 if box[1] >= 20 else 4)
+        text, font = f" {found['label'] or '?'} ", ImageFont.load_default(14)
+        draw.rectangle(draw.textbbox(place, text, font), fill=colour)
+        draw.text(place, text, INK, font)
     return image
 
 
-def _strip(frames: Sequence[Pixels], label: str) -> Any:
-    """Return a picture of a clip: its frames, three per row, each with its number and the label."""
+def _strip(frames: Sequence[Pixels]) -> Any:
+    """Return a picture of a clip: its frames in order, three per row."""
     side = SIDE // 3
     strip = Image.new("RGB", (SIDE, -(-len(frames) // 3) * side), PAPER)
-    draw = ImageDraw.Draw(strip)
     for number, frame in enumerate(frames):
-        left, top = number % 3 * side, number // 3 * side
-        strip.paste(Image.fromarray(np.asarray(frame)).resize((side - 2, side - 2)), (left, top))
-        _label(draw, (left + 3, top + 2), f"{number}", PAPER)
-        _label(draw, (left + 3, top + side - 20), label[:14], PAPER)
+        place = number % 3 * side, number // 3 * side
+        strip.paste(Image.fromarray(np.asarray(frame)).resize((side - 2, side - 2)), place)
     return strip
-
-
-def _label(draw: Any, at: tuple[float, float], text: str, colour: str) -> None:
-    font = ImageFont.load_default(14)
-    draw.rectangle(draw.textbbox(at, f" {text} ", font), fill=colour)
-    draw.text(at, f" {text} ", INK, font)
-
-
-def _wrapped(text: str, font: Any) -> list[str]:
-    """Return `text` as lines that fit below a picture. Long words are split."""
-    lines: list[str] = [""]
-    for word in text.split():
-        longer = f"{lines[-1]} {word}".strip()
-        if font.getlength(longer) <= SIDE - 4:
-            lines[-1] = longer
-            continue
-        while font.getlength(word) > SIDE - 4:
-            kept = next(n for n in range(len(word), 0, -1) if font.getlength(word[:n]) <= SIDE - 4)
-            lines.append(word[:kept])
-            word = word[kept:]
-        lines.append(word)
-    return [line for line in lines if line]

@@ -37,7 +37,7 @@ from clients.common import (
 from clients.frames import VideoFile, encode_frame
 from tools.demo.boxes import GRID, parse_boxes
 from tools.demo.heldout import boxes_match
-from tools.demo.pictures import Caption, sheet, tile
+from tools.demo.pictures import INK, RIGHT, WRONG, sheet, tile
 from tools.demo.scenes import Pixels
 
 SAMPLES = Path(__file__).with_name("samples")
@@ -208,15 +208,12 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Pat
     out.mkdir(parents=True, exist_ok=True)
     tiles = []
     for sample, answer in zip(samples, answers, strict=True):
-        asked = (sample.task, sample.adapter or "base", sample.prompt)
-        caption = Caption(
-            asked=" · ".join(filter(None, asked)),
-            label=answer.text,
-            answer=in_words(answer.shown),
-            expected=in_words(sample.expected),
-            right=is_right(sample.expected, answer.text),
-        )
-        tiles.append(tile(sample.frames, answer.objects, caption))
+        asked = " · ".join(filter(None, (sample.task, sample.adapter or "base", sample.prompt)))
+        right = is_right(sample.expected, answer.text)
+        texts = [(asked, INK), (f"answer: {in_words(answer.shown)}", RIGHT if right else WRONG)]
+        if not right:
+            texts.append((f"expected: {in_words(sample.expected)}", WRONG))
+        tiles.append(tile(sample.frames, answer.objects, texts))
         tiles[-1].save(out / f"{sample.name}.png")
     page = out / "demo.png"
     sheet(tiles).save(page)
