@@ -35,8 +35,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     config = LlavaConfig(text_config=text, vision_config=vision, image_seq_length=16)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(large_checkpoint, "SHARD_BYTES", 1 << 18)
-        large_checkpoint.write_checkpoint(folder, config, lambda _: None)
+        patch.setattr(large_checkpoint, "SHARD_LIMIT", "256KB")
+        large_checkpoint.write_checkpoint(folder, config)
     return folder
 
 
@@ -46,7 +46,7 @@ def test_shards_have_all_weights_that_transformers_expects(folder: Path) -> None
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
     assert model.dtype == torch.bfloat16
-    assert all(bool(weight.any()) for weight in model.parameters())
+    assert all(bool(weight.any()) for weight in model.parameters() if weight.dim() > 1)
 
 
 def test_the_plan_grows_with_the_cache(folder: Path) -> None:
