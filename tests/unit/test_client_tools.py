@@ -3,6 +3,7 @@
 import io
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -90,7 +91,8 @@ def test_a_demo_answer_is_judged_by_words_and_box_overlap(expected, given, right
 def test_the_demo_reports_that_it_starts_a_server_without_a_terminal(monkeypatch):
     said = io.StringIO()
     with FakeTriton() as server:
-        monkeypatch.setattr(show, "_own_server", lambda: nullcontext(server.url))
+        server.grpc_url = server.url
+        monkeypatch.setattr(show, "TritonServer", lambda: nullcontext(server))
         with show.server_at("127.0.0.1:9", Console(file=said)):
             pass
     assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
@@ -113,11 +115,14 @@ def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
     shown = []
     monkeypatch.setattr(show, "tile", lambda *given: shown.append(given) or tile(*given))
     sample = show.Sample("s", "detect", None, "a", BOX, (), [GREY], [], is_video=False)
+    clip = replace(sample, name="clip", frames=[GREY] * 6)
     found = [{"box": [1, 2, 30, 40], "label": "a"}]
     answer = show.Answer(BOX.replace("(0,", "(10,"), 0.1, found)
     wrong = show.Answer("none", 0.1)
-    with Image.open(show.draw([sample, sample], [answer, wrong], tmp_path)) as page:
-        assert page.width > 2 * SIDE
+    show.draw([sample, clip], [answer, wrong], tmp_path)
+    for one in (sample, clip):
+        with Image.open(tmp_path / f"{one.name}.png") as picture:
+            assert picture.width == SIDE
     asked = ("detect · base · a", INK)
     assert [texts for _, _, texts in shown] == [
         [asked, ("answer: a in the box from (10,0) to (500,500)", RIGHT)],

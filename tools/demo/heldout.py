@@ -33,7 +33,6 @@ class Item:
     adapter: adapter of the domain.
     images, frames: PNG files of 64x64 pixels.
     boxes: if the question asks for boxes, the true ones in pixels, unrounded.
-    choices: if set, the answer is one of them.
     kind: skill that the question tests.
     """
 
@@ -46,7 +45,6 @@ class Item:
     text: str
     answer: str
     boxes: list[Box] | None
-    choices: list[str] | None
     kind: str
 
 
@@ -103,7 +101,6 @@ def _item(domain: str, index: int) -> Item:
         text=question.text,
         answer=question.answer,
         boxes=boxes,
-        choices=(list(RECIPES[adapter].choices) or None) if adapter else None,
         kind=question.kind,
     )
 

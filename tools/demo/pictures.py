@@ -11,7 +11,6 @@ from tools.demo.scenes import Pixels
 
 SIDE = 384
 """Side in pixels to which every picture is scaled."""
-COLUMNS, MARGIN = 4, 12
 LINE_HEIGHT, LINE_CHARACTERS = 22, 46
 BOX_COLOURS = ("#ff2d55", "#00c2ff", "#ffcc00", "#34c759", "#af52de")
 INK, PAPER, RIGHT, WRONG = "#1c1c1e", "#ffffff", "#178a3b", "#c4281c"
@@ -36,19 +35,6 @@ def tile(
         place = (2, picture.height + 4 + number * LINE_HEIGHT)
         draw.text(place, line, colour, ImageFont.load_default(16))
     return whole
-
-
-def sheet(tiles: Sequence[Any]) -> Any:
-    rows = [tiles[start : start + COLUMNS] for start in range(0, len(tiles), COLUMNS)]
-    heights = [max(one.height for one in row) for row in rows]
-    width = COLUMNS * (SIDE + MARGIN) + MARGIN
-    page = Image.new("RGB", (width, sum(heights) + MARGIN * (len(rows) + 1)), "#e5e5ea")
-    top = MARGIN
-    for row, height in zip(rows, heights, strict=True):
-        for column, one in enumerate(row):
-            page.paste(one, (MARGIN + column * (SIDE + MARGIN), top))
-        top += height + MARGIN
-    return page
 
 
 def _draw_objects(pixels: Pixels, objects: Sequence[dict[str, Any]]) -> Any:

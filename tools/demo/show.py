@@ -37,8 +37,10 @@ from clients.common import (
 from clients.frames import VideoFile, encode_frame
 from tools.demo.boxes import GRID, parse_boxes
 from tools.demo.heldout import boxes_match
-from tools.demo.pictures import INK, RIGHT, WRONG, sheet, tile
+from tools.demo.pictures import INK, RIGHT, WRONG, tile
 from tools.demo.scenes import Pixels
+from vlora.errors import ServerError
+from vlora.launcher.server import TritonServer
 
 SAMPLES = Path(__file__).with_name("samples")
 STREAMED = {"vqa", "caption"}
@@ -149,22 +151,13 @@ def server_at(url: str, console: Console) -> Iterator[Any]:
         except ClientError:
             console.print(f"no server at {url}: starting one, for about 10 seconds")
             with console.status("starting the server …"):
-                client = connect(stack.enter_context(_own_server()), "video_analytics")
+                try:
+                    address = stack.enter_context(TritonServer()).grpc_url
+                except ServerError as error:
+                    raise ClientError(str(error)) from None
+                client = connect(address, "video_analytics")
         stack.callback(client.close)
         yield client
-
-
-@contextmanager
-def _own_server() -> Iterator[str]:
-    """Yield the gRPC address of a new server of the demo model."""
-    from vlora.errors import ServerError
-    from vlora.launcher.server import TritonServer
-
-    try:
-        with TritonServer() as server:
-            yield server.grpc_url
-    except ServerError as error:
-        raise ClientError(str(error)) from None
 
 
 def table_of(samples: Sequence[Sample], answers: Sequence[Answer]) -> Table:
@@ -203,21 +196,16 @@ def in_words(text: str) -> str:
     return TAGGED.sub(sentence, text)
 
 
-def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Path:
-    """Write a picture of each sample and a sheet of all pictures. Return the sheet's path."""
+def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> None:
+    """Write a picture of each sample."""
     out.mkdir(parents=True, exist_ok=True)
-    tiles = []
     for sample, answer in zip(samples, answers, strict=True):
         asked = " · ".join(filter(None, (sample.task, sample.adapter or "base", sample.prompt)))
         right = is_right(sample.expected, answer.text)
         texts = [(asked, INK), (f"answer: {in_words(answer.shown)}", RIGHT if right else WRONG)]
         if not right:
             texts.append((f"expected: {in_words(sample.expected)}", WRONG))
-        tiles.append(tile(sample.frames, answer.objects, texts))
-        tiles[-1].save(out / f"{sample.name}.png")
-    page = out / "demo.png"
-    sheet(tiles).save(page)
-    return page
+        tile(sample.frames, answer.objects, texts).save(out / f"{sample.name}.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -233,8 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console.print(table_of(samples, answers))
     pairs = zip(samples, answers, strict=True)
     right = sum(is_right(sample.expected, answer.text) for sample, answer in pairs)
-    page = draw(samples, answers, options.out)
-    console.print(f"{right} of {len(samples)} answers are right; pictures: {page}")
+    draw(samples, answers, options.out)
+    console.print(f"{right} of {len(samples)} answers are right; pictures in {options.out}/")
     return int(any(answer.error for answer in answers))
 
 
