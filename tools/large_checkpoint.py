@@ -39,13 +39,6 @@ WORDS = 480
 app = typer.Typer(cls=Group, add_completion=False, help=__doc__)
 
 
-def configuration(layers: int) -> LlavaConfig:
-    """Return the configuration of LLaVA-1.5-7B with `layers` decoder layers."""
-    sizes = {"vocab_size": 32064, "num_hidden_layers": layers, "max_position_embeddings": 4096}
-    # All other sizes are the defaults of transformers.
-    return LlavaConfig(text_config=LlamaConfig(rms_norm_eps=1e-5, **sizes))
-
-
 def write_checkpoint(folder: Path, config: LlavaConfig) -> None:
     """Write a checkpoint of bfloat16 weights, as transformers initializes them, with the demo's
     tokenizer.
@@ -72,7 +65,9 @@ def make(
     layers: Annotated[int, typer.Option(min=1, help="Number of decoder layers.")] = 32,
 ) -> None:
     """Write the checkpoint into FOLDER."""
-    write_checkpoint(folder, configuration(layers))
+    sizes = {"vocab_size": 32064, "num_hidden_layers": layers, "max_position_embeddings": 4096}
+    # All other sizes of LLaVA-1.5-7B are the defaults of transformers.
+    write_checkpoint(folder, LlavaConfig(text_config=LlamaConfig(rms_norm_eps=1e-5, **sizes)))
 
 
 @app.command(cls=Command)

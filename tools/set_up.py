@@ -25,7 +25,6 @@ LOG = ROOT / "build" / "set-up.log"
 EXTRAS = "server,gateway,structured,train,video,dev"
 LARGE_MB = 10.0
 """Minimum size of a file whose download is announced."""
-PACKAGES_PER_MESSAGE = 20
 LAST_LINES = 30
 """Number of lines of the log that are printed after an error."""
 SILENT_SECONDS = 15.0
@@ -64,14 +63,9 @@ def reporter(stream: TextIO | None = None) -> Iterator[Callable[[str], None]]:
 
 def progress(lines: Iterable[str]) -> Iterator[str]:
     """Yield a message for each line of pip's output that says how far the installation is."""
-    found = 0
     unreachable = False
     for line in map(str.strip, lines):
-        if line.startswith("Collecting "):
-            found += 1
-            if found % PACKAGES_PER_MESSAGE == 0:
-                yield f"  {found} packages found"
-        elif match := re.match(r"Downloading (\S+) \(([\d.]+) (MB|GB)\)", line):
+        if match := re.match(r"Downloading (\S+) \(([\d.]+) (MB|GB)\)", line):
             name, size, unit = match.groups()
             if unit == "GB" or float(size) >= LARGE_MB:
                 yield f"  downloading {name.rpartition('/')[2]} ({size} {unit})"

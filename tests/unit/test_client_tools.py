@@ -15,7 +15,7 @@ from clients import stream_log
 from clients.common import ClientError
 from tests.support.fake_triton import FakeTriton
 from tools.demo import show
-from tools.demo.pictures import INK, RIGHT, SIDE, WRONG, tile
+from tools.demo.pictures import INK, RIGHT, SIDE, WRONG, draw_answer
 from tools.demo.show import is_right
 
 BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
@@ -113,7 +113,9 @@ def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
 
 def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
     shown = []
-    monkeypatch.setattr(show, "tile", lambda *given: shown.append(given) or tile(*given))
+    monkeypatch.setattr(
+        show, "draw_answer", lambda *given: shown.append(given) or draw_answer(*given)
+    )
     sample = show.Sample("s", "detect", None, "a", BOX, (), [GREY], [], is_video=False)
     clip = replace(sample, name="clip", frames=[GREY] * 6)
     found = [{"box": [1, 2, 30, 40], "label": "a"}]
@@ -122,7 +124,7 @@ def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
     show.draw([sample, clip], [answer, wrong], tmp_path)
     for one in (sample, clip):
         with Image.open(tmp_path / f"{one.name}.png") as picture:
-            assert picture.width == SIDE
+            assert picture.width == SIDE * len(one.frames)
     asked = ("detect · base · a", INK)
     assert [texts for _, _, texts in shown] == [
         [asked, ("answer: a in the box from (10,0) to (500,500)", RIGHT)],

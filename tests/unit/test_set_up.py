@@ -46,11 +46,6 @@ def test_the_output_of_pip_becomes_a_message_for_each_part_of_the_work() -> None
     ]
 
 
-def test_packages_are_counted() -> None:
-    lines = [f"Collecting package-{number}" for number in range(45)]
-    assert list(set_up.progress(lines)) == ["  20 packages found", "  40 packages found"]
-
-
 def test_an_unreachable_index_is_reported_once() -> None:
     why = "after connection broken by 'NewConnectionError(\"host='index'\")'"
     lines = [

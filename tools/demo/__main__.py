@@ -19,14 +19,6 @@ Threads = Annotated[int, typer.Option(help="CPU threads; rendering uses one more
 
 
 @app.command(cls=Command)
-def build(out: Out, seed: Annotated[int, typer.Option(help="Seed of the weights.")] = 0) -> None:
-    """Write an untrained but complete checkpoint, in seconds."""
-    from tools.demo.build import build as build_checkpoint
-
-    typer.echo(build_checkpoint(out, seed))
-
-
-@app.command(cls=Command)
 def train(out: Out = CHECKPOINT, quick: Quick = False, threads: Threads = 1) -> None:
     """Train the base model in about 55 minutes on one core."""
     import torch

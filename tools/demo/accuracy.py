@@ -24,13 +24,12 @@ from rich.progress import track
 from rich.table import Table
 
 from clients.common import first_string, request_inputs, sampling_parameters
+from tools.demo.build import CHECKPOINT
 from tools.demo.heldout import DOMAINS, Item, adapter_of, is_right, items, png
 from tools.demo.scenes import SIDE
 from vlora.cli.common import run_command
 from vlora.launcher.repository import ServerOptions
 from vlora.launcher.server import TritonServer
-
-CHECKPOINT = Path(__file__).with_name("checkpoint")
 
 GREY = png(np.full((SIDE, SIDE, 3), 128, np.uint8))
 ITEMS, BLIND_ITEMS = 200, 100

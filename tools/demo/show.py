@@ -37,7 +37,7 @@ from clients.common import (
 from clients.frames import VideoFile, encode_frame
 from tools.demo.boxes import GRID, parse_boxes
 from tools.demo.heldout import boxes_match
-from tools.demo.pictures import INK, RIGHT, WRONG, tile
+from tools.demo.pictures import INK, RIGHT, WRONG, draw_answer
 from tools.demo.scenes import Pixels
 from vlora.errors import ServerError
 from vlora.launcher.server import TritonServer
@@ -87,19 +87,15 @@ class Answer:
         return self.text if self.score is None else f"{self.text} (head: {self.score:.2f})"
 
 
-def load_samples(folder: Path) -> list[Sample]:
-    """Return the samples of `folder`. Raise ClientError if it has none."""
-    index = folder / "index.json"
-    if not index.is_file():
-        raise ClientError(f"there are no samples in {folder}: it has no index.json")
-    return [_load(folder, entry) for entry in json.loads(index.read_text())]
+def load_samples() -> list[Sample]:
+    return [_load(entry) for entry in json.loads((SAMPLES / "index.json").read_text())]
 
 
-def _load(folder: Path, entry: dict[str, Any]) -> Sample:
+def _load(entry: dict[str, Any]) -> Sample:
     video = entry.pop("video", None)
-    images = [folder / name for name in entry.pop("images", ())]
+    images = [SAMPLES / name for name in entry.pop("images", ())]
     if video is not None:
-        frames = next(VideoFile(folder / video, FRAMES).chunks()).frames
+        frames = next(VideoFile(SAMPLES / video, FRAMES).chunks()).frames
         files = [encode_frame(frame, "PNG") for frame in frames]
     else:
         frames = [np.array(Image.open(path).convert("RGB"), np.uint8) for path in images]
@@ -150,12 +146,11 @@ def server_at(url: str, console: Console) -> Iterator[Any]:
             console.print(f"using the server at {url}")
         except ClientError:
             console.print(f"no server at {url}: starting one, for about 10 seconds")
-            with console.status("starting the server …"):
-                try:
-                    address = stack.enter_context(TritonServer()).grpc_url
-                except ServerError as error:
-                    raise ClientError(str(error)) from None
-                client = connect(address, "video_analytics")
+            try:
+                address = stack.enter_context(TritonServer()).grpc_url
+            except ServerError as error:
+                raise ClientError(str(error)) from None
+            client = connect(address, "video_analytics")
         stack.callback(client.close)
         yield client
 
@@ -205,17 +200,16 @@ def draw(samples: Sequence[Sample], answers: Sequence[Answer], out: Path) -> Non
         texts = [(asked, INK), (f"answer: {in_words(answer.shown)}", RIGHT if right else WRONG)]
         if not right:
             texts.append((f"expected: {in_words(sample.expected)}", WRONG))
-        tile(sample.frames, answer.objects, texts).save(out / f"{sample.name}.png")
+        draw_answer(sample.frames, answer.objects, texts).save(out / f"{sample.name}.png")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.demo.show", description=__doc__)
     parser.add_argument("--url", default=DEFAULT_URL, help="gRPC address (%(default)s)")
-    parser.add_argument("--samples", type=Path, default=SAMPLES, help="folder with index.json")
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder for the pictures")
     options = parser.parse_args(arguments)
     console = Console()
-    samples = load_samples(options.samples)
+    samples = load_samples()
     with server_at(options.url, console) as client:
         answers = [ask(client, sample) for sample in samples]
     console.print(table_of(samples, answers))

@@ -62,7 +62,8 @@ SLOWER = {"tower": 0.3, "heads": 0.3, "connector": 0.1}
 """Factors of the learning rate by module, when the whole model is trained."""
 DENSE_WEIGHT = 0.3
 """Weight of the auxiliary task's loss."""
-REPORT_EVERY_SECONDS = 15.0
+REPORT_EVERY = 20
+"""Number of steps between two lines of progress."""
 READY_BATCHES = 24
 """Number of batches that a worker process prepares in advance."""
 
@@ -156,7 +157,7 @@ def run_steps(
             groups.append({"params": group, "factor": factor, "weight_decay": decay})
     optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.97))
     weights = [w for m in modules.values() for w in m.parameters() if w.requires_grad]
-    started = reported = time.monotonic()
+    started = time.monotonic()
     for step, batch in enumerate(ahead(make, steps)):
         decayed = 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
         rate = (step + 1) / warmup if step < warmup else 0.02 + 0.98 * decayed
@@ -167,9 +168,9 @@ def run_steps(
         loss.backward()
         nn.utils.clip_grad_norm_(weights, 1.0)
         optimizer.step()
-        now, done = time.monotonic(), step + 1
-        if now - reported > REPORT_EVERY_SECONDS or done == steps:
-            reported, left = now, (now - started) / done * (steps - done) / 60
+        done = step + 1
+        if done % REPORT_EVERY == 0 or done == steps:
+            left = (time.monotonic() - started) / done * (steps - done) / 60
             print(f"{name} {done}/{steps} loss {loss:.3f} ({left:.1f} min left)", flush=True)
 
 

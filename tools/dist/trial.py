@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from clients.common import ClientError, connect
-from tools.demo.show import SAMPLES, ask, is_right, load_samples
+from tools.demo.show import ask, is_right, load_samples
 from vlora.net import choose_ports
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +130,7 @@ def ask_all(address: str, tell: Callable[[str], None]) -> tuple[int, int]:
     """Ask the demo's questions. Return the numbers of right answers and of questions."""
     client = connect(address, "video_analytics")
     try:
-        samples = load_samples(SAMPLES)
+        samples = load_samples()
         right = 0
         for sample in samples:
             answer = ask(client, sample)

@@ -204,7 +204,6 @@ def environment() -> dict[str, str]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python3 -m tools.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "gpu", metavar="FOLDER")
-    parser.add_argument("--minutes", type=float, default=MINUTES, help="time for all stages")
     parser.add_argument("--only", nargs="+", metavar="STAGE", help="stages to run (default: all)")
     given = parser.parse_args()
     out = given.out.resolve()
@@ -213,7 +212,7 @@ def main() -> None:
     if unknown := set(given.only or ()) - {stage.name for stage in every}:
         parser.error(f"unknown stages {sorted(unknown)}; known: {[s.name for s in every]}")
     chosen = [stage for stage in every if not given.only or stage.name in given.only]
-    outcomes = run_all(chosen, given.minutes * 60, out, environment())
+    outcomes = run_all(chosen, MINUTES * 60, out, environment())
     print((out / "summary.md").read_text())
     sys.exit(any(outcome.ending != "done" for outcome in outcomes.values()))
 
