@@ -44,7 +44,7 @@ bench: $(READY) ## Run a benchmark, or list them (NAME=step; quick unless QUICK=
 	@$(BIN)/python -m benchmarks $(if $(NAME),$(NAME) $(if $(QUICK),--quick) $(BENCH))
 
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
-	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
+	@$(BIN)/python -m csrc.atmm.cuda.build $(CUDA)
 
 gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out FOLDER")
 	@$(PYTHON) -m tools.gpu $(GPU)

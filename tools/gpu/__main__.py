@@ -79,7 +79,7 @@ def stages(out: Path) -> list[Stage]:
     device += ["tests/unit/atmm", *on_device]
     if not find_spec("hypothesis"):
         device.append("--ignore=tests/unit/atmm/test_apply.py")
-    build = ("tools.tile_search.cuda_build", "--limit", str(TILES), *_architecture())
+    build = ("csrc.atmm.cuda.build", "--limit", str(TILES), *_architecture())
     search = ("vlora.cli", "tile-search", "--cuda", "--dtypes", "bf16,fp16")
     search += ("--output", folder, "--state", folder, "--minutes", "{minutes}")
     kernels = ("--tables", folder, "--seconds", "{seconds}")
