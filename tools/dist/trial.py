@@ -53,15 +53,15 @@ def run(command: Sequence[str | Path], log: Path, **given: object) -> None:
         )
 
 
-def tools_of(work: Path, log: Path) -> Path:
+def tools_of(work: Path, log: Path, requirements: Path = REQUIREMENTS) -> Path:
     """Return the `bin` folder of an environment with the build tools. It is created once."""
     folder = work / "tools"
-    ready = folder / REQUIREMENTS.name
-    if not ready.is_file() or ready.read_text() != REQUIREMENTS.read_text():
+    ready = folder / requirements.name
+    if not ready.is_file() or ready.read_text() != requirements.read_text():
         shutil.rmtree(folder, ignore_errors=True)
         run([sys.executable, "-m", "venv", folder], log)
-        run([folder / "bin" / "pip", "install", "--quiet", "-r", REQUIREMENTS], log)
-        shutil.copy(REQUIREMENTS, ready)
+        run([folder / "bin" / "pip", "install", "--quiet", "-r", requirements], log)
+        shutil.copy(requirements, ready)
     return folder / "bin"
 
 
