@@ -44,14 +44,13 @@ bench: $(READY) ## Run a benchmark, or list them (NAME=step; quick unless QUICK=
 	@$(BIN)/python -m benchmarks $(if $(NAME),$(NAME) $(if $(QUICK),--quick) $(BENCH))
 
 cuda: $(READY) ## Compile the operator for CUDA (needs nvcc, no GPU; a part of it: CUDA="--limit 10")
-	@$(BIN)/python -m tools.tile_search.cuda_build $(CUDA)
+	@$(BIN)/python -m csrc.atmm.cuda.build $(CUDA)
 
 gpu: ## On a machine with a GPU: build, test, search and measure ATMM in 9 minutes, nothing installed (GPU="--out FOLDER")
 	@$(PYTHON) -m tools.gpu $(GPU)
 
 gpu-check: $(READY) ## Compile the other GPU kernels for sm_80 and sm_90, and test them in an interpreter (needs no GPU)
 	@$(BIN)/python -c "import triton" 2>/dev/null || $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[gpu-check]'
-	@$(BIN)/python -m tools.gpu.compile_check $(GPU)
 	@$(BIN)/pytest -q tests/unit/gpu
 
 dist: $(READY) ## Build wheel and sdist, check them, and serve from each in a fresh environment (DIST="--no-trial")

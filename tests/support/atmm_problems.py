@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tools.tile_search.cuda_build import NoToolchain, emulate
+from csrc.atmm.cuda.build import NoToolchain, emulate
 from vlora import native
 from vlora.atmm import op, tiles
 from vlora.atmm.cuda.library import Library

@@ -3,7 +3,9 @@
 import io
 import json
 from contextlib import nullcontext
+from dataclasses import replace
 
+import numpy as np
 import pytest
 from PIL import Image
 from rich.console import Console
@@ -13,9 +15,11 @@ from clients import stream_log
 from clients.common import ClientError
 from tests.support.fake_triton import FakeTriton
 from tools.demo import show
+from tools.demo.pictures import INK, RIGHT, SIDE, WRONG, draw_answer
 from tools.demo.show import is_right
 
 BOX = "<ref>a</ref><box>(0,0),(500,500)</box>"
+GREY = np.full((64, 64, 3), 128, np.uint8)
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 5), (0.95, 10), (1.0, 10), (0.1, 1)])
@@ -87,7 +91,8 @@ def test_a_demo_answer_is_judged_by_words_and_box_overlap(expected, given, right
 def test_the_demo_reports_that_it_starts_a_server_without_a_terminal(monkeypatch):
     said = io.StringIO()
     with FakeTriton() as server:
-        monkeypatch.setattr(show, "_own_server", lambda: nullcontext(server.url))
+        server.grpc_url = server.url
+        monkeypatch.setattr(show, "TritonServer", lambda: nullcontext(server))
         with show.server_at("127.0.0.1:9", Console(file=said)):
             pass
     assert said.getvalue().startswith("no server at 127.0.0.1:9: starting one")
@@ -107,18 +112,28 @@ def test_the_demo_table_shows_boxes_without_tags_and_the_expected_answer():
 
 
 def test_the_demo_pictures_show_boxes_in_words(monkeypatch, tmp_path):
-    captions = []
-
-    def tile(frames, objects, caption):
-        captions.append(caption)
-        return Image.new("RGB", (8, 8))
-
-    monkeypatch.setattr(show, "tile", tile)
-    sample = show.Sample("s", "detect", None, "a", BOX, (), [], [], is_video=False)
-    show.draw([sample], [show.Answer(BOX.replace("(0,", "(10,"), 0.1)], tmp_path)
-    (caption,) = captions
-    assert caption.answer == "a in the box from (10,0) to (500,500)"
-    assert caption.expected == "a in the box from (0,0) to (500,500)"
+    shown = []
+    monkeypatch.setattr(
+        show, "draw_answer", lambda *given: shown.append(given) or draw_answer(*given)
+    )
+    sample = show.Sample("s", "detect", None, "a", BOX, (), [GREY], [], is_video=False)
+    clip = replace(sample, name="clip", frames=[GREY] * 6)
+    found = [{"box": [1, 2, 30, 40], "label": "a"}]
+    answer = show.Answer(BOX.replace("(0,", "(10,"), 0.1, found)
+    wrong = show.Answer("none", 0.1)
+    show.draw([sample, clip], [answer, wrong], tmp_path)
+    for one in (sample, clip):
+        with Image.open(tmp_path / f"{one.name}.png") as picture:
+            assert picture.width == SIDE * len(one.frames)
+    asked = ("detect · base · a", INK)
+    assert [texts for _, _, texts in shown] == [
+        [asked, ("answer: a in the box from (10,0) to (500,500)", RIGHT)],
+        [
+            asked,
+            ("answer: none", WRONG),
+            ("expected: a in the box from (0,0) to (500,500)", WRONG),
+        ],
+    ]
 
 
 @pytest.mark.parametrize(

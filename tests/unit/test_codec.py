@@ -78,14 +78,14 @@ def test_messages_get_the_adapters_own_task_or_the_chat_template(
     inputs = {"messages": flag(True), **({} if named is None else {"task": strings([named])})}
     info = replace(adapter("a", tasks), default_task=default)
     call = read(text_input=strings([json.dumps({"messages": [turn]})]), **inputs)
-    request, found = prepare_call(call, info=info)
+    request, found = prepare(call, "id", info, TEMPLATE)
     assert found == task
     ending = "" if task == "chat" else " Answer:"
     assert request.prompt == f"[USER] a <image> b{ending} [BOT]"
     conversation = {"messages": [turn, {**turn, "role": "assistant"}]}
     several = read(text_input=strings([json.dumps(conversation)]), **inputs)
     with pytest.raises(InvalidArgument, match="no chat template, so a chat must have one message"):
-        prepare_call(several, info=info)
+        prepare(several, "id", info, TEMPLATE)
 
 
 def test_parameters_are_sampling_keys_except_those_of_triton() -> None:

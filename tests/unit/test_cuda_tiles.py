@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tools.tile_search import cuda_build
-from tools.tile_search.cuda_build import BuildError
-from tools.tile_search.cuda_tiles import KINDS, SHARED_BYTES, SIDES, CudaTile, tiles, why_not
+from csrc.atmm.cuda import build as cuda_build
+from csrc.atmm.cuda.build import BuildError
+from csrc.atmm.cuda.tiles import KINDS, SHARED_BYTES, SIDES, CudaTile, tiles, why_not
 from vlora.atmm.cuda.library import Library, LoadedTile
 
 REGISTERS = 65536

@@ -15,12 +15,11 @@ from benchmarks.gpu_device import device_limits
 from tests.support import random_model
 from tests.support.fake_device import fake_gpu
 from tests.support.gpu_kernels import ON_GPU
-from tests.support.random_model import DEMO, KINDS, SEVEN_B, RandomModel, Sizes, measure
-from tools.gpu import step_costs
+from tests.support.random_model import DEMO, KINDS, SEVEN_B, Model, RandomModel, Sizes, measure
 from vlora.atmm import op
 from vlora.device.cuda import CudaDevice
 
-TINY = Sizes("tiny", step_costs.Model(2, 32, 48, 4, 2, 16, 50), 8, 3, (1, 3), 20)
+TINY = Sizes("tiny", Model(2, 32, 48, 4, 2, 16, 50), 8, 3, (1, 3), 20)
 
 
 @pytest.fixture

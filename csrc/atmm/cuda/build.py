@@ -1,6 +1,6 @@
 """Compile ATMM for CUDA: generate one source per tile instance, run nvcc, and link a library.
 
-`python -m tools.tile_search.cuda_build [--limit N]` (`make cuda`) needs nvcc and the CUTLASS
+`python -m csrc.atmm.cuda.build [--limit N]` (`make cuda`) needs nvcc and the CUTLASS
 headers (PyPI `nvidia-cutlass`, downloaded into the build directory), but no GPU. RESOURCES next to
 the library holds the registers and shared memory of each kernel as reported by ptxas. With
 `--emulate` a C++ compiler builds the same kernels for the host (csrc/atmm/cuda/host). The script
@@ -22,9 +22,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.tile_search.cuda_tiles import KINDS, CudaTile, tiles
+from csrc.atmm.cuda.tiles import KINDS, CudaTile, tiles
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 CSRC = ROOT / "csrc"
 SOURCES = CSRC / "atmm" / "cuda"
 INCLUDES = (f"-I{CSRC / 'atmm' / 'include'}", f"-I{CSRC}")
@@ -271,7 +271,7 @@ def _run(command: list[str]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.tile_search.cuda_build",
+        prog="python -m csrc.atmm.cuda.build",
         description=__doc__.splitlines()[0] if __doc__ else None,
     )
     parser.add_argument(
