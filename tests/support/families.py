@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -26,7 +27,7 @@ from transformers.models.qwen3_vl.video_processing_qwen3_vl import Qwen3VLVideoP
 from transformers.models.qwen3_vl.video_processing_qwen3_vl import smart_resize as qwen3_resize
 
 from tests.support import qwen_vl
-from tests.support.checkpoints import make_checkpoint
+from tests.support.checkpoints import FAMILIES, make_checkpoint
 from tests.support.qwen_vl import IMAGE_PAD, QUERIES, Reference, make_adapter, make_qwen_vl
 from vlora.model.tokenizer import load_tokenizer
 from vlora.vision.encoder import VisionEncoder
@@ -82,7 +83,42 @@ class _UncheckedQwen3VLProcessor(Qwen3VLProcessor):  # type: ignore[misc]
         """Accept every argument."""
 
 
-class Family:
+class OracleFamily(ABC):
+    """A checkpoint of one family with adapters, and an oracle of its answers."""
+
+    checkpoint: Path
+    adapters: Path
+    tokenizer: Any
+    encoder: VisionEncoder
+    service: EncoderService
+
+    @abstractmethod
+    def logits(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+    ) -> torch.Tensor:
+        """Return the oracle's logits after the prompt and each token, [len(answer) + 1, V]."""
+
+    @abstractmethod
+    def add_vision_adapters(self) -> None:
+        """Write VISION_ADAPTERS, which the oracle knows as well."""
+
+    def gap(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
+    ) -> float:
+        """Return the largest gap between the oracle's best logit and that of the answer."""
+        return gap_of(self.logits(prompt, images, adapter, answer)[:-1], answer)
+
+    def greedy(
+        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, count: int
+    ) -> list[int]:
+        """Return the first tokens of the oracle's greedy answer."""
+        answer: list[int] = []
+        for _ in range(count):
+            answer.append(int(self.logits(prompt, images, adapter, answer)[-1].argmax()))
+        return answer
+
+
+class Family(OracleFamily):
     """A checkpoint of one family, two adapters, its stock model and its vision encoder."""
 
     def __init__(self, name: str, tokenizer_of: Path, folder: Path) -> None:
@@ -108,7 +144,6 @@ class Family:
         get_peft_model(self._stock(), config).save_pretrained(folder)
 
     def add_vision_adapters(self) -> None:
-        """Write VISION_ADAPTERS, and load them into the stock model."""
         for seed, (name, targets) in enumerate(VISION_ADAPTERS.items()):
             torch.manual_seed(100 + seed)
             self.make_adapter(self.adapters / name, targets)
@@ -117,21 +152,6 @@ class Family:
 
     def _stock(self) -> Any:
         return AutoModelForImageTextToText.from_pretrained(self.checkpoint, dtype=torch.float32)
-
-    def gap(
-        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
-    ) -> float:
-        """Return the largest gap between the stock model's best logit and that of the answer."""
-        return gap_of(self.logits(prompt, images, adapter, answer)[:-1], answer)
-
-    def greedy(
-        self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, count: int
-    ) -> list[int]:
-        """Return the first tokens of the stock model's greedy answer."""
-        answer: list[int] = []
-        for _ in range(count):
-            answer.append(int(self.logits(prompt, images, adapter, answer)[-1].argmax()))
-        return answer
 
     def _pixels(
         self, base: Any, images: Sequence[DecodedImage]
@@ -234,7 +254,6 @@ class Family:
     def logits(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
     ) -> torch.Tensor:
-        """Return the stock model's logits after the prompt and each token, [len(answer) + 1, V]."""
         base, pixels, rows = self.model.get_base_model(), {}, iter(())
         if images:
             pixels, rows = self._pixels(base, images)
@@ -261,7 +280,7 @@ class Family:
         return logits[0, len(ids) - 1 :]
 
 
-class FirstQwenVL:
+class FirstQwenVL(OracleFamily):
     """A checkpoint of the first Qwen-VL and two adapters. transformers has no such model, so the
     oracle is the slow reference of `tests/support/qwen_vl.py`."""
 
@@ -273,10 +292,10 @@ class FirstQwenVL:
         for seed, (name, modules) in enumerate(zip(ADAPTERS, targets, strict=True)):
             make_adapter(self.adapters / name, seed, modules)
         self.tokenizer = load_tokenizer(self.checkpoint)
-        self.service = EncoderService(VisionEncoder(self.checkpoint, 1), FeatureCache(1 << 24))
+        self.encoder = VisionEncoder(self.checkpoint, 1)
+        self.service = EncoderService(self.encoder, FeatureCache(1 << 24))
 
     def add_vision_adapters(self) -> None:
-        """Write VISION_ADAPTERS."""
         tower, connector = qwen_vl.TOWER, qwen_vl.CONNECTOR
         targets = {"both": [*qwen_vl.TARGETS, *tower, *connector]}
         targets |= {"tower": [*tower], "connector": [*connector]}
@@ -292,14 +311,13 @@ class FirstQwenVL:
         make_adapter(self.adapters / "activated", 201, qwen_vl.TARGETS, **options)
 
     @cached_property
-    def _reference(self) -> Reference:
+    def reference(self) -> Reference:
         """The oracle, with all adapters that were written before its first use."""
         return Reference(self.checkpoint, {own.name: own for own in self.adapters.iterdir()})
 
     def logits(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
     ) -> torch.Tensor:
-        """Return the reference's logits after the prompt and each token, [len(answer) + 1, V]."""
         ids: list[int] = []
         for token in self.tokenizer(prompt)["input_ids"]:
             ids += [token] * (QUERIES if token == IMAGE_PAD else 1)
@@ -307,6 +325,16 @@ class FirstQwenVL:
         if invocation := self._invocations.get(str(adapter)):
             length = len(invocation)
             start = max(i for i in range(len(ids)) if ids[i : i + length] == invocation)
-        features = [self._reference.features(image.rgb, adapter) for image in images]
-        logits = self._reference.logits([*ids, *answer], features, adapter, start)
+        features = [self.reference.features(image.rgb, adapter) for image in images]
+        logits = self.reference.logits([*ids, *answer], features, adapter, start)
         return logits[len(ids) - 1 :]
+
+
+FAMILY_NAMES = (*sorted(FAMILIES), "qwen_vl")
+
+
+def make_family(name: str, tokenizer_of: Path, folder: Path) -> OracleFamily:
+    """Return a family by its name in FAMILY_NAMES."""
+    if name == "qwen_vl":
+        return FirstQwenVL(folder)
+    return Family(name, tokenizer_of, folder)
