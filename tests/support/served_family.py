@@ -16,9 +16,6 @@ from tests.support.oracle import NEAR_TIE
 from tests.support.triton_client import Asker, png
 from vlora.model.decoder_config import load_config
 from vlora.model.inputs import PromptReader
-from vlora.model.loader import adapter_shape
-from vlora.offline.base_weights import BaseWeights
-from vlora.offline.convert import ConversionLimits, convert
 from vlora.request import ImageFeatures
 from vlora.vision.images import DecodedImage
 from vlora.vision.prompts import ChatTemplate, render
@@ -26,8 +23,6 @@ from vlora.vision.prompts import ChatTemplate, render
 MAX_TOKENS = 32
 MAX_DIFFERENCE = 1e-3
 """Allowed difference of a token's log-probability."""
-FULL_RANK = 96
-"""Rank at which every change of the small checkpoints' weights is exact."""
 INVOCATION = 3
 """Number of tokens that invoke the activated adapter: the last ones of every prompt."""
 
@@ -195,8 +190,6 @@ def add_kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
 
     - `rslora` is an rsLoRA of the decoder, the tower and the connector, with different ranks.
     - `activated` acts from the last tokens of a prompt on.
-    - `dora` was converted from a DoRA, and `saved` from a LoRA with copies of the base model's
-      embeddings and LM head. The first Qwen-VL has neither, since its adapters are not converted.
     """
     template = ChatTemplate.from_checkpoint(family.checkpoint)
     prompt = render("vqa", "what?", 1, 0, template)
@@ -204,8 +197,7 @@ def add_kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
     if isinstance(family, FirstQwenVL):
         family.add_kinds(invocation)
         return "rslora", "activated"
-    sources = family.adapters.with_name("sources")
-    made = {
+    made: dict[str, dict[str, Any]] = {
         "rslora": {
             "target_modules": f"{DECODER}|{TOWER}|{CONNECTOR}",
             "use_rslora": True,
@@ -213,22 +205,9 @@ def add_kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
             "alpha_pattern": {"o_proj": 5, r"(linear_1|mlp\.0|linear_fc1)": 3},
         },
         "activated": {"alora_invocation_tokens": invocation, "task_type": "CAUSAL_LM"},
-        "dora": {"use_dora": True},
-        "saved": {"modules_to_save": ["lm_head", "embed_tokens"]},
     }
-    config = load_config(family.checkpoint)
-    shape, base = adapter_shape(family.checkpoint, config), BaseWeights(family.checkpoint, config)
-    limits = ConversionLimits(FULL_RANK, 1e-4)
     for name, options in made.items():
-        model = kinds.lora(family.checkpoint, **options)
-        source = (sources if name in ("dora", "saved") else family.adapters) / name
-        if name == "saved":
-            kinds.restore_copies(model, family.checkpoint)
-            model.save_pretrained(source)
-        else:
-            kinds.save(model, source)
-        if source.parent == sources:
-            convert(source, family.adapters / name, shape, base, limits)
-        family.model.load_adapter(source, name)
+        kinds.save(kinds.lora(family.checkpoint, **options), family.adapters / name)
+        family.model.load_adapter(family.adapters / name, name)
     family.model.eval()
     return tuple(made)
