@@ -89,17 +89,6 @@ def test_allowed_tokens_equal_those_of_a_full_search(
     assert budget >= 0
 
 
-def test_a_choice_that_another_continues_is_ended_by_end_of_text(vocabulary: Vocabulary) -> None:
-    matcher = ChoiceMatcher(("no", "none"), vocabulary)
-    for byte in b"no":
-        (token,) = vocabulary.tokens_of[bytes([byte])]
-        assert token in matcher.allowed([2], budget=9)
-        matcher.advance(token)
-    assert matcher.complete == "no"
-    assert matcher.finished is None
-    assert 2 in matcher.allowed([2], budget=9)
-
-
 def test_an_exact_spelling_has_priority_over_a_leading_space(vocabulary: Vocabulary) -> None:
     matcher = ChoiceMatcher(("x", " x"), vocabulary)
     for byte in b" x":
