@@ -102,6 +102,11 @@ class OracleFamily(ABC):
     def add_vision_adapters(self) -> None:
         """Write VISION_ADAPTERS, which the oracle knows as well."""
 
+    @abstractmethod
+    def add_kinds(self, invocation: list[int]) -> None:
+        """Write `rslora`, an rsLoRA of the decoder, the tower and the connector, and `activated`,
+        which acts from these tokens on. The oracle knows them as well."""
+
     def gap(
         self, prompt: str, images: Sequence[DecodedImage], adapter: str | None, answer: list[int]
     ) -> float:
@@ -138,16 +143,31 @@ class Family(OracleFamily):
         self.encoder = VisionEncoder(self.checkpoint, 1)
         self.service = EncoderService(self.encoder, FeatureCache(1 << 24))
 
-    def make_adapter(self, folder: Path, targets: str) -> None:
-        """Write an adapter of modules that match `targets`, with the weights of torch's seed."""
-        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    def make_adapter(self, folder: Path, targets: str, **options: Any) -> None:
+        """Write an adapter of modules that match `targets`, with the weights of torch's seed.
+
+        options: further settings of PEFT.
+        """
+        config = LoraConfig(r=4, target_modules=targets, init_lora_weights=False, **options)
         get_peft_model(self._stock(), config).save_pretrained(folder)
 
     def add_vision_adapters(self) -> None:
         for seed, (name, targets) in enumerate(VISION_ADAPTERS.items()):
-            torch.manual_seed(100 + seed)
-            self.make_adapter(self.adapters / name, targets)
-            self.model.load_adapter(self.adapters / name, name)
+            self._add_adapter(name, 100 + seed, targets)
+
+    def add_kinds(self, invocation: list[int]) -> None:
+        ranks = {"(q_proj|qkv)": 3, "up_proj": 2}
+        alphas = {"o_proj": 5, r"(linear_1|mlp\.0|linear_fc1)": 3}
+        patterns = {"rank_pattern": ranks, "alpha_pattern": alphas}
+        targets = VISION_ADAPTERS["both"]
+        self._add_adapter("rslora", 200, targets, use_rslora=True, **patterns)
+        activated = {"alora_invocation_tokens": invocation, "task_type": "CAUSAL_LM"}
+        self._add_adapter("activated", 201, DECODER, **activated)
+
+    def _add_adapter(self, name: str, seed: int, targets: str, **options: Any) -> None:
+        torch.manual_seed(seed)
+        self.make_adapter(self.adapters / name, targets, **options)
+        self.model.load_adapter(self.adapters / name, name)
         self.model.eval()
 
     def _stock(self) -> Any:
@@ -303,7 +323,6 @@ class FirstQwenVL(OracleFamily):
             make_adapter(self.adapters / name, 100 + seed, targets[name])
 
     def add_kinds(self, invocation: list[int]) -> None:
-        """Write an rsLoRA `rslora`, and `activated`, which these tokens activate."""
         everything = [*qwen_vl.TARGETS, *qwen_vl.TOWER, *qwen_vl.CONNECTOR]
         make_adapter(self.adapters / "rslora", 200, everything, use_rslora=True)
         self._invocations["activated"] = invocation

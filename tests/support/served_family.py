@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from tests.support import adapter_kinds as kinds
-from tests.support.families import CONNECTOR, DECODER, TOWER, Family, FirstQwenVL, gap_of
+from tests.support.families import OracleFamily, gap_of
 from tests.support.oracle import NEAR_TIE
 from tests.support.triton_client import Asker, png
 from vlora.model.decoder_config import load_config
@@ -78,7 +77,7 @@ def draw_questions(adapters: Sequence[str | None]) -> list[Question]:
 class Served:
     """A family behind a server. Each different answer is compared once with the oracle."""
 
-    def __init__(self, family: Family | FirstQwenVL, ask: Asker) -> None:
+    def __init__(self, family: OracleFamily, ask: Asker) -> None:
         self.family, self.ask = family, ask
         self.template = ChatTemplate.from_checkpoint(family.checkpoint)
         self._checked: set[tuple[str, str | None, tuple[int, ...]]] = set()
@@ -156,7 +155,7 @@ def differ(one: Answer, other: Answer) -> bool:
     return any(abs(first - second) > MAX_DIFFERENCE for first, second in pairs)
 
 
-def longest_prompt(family: Family | FirstQwenVL, questions: list[Question]) -> int:
+def longest_prompt(family: OracleFamily, questions: list[Question]) -> int:
     """Return the number of tokens of the longest prompt."""
     template = ChatTemplate.from_checkpoint(family.checkpoint)
     reader = PromptReader(family.checkpoint, load_config(family.checkpoint))
@@ -185,29 +184,11 @@ def _total(served: Served, name: str) -> float:
     return sum(value for key, value in served.ask.metrics().items() if key.startswith(name))
 
 
-def add_kinds(family: Family | FirstQwenVL) -> tuple[str, ...]:
-    """Add adapters of several kinds to a family and to its oracle, and return their names.
-
-    - `rslora` is an rsLoRA of the decoder, the tower and the connector, with different ranks.
-    - `activated` acts from the last tokens of a prompt on.
-    """
+def add_kinds(family: OracleFamily) -> tuple[str, ...]:
+    """Add adapters of several kinds to a family and to its oracle, and return their names. One is
+    invoked by the last tokens of every prompt."""
     template = ChatTemplate.from_checkpoint(family.checkpoint)
     prompt = render("vqa", "what?", 1, 0, template)
-    invocation = family.tokenizer(prompt, add_special_tokens=False)["input_ids"][-INVOCATION:]
-    if isinstance(family, FirstQwenVL):
-        family.add_kinds(invocation)
-        return "rslora", "activated"
-    made: dict[str, dict[str, Any]] = {
-        "rslora": {
-            "target_modules": f"{DECODER}|{TOWER}|{CONNECTOR}",
-            "use_rslora": True,
-            "rank_pattern": {"(q_proj|qkv)": 3, "up_proj": 2},
-            "alpha_pattern": {"o_proj": 5, r"(linear_1|mlp\.0|linear_fc1)": 3},
-        },
-        "activated": {"alora_invocation_tokens": invocation, "task_type": "CAUSAL_LM"},
-    }
-    for name, options in made.items():
-        kinds.save(kinds.lora(family.checkpoint, **options), family.adapters / name)
-        family.model.load_adapter(family.adapters / name, name)
-    family.model.eval()
-    return tuple(made)
+    tokens = family.tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    family.add_kinds(tokens[-INVOCATION:])
+    return "rslora", "activated"
