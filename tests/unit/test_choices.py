@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
 from vlora.errors import InvalidArgument
 from vlora.model.choices import MAX_CACHED_STATES, ChoiceMatcher, choice_set
 from vlora.model.tokenizer import Vocabulary
 
 EOS = 0
-
-
-@pytest.fixture(scope="module")
-def vocabulary(checkpoint: Path) -> Vocabulary:
-    return Vocabulary(AutoTokenizer.from_pretrained(checkpoint))
 
 
 class TinyVocabulary(Vocabulary):

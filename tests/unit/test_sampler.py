@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 from transformers.generation.logits_process import (
     MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
@@ -28,11 +26,6 @@ from vlora.request import FloatArray
 from vlora.sampling import SamplingParams
 
 EOS = 2
-
-
-@pytest.fixture(scope="module")
-def vocabulary(checkpoint: Path) -> Vocabulary:
-    return Vocabulary(AutoTokenizer.from_pretrained(checkpoint))
 
 
 def sampler(vocabulary: Vocabulary, **params: object) -> TokenSampler:

@@ -11,7 +11,6 @@ import termios
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,6 @@ import pytest
 import regex
 from tokenizers import Tokenizer, normalizers
 from tokenizers.models import BPE
-from transformers import AutoTokenizer
 
 from benchmarks.structured import grammars_of as grammars_of_size
 from benchmarks.structured import make_tokenizer, measure_grammar
@@ -39,16 +37,6 @@ from vlora.structured.worker import Speller
 
 EOS = 2
 LIMITS = Limits()
-
-
-@pytest.fixture(scope="module")
-def tokenizer(checkpoint: Path) -> Any:
-    return AutoTokenizer.from_pretrained(checkpoint)
-
-
-@pytest.fixture(scope="module")
-def vocabulary(tokenizer: Any) -> Vocabulary:
-    return Vocabulary(tokenizer)
 
 
 def grammars_of(tokenizer: Any, limits: Limits = LIMITS) -> Grammars:

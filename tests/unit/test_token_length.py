@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from vlora.errors import InvalidArgument
 from vlora.model.decoder_config import load_config
@@ -138,9 +138,8 @@ def test_a_prompt_that_cannot_fit_is_refused_without_tokenizing_it(reader: Promp
 
 
 def test_threads_that_tokenize_at_once_get_the_tokenizers_own_ids(
-    reader: PromptReader, checkpoint: Path
+    reader: PromptReader, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(checkpoint)
     prompts = [
         "",
         "a",
